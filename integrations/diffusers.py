@@ -1,0 +1,311 @@
+"""`load_pipeline`: a diffusion pipeline whose weights lie in shared memory.
+
+Guarantee: what it returns equals what `from_pretrained` gives with the same arguments, or it raises.
+The pipeline is built while workers still decode, by the library's own `from_pretrained` from a view.
+That nothing has looked at a byte too early is not hoped for but read off the kernel's page tables,
+and that the dtypes were guessed right is checked on the built models; otherwise it is built again.
+"""
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shmload._dtypes import TORCH_NAMES, parse_dtype
+from shmload._hub import find_source
+from shmload._linux import Inode, is_named, is_touched, mappings
+from shmload._load import Load
+from shmload._progress import Callback, Progress
+from shmload._resolve import Source
+from shmload._rules import RAW, Rule, forget_rule, rule_for
+from shmload._segment import Segment
+from shmload._view import View
+from shmload.integrations.paths import PathRepair
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+logger = logging.getLogger(__name__)
+
+_HUB_KWARGS = ("revision", "cache_dir", "token", "local_files_only")
+# With these the library reads other files, or makes new tensors of what it reads.
+_BYPASSING_KWARGS = ("use_flashpack", "use_onnx", "quantization_config")
+
+
+def load_pipeline(
+    source: str | os.PathLike[str],
+    *,
+    torch_dtype: object = None,
+    device_map: str | None = None,
+    keep: bool = False,
+    workers: int | None = None,
+    verify: bool = False,
+    progress: Callback | bool | None = None,
+    **from_pretrained_kwargs: Any,
+) -> "DiffusionPipeline":
+    """Load a diffusion pipeline through shared memory.
+
+    Args:
+        source: what `DiffusionPipeline.from_pretrained` takes: a directory, or a hub id.
+        torch_dtype: a `torch.dtype`, its name, a dict of these by component (with a `default`), or
+            None, which means what it means there: float32 for diffusers' models, the checkpoint's
+            own dtype for those of transformers.
+        device_map: as there.
+        keep: leave the segments resident for the next process. Else they belong to this pipeline
+            alone and go with its last tensor; segments that are resident already stay.
+        workers: worker processes; None for as many as there are cores to spare.
+        verify: recompute the segments' digests, resident ones too.
+        progress: a callback of bytes done and bytes in all, True or False for a bar, None for a bar
+            on a terminal.
+        from_pretrained_kwargs: everything else that `from_pretrained` takes, components included;
+            the weights of components passed in are not decoded.
+
+    Returns:
+        The pipeline, of its own class, on the CPU unless `device_map` says otherwise. Its parameters
+        are mapped from the segments copy-on-write: writing to one is private to this process.
+
+    Raises:
+        ShmloadError: the source, its files, the room for it, or a worker is at fault.
+        Exception: whatever `from_pretrained` raises, with the source's own paths in it.
+    """
+    kwargs = from_pretrained_kwargs
+    if torch_dtype is None:
+        torch_dtype = kwargs.pop("dtype", None)  # the newer name in diffusers
+    # What this asks for, large reads instead of page faults, is what the workers do.
+    kwargs.pop("disable_mmap", None)
+    hub_kwargs = {name: kwargs[name] for name in _HUB_KWARGS if name in kwargs}
+    found = find_source(source, variant=kwargs.get("variant"), passed=kwargs, **hub_kwargs)
+    if kwargs.get("use_safetensors") is False or any(map(kwargs.get, _BYPASSING_KWARGS)):
+        rules = {checkpoint.component: RAW for checkpoint in found.checkpoints}
+    else:
+        rules = {c.component: rule_for(c, torch_dtype) for c in found.checkpoints}
+    with (
+        _paused_gc(),
+        Progress(progress, found.root.name) as counter,
+        Load(
+            found,
+            rules,
+            keep=keep,
+            progress=counter,
+            parent_is_busy="diffusers" not in sys.modules,
+            workers=workers,
+        ) as load,
+    ):
+        return _Build(found, rules, load, torch_dtype, device_map, kwargs).run(verify=verify)
+
+
+def download(repo_id: str, **kwargs: Any) -> str:
+    """Bring a pipeline's files into the hub cache and return their directory.
+
+    Args:
+        repo_id: the pipeline's id.
+        kwargs: as for `DiffusionPipeline.download`.
+    """
+    from diffusers import DiffusionPipeline
+
+    return str(DiffusionPipeline.download(repo_id, **kwargs))
+
+
+class _Build:
+    """Builds one pipeline from a view of a load."""
+
+    def __init__(
+        self,
+        source: Source,
+        rules: Mapping[str, Rule],
+        load: Load,
+        torch_dtype: object,
+        device_map: str | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._source = source
+        self._rules = rules
+        self._load = load
+        self._torch_dtype = torch_dtype
+        self._kwargs = kwargs | ({} if device_map is None else {"device_map": device_map})
+
+    def run(self, *, verify: bool) -> "DiffusionPipeline":
+        """Build it, while the load goes on where that is possible."""
+        _import_classes(self._source)
+        unfinished = self._load.unfinished_inodes()
+        pipe = None
+        if self._load.has_every_file:
+            pipe = self._from_view()
+            if not all(_is_untouched(inode) for inode in unfinished):
+                logger.info(
+                    "%s: a weight was read before it was decoded; building again",
+                    self._source.given,
+                )
+                pipe = None
+        self._load.wait()
+        if verify:
+            self._load.verify()
+        if pipe is None:
+            pipe = self._from_view()
+        if self._has_other_dtypes(pipe):
+            pipe = self._from_path(self._source.root)
+        hold_leases(pipe, self._load.segments())
+        return pipe
+
+    def _from_view(self) -> "DiffusionPipeline":
+        given = self._source.given
+        root = os.fspath(given) if os.path.exists(given) else str(self._source.root)
+        with View(self._source.root, self._load.files()) as view:
+            repair = PathRepair(view.path, root, given)
+            with repair.in_messages():
+                pipe = self._from_path(view.path)
+            repair.repair(pipe)
+        return pipe
+
+    def _from_path(self, root: Path) -> "DiffusionPipeline":
+        """Let the library build the pipeline, as the class that the source names.
+
+        The base class would decide by its own list of optional components which of those passed in
+        are honoured; that of the concrete class is the right one.
+        """
+        import diffusers
+        from diffusers.pipelines import pipeline_utils
+
+        pipeline_class = getattr(diffusers, self._source.class_name or "DiffusionPipeline")
+        if "custom_pipeline" in self._kwargs:
+            pipeline_class = diffusers.DiffusionPipeline
+        # The older name still works but warns.
+        keyword = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
+        dtype = {} if self._torch_dtype is None else {keyword: _as_torch(self._torch_dtype)}
+        return pipeline_class.from_pretrained(str(root), **dtype, **self._kwargs)
+
+    def _has_other_dtypes(self, pipe: "DiffusionPipeline") -> bool:
+        """Tell whether some model has a dtype that its rule did not foresee, and forget such rules.
+
+        A tensor that was stored in fewer bits than the model has in the end has lost some of them.
+        """
+        is_wrong = False
+        for checkpoint in self._source.checkpoints:
+            rule = self._rules[checkpoint.component]
+            module = getattr(pipe, checkpoint.component, None)
+            if rule.target is None or rule.is_widening or module is None:
+                continue
+            if not _agrees(rule, module):
+                logger.warning(
+                    "%s has dtypes that shmload did not foresee; loading it without conversion",
+                    checkpoint.class_name,
+                )
+                forget_rule(checkpoint, self._torch_dtype)
+                is_wrong = True
+        return is_wrong
+
+
+@contextlib.contextmanager
+def _paused_gc() -> Iterator[None]:
+    """Keep the cyclic collector off: imports and builds make many objects and no garbage.
+
+    It is 35 to 40 % of the time of a load of many tensors.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _import_classes(source: Source) -> None:
+    """Import what the pipeline is made of: most of a cold process's time, so before anything waits."""
+    import diffusers
+    import transformers
+
+    libraries = {"diffusers": diffusers, "transformers": transformers}
+    for checkpoint in source.checkpoints:
+        getattr(libraries.get(checkpoint.library), checkpoint.class_name, None)
+
+
+def _as_torch(dtype: object) -> object:
+    """Turn names of dtypes, alone or in a dict by component, into torch's objects."""
+    import torch
+
+    if isinstance(dtype, Mapping):
+        return {name: _as_torch(value) for name, value in dtype.items()}
+    return None if dtype is None else getattr(torch, TORCH_NAMES[parse_dtype(dtype)])
+
+
+def _is_untouched(inode: Inode) -> bool:
+    """Tell whether a file is mapped here and no page of it has been looked at."""
+    found = mappings({inode})
+    return bool(found) and not any(map(is_touched, found))
+
+
+def _agrees(rule: Rule, module: Any) -> bool:  # noqa: ANN401
+    import torch
+
+    target = getattr(torch, TORCH_NAMES[rule.target or "F32"])
+    return all(
+        tensor.dtype == target
+        or not tensor.is_floating_point()
+        or (rule.only is not None and name not in rule.only)
+        or not set(rule.fp32_parts).isdisjoint(name.split("."))
+        for name, tensor in module.state_dict().items()
+    )
+
+
+def hold_leases(pipe: "DiffusionPipeline", segments: list[Segment]) -> None:
+    """Keep the leases of resident segments for exactly as long as a tensor lies in them.
+
+    Each storage, in the mapping that the library made, gets a finalizer; the last one closes a
+    duplicate of the segment's descriptor, and with it the lock goes.
+    """
+    named = {segment.inode: segment for segment in segments if is_named(segment.fd, segment.name)}
+    if not named:
+        return
+    leases = {inode: _Lease(segment.fd) for inode, segment in named.items()}
+    spans = [(m.start, m.end, leases[m.inode]) for m in mappings(set(named))]
+    for storage in _storages(pipe):
+        address = storage.data_ptr()
+        for start, end, lease in spans:
+            if start <= address < end:
+                lease.add(storage)
+    for lease in leases.values():
+        lease.close_if_unused()
+
+
+class _Lease:
+    """A descriptor that is closed when the last of its storages dies."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = os.dup(fd)
+        self._count = 0
+
+    def add(self, storage: object) -> None:
+        self._count += 1
+        weakref.finalize(storage, self._drop).atexit = False
+
+    def _drop(self) -> None:
+        self._count -= 1
+        self.close_if_unused()
+
+    def close_if_unused(self) -> None:
+        fd = self._fd
+        if self._count == 0 and fd >= 0:
+            self._fd = -1
+            os.close(fd)
+
+
+def _storages(pipe: "DiffusionPipeline") -> list[Any]:
+    """Return the distinct storages of all parameters and buffers of a pipeline's models."""
+    import itertools
+
+    import torch
+
+    found = {}
+    for component in pipe.components.values():
+        if isinstance(component, torch.nn.Module):
+            for tensor in itertools.chain(component.parameters(), component.buffers()):
+                if tensor.device.type == "cpu":
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = storage
+    return list(found.values())

@@ -1,0 +1,128 @@
+"""Keeps the path of a view out of everything that outlives it: objects, messages, errors.
+
+A pipeline is built from a view, but it, its log records and its errors must speak of the source.
+"""
+
+import contextlib
+import logging
+import os
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
+_CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_MAX_ERRORS = 20  # of one chain; they can be cyclic
+
+
+class PathRepair:
+    """Turns paths below a view back into those of the source.
+
+    Args:
+        view: the view's directory.
+        root: the path of the source's directory as the libraries would have spelled it.
+        given: what the user named; stands for the view's directory itself.
+    """
+
+    def __init__(self, view: Path, root: str, given: str | os.PathLike[str]) -> None:
+        self._view = str(view)
+        self._root = root
+        self._given = given
+
+    def text(self, text: str) -> str:
+        """Repair a text that mentions paths."""
+        return text.replace(self._view, self._root.rstrip("/") or "/")
+
+    def repair(self, pipe: object) -> None:
+        """Repair every string reachable from a pipeline through attributes and containers."""
+        seen: set[int] = set()
+        waiting = [pipe]
+        while waiting:
+            container = waiting.pop()
+            if id(container) in seen:
+                continue
+            seen.add(id(container))
+            if isinstance(container, dict):
+                self._repair_dict(container, waiting)
+            elif isinstance(container, list):
+                container[:] = [self._repaired(value, waiting) for value in container]
+            attributes = getattr(container, "__dict__", None)
+            if isinstance(attributes, dict):
+                waiting.append(attributes)
+
+    def _repair_dict(self, container: dict[Any, Any], waiting: list[Any]) -> None:
+        for key, value in container.items():
+            repaired = self._repaired(value, waiting)
+            if repaired is not value:
+                # Not container[key]: diffusers' FrozenDict forbids that, and this is no change.
+                dict.__setitem__(container, key, repaired)
+
+    def _repaired(self, value: Any, waiting: list[Any]) -> Any:  # noqa: ANN401
+        """Return what shall stand for a value, and queue what may hold more."""
+        if isinstance(value, str):
+            if self._view not in value:
+                return value
+            return self._given if value == self._view else self.text(value)
+        if isinstance(value, Path):
+            return Path(self.text(str(value))) if self._view in str(value) else value
+        if isinstance(value, tuple) and type(value) is tuple:
+            repaired = tuple(self._repaired(item, waiting) for item in value)
+            return value if all(a is b for a, b in zip(value, repaired, strict=True)) else repaired
+        if not isinstance(value, (*_LEAVES, *_CODE)) and not _is_tensor(value):
+            waiting.append(value)
+        return value
+
+    @contextlib.contextmanager
+    def in_messages(self) -> Iterator[None]:
+        """Repair what is logged and raised inside the block, in any thread."""
+        _install_record_factory()
+        _active.append(self)
+        try:
+            yield
+        except Exception as exc:
+            self._repair_errors(exc)
+            raise
+        finally:
+            _active.remove(self)
+
+    def _repair_errors(self, error: BaseException | None) -> None:
+        for _ in range(_MAX_ERRORS):
+            if error is None:
+                return
+            error.args = tuple(self.text(a) if isinstance(a, str) else a for a in error.args)
+            if isinstance(error, OSError) and isinstance(error.filename, str):
+                error.filename = self.text(error.filename)
+            error = error.__cause__ or error.__context__
+
+
+_active: list[PathRepair] = []
+_factory_is_installed = False
+
+
+def _install_record_factory() -> None:
+    """Have log records repaired while a view is in use; does nothing at other times.
+
+    Installed once and for good: taking a factory out again could take somebody else's with it.
+    """
+    global _factory_is_installed  # noqa: PLW0603
+    if _factory_is_installed:
+        return
+    _factory_is_installed = True
+    make = logging.getLogRecordFactory()
+
+    def make_repaired(*args: Any, **kwargs: Any) -> logging.LogRecord:  # noqa: ANN401
+        record = make(*args, **kwargs)
+        for repair in _active:
+            message = record.getMessage()
+            if repair.text(message) != message:
+                record.msg, record.args = repair.text(message), ()
+        return record
+
+    logging.setLogRecordFactory(make_repaired)
+
+
+def _is_tensor(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,120 @@
+"""Derives dtype rules from the model classes of diffusers and transformers.
+
+The sources of truth are `load_model_dict_into_meta` in diffusers (0.35 to 0.42) and, in transformers,
+`_load_state_dict_into_meta_model` (4.57) and `convert_and_load_state_dict_in_model` (5.x).
+"""
+
+import importlib
+import logging
+from typing import Any
+
+from shmload._dtypes import TORCH_NAMES
+from shmload._resolve import Checkpoint
+from shmload._rules import RAW, Rule
+
+logger = logging.getLogger(__name__)
+
+
+def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
+    """Ask a checkpoint's class which dtypes its tensors end up with.
+
+    Args:
+        checkpoint: with library, class and configuration.
+        target: the safetensors dtype that is asked for, or None.
+
+    Returns:
+        A rule that is right or raw: a class that is unknown here or cannot be asked gets the raw one.
+    """
+    from diffusers import ModelMixin
+    from transformers import PreTrainedModel
+
+    model_class = _find_class(checkpoint)
+    if model_class is None:
+        return RAW
+    if issubclass(model_class, ModelMixin):
+        return _diffusers_rule(model_class, target)
+    if issubclass(model_class, PreTrainedModel) and target is not None:
+        try:
+            return _transformers_rule(model_class, checkpoint, target)
+        except Exception as exc:  # any reason at all not to know means: let the library cast
+            logger.info("no dtype rule for %s: %s", checkpoint.class_name, exc)
+    return RAW
+
+
+def _find_class(checkpoint: Checkpoint) -> type | None:
+    """Find a class as diffusers does: in a module of its pipelines, or in a library."""
+    from diffusers import pipelines
+
+    try:
+        home = getattr(pipelines, checkpoint.library, None)
+        home = home or importlib.import_module(checkpoint.library)
+        found = getattr(home, checkpoint.class_name)
+    except (ImportError, AttributeError):
+        return None
+    return found if isinstance(found, type) else None
+
+
+def _diffusers_rule(model_class: Any, target: str | None) -> Rule:  # noqa: ANN401
+    # A part of the dotted name that stands in this list keeps float32 under every torch_dtype.
+    kept = getattr(model_class, "_keep_in_fp32_modules", None) or ()
+    parts = tuple(sorted({kept} if isinstance(kept, str) else set(kept)))
+    if target is None:
+        # Parameters take the dtype of the fresh model: float32, but nothing says so of every buffer.
+        # Widening loses nothing, whatever cast follows.
+        return Rule(target="F32", is_widening=True)
+    return Rule(target=target, fp32_parts=parts if target != "F32" else ())
+
+
+def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) -> Rule:  # noqa: ANN401
+    """Build the model without memory and see which of its parameters do not get the target."""
+    import torch
+
+    if target not in ("F32", "F16", "BF16"):
+        return RAW
+    dtype = getattr(torch, TORCH_NAMES[target])
+    config = model_class.config_class.from_pretrained(checkpoint.folder)
+    with torch.device("meta"):
+        model = model_class._from_config(config, dtype=dtype)
+    patterns: set[str] = set()
+    if target == "F16":
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if target in ("F16", "BF16"):
+        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    tensors = model.state_dict()
+    exceptions = {
+        name
+        for name, tensor in tensors.items()
+        if (tensor.is_floating_point() and tensor.dtype != dtype)
+        # As text and not as a pattern of either version: it only has to match at least as much.
+        or any(pattern.strip("*.^$") in name for pattern in patterns)
+    }
+    if not exceptions:
+        return Rule(target=target)
+    # Checkpoint names and model names differ in many classes. Only a name that stands for itself is
+    # sure not to become one of the exceptions.
+    return Rule(
+        target=target, only=frozenset(_unrenamed(model, set(tensors) - exceptions, tensors))
+    )
+
+
+def _unrenamed(model: Any, names: set[str], tensors: dict[str, Any]) -> set[str]:  # noqa: ANN401
+    """Return those names of checkpoint tensors that the library loads under the same name."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
+    except ImportError:  # transformers 4
+        mapping = model._get_key_renaming_mapping(sorted(names))
+        return {name for name in names if mapping.get(name) == name}
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix = model.base_model_prefix
+    return {
+        name
+        for name in names
+        if rename_source_key(name, renamings, converters, prefix, tensors) == (name, None)
+    }

@@ -1,0 +1,260 @@
+"""Hands the pieces of segments to workers and watches over them.
+
+Guarantee: `decode` returns when every piece is complete, or raises a typed error within a deadline,
+whatever a worker does: dies, stops, stalls, sends rubbish. A piece that lost its worker is tried once
+more on another.
+"""
+
+import contextlib
+import os
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from shmload._digest import combine_digests
+from shmload._errors import (
+    ProtocolError,
+    ShardChanged,
+    ShardTruncated,
+    ShardUnreadable,
+    SharedMemoryFull,
+    ShmloadError,
+    WorkerDied,
+    WorkerFailed,
+    WorkerStalled,
+)
+from shmload._identity import is_unchanged
+from shmload._layout import Layout
+from shmload._linux import shm_free_nbytes
+from shmload._messages import Failed, Fill, Filled, FromWorker, Progress, Reason
+from shmload._settings import settings
+from shmload._worker_process import Task, WorkerProcess
+
+# Two pieces wait in each worker's socket, so that it goes on while the parent's thread waits for the
+# interpreter lock (up to 5 ms while the main thread imports).
+_QUEUE_DEPTH = 3
+_MAX_ATTEMPTS = 2
+
+OnBytes = Callable[[int], None]
+"""Is told of bytes read, in order, from the thread that decodes."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A shard to be decoded into a part; the descriptors belong to the caller."""
+
+    path: Path
+    source_fd: int
+    source_nbytes: int
+    """Size of the shard's file when it was planned, in bytes."""
+    part_fd: int
+    layout: Layout
+
+
+class Coordinator:
+    """A set of worker processes; a context that ends them.
+
+    Args:
+        workers: how many to start; they start at once and in parallel. Zero decodes in the caller's
+            own thread, which is quicker for small shards and has no deadline.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers: list[WorkerProcess] = []
+        try:
+            for _ in range(workers):
+                self._workers.append(WorkerProcess())
+        except BaseException:
+            self.close(kill=True)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close(kill=exc is not None)
+
+    def close(self, *, kill: bool = False) -> None:
+        """End all workers; again is fine."""
+        while self._workers:
+            self._workers.pop().close(kill=kill)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The workers' process ids."""
+        return tuple(worker.pid for worker in self._workers)
+
+    def decode(
+        self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool] = bool
+    ) -> list[str]:
+        """Fill all parts; blocks until that is done.
+
+        Args:
+            jobs: what to decode. The parts have their final length and header already.
+            on_bytes: progress.
+            is_cancelled: asked several times a second; when true, the work is dropped.
+
+        Returns:
+            The digest of each job's segment, in order, as 32 hexadecimal digits.
+
+        Raises:
+            CheckpointError: a shard ended early, changed, or could not be read.
+            SharedMemoryFull: memory ran out although there was room before.
+            WorkerError: workers died, stalled or failed.
+        """
+        before = [os.fstat(job.source_fd) for job in jobs]
+        if self._workers:
+            digests = _Decoding(self._workers, jobs, on_bytes).run(is_cancelled)
+        else:
+            digests = [_decode_here(job, on_bytes) for job in jobs]
+        for job, found in zip(jobs, before, strict=True):
+            if not is_unchanged(found, os.fstat(job.source_fd)):
+                raise ShardChanged(job.path)
+        return digests
+
+
+def _decode_here(job: Job, on_bytes: OnBytes) -> str:
+    # Here and not at the top: with workers the parent never needs the conversions.
+    from shmload.workers.fill import Filler, FillError
+
+    filler = Filler()
+    try:
+        return combine_digests(
+            [filler.fill(job.source_fd, job.part_fd, runs, on_bytes) for runs in job.layout.pieces]
+        )
+    except FillError as exc:
+        raise _error_of(job, exc.reason, str(exc), exc.offset) from exc
+
+
+def _error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadError:
+    match reason:
+        case Reason.TRUNCATED:
+            return ShardTruncated(job.path, job.source_nbytes, offset)
+        case Reason.READ_ERROR:
+            return ShardUnreadable(job.path, detail)
+        case Reason.NO_SPACE:
+            return SharedMemoryFull(
+                job.layout.nbytes,
+                shm_free_nbytes(),
+                "/dev/shm",
+                "another process took the room meanwhile; free some with `shmload rm` or enlarge it",
+            )
+        case Reason.INTERNAL:
+            error = WorkerFailed(f"a worker failed while it decoded {job.path}; please report this")
+            error.add_note(detail)
+            return error
+
+
+class _Decoding:
+    """One run of `decode`: which pieces wait, are out, are done."""
+
+    def __init__(
+        self, workers: list[WorkerProcess], jobs: Sequence[Job], on_bytes: OnBytes
+    ) -> None:
+        self._workers = workers
+        self._jobs = jobs
+        self._on_bytes = on_bytes
+        self._waiting = deque(
+            Task(shard, piece, 0)
+            for shard, job in enumerate(jobs)
+            for piece in range(len(job.layout.pieces))
+        )
+        self._digests = [[b""] * len(job.layout.pieces) for job in jobs]
+        self._left = len(self._waiting)
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, is_cancelled: Callable[[], bool]) -> list[str]:
+        with self._selector:
+            for worker in self._workers:
+                self._watch(worker)
+            while self._left and not is_cancelled():
+                for key, _ in self._selector.select(0.1):
+                    worker = key.data
+                    if worker in self._workers:
+                        self._hear(worker, died=key.fileobj is not worker.channel)
+                self._check_deadlines()
+            for worker in self._workers:
+                for shard in range(len(self._jobs)):
+                    worker.forget(shard)
+        return [combine_digests(pieces) for pieces in self._digests]
+
+    def _watch(self, worker: WorkerProcess) -> None:
+        self._selector.register(worker.channel, selectors.EVENT_READ, worker)
+        self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
+        if worker.is_ready:
+            self._feed(worker)
+
+    def _hear(self, worker: WorkerProcess, *, died: bool) -> None:
+        try:
+            for message in worker.receive() if not died else ():
+                self._take(worker, message)
+        except (ProtocolError, WorkerFailed, OSError) as exc:
+            self._replace(worker, WorkerFailed(f"a worker broke the protocol: {exc}"))
+            return
+        if died:
+            if not worker.is_ready:
+                raise worker.start_failure()
+            how = worker.how_it_ended()
+            path = self._jobs[worker.tasks[0].shard].path if worker.tasks else Path("nothing")
+            self._replace(worker, WorkerDied(path, how))
+
+    def _take(self, worker: WorkerProcess, message: FromWorker) -> None:
+        match message:
+            case Progress(nbytes):
+                self._on_bytes(nbytes)
+            case Filled(shard, piece, digest):
+                self._digests[shard][piece] = digest
+                self._left -= 1
+            case Failed(shard, _, reason, detail, offset):
+                raise _error_of(self._jobs[shard], reason, detail, offset)
+        self._feed(worker)
+
+    def _feed(self, worker: WorkerProcess) -> None:
+        # With little left, one piece each: the last pieces should end at the same time.
+        depth = _QUEUE_DEPTH if len(self._waiting) > len(self._workers) else 1
+        while self._waiting and len(worker.tasks) < depth:
+            task = self._waiting.popleft()
+            job = self._jobs[task.shard]
+            fill = Fill(task.shard, task.piece, job.layout.pieces[task.piece])
+            try:
+                worker.give(task, fill, job.source_fd, job.part_fd)
+            except OSError:
+                return  # it died; its pidfd says so next, and the task is in its list
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        for worker in list(self._workers):
+            if not worker.is_ready and now - worker.active_at > settings().start_timeout_s:
+                worker.close(kill=True)
+                raise WorkerFailed(f"a worker was not ready in {settings().start_timeout_s:g} s")
+            if worker.tasks and now - worker.active_at > settings().stall_timeout_s:
+                path = self._jobs[worker.tasks[0].shard].path
+                self._replace(worker, WorkerStalled(path, settings().stall_timeout_s))
+
+    def _replace(self, worker: WorkerProcess, error: ShmloadError) -> None:
+        """Put a fresh worker in the place of a broken one, or raise `error` if that was tried."""
+        for fileobj in (worker.channel, worker.pidfd):
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(fileobj)
+        # Only the piece it was at counts as tried: those behind it were never begun.
+        tasks = [
+            task._replace(attempts=task.attempts + (position == 0))
+            for position, task in enumerate(worker.tasks)
+        ]
+        self._workers.remove(worker)
+        worker.close(kill=True)
+        if any(task.attempts >= _MAX_ATTEMPTS for task in tasks):
+            raise error
+        self._waiting.extendleft(reversed(tasks))
+        if self._workers and not tasks:
+            return
+        replacement = WorkerProcess()
+        self._workers.append(replacement)
+        self._watch(replacement)

@@ -1,0 +1,47 @@
+"""The digest of a segment: XXH3-128 of the XXH3-128 of each piece of its data.
+
+Whoever fills a piece digests it, so that no byte is read twice and pieces can be filled in any order.
+It finds damage, not forgery: whoever can write to this user's memory needs no forged digest.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import xxhash
+
+from shmload._header import Header
+from shmload._layout import PIECE_NBYTES
+
+_BLOCK_NBYTES = 1 << 20
+
+
+def combine_digests(pieces: Iterable[bytes]) -> str:
+    """Return the digest of a segment from those of its pieces, as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(b"".join(pieces))
+
+
+def digest_data(fd: int, header: Header) -> str:
+    """Read all data of a segment, on all cores, and return its digest."""
+    # Both pread and the hash release the interpreter lock: threads do.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return combine_digests(pool.map(lambda piece: _digest(fd, *piece), _pieces(header)))
+
+
+def _pieces(header: Header) -> Iterator[tuple[int, int]]:
+    """Yield offset and size of each piece, in bytes of the segment."""
+    for begin in range(0, header.data_nbytes, PIECE_NBYTES):
+        yield header.data_offset + begin, min(PIECE_NBYTES, header.data_nbytes - begin)
+
+
+def _digest(fd: int, offset: int, nbytes: int) -> bytes:
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_BLOCK_NBYTES))
+    end = offset + nbytes
+    while offset < end:
+        got = os.preadv(fd, [buffer[: min(_BLOCK_NBYTES, end - offset)]], offset)
+        if got == 0:
+            break
+        digest.update(buffer[:got])
+        offset += got
+    return digest.digest()

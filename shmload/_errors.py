@@ -1,0 +1,261 @@
+"""Every error shmload raises on purpose.
+
+Each one is built from facts and makes its own sentence: what happened, to which file or segment,
+and what to do about it.
+
+    ShmloadError
+    ├── ArgumentError (ValueError)
+    │   ├── UnknownDtype
+    │   └── UnknownComponent
+    ├── SourceNotFound (FileNotFoundError)
+    ├── CheckpointError
+    │   ├── ShardMissing (FileNotFoundError)
+    │   ├── ShardUnreadable (OSError)
+    │   ├── ShardMalformed
+    │   ├── ShardTruncated
+    │   ├── ShardChanged
+    │   └── IndexMalformed
+    ├── CapacityError (OSError)
+    │   ├── SharedMemoryFull
+    │   └── MemoryLimitExceeded
+    ├── WorkerError
+    │   ├── WorkerDied
+    │   ├── WorkerStalled
+    │   └── WorkerFailed
+    ├── ProtocolError
+    └── SegmentError
+        ├── SegmentNotFound (KeyError)
+        ├── SegmentBusy
+        ├── SegmentCorrupt
+        ├── SegmentUntrusted
+        └── SegmentTimeout (TimeoutError)
+"""
+
+import errno
+from collections.abc import Iterable
+from os import PathLike
+
+_Path = str | PathLike[str]
+
+
+def format_nbytes(nbytes: float) -> str:
+    """Write a size in bytes the way the errors and tables do, such as `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"
+
+
+class ShmloadError(Exception):
+    """The base of every error in this package."""
+
+
+class ArgumentError(ShmloadError, ValueError):
+    """An argument has a value that cannot work."""
+
+
+class UnknownDtype(ArgumentError):
+    """A dtype name is not one that torch and safetensors share."""
+
+    def __init__(self, dtype: object, known: Iterable[str]) -> None:
+        self.dtype = dtype
+        super().__init__(f"unknown dtype {dtype!r}; use one of {', '.join(known)}")
+
+
+class UnknownComponent(ArgumentError):
+    """A component is named that the pipeline does not have."""
+
+    def __init__(self, name: str, source: _Path, known: Iterable[str]) -> None:
+        self.name = name
+        super().__init__(f"{source} has no component {name!r}; it has {', '.join(sorted(known))}")
+
+
+class SourceNotFound(ShmloadError, FileNotFoundError):
+    """A source is neither a path that exists nor a hub id that can be had."""
+
+    def __init__(self, source: _Path, reason: str) -> None:
+        self.source = source
+        super().__init__(f"{source}: {reason}")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CheckpointError(ShmloadError):
+    """A checkpoint's files are not what they should be."""
+
+
+class ShardMissing(CheckpointError, FileNotFoundError):
+    """A shard that an index or a caller names does not exist."""
+
+    def __init__(self, path: _Path, named_by: _Path | None = None) -> None:
+        self.path = path
+        by = f", named by {named_by}," if named_by else ""
+        super().__init__(f"{path}{by} does not exist; download the checkpoint again")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ShardUnreadable(CheckpointError, OSError):
+    """The kernel refused to open or read a shard."""
+
+    def __init__(self, path: _Path, reason: str, number: int = errno.EIO) -> None:
+        self.path = path
+        super().__init__(
+            f"{path} cannot be read: {reason}; check its permissions and the disk it is on"
+        )
+        self.errno = number
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ShardMalformed(CheckpointError):
+    """A shard's header breaks the safetensors format."""
+
+    def __init__(self, path: _Path, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"{path} is not a valid safetensors file: {reason}; download it again")
+
+
+class ShardTruncated(CheckpointError):
+    """A shard ends before the last byte its header promises."""
+
+    def __init__(self, path: _Path, wanted: int, got: int) -> None:
+        self.path = path
+        self.wanted = wanted
+        self.got = got
+        super().__init__(
+            f"{path} is truncated: {wanted} bytes expected, {got} there; download it again"
+        )
+
+
+class ShardChanged(CheckpointError):
+    """A shard was overwritten while it was being decoded."""
+
+    def __init__(self, path: _Path) -> None:
+        self.path = path
+        super().__init__(f"{path} changed while it was read; load again once nobody writes to it")
+
+
+class IndexMalformed(CheckpointError):
+    """A JSON file that lists components or shards is broken or points outside its directory."""
+
+    def __init__(self, path: _Path, reason: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: {reason}; download the checkpoint again")
+
+
+class CapacityError(ShmloadError, OSError):
+    """There is no room for the segments; raised before the first weight byte is read."""
+
+    def __init__(self, needed: int, available: int, limit: str, remedy: str) -> None:
+        self.needed = needed
+        self.available = available
+        self.limit = limit
+        super().__init__(
+            f"{format_nbytes(needed)} needed in shared memory but {limit} leaves "
+            f"{format_nbytes(available)}; {remedy}"
+        )
+        self.errno = errno.ENOSPC
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class SharedMemoryFull(CapacityError):
+    """The file system at /dev/shm is too small."""
+
+
+class MemoryLimitExceeded(CapacityError):
+    """The memory of the machine, or of this process's control group, is too small."""
+
+
+class WorkerError(ShmloadError):
+    """A worker process could not do its part."""
+
+
+class WorkerDied(WorkerError):
+    """Workers kept dying on the same piece."""
+
+    def __init__(self, path: _Path, how: str) -> None:
+        self.path = path
+        hint = "; perhaps the kernel ran out of memory, see dmesg" if "SIGKILL" in how else ""
+        super().__init__(f"a worker died ({how}) while it decoded {path}, twice{hint}")
+
+
+class WorkerStalled(WorkerError):
+    """Workers made no progress within the deadline."""
+
+    def __init__(self, path: _Path, timeout_s: float) -> None:
+        self.path = path
+        self.timeout_s = timeout_s
+        super().__init__(
+            f"no progress on {path} in {timeout_s:g} s, twice; check the disk it is on or raise "
+            "SHMLOAD_STALL_TIMEOUT_S"
+        )
+
+
+class WorkerFailed(WorkerError):
+    """A worker could not start, or failed in its own code; its last output is a note."""
+
+
+class ProtocolError(ShmloadError):
+    """A message is not one that this version understands."""
+
+
+class SegmentError(ShmloadError):
+    """A segment cannot be used."""
+
+
+class SegmentNotFound(SegmentError, KeyError):
+    """No resident segment matches."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"no resident segment matches {what!r}; `shmload ls` lists them")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class SegmentBusy(SegmentError):
+    """A segment is leased by a process and was left alone."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        super().__init__(
+            f"still attached by some process: {', '.join(self.names)}; end that process, or evict later"
+        )
+
+
+class SegmentCorrupt(SegmentError):
+    """A segment's bytes do not match the digest in its header."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
+        super().__init__(f"segment {name} is corrupt: {reason}; remove it with `shmload rm {name}`")
+
+
+class SegmentUntrusted(SegmentError):
+    """A name in /dev/shm belongs to another user or is not a plain private file."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
+        super().__init__(f"/dev/shm/{name} is not trusted: {reason}; ask its owner to remove it")
+
+
+class SegmentTimeout(SegmentError, TimeoutError):
+    """Another process is still decoding the wanted segment after the deadline."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.name = name
+        super().__init__(
+            f"segment {name} is still being decoded by another process after {timeout_s:g} s; "
+            "raise SHMLOAD_WAIT_TIMEOUT_S or end that process"
+        )
+
+    def __str__(self) -> str:
+        return str(self.args[0])

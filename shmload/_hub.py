@@ -1,0 +1,94 @@
+"""From what a user names to a local path: a path as it is, a hub id through huggingface's cache.
+
+Offline first: what the cache has is used without asking the network.
+"""
+
+import importlib
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from shmload._errors import IndexMalformed, ShardMissing, SourceNotFound
+from shmload._resolve import Source, resolve
+
+# huggingface_hub.utils.validate_repo_id, without its details.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def find_source(
+    given: str | os.PathLike[str],
+    *,
+    variant: str | None = None,
+    components: Collection[str] | None = None,
+    passed: Collection[str] = (),
+    subfolder: str | None = None,
+    **hub_kwargs: Any,
+) -> Source:
+    """Find a source on the local disk, or bring it there.
+
+    Args:
+        given: a path, or the id of a model on the hub.
+        variant: as for `resolve`.
+        components: as for `resolve`.
+        passed: as for `resolve`.
+        subfolder: one component's directory in the source.
+        hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, ... as `from_pretrained`
+            takes them.
+
+    Raises:
+        SourceNotFound: it is nowhere.
+        CheckpointError: an index is wrong, or a shard is missing.
+    """
+
+    def resolve_in(root: Path) -> Source:
+        below = root / subfolder if subfolder else root
+        return resolve(given, below, variant=variant, components=components, passed=passed)
+
+    path = Path(given)
+    if path.exists():
+        return resolve_in(path)
+    if not _HUB_ID.fullmatch(str(given)):
+        raise SourceNotFound(given, "no such file or directory")
+    cached = _cached_root(str(given), hub_kwargs)
+    if cached:
+        try:
+            return resolve_in(cached)
+        except (ShardMissing, IndexMalformed, SourceNotFound):
+            if _is_offline(hub_kwargs):
+                raise  # an incomplete download
+    elif _is_offline(hub_kwargs):
+        raise SourceNotFound(given, "not in the hub cache, and downloads are off (HF_HUB_OFFLINE)")
+    return resolve_in(_download(str(given), variant, hub_kwargs))
+
+
+def _cached_root(repo_id: str, hub_kwargs: dict[str, Any]) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in ("model_index.json", "config.json"):
+        found = try_to_load_from_cache(
+            repo_id,
+            name,
+            cache_dir=hub_kwargs.get("cache_dir"),
+            revision=hub_kwargs.get("revision"),
+        )
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def _is_offline(hub_kwargs: dict[str, Any]) -> bool:
+    from huggingface_hub import constants
+
+    return bool(hub_kwargs.get("local_files_only") or constants.HF_HUB_OFFLINE)
+
+
+def _download(repo_id: str, variant: str | None, hub_kwargs: dict[str, Any]) -> Path:
+    # diffusers knows which of a repository's files a pipeline needs. By name: the core imports no
+    # model library.
+    module = importlib.import_module("shmload.integrations.diffusers")
+    try:
+        return Path(module.download(repo_id, variant=variant, **hub_kwargs))
+    except (OSError, ValueError) as exc:
+        raise SourceNotFound(repo_id, f"it cannot be downloaded: {exc}") from exc

@@ -1,0 +1,70 @@
+"""What makes two files the same to shmload, and the segment's name that follows from it."""
+
+import hashlib
+import os
+import re
+
+import msgspec
+
+FORMAT_VERSION = 1
+"""Raised whenever a segment's layout or conversion changes: old segments are then not found."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """A file as it was at one moment; a file that was changed since has another one."""
+
+    path: str
+    """Where it was found, links not resolved; not part of what is compared."""
+    nbytes: int
+    stamp: str
+    """The blob's sha256 in a hub cache, else device, inode and both change times."""
+
+    @property
+    def key(self) -> str:
+        """What is compared."""
+        return f"{self.nbytes}:{self.stamp}"
+
+
+def identify(path: str | os.PathLike[str], found: os.stat_result) -> Identity:
+    """Return the identity of a file from its path and what fstat says of it.
+
+    A hub cache names each blob by its sha256, so that two snapshots, or a file downloaded twice,
+    are one. Elsewhere the inode alone would not do: ext4 gives a number away again at once.
+    """
+    real = os.path.realpath(path)
+    folder, name = os.path.split(real)
+    if os.path.basename(folder) == "blobs" and _SHA256.fullmatch(name):
+        stamp = f"sha256={name}"
+    else:
+        stamp = f"{found.st_dev}.{found.st_ino}.{found.st_mtime_ns}.{found.st_ctime_ns}"
+    return Identity(os.path.abspath(path), found.st_size, stamp)
+
+
+def is_unchanged(before: os.stat_result, after: os.stat_result) -> bool:
+    """Tell whether an open file still has the bytes it had.
+
+    The inode's change time also moves when a new file is renamed over the old one; the descriptor
+    then still reads the old bytes, so a lower link count excuses it.
+    """
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        return False
+    return before.st_ctime_ns == after.st_ctime_ns or after.st_nlink < before.st_nlink
+
+
+def segment_name(identity: Identity, conversion: str) -> str:
+    """Return the name of the segment that holds a shard after a conversion.
+
+    Args:
+        identity: of the shard.
+        conversion: a text that is the same exactly when the conversion is.
+    """
+    text = f"{FORMAT_VERSION}\n{identity.key}\n{conversion}"
+    key = hashlib.blake2b(text.encode(), digest_size=15).hexdigest()
+    return f"{name_prefix()}{key}"
+
+
+def name_prefix() -> str:
+    """Return what the names of this user's segments start with."""
+    return f"shmload-{os.geteuid()}-"

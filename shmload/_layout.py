@@ -1,0 +1,146 @@
+"""Where a shard's tensors go in its segment, as pure functions on headers.
+
+A segment is a safetensors file whose data starts on a page. Tensors whose size is a multiple of 64
+bytes stand first, so that all but a few tiny ones lie on a cache line, and every tensor lies on a
+multiple of its element size.
+"""
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from shmload._dtypes import FLOATS, NBITS
+from shmload._header import Header, TensorSpec, build_header
+from shmload._linux import PAGE_NBYTES
+from shmload._messages import Run
+
+PIECE_NBYTES = 64 << 20
+"""The most that one worker fills at a time, in bytes of the segment."""
+
+_LINE_NBYTES = 64
+_DIGEST_KEY = "shmload.digest"
+_NO_DIGEST = "0" * 32
+
+DtypeOf = Callable[[TensorSpec], str]
+"""Says which dtype a tensor shall have in the segment; its own for "leave it raw"."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a segment's contents but the bytes themselves."""
+
+    header: bytes
+    """As it stands at the front of the segment, with a digest of zeros."""
+    digest_offset: int
+    """Where the 32 hexadecimal digits of the digest stand in the segment, in bytes."""
+    pieces: tuple[tuple[Run, ...], ...]
+    """Each piece's runs, by target offset; together they cover the data exactly."""
+    data_nbytes: int
+    """Size of the tensors in the segment, in bytes."""
+    read_nbytes: int
+    """Size of the tensors in the shard, in bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole segment, in bytes."""
+        return len(self.header) + self.data_nbytes
+
+
+def needs_conversion(header: Header, dtype_of: DtypeOf) -> bool:
+    """Tell whether any tensor would be stored in another dtype than it has."""
+    return any(dtype_of(tensor) != tensor.dtype for tensor in header.tensors)
+
+
+def lay_out(header: Header, dtype_of: DtypeOf, metadata: dict[str, str]) -> Layout:
+    """Plan a segment.
+
+    Args:
+        header: of the shard.
+        dtype_of: the dtype of each tensor in the segment. Only floats are ever converted.
+        metadata: what the segment's header says beside the shard's own metadata.
+    """
+    moves = [(tensor, _stored_nbytes(tensor, dtype_of)) for tensor in header.tensors]
+    # Stable: within an alignment the shard's order stays, so that reading it stays sequential.
+    moves.sort(key=lambda move: -_alignment(move[1][1]))
+    specs: list[TensorSpec] = []
+    position = 0
+    for tensor, (dtype, nbytes) in moves:
+        specs.append(TensorSpec(tensor.name, dtype, tensor.shape, position, position + nbytes))
+        position += nbytes
+    # transformers 4.57 wants to be told the framework, but only of files that have metadata.
+    own = header.metadata if header.metadata is not None else {"format": "pt"}
+    raw = build_header(tuple(specs), own | metadata | {_DIGEST_KEY: _NO_DIGEST}, PAGE_NBYTES)
+    runs = _runs([tensor for tensor, _ in moves], specs, header.data_offset, len(raw))
+    return Layout(
+        header=raw,
+        digest_offset=raw.index(f'"{_DIGEST_KEY}":"'.encode()) + len(_DIGEST_KEY) + 4,
+        pieces=tuple(_pieces(runs, len(raw))),
+        data_nbytes=position,
+        read_nbytes=header.data_nbytes,
+    )
+
+
+def read_digest(metadata: dict[str, str] | None) -> str | None:
+    """Return the digest in a segment's metadata, or None while the segment is not complete."""
+    digest = (metadata or {}).get(_DIGEST_KEY, _NO_DIGEST)
+    return None if digest == _NO_DIGEST else digest
+
+
+def _stored_nbytes(tensor: TensorSpec, dtype_of: DtypeOf) -> tuple[str, int]:
+    dtype = dtype_of(tensor)
+    if dtype == tensor.dtype:
+        return dtype, tensor.nbytes
+    assert tensor.dtype in FLOATS, tensor
+    assert dtype in FLOATS, dtype
+    return dtype, tensor.nbytes * NBITS[dtype] // NBITS[tensor.dtype]
+
+
+def _alignment(nbytes: int) -> int:
+    """Return the largest power of two up to a cache line that divides a size."""
+    return min(_LINE_NBYTES, nbytes & -nbytes) if nbytes else _LINE_NBYTES
+
+
+def _runs(
+    tensors: list[TensorSpec], specs: list[TensorSpec], source_base: int, target_base: int
+) -> list[Run]:
+    """Join neighbours that stay neighbours: 30,000 small tensors are a handful of runs."""
+    runs: list[Run] = []
+    start: TensorSpec | None = None
+    end: TensorSpec | None = None
+    first_target = 0
+    kind: tuple[str, str] = ("", "")
+
+    def close() -> None:
+        if start is not None and end is not None and end.end > start.begin:
+            count = (end.end - start.begin) * 8 // NBITS[kind[0]]
+            runs.append(Run(source_base + start.begin, target_base + first_target, count, *kind))
+
+    for tensor, spec in zip(tensors, specs, strict=True):
+        this = ("U8", "U8") if tensor.dtype == spec.dtype else (tensor.dtype, spec.dtype)
+        if end is None or this != kind or tensor.begin != end.end:
+            close()
+            start, first_target, kind = tensor, spec.begin, this
+        end = tensor
+    close()
+    return runs
+
+
+def _pieces(runs: list[Run], target_base: int) -> Iterator[tuple[Run, ...]]:
+    """Cut runs at every `PIECE_NBYTES` of the segment's data."""
+    piece: list[Run] = []
+    limit = target_base + PIECE_NBYTES
+    for run in runs:
+        source_nbytes, target_nbytes = NBITS[run.source] // 8, NBITS[run.target] // 8
+        source, target, left = run.source_offset, run.target_offset, run.count
+        while left:
+            count = min(left, (limit - target) // target_nbytes)
+            if count == 0:
+                yield tuple(piece)
+                piece = []
+                limit += PIECE_NBYTES
+                continue
+            piece.append(Run(source, target, count, run.source, run.target))
+            source += count * source_nbytes
+            target += count * target_nbytes
+            left -= count
+    if piece:
+        yield tuple(piece)

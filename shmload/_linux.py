@@ -1,0 +1,302 @@
+"""Every raw system call: shared memory names, locks, memory limits, mappings.
+
+Each function is one question to the kernel; errno becomes one of our errors here and nowhere else.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import posix_ipc
+
+from shmload._errors import SegmentUntrusted, ShardMissing, ShardUnreadable, ShmloadError
+
+SHM_DIR = Path("/dev/shm")
+PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+
+# Network and user-space file systems: a page fault there is a round trip, so a mapping crawls.
+_REMOTE_FILE_SYSTEMS = (
+    "nfs",
+    "cifs",
+    "smb",
+    "fuse",
+    "9p",
+    "lustre",
+    "ceph",
+    "gpfs",
+    "beegfs",
+    "afs",
+)
+
+_LOCK_POLL_S = 0.02
+
+
+class Inode(NamedTuple):
+    """What names a file for as long as it exists."""
+
+    device: int
+    number: int
+
+
+class Mapping(NamedTuple):
+    """One line of /proc/self/maps; addresses in bytes."""
+
+    start: int
+    end: int
+    inode: Inode
+
+
+# Shared memory names ------------------------------------------------------------------------------
+
+
+def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int | None:
+    """Open a POSIX shared memory object and return a close-on-exec descriptor, the caller's.
+
+    The object must be a plain file of this user that nobody else may open: a name in a directory
+    that all can write to proves nothing by itself.
+
+    Returns:
+        The descriptor, or None if there is no such object and `create` is false.
+
+    Raises:
+        SegmentUntrusted: the name is a link, or belongs to or is open to somebody else.
+    """
+    flags = os.O_CREAT if create else 0
+    try:
+        opened = posix_ipc.SharedMemory(f"/{name}", flags, 0o600, 0, not (create or writable))
+    except posix_ipc.ExistentialError:
+        return None
+    except posix_ipc.PermissionsError as exc:
+        raise SegmentUntrusted(name, "it belongs to another user") from exc
+    except OSError as exc:
+        if exc.errno == errno.ELOOP:
+            raise SegmentUntrusted(name, "it is a symbolic link") from exc
+        raise ShmloadError(f"/dev/shm/{name} cannot be opened: {exc.strerror}") from exc
+    found = os.fstat(opened.fd)
+    reason = None
+    if found.st_uid != os.geteuid():
+        reason = f"it belongs to user {found.st_uid}"
+    elif not stat.S_ISREG(found.st_mode):
+        reason = "it is not a regular file"
+    elif create and stat.S_IMODE(found.st_mode) == 0:
+        os.fchmod(opened.fd, 0o600)  # a umask of 0777 took every bit
+    elif found.st_mode & 0o077:
+        reason = f"its mode {stat.S_IMODE(found.st_mode):04o} lets others in"
+    if reason:
+        os.close(opened.fd)
+        raise SegmentUntrusted(name, reason)
+    return int(opened.fd)
+
+
+def shm_unlink(name: str) -> None:
+    """Remove a name; what is attached stays valid. A name that is gone already is fine."""
+    with contextlib.suppress(posix_ipc.ExistentialError):
+        posix_ipc.unlink_shared_memory(f"/{name}")
+
+
+def shm_rename(old: str, new: str) -> None:
+    """Give an object its final name, in one step."""
+    (SHM_DIR / old).rename(SHM_DIR / new)
+
+
+def is_named(fd: int, name: str) -> bool:
+    """Tell whether `name` still leads to the object that `fd` holds open."""
+    try:
+        found = os.stat(SHM_DIR / name, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return inode_of(found) == inode_of(os.fstat(fd))
+
+
+def inode_of(found: os.stat_result) -> Inode:
+    """Return what names the file for as long as it exists."""
+    return Inode(found.st_dev, found.st_ino)
+
+
+# Locks --------------------------------------------------------------------------------------------
+
+
+def try_lock(fd: int, *, exclusive: bool) -> bool:
+    """Take or change the lock of an open file; the kernel drops it with the last descriptor.
+
+    flock and not fcntl's locks: those vanish when *any* descriptor of the file is closed.
+    """
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Give up the lock of an open file."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def wait_lock(fd: int, *, exclusive: bool, timeout_s: float) -> bool:
+    """Take a lock within a deadline; returns whether it was taken.
+
+    flock itself has no deadline, so this asks every 20 ms.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not try_lock(fd, exclusive=exclusive):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOCK_POLL_S)
+    return True
+
+
+# Source files -------------------------------------------------------------------------------------
+
+
+def open_source(path: str | os.PathLike[str]) -> int:
+    """Open a regular file for reading; never blocks on a FIFO or a terminal.
+
+    Raises:
+        ShardMissing: there is no such file.
+        ShardUnreadable: it is not a regular file, or may not be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except FileNotFoundError as exc:
+        raise ShardMissing(path) from exc
+    except OSError as exc:
+        raise ShardUnreadable(path, exc.strerror or str(exc), exc.errno or errno.EIO) from exc
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ShardUnreadable(path, "it is not a regular file")
+    return fd
+
+
+def is_remote(device: int) -> bool:
+    """Tell whether a device number belongs to a network or user-space file system."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            # proc_pid_mountinfo(5): ... (3) major:minor ... "-" (9) file system type ...
+            if line.split(" ", 3)[2] == wanted:
+                return line.split(" - ", 1)[1].split(" ", 1)[0].startswith(_REMOTE_FILE_SYSTEMS)
+    return False
+
+
+def is_cached(fd: int, nbytes: int) -> bool:
+    """Tell whether a file seems to lie in the page cache: samples eight places, reads no disk."""
+    for place in range(8):
+        try:
+            os.preadv(fd, [bytearray(1)], nbytes * place // 8, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # a file system that cannot tell, such as tmpfs: nothing to gain
+    return True
+
+
+def read_ahead(fd: int) -> None:
+    """Ask the kernel to read a whole file into the page cache; returns at once."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def shm_free_nbytes() -> int:
+    """Return how many bytes the file system at /dev/shm can still take."""
+    found = os.statvfs(SHM_DIR)
+    return found.f_bavail * found.f_frsize
+
+
+def machine_free_nbytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return the kernel's estimate of memory to be had without swapping, in bytes."""
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ShmloadError(f"{meminfo} has no MemAvailable; shmload needs Linux 3.14 or later")
+
+
+def cgroup_free_nbytes(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """Return what the memory control groups of this process leave, in bytes; None for no limit.
+
+    Both versions are read, and all ancestors. Page cache counts as free: the kernel drops it first.
+    """
+    free: list[int] = []
+    for group, names in _memory_groups(root, membership):
+        try:
+            limit = (group / names[0]).read_text().strip()
+            used = int((group / names[1]).read_text())
+            entries = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+            cached = sum(int(value) for key, value in entries if key in names[2])
+        except (OSError, ValueError):
+            continue
+        # Version 1 writes "no limit" as the largest page-aligned 63-bit number.
+        if limit != "max" and int(limit) < 1 << 62:
+            free.append(max(0, int(limit) - used + cached))
+    return min(free, default=None)
+
+
+def _memory_groups(
+    root: Path, membership: Path
+) -> Iterator[tuple[Path, tuple[str, str, tuple[str, str]]]]:
+    """Yield the control groups that charge this process, with their files' names."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, inside = line.split(":", 2)
+        if controllers == "":
+            base = root
+            names = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            stat_names = ("total_inactive_file", "total_active_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", stat_names)
+        else:
+            continue
+        group = base / inside.lstrip("/")
+        while True:
+            yield group, names
+            if group == base:
+                break
+            group = group.parent
+
+
+# This process's mappings --------------------------------------------------------------------------
+
+
+def mappings(inodes: set[Inode]) -> list[Mapping]:
+    """Return this process's mappings of the given files."""
+    found = []
+    wanted = {(f"{os.major(i.device):02x}:{os.minor(i.device):02x}", i.number): i for i in inodes}
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            addresses, _, _, device, number, *_ = line.split(None, 5)
+            inode = wanted.get((device, int(number)))
+            if inode:
+                start, _, end = addresses.partition("-")
+                found.append(Mapping(int(start, 16), int(end, 16), inode))
+    return found
+
+
+def is_touched(mapping: Mapping) -> bool:
+    """Tell whether this process has read or written any page of a mapping.
+
+    A page that was never touched has no entry in the page table (proc_pid_pagemap(5)): its 64 bits
+    there have neither "present" (63) nor "swapped" (62).
+    """
+    import numpy as np  # the parent needs numpy in no other place
+
+    first = mapping.start // PAGE_NBYTES
+    count = (mapping.end - mapping.start) // PAGE_NBYTES
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        pagemap.seek(first * 8)
+        entries = np.frombuffer(pagemap.read(count * 8), np.uint64)
+    return bool((entries >> np.uint64(62)).any())

@@ -1,0 +1,249 @@
+"""One load: from shards to complete segments, while the caller does something else.
+
+        plan ----> begin ----> decode, in a thread ----> publish ----> wait for other builders
+          |          |                                      |
+     no room:     files() may be used from here:        wait() returns
+     an error     their bytes come later
+
+Owns every descriptor, part and worker of the load until `close`, which runs whatever happens.
+"""
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shmload._capacity import require_room
+from shmload._coordinator import Coordinator, Job
+from shmload._identity import Identity
+from shmload._layout import Layout
+from shmload._linux import Inode, is_cached, open_source, read_ahead
+from shmload._plan import Action, Plan, ShardPlan, plan_shard
+from shmload._progress import Progress
+from shmload._residency import check_digest
+from shmload._resolve import Source
+from shmload._rules import Rule
+from shmload._segment import Part, Segment, begin, wait
+from shmload._settings import settings, worker_count
+from shmload._view import descriptor_path
+
+
+class _Shard:
+    """A shard's open file and what is planned for it; owns the descriptor."""
+
+    def __init__(self, component: str, path: Path, rule: Rule, *, keep: bool) -> None:
+        self.fd = open_source(path)
+        try:
+            planned = plan_shard(component, path, self.fd, rule, keep=keep)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.plan: ShardPlan = planned[0]
+        self.identity: Identity = planned[1]
+        self.layout: Layout = planned[2]
+
+    @property
+    def is_link(self) -> bool:
+        return self.plan.action is Action.LINK
+
+    def job(self, part: Part) -> Job:
+        return Job(
+            path=self.plan.path,
+            source_fd=self.fd,
+            source_nbytes=self.identity.nbytes,
+            part_fd=part.fd,
+            layout=self.layout,
+        )
+
+
+class Load:
+    """A load in progress; a context that ends it.
+
+    Args:
+        source: what to load.
+        rules: the rule of each component's checkpoint.
+        keep: whether the segments shall be resident afterwards.
+        progress: is told of bytes.
+        parent_is_busy: whether the caller computes meanwhile.
+
+    Raises:
+        CheckpointError, CapacityError, SegmentError: before anything was decoded.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        rules: Mapping[str, Rule],
+        *,
+        keep: bool,
+        progress: Progress,
+        parent_is_busy: bool,
+        workers: int | None = None,
+    ) -> None:
+        self._source = source
+        self._keep = keep
+        self._progress = progress
+        self._workers = workers or worker_count(parent_is_busy=parent_is_busy)
+        self._shards: list[_Shard] = []
+        self._held: dict[str, Segment | Part | None] = {}  # None: another process builds it
+        self._coordinator: Coordinator | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._is_cancelled = threading.Event()
+        self.read_nbytes = 0
+        """Bytes of weights that this load reads."""
+        try:
+            for checkpoint in source.checkpoints:
+                for path in checkpoint.shards:
+                    rule = rules[checkpoint.component]
+                    self._shards.append(_Shard(checkpoint.component, path, rule, keep=keep))
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def plan(self) -> Plan:
+        """What was to be done when the load began."""
+        return Plan(source=str(self._source.given), shards=tuple(s.plan for s in self._shards))
+
+    @property
+    def has_every_file(self) -> bool:
+        """Whether every segment exists at least as a part, so that a view can lead to it."""
+        return all(self._held.values())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every segment is complete."""
+        return all(isinstance(held, Segment) for held in self._held.values())
+
+    def files(self) -> dict[Path, Path]:
+        """Return where each shard's bytes are, for a view, by the shard's path."""
+        found = {}
+        for shard in self._shards:
+            held = self._held.get(shard.plan.segment)
+            found[shard.plan.path] = descriptor_path(held.fd) if held else shard.plan.path
+        return found
+
+    def segments(self) -> list[Segment]:
+        """Return the complete segments; they belong to the load."""
+        return [held for held in self._held.values() if isinstance(held, Segment)]
+
+    def open_files(self) -> list[tuple[str, int]]:
+        """Return name and descriptor of what holds each shard's tensors: its segment, or itself."""
+        found = []
+        for shard in self._shards:
+            held = self._held.get(shard.plan.segment)
+            found.append((held.name, held.fd) if held else (str(shard.plan.path), shard.fd))
+        return found
+
+    def verify(self) -> None:
+        """Recompute the digest of every segment.
+
+        Raises:
+            SegmentCorrupt: one is not what was decoded.
+        """
+        for segment in self.segments():
+            check_digest(segment)
+
+    def unfinished_inodes(self) -> set[Inode]:
+        """Return the inodes of the parts whose bytes are still to come."""
+        return {held.inode for held in self._held.values() if isinstance(held, Part)}
+
+    def wait(self) -> None:
+        """Block until every segment is complete; the deadlines are those of the workers.
+
+        Raises:
+            CheckpointError, CapacityError, WorkerError, SegmentError: what went wrong.
+        """
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._error:
+            raise self._error
+
+    def close(self) -> None:
+        """End the load: stop what still runs, remove its parts, give all leases back."""
+        self._is_cancelled.set()
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._coordinator:
+            self._coordinator.close(kill=True)
+        for held in self._held.values():
+            match held:
+                case Segment():
+                    held.close()
+                case Part():
+                    held.abandon()
+        while self._shards:
+            os.close(self._shards.pop().fd)
+
+    def _begin(self) -> None:
+        """Take the locks and start to decode; other processes' parts are waited for at the end."""
+        mine: list[_Shard] = []
+        for shard in self._shards:
+            name = shard.plan.segment
+            if shard.is_link:
+                if not is_cached(shard.fd, shard.identity.nbytes):
+                    read_ahead(shard.fd)
+            elif name not in self._held:  # two paths may lead to one file
+                self._held[name] = begin(name)
+                if isinstance(self._held[name], Part):
+                    mine.append(shard)
+        require_room(sum(shard.layout.nbytes for shard in mine))
+        for shard in mine:
+            self._part(shard).prepare(shard.layout)
+        if self.is_complete:
+            return
+        self.read_nbytes = sum(shard.plan.read_nbytes for shard in mine)
+        self._progress.start(self.read_nbytes)
+        is_small = self.read_nbytes <= settings().inline_nbytes
+        self._coordinator = Coordinator(0 if is_small else self._workers)
+        self._thread = threading.Thread(target=self._run, args=(mine,), name="shmload-decode")
+        self._thread.start()
+
+    def _part(self, shard: _Shard) -> Part:
+        part = self._held[shard.plan.segment]
+        assert isinstance(part, Part)
+        return part
+
+    def _run(self, mine: list[_Shard]) -> None:
+        try:
+            self._decode(mine)
+            for shard in self._shards:
+                if self._held.get(shard.plan.segment, self) is None:
+                    self._wait_for(shard)
+        except BaseException as exc:  # handed to whoever waits
+            self._error = exc
+
+    def _wait_for(self, shard: _Shard) -> None:
+        """Wait for another process's part, or decode it here if that process dies."""
+        name = shard.plan.segment
+        held = wait(name, settings().wait_timeout_s, self._is_cancelled.is_set)
+        self._held[name] = held
+        if isinstance(held, Part):
+            require_room(shard.layout.nbytes)
+            held.prepare(shard.layout)
+            self.read_nbytes += shard.plan.read_nbytes
+            self._decode([shard])
+
+    def _decode(self, shards: list[_Shard]) -> None:
+        assert self._coordinator
+        jobs = [shard.job(self._part(shard)) for shard in shards]
+        digests = self._coordinator.decode(jobs, self._progress.add, self._is_cancelled.is_set)
+        if self._is_cancelled.is_set():
+            return
+        for shard, digest in zip(shards, digests, strict=True):
+            name = shard.plan.segment
+            self._held[name] = self._part(shard).publish(digest, keep=self._keep)

@@ -1,0 +1,100 @@
+"""What is to be done for each shard, decided from headers alone; no weight byte is read."""
+
+import enum
+import os
+from pathlib import Path
+
+import msgspec
+
+from shmload._header import read_header
+from shmload._identity import Identity, identify, segment_name
+from shmload._layout import Layout, lay_out, needs_conversion
+from shmload._linux import SHM_DIR, is_remote
+from shmload._residency import make_metadata
+from shmload._rules import RAW, Rule
+
+
+class Action(enum.Enum):
+    """What happens to a shard."""
+
+    ATTACH = "attach"
+    """Its segment is resident."""
+    DECODE = "decode"
+    """Workers make its segment."""
+    LINK = "link"
+    """The library maps the file itself: it has the right dtypes and lies on a local disk."""
+
+
+class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard's part of a plan."""
+
+    component: str
+    path: Path
+    action: Action
+    segment: str
+    """The name its segment has or would have."""
+    conversion: str
+    """`raw`, or the dtype that its floats get; behind a slash a digest of the exceptions."""
+    tensors: int
+    read_nbytes: int
+    """Size of the shard's tensors, in bytes."""
+    segment_nbytes: int
+    """Size of the segment, in bytes; 0 for a link."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What `load_pipeline` or `warm` would do."""
+
+    source: str
+    shards: tuple[ShardPlan, ...]
+
+    @property
+    def decode_nbytes(self) -> int:
+        """Shared memory that is still to be taken, in bytes."""
+        return sum(s.segment_nbytes for s in self.shards if s.action is Action.DECODE)
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Shared memory of segments that are there already, in bytes."""
+        return sum(s.segment_nbytes for s in self.shards if s.action is Action.ATTACH)
+
+
+def plan_shard(
+    component: str, path: Path, fd: int, rule: Rule, *, keep: bool
+) -> tuple[ShardPlan, Identity, Layout]:
+    """Decide what to do with one open shard.
+
+    Args:
+        component: its name in the pipeline, or empty.
+        path: where it was opened.
+        fd: its descriptor.
+        rule: the dtypes its tensors get.
+        keep: whether its segment shall be resident afterwards.
+
+    Raises:
+        CheckpointError: the header is wrong or the file is cut short.
+    """
+    header = read_header(fd, path)
+    found = os.fstat(fd)
+    identity = identify(path, found)
+    # A file that has the wanted dtypes already makes the same segment under every rule.
+    applied = rule if needs_conversion(header, rule) else RAW
+    name = segment_name(identity, applied.text)
+    layout = lay_out(header, applied, make_metadata(identity.path, identity.key, applied.text))
+    if (SHM_DIR / name).exists():
+        action = Action.ATTACH
+    elif applied == RAW and not keep and not is_remote(found.st_dev):
+        action = Action.LINK
+    else:
+        action = Action.DECODE
+    plan = ShardPlan(
+        component=component,
+        path=path,
+        action=action,
+        segment=name,
+        conversion=applied.text,
+        tensors=len(header.tensors),
+        read_nbytes=header.data_nbytes,
+        segment_nbytes=0 if action is Action.LINK else layout.nbytes,
+    )
+    return plan, identity, layout

@@ -1,0 +1,57 @@
+"""Progress in bytes: a bar on a terminal, a callback for programs, else nothing."""
+
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+Callback = Callable[[int, int], None]
+"""Is told bytes done and bytes in all; called from another thread than the caller's."""
+
+
+class Progress:
+    """Counts the bytes of one load; a context that closes its bar.
+
+    Args:
+        report: a callback; True for a bar, False for nothing, None for a bar on a terminal.
+        title: what the bar is called.
+    """
+
+    def __init__(self, report: Callback | bool | None, title: str) -> None:
+        self._callback = report if callable(report) else None
+        self._has_bar = report is True or (report is None and sys.stderr.isatty())
+        self._title = title
+        self._bar: Any = None
+        self._lock = threading.Lock()
+        self._total = 0
+        self._done = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def start(self, total: int) -> None:
+        """Say how many bytes there are in all."""
+        self._total = total
+        if self._has_bar and total:
+            from tqdm import tqdm  # 30 ms that a quiet load does not pay
+
+            self._bar = tqdm(
+                total=total, desc=self._title, unit="B", unit_scale=True, unit_divisor=1024
+            )
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes; more than there are in all, as when a piece is read twice, are left out."""
+        with self._lock:
+            nbytes = min(nbytes, self._total - self._done)
+            self._done += nbytes
+            if self._bar is not None:
+                self._bar.update(nbytes)
+            if self._callback:
+                self._callback(self._done, self._total)

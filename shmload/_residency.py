@@ -1,0 +1,239 @@
+"""What is resident: listing, checking, evicting and cleaning up segments.
+
+The names in /dev/shm are the registry; each segment's header says what it is.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from shmload._digest import digest_data
+from shmload._errors import (
+    SegmentBusy,
+    SegmentCorrupt,
+    SegmentError,
+    SegmentNotFound,
+    SegmentUntrusted,
+)
+from shmload._header import Header
+from shmload._identity import identify, name_prefix
+from shmload._layout import read_digest
+from shmload._linux import SHM_DIR, is_named, shm_open, shm_unlink, try_lock, unlock
+from shmload._segment import PART_SUFFIX, Segment, attach
+from shmload._view import VIEW_INFIX
+
+# A view is a directory for a moment before it has its lock.
+_VIEW_GRACE_S = 60.0
+
+
+class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a resident segment's header and lock say."""
+
+    name: str
+    source: str
+    """The shard that was decoded."""
+    conversion: str
+    """What was done to its dtypes, or `raw`."""
+    nbytes: int
+    """Size of the segment, in bytes."""
+    created_at: float
+    """Seconds since the epoch."""
+    creator: str
+    """Version and process that decoded it."""
+    digest: str
+    """Of the data: XXH3-128 of the XXH3-128 of each 64 MiB."""
+    is_leased: bool
+    """Whether some process is attached."""
+    is_current: bool
+    """Whether the shard on disk is still the one that was decoded."""
+
+
+def make_metadata(source: str, identity: str, conversion: str) -> dict[str, str]:
+    """Return what a segment's header says beside the shard's own metadata."""
+    from shmload import __version__
+
+    return {
+        "shmload.source": source,
+        "shmload.identity": identity,
+        "shmload.conversion": conversion,
+        "shmload.created_at": f"{time.time():.3f}",
+        "shmload.creator": f"shmload {__version__} pid {os.getpid()}",
+    }
+
+
+def segments() -> list[SegmentInfo]:
+    """List this user's resident segments, oldest first.
+
+    A segment that is evicted while this looks is left out.
+    """
+    found = []
+    for name in _resident_names():
+        with contextlib.suppress(SegmentError):
+            segment = attach(name)
+            if segment:
+                with segment:
+                    found.append(_describe(segment))
+    return sorted(found, key=lambda info: (info.created_at, info.name))
+
+
+def verify(*patterns: str) -> list[SegmentInfo]:
+    """Recompute the digests of resident segments; reads all their bytes.
+
+    Args:
+        patterns: names of segments, or paths of sources, as for `evict`; none means all.
+
+    Returns:
+        The segments that were checked: all are sound.
+
+    Raises:
+        SegmentCorrupt: the first whose bytes are not those that were decoded.
+        SegmentNotFound: a pattern matches nothing.
+    """
+    chosen = _select(patterns)
+    for info in chosen:
+        segment = attach(info.name)
+        if segment:
+            with segment:
+                check_digest(segment)
+    return chosen
+
+
+def check_digest(segment: Segment) -> None:
+    """Recompute one segment's digest, on all cores.
+
+    Raises:
+        SegmentCorrupt: it is not the one in the header.
+    """
+    header = segment.read_header()
+    wanted = read_digest(header.metadata)
+    got = digest_data(segment.fd, header)
+    if got != wanted:
+        raise SegmentCorrupt(segment.name, f"its digest is {got} and should be {wanted}")
+
+
+def evict(*patterns: str) -> list[SegmentInfo]:
+    """Remove resident segments that nobody is attached to.
+
+    Args:
+        patterns: each a segment's name, or the path of a shard or of a directory above it.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        ValueError: no pattern is given.
+        SegmentNotFound: a pattern matches nothing.
+        SegmentBusy: some are leased; the others are removed.
+    """
+    if not patterns:
+        raise ValueError("evict() needs the names or sources of what to remove")
+    removed, busy = [], []
+    for info in _select(patterns):
+        (removed if _remove(info.name) else busy).append(info)
+    if busy:
+        raise SegmentBusy(info.name for info in busy)
+    return removed
+
+
+def collect_garbage() -> list[str]:
+    """Remove what can never be used again: parts whose builder died, views whose process died, and
+    segments whose shard has changed or is gone and that nobody is attached to.
+
+    Returns:
+        The names that were removed.
+    """
+    removed = [info.name for info in segments() if not info.is_current and _remove(info.name)]
+    for name in os.listdir(SHM_DIR):
+        if name.startswith(name_prefix()) and name.endswith(PART_SUFFIX) and _remove(name):
+            removed.append(name)
+        elif name.startswith(name_prefix() + VIEW_INFIX) and _remove_view(name):
+            removed.append(name)
+    return removed
+
+
+def _resident_names() -> Iterator[str]:
+    pattern = re.compile(re.escape(name_prefix()) + "[0-9a-f]{30}")
+    return (name for name in os.listdir(SHM_DIR) if pattern.fullmatch(name))
+
+
+def _describe(segment: Segment) -> SegmentInfo:
+    metadata = segment.read_header().metadata or {}
+    source = metadata.get("shmload.source", "")
+    try:
+        is_current = identify(source, os.stat(source)).key == metadata.get("shmload.identity")
+    except OSError:
+        is_current = False
+    unlock(segment.fd)  # our own lease is not what is asked for
+    return SegmentInfo(
+        name=segment.name,
+        source=source,
+        conversion=metadata.get("shmload.conversion", ""),
+        nbytes=segment.nbytes,
+        created_at=float(metadata.get("shmload.created_at", 0)),
+        creator=metadata.get("shmload.creator", ""),
+        digest=read_digest(metadata) or "",
+        is_leased=not try_lock(segment.fd, exclusive=True),
+        is_current=is_current,
+    )
+
+
+def _select(patterns: tuple[str, ...]) -> list[SegmentInfo]:
+    found = segments()
+    if not patterns:
+        return found
+    chosen = {}
+    for pattern in patterns:
+        matching = [info for info in found if _matches(info, pattern)]
+        if not matching:
+            raise SegmentNotFound(pattern)
+        chosen.update({info.name: info for info in matching})
+    return list(chosen.values())
+
+
+def _matches(info: SegmentInfo, pattern: str) -> bool:
+    """Tell whether a pattern is a segment's name, or its shard's path or a directory above it."""
+    if info.name == pattern:
+        return True
+    for resolve in (os.path.abspath, os.path.realpath):
+        path, source = resolve(pattern), resolve(info.source)
+        if source == path or source.startswith(path + os.sep):
+            return True
+    return False
+
+
+def _remove(name: str) -> bool:
+    """Remove a segment or part unless somebody holds it."""
+    try:
+        fd = shm_open(name)
+    except SegmentUntrusted:
+        return False
+    if fd is None:
+        return False
+    try:
+        if not try_lock(fd, exclusive=True) or not is_named(fd, name):
+            return False
+        shm_unlink(name)
+    finally:
+        os.close(fd)
+    return True
+
+
+def _remove_view(name: str) -> bool:
+    try:
+        fd = os.open(SHM_DIR / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        found = os.fstat(fd)
+        is_young = time.time() - found.st_mtime < _VIEW_GRACE_S
+        if found.st_uid != os.geteuid() or is_young or not try_lock(fd, exclusive=True):
+            return False
+        shutil.rmtree(SHM_DIR / name, ignore_errors=True)
+    finally:
+        os.close(fd)
+    return True

@@ -1,0 +1,224 @@
+"""From what a user names to the files that hold its weights.
+
+Follows what diffusers 0.35 to 0.42 and transformers 4.57 to 5.23 do with a local directory. A file
+overlooked here is only slower (the library reads it itself), a file too many only wasted work.
+"""
+
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shmload._errors import IndexMalformed, ShardMissing, SourceNotFound, UnknownComponent
+
+_SUFFIX = ".safetensors"
+_INDEX = ".safetensors.index"
+# The name of the weights in each library (diffusers.utils.SAFETENSORS_WEIGHTS_NAME, transformers').
+_DIFFUSERS_BASE = "diffusion_pytorch_model"
+_TRANSFORMERS_BASE = "model"
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The weight files of one component, or of one file or directory given by itself."""
+
+    component: str
+    """Its name in the pipeline; empty where there is no pipeline."""
+    folder: Path
+    """The directory whose files stand beside the weights."""
+    library: str
+    """`diffusers`, `transformers`, a module of diffusers' pipelines, or empty if unknown."""
+    class_name: str
+    """Of the model, or empty if unknown."""
+    config: dict[str, Any]
+    """Its `config.json`, or empty."""
+    shards: tuple[Path, ...]
+    """In the order of their names."""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A pipeline, one component, or one file, on the local disk."""
+
+    given: str | os.PathLike[str]
+    """What the user named."""
+    root: Path
+    """The directory, or the file."""
+    class_name: str
+    """Of the pipeline; empty if the source is not one, or brings its own code."""
+    components: tuple[str, ...]
+    """All components that the pipeline lists, with weights or without."""
+    checkpoints: tuple[Checkpoint, ...]
+    """Those whose weights are safetensors files."""
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether there is a `model_index.json`."""
+        return bool(self.components)
+
+
+def resolve(
+    given: str | os.PathLike[str],
+    root: Path,
+    *,
+    variant: str | None = None,
+    components: Collection[str] | None = None,
+    passed: Collection[str] = (),
+) -> Source:
+    """Find the weight files of a source.
+
+    Args:
+        given: what the user named, for messages.
+        root: the directory or file it stands for.
+        variant: as for `from_pretrained`, such as `fp16`.
+        components: only these, or all if None.
+        passed: components that the caller brings along, as built objects or None.
+
+    Raises:
+        SourceNotFound: `root` does not exist or holds no weights.
+        IndexMalformed: an index cannot be read, or names a file outside its directory.
+        ShardMissing: an index names a file that is not there.
+        UnknownComponent: `components` has a name that the pipeline does not list.
+    """
+    if root.is_file():
+        alone = Checkpoint(
+            component="", folder=root.parent, library="", class_name="", config={}, shards=(root,)
+        )
+        return Source(given=given, root=root, class_name="", components=(), checkpoints=(alone,))
+    if not root.is_dir():
+        raise SourceNotFound(given, "neither a file, a directory nor a model in the hub cache")
+    index_path = root / "model_index.json"
+    if not index_path.is_file():
+        return _resolve_component(given, root, variant)
+    index = read_json(index_path)
+    listed = dict(_listed_components(index))
+    for name in components or ():
+        if name not in listed:
+            raise UnknownComponent(name, given, listed)
+    wanted = [
+        name for name in listed if (components is None or name in components) and name not in passed
+    ]
+    checkpoints = []
+    for name in wanted:
+        library, class_name = listed[name]
+        found = _checkpoint(root / name, variant, name, library, class_name)
+        if found:
+            checkpoints.append(found)
+    class_name = index.get("_class_name")
+    return Source(
+        given=given,
+        root=root,
+        # A list names a class in a Python file of the repository: the library must find it.
+        class_name=class_name if isinstance(class_name, str) else "",
+        components=tuple(listed),
+        checkpoints=tuple(checkpoints),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        IndexMalformed: the file is not one.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as exc:
+        raise IndexMalformed(path, f"it cannot be read as JSON ({exc})") from exc
+    if not isinstance(found, dict):
+        raise IndexMalformed(path, "it is not a JSON object")
+    return found
+
+
+def _listed_components(index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield name, library and class of every component in a `model_index.json`."""
+    for name, entry in index.items():
+        is_pair = isinstance(entry, list) and len(entry) == 2
+        if is_pair and not name.startswith("_") and all(isinstance(e, str) for e in entry):
+            yield name, (entry[0], entry[1])
+        elif is_pair and not name.startswith("_") and entry == [None, None]:
+            yield name, ("", "")
+
+
+def _resolve_component(given: str | os.PathLike[str], root: Path, variant: str | None) -> Source:
+    config_path = root / "config.json"
+    config = read_json(config_path) if config_path.is_file() else {}
+    # diffusers writes its class here, transformers a list of them.
+    library, class_name = "diffusers", config.get("_class_name") or ""
+    if not class_name and config.get("architectures"):
+        library, class_name = "transformers", config["architectures"][0]
+    checkpoint = _checkpoint(root, variant, "", library if class_name else "", str(class_name))
+    if checkpoint is None:
+        raise SourceNotFound(given, "a directory without model_index.json or safetensors weights")
+    return Source(given=given, root=root, class_name="", components=(), checkpoints=(checkpoint,))
+
+
+def _checkpoint(
+    folder: Path, variant: str | None, component: str, library: str, class_name: str
+) -> Checkpoint | None:
+    if not folder.is_dir():
+        return None
+    names = os.listdir(folder)
+    base = _base_name(names)
+    if base is None:
+        return None
+    shards = _find_shards(folder, names, base, _applicable_variant(names, variant))
+    if not shards:
+        return None
+    config_path = folder / "config.json"
+    return Checkpoint(
+        component=component,
+        folder=folder,
+        library=library,
+        class_name=class_name,
+        config=read_json(config_path) if config_path.is_file() else {},
+        shards=shards,
+    )
+
+
+def _base_name(names: Iterable[str]) -> str | None:
+    for base in (_DIFFUSERS_BASE, _TRANSFORMERS_BASE):
+        if any(name.startswith(f"{base}.") or name.startswith(f"{base}-") for name in names):
+            return base
+    return None
+
+
+def _applicable_variant(names: Iterable[str], variant: str | None) -> str | None:
+    """Return the variant where the component has it: else its plain files are loaded.
+
+    The test is that of diffusers (`_identify_model_variants`).
+    """
+    parts = (name.split(".") for name in names)
+    has_variant = variant and any(len(part) > 1 and part[1].startswith(variant) for part in parts)
+    return variant if has_variant else None
+
+
+def _find_shards(
+    folder: Path, names: Collection[str], base: str, variant: str | None
+) -> tuple[Path, ...]:
+    """Return what the libraries would load, in their order of preference."""
+    single = f"{base}.{variant}{_SUFFIX}" if variant else f"{base}{_SUFFIX}"
+    index = f"{base}{_INDEX}.{variant}.json" if variant else f"{base}{_INDEX}.json"
+    # diffusers looks for an index first, transformers for the single file.
+    order = (index, single) if base == _DIFFUSERS_BASE else (single, index)
+    for name in order:
+        if name in names:
+            return _indexed_shards(folder / name) if name == index else (folder / name,)
+    return ()
+
+
+def _indexed_shards(index_path: Path) -> tuple[Path, ...]:
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise IndexMalformed(index_path, "it has no weight_map")
+    shards = []
+    for name in sorted(set(map(str, weight_map.values()))):
+        # A shard lies beside its index; anything else would read files that nobody named.
+        if name in ("", ".", "..") or name != os.path.basename(name):
+            raise IndexMalformed(index_path, f"it names {name!r}, outside its own directory")
+        shard = index_path.parent / name
+        if not shard.exists():
+            raise ShardMissing(shard, index_path)
+        shards.append(shard)
+    return tuple(shards)

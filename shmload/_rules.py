@@ -1,0 +1,152 @@
+"""Which dtype each tensor of a checkpoint ends up with, so that the library's own cast has no work.
+
+A rule is a value, computed from a model class and a wanted dtype (`shmload.integrations.rules`) and
+remembered on disk, because asking the class costs an import of three seconds. Where a rule is in
+doubt it leaves the tensor as it is: the library then casts it itself, which is slower and never wrong.
+"""
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from shmload._dtypes import FLOATS, WITHIN_F32, parse_dtype
+from shmload._header import TensorSpec
+from shmload._resolve import Checkpoint
+from shmload._settings import settings
+
+# Raised whenever `shmload.integrations.rules` would answer differently than before.
+_RULES_VERSION = 1
+_LIBRARIES = ("torch", "diffusers", "transformers")
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to store the tensors of one checkpoint; callable as `shmload._layout.DtypeOf`."""
+
+    target: str | None = None
+    """The safetensors dtype that floats get, or None to leave all tensors as they are."""
+
+    is_widening: bool = False
+    """Only floats that the target holds exactly are converted."""
+
+    fp32_parts: tuple[str, ...] = ()
+    """Tensors with one of these between the dots of their names get float32 instead."""
+
+    only: frozenset[str] | None = None
+    """Only these names are converted; None for all."""
+
+    def __call__(self, tensor: TensorSpec) -> str:
+        """Return the dtype that a tensor gets in the segment."""
+        if self.target is None or tensor.dtype not in FLOATS:
+            return tensor.dtype
+        if self.only is not None and tensor.name not in self.only:
+            return tensor.dtype
+        if self.fp32_parts and not set(self.fp32_parts).isdisjoint(tensor.name.split(".")):
+            return "F32" if tensor.dtype in WITHIN_F32 else tensor.dtype
+        if self.is_widening and tensor.dtype not in WITHIN_F32:
+            return tensor.dtype
+        return self.target
+
+    @property
+    def text(self) -> str:
+        """The same exactly when the rule is; part of a segment's name, and shown by `shmload ls`."""
+        if self.target is None:
+            return "raw"
+        if self == Rule(target=self.target):
+            return self.target
+        digest = hashlib.blake2b(_ENCODER.encode(self), digest_size=4).hexdigest()
+        return f"{self.target}/{digest}"
+
+
+RAW = Rule()
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+
+
+def wanted_dtype(torch_dtype: object, component: str) -> str | None:
+    """Return the dtype that diffusers would pass to a component, or None for "as the library likes".
+
+    Args:
+        torch_dtype: a dtype, its name, None, or a dict of these by component with a `default`.
+        component: its name in the pipeline, or empty.
+
+    Raises:
+        UnknownDtype: a name is none.
+    """
+    if isinstance(torch_dtype, Mapping):
+        # DiffusionPipeline.from_pretrained: a dict without "default" gives float32.
+        torch_dtype = torch_dtype.get(component, torch_dtype.get("default", "float32"))
+    return None if torch_dtype is None else parse_dtype(torch_dtype)
+
+
+def rule_for(checkpoint: Checkpoint, torch_dtype: object) -> Rule:
+    """Return the rule of a checkpoint, from memory or from the library that owns its class.
+
+    Raises:
+        UnknownDtype: a dtype's name is none.
+    """
+    target = wanted_dtype(torch_dtype, checkpoint.component)
+    if not checkpoint.class_name:
+        return Rule(target=target)
+    if checkpoint.config.get("quantization_config"):
+        return RAW
+    if target is None and checkpoint.library != "diffusers":
+        return RAW  # transformers keeps the checkpoint's own dtype, with exceptions
+    path = _memory_path(checkpoint, target)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Rule)
+    except (OSError, msgspec.DecodeError):
+        pass
+    # By name: the core imports no model library, and this one only when it must.
+    rules = importlib.import_module("shmload.integrations.rules")
+    rule: Rule = rules.derive_rule(checkpoint, target)
+    _remember(path, rule)
+    return rule
+
+
+def forget_rule(checkpoint: Checkpoint, torch_dtype: object) -> None:
+    """Drop a remembered rule that a loaded model contradicts."""
+    target = wanted_dtype(torch_dtype, checkpoint.component)
+    _memory_path(checkpoint, target).unlink(missing_ok=True)
+
+
+def _memory_path(checkpoint: Checkpoint, target: str | None) -> Path:
+    """Return where a rule is remembered: it depends on all that is digested here."""
+    facts = (
+        _RULES_VERSION,
+        _library_versions(),
+        checkpoint.library,
+        checkpoint.class_name,
+        checkpoint.config,
+        target,
+    )
+    return (
+        settings().cache_dir
+        / "rules"
+        / hashlib.blake2b(_ENCODER.encode(facts), digest_size=16).hexdigest()
+    )
+
+
+@cache
+def _library_versions() -> tuple[str, ...]:
+    found = []
+    for name in _LIBRARIES:
+        spec = importlib.util.find_spec(name)
+        found.append(f"{importlib.metadata.version(name)} {spec.origin if spec else ''}")
+    return tuple(found)
+
+
+def _remember(path: Path, rule: Rule) -> None:
+    """Write a rule so that a reader sees all of it or nothing; failing to is no error."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(_ENCODER.encode(rule))
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)

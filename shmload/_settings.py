@@ -1,0 +1,81 @@
+"""Everything a user may set, in one place.
+
+Each field is read from the environment variable `SHMLOAD_` plus its name in capitals.
+"""
+
+import os
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from shmload._errors import ArgumentError
+
+_PREFIX = "SHMLOAD_"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Values that hold for the whole process; see `docs/settings.md` for the reasons."""
+
+    workers: int | None = None
+    """Worker processes for one load; None means one per core that the parent does not need."""
+
+    inline_nbytes: int = 64 << 20
+    """Below this many bytes to read the caller decodes by itself, in bytes.
+
+    A worker takes about 0.1 s to start, in which one process decodes some 200 MiB.
+    """
+
+    stall_timeout_s: float = 60.0
+    """How long a worker may make no progress before it is replaced, in seconds."""
+
+    start_timeout_s: float = 60.0
+    """How long a worker may take to start, in seconds."""
+
+    wait_timeout_s: float = 600.0
+    """How long to wait for a segment that another process is decoding, in seconds."""
+
+    cache_dir: Path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "shmload"
+    """Where the dtype rules of model classes are remembered."""
+
+
+@cache
+def settings() -> Settings:
+    """Return the settings of this process, read from the environment once.
+
+    Raises:
+        ArgumentError: a variable has a value of the wrong kind; the message names it.
+    """
+    given = {
+        field: os.environ[_PREFIX + field.upper()]
+        for field in Settings.__struct_fields__
+        if os.environ.get(_PREFIX + field.upper())
+    }
+    # The variable that huggingface users know for the same thing; ours wins.
+    if "workers" not in given and os.environ.get("HF_PARALLEL_LOADING_WORKERS"):
+        given["workers"] = os.environ["HF_PARALLEL_LOADING_WORKERS"]
+    try:
+        return msgspec.convert(given, Settings, strict=False, dec_hook=_decode_path)
+    except msgspec.ValidationError as exc:
+        raise ArgumentError(f"an environment variable {_PREFIX}... is wrong: {exc}") from exc
+
+
+def _decode_path(kind: type, value: object) -> object:
+    if kind is Path:
+        return Path(str(value)).expanduser()
+    raise NotImplementedError(kind)  # msgspec's protocol for "not mine"
+
+
+def worker_count(*, parent_is_busy: bool) -> int:
+    """Return how many workers to start.
+
+    Args:
+        parent_is_busy: whether the parent computes meanwhile (imports, builds); then a core is
+            left to it, since on two cores a second worker slows the imports by a second.
+    """
+    chosen = settings().workers
+    if chosen is not None:
+        return max(1, chosen)
+    cores = len(os.sched_getaffinity(0))
+    # Page allocation, not decoding, is the limit well before sixteen processes.
+    return max(1, min(16, cores - 1 if parent_is_busy else cores))

@@ -1,0 +1,88 @@
+"""A directory that looks like a checkpoint and whose weight files are segments.
+
+Everything else in it is a link to the original, so any code that reads a checkpoint from a path reads
+this one. It lies in /dev/shm because some libraries split whole paths at dots (diffusers, old sharded
+variants), and a temporary directory's path may have one.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shmload._identity import name_prefix
+from shmload._linux import SHM_DIR, try_lock
+
+VIEW_INFIX = "view-"
+
+
+class View:
+    """A directory of links; a context that removes it.
+
+    Its own lock, held by this process, tells `collect_garbage` that it is in use.
+
+    Args:
+        root: the directory, or the single file, to look like.
+        files: where each weight file's bytes are instead, by its path below `root`.
+
+    Attributes:
+        path: of the directory, or of the file in it, to give to a library.
+    """
+
+    def __init__(self, root: Path, files: Mapping[Path, Path]) -> None:
+        self.folder = SHM_DIR / f"{name_prefix()}{VIEW_INFIX}{secrets.token_hex(8)}"
+        self.folder.mkdir(mode=0o700)
+        self._fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try_lock(self._fd, exclusive=True)
+        root = Path(os.path.abspath(root))
+        absolute = {Path(os.path.abspath(file)): target for file, target in files.items()}
+        try:
+            if root.is_dir():
+                _mirror(root, self.folder, absolute)
+                self.path = self.folder
+            else:
+                self.path = self.folder / root.name
+                self.path.symlink_to(absolute.get(root, root))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the directory; again is fine. What was mapped through it stays mapped."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(fd)
+
+
+def descriptor_path(fd: int) -> Path:
+    """Return a path that opens the very file a descriptor of this process holds.
+
+    Unlike its name this works before the file has its final name and after it has none.
+    """
+    return Path(f"/proc/{os.getpid()}/fd/{fd}")
+
+
+def _mirror(source: Path, target: Path, files: Mapping[Path, Path]) -> None:
+    """Link every entry; only directories with a replaced file are made anew."""
+    folders = {parent for file in files for parent in file.parents}
+    with os.scandir(source) as entries:
+        for entry in entries:
+            path = Path(entry.path)
+            link = target / entry.name
+            if path in folders:
+                link.mkdir(mode=0o700)
+                _mirror(path, link, files)
+            else:
+                link.symlink_to(files.get(path, path))

@@ -1,0 +1,194 @@
+"""Make checkpoints resident, say what that would take, and lend their path to any code."""
+
+import contextlib
+import os
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shmload._errors import SourceNotFound
+from shmload._hub import find_source
+from shmload._linux import open_source
+from shmload._load import Load
+from shmload._plan import Plan, plan_shard
+from shmload._progress import Callback, Progress
+from shmload._resolve import Source
+from shmload._rules import Rule, rule_for
+from shmload._view import View
+
+
+class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `warm` did."""
+
+    source: str
+    segments: tuple[str, ...]
+    """Names of the segments that are resident now."""
+    resident_nbytes: int
+    """Their size together, in bytes."""
+    read_nbytes: int
+    """Bytes of weights that were read from the source; 0 if all was resident already."""
+    elapsed_s: float
+    """How long it took, in seconds."""
+
+
+def warm(
+    source: str | os.PathLike[str],
+    *,
+    torch_dtype: object = None,
+    components: Collection[str] | None = None,
+    variant: str | None = None,
+    workers: int | None = None,
+    verify: bool = False,
+    progress: Callback | bool | None = None,
+    **hub_kwargs: Any,
+) -> WarmReport:
+    """Decode a source into segments that stay, for whoever loads it next with the same arguments.
+
+    What is resident already is left as it is and no byte of it is read.
+
+    Args:
+        source: a pipeline's directory, one component's, a safetensors file, or a hub id.
+        torch_dtype: as it will be given to `load_pipeline`: a dtype, its name, a dict by component,
+            or None.
+        components: only these.
+        variant: as for `from_pretrained`, such as `fp16`.
+        workers: worker processes; None for as many as the settings say.
+        verify: recompute the digests, of segments that were resident before too.
+        progress: as for `load_state_dict`.
+        hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `subfolder`.
+
+    Raises:
+        SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError, CapacityError, WorkerError,
+        SegmentError: nothing of this call is left in shared memory then.
+    """
+    began = time.monotonic()
+    found = find_source(source, variant=variant, components=components, **hub_kwargs)
+    if not found.checkpoints:
+        raise SourceNotFound(source, "it has no safetensors weights to make resident")
+    with (
+        Progress(progress, found.root.name) as counter,
+        Load(
+            found,
+            derive_rules(found, torch_dtype),
+            keep=True,
+            progress=counter,
+            parent_is_busy=False,
+            workers=workers,
+        ) as load,
+    ):
+        load.wait()
+        if verify:
+            load.verify()
+        held = load.segments()
+        return WarmReport(
+            source=str(source),
+            segments=tuple(segment.name for segment in held),
+            resident_nbytes=sum(segment.nbytes for segment in held),
+            read_nbytes=load.read_nbytes,
+            elapsed_s=time.monotonic() - began,
+        )
+
+
+def plan(
+    source: str | os.PathLike[str],
+    *,
+    torch_dtype: object = None,
+    components: Collection[str] | None = None,
+    variant: str | None = None,
+    keep: bool = False,
+    **hub_kwargs: Any,
+) -> Plan:
+    """Say what `load_pipeline` or, with `keep`, `warm` would do; reads headers only.
+
+    Args:
+        source: as for `warm`, like all arguments that are not named here.
+        torch_dtype: as for `warm`.
+        components: as for `warm`.
+        variant: as for `warm`.
+        keep: whether segments shall be resident afterwards.
+        hub_kwargs: as for `warm`.
+
+    Raises:
+        SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
+    """
+    found = find_source(source, variant=variant, components=components, **hub_kwargs)
+    rules = derive_rules(found, torch_dtype)
+    shards = []
+    for checkpoint in found.checkpoints:
+        for path in checkpoint.shards:
+            fd = open_source(path)
+            try:
+                component = checkpoint.component
+                shards.append(plan_shard(component, path, fd, rules[component], keep=keep)[0])
+            finally:
+                os.close(fd)
+    return Plan(source=str(source), shards=tuple(shards))
+
+
+@contextlib.contextmanager
+def view(
+    source: str | os.PathLike[str],
+    *,
+    torch_dtype: object = None,
+    components: Collection[str] | None = None,
+    variant: str | None = None,
+    keep: bool = False,
+    workers: int | None = None,
+    verify: bool = False,
+    progress: Callback | bool | None = None,
+    **hub_kwargs: Any,
+) -> Iterator[Path]:
+    """Lend a path that looks like the source and whose weights are in shared memory, decoded.
+
+    For any code that takes a path: `load_lora_weights`, `from_single_file`, peft, transformers.
+
+    Args:
+        source: as for `warm`, like all arguments that are not named here.
+        torch_dtype: as for `warm`. All floats of a single file, or of a directory without a known
+            class, get it.
+        components: as for `warm`.
+        variant: as for `warm`.
+        keep: leave the segments resident; else they go with the last tensor over them.
+        workers: as for `warm`.
+        verify: as for `warm`.
+        progress: as for `warm`.
+        hub_kwargs: as for `warm`.
+
+    Yields:
+        A directory, or a file if the source is one. It is there inside the `with` block only;
+        tensors that were mapped through it stay valid.
+
+    Raises:
+        As `warm`.
+    """
+    found = find_source(source, variant=variant, components=components, **hub_kwargs)
+    with (
+        Progress(progress, found.root.name) as counter,
+        Load(
+            found,
+            derive_rules(found, torch_dtype),
+            keep=keep,
+            progress=counter,
+            parent_is_busy=False,
+            workers=workers,
+        ) as load,
+    ):
+        load.wait()
+        if verify:
+            load.verify()
+        with View(found.root, load.files()) as lent:
+            yield lent.path
+
+
+def derive_rules(source: Source, torch_dtype: object) -> dict[str, Rule]:
+    """Return the rule of each component's checkpoint.
+
+    Raises:
+        UnknownDtype: a dtype's name is none.
+    """
+    return {
+        checkpoint.component: rule_for(checkpoint, torch_dtype) for checkpoint in source.checkpoints
+    }

@@ -1,0 +1,146 @@
+"""One worker process as its coordinator sees it: start, talk, watch, end.
+
+Owns the child, its socket, its pidfd and the file that catches what it prints.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shmload._errors import WorkerFailed
+from shmload._messages import (
+    VERSION,
+    Close,
+    Fill,
+    Filled,
+    FromWorker,
+    Inbox,
+    Open,
+    Ready,
+    decode_from_worker,
+    send,
+)
+
+_KILL_TIMEOUT_S = 10.0
+_OUTPUT_TAIL_NBYTES = 4000
+
+
+class Task(NamedTuple):
+    """A piece to be filled, and how often it has been handed out."""
+
+    shard: int
+    piece: int
+    attempts: int
+
+
+class WorkerProcess:
+    """A child that runs `shmload.workers.main`; a context for nothing but its own resources."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.channel = ours
+        self._inbox = Inbox(ours)
+        self._output_fd = os.memfd_create("shmload-worker-output", os.MFD_CLOEXEC)
+        self._opened: set[int] = set()
+        self.tasks: deque[Task] = deque()
+        """Handed out and not yet answered, oldest first."""
+        self.is_ready = False
+        self.active_at = time.monotonic()
+        """When it last showed life, by the monotonic clock, in seconds."""
+        with theirs:
+            # -P: a json.py in the user's directory must not be imported. Not multiprocessing: its
+            # spawn imports the user's main module, its fork copies torch's threads.
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "shmload.workers.main",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output_fd,
+                stderr=self._output_fd,
+                pass_fds=(theirs.fileno(),),
+            )
+        self.pidfd = os.pidfd_open(self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    def give(self, task: Task, fill: Fill, source: int, target: int) -> None:
+        """Hand out a piece, the shard's descriptors first where the worker lacks them."""
+        if task.shard not in self._opened:
+            send(self.channel, Open(task.shard), (source, target))
+            self._opened.add(task.shard)
+        if not self.tasks:
+            self.active_at = time.monotonic()
+        self.tasks.append(task)
+        send(self.channel, fill)
+
+    def forget(self, shard: int) -> None:
+        """Let the worker close a shard that is complete."""
+        if shard in self._opened:
+            self._opened.discard(shard)
+            send(self.channel, Close(shard))
+
+    def receive(self) -> Iterator[FromWorker]:
+        """Yield the messages that have arrived; ends at once when the worker is gone."""
+        self._inbox.receive()
+        while (frame := self._inbox.next_frame()) is not None:
+            message = decode_from_worker(frame)
+            self.active_at = time.monotonic()
+            match message:
+                case Ready(version):
+                    if version != VERSION:
+                        raise WorkerFailed(f"the worker speaks version {version}, not {VERSION}")
+                    self.is_ready = True
+                case Filled():
+                    self.tasks.popleft()
+            yield message
+
+    def how_it_ended(self) -> str:
+        """Wait for the child and say how it ended, such as `SIGKILL` or `exit code 3`."""
+        code = self._process.wait(_KILL_TIMEOUT_S)
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def start_failure(self) -> WorkerFailed:
+        """Return the error for a child that ended before it was ready."""
+        error = WorkerFailed(
+            f"a worker could not start ({self.how_it_ended()}): run "
+            f"`{sys.executable} -P -c 'import shmload.workers.main'` to see why"
+        )
+        size = os.fstat(self._output_fd).st_size
+        tail = os.pread(self._output_fd, _OUTPUT_TAIL_NBYTES, max(0, size - _OUTPUT_TAIL_NBYTES))
+        if tail:
+            error.add_note("its output: " + tail.decode(errors="replace").strip())
+        return error
+
+    def close(self, *, kill: bool) -> None:
+        """End the child and reap it; again is fine.
+
+        Args:
+            kill: at once, else by closing its socket, and by force if that takes too long.
+        """
+        if self.pidfd < 0:
+            return
+        if kill:
+            self._process.kill()
+        self.channel.close()
+        try:
+            self._process.wait(_KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_KILL_TIMEOUT_S)
+        pidfd, self.pidfd = self.pidfd, -1
+        os.close(pidfd)
+        os.close(self._output_fd)

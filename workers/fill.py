@@ -1,0 +1,118 @@
+"""Fills pieces of segments from shards.
+
+Guarantee: a piece is either filled to its last byte and digested, or an error says why not. Reads and
+writes go through descriptors and never through a mapping of the file: a shard that is cut short is
+then a short read and not SIGBUS, and memory that runs out is ENOSPC.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Iterable
+
+import xxhash
+
+from shmload._dtypes import NBITS
+from shmload._messages import Reason, Run
+from shmload.workers.convert import Converter
+
+# Fits the level-2 cache together with what it is converted to. Measured on an EPYC 9004 with 1 MiB of
+# level 2, read, fp32 to bf16, digest and write: 64 KiB 2.2 GB/s, 256 KiB 2.4, 1 MiB 2.6, 4 MiB 2.6.
+_BLOCK_NBYTES = 1 << 20
+
+_REPORT_NBYTES = 8 << 20
+
+Report = Callable[[int], None]
+"""Is told of every few MiB that were read, in bytes."""
+
+
+class FillError(Exception):
+    """A piece cannot be filled.
+
+    Attributes:
+        reason: what kind of failure.
+        offset: how far the shard could be read, in bytes.
+    """
+
+    def __init__(self, reason: Reason, detail: str, offset: int = 0) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.offset = offset
+
+
+class Filler:
+    """Owns the buffers that bytes pass through; one per worker, not for several threads."""
+
+    def __init__(self) -> None:
+        self._source = memoryview(bytearray(_BLOCK_NBYTES))
+        self._target = memoryview(bytearray(_BLOCK_NBYTES))
+        self._converters: dict[tuple[str, str], Converter] = {}
+
+    def fill(self, source: int, target: int, runs: Iterable[Run], report: Report) -> bytes:
+        """Fill one piece.
+
+        Args:
+            source: descriptor of the shard.
+            target: descriptor of the part.
+            runs: what goes where, by target offset and without gaps.
+            report: called with bytes read; the sum over a piece is what its runs read.
+
+        Returns:
+            The XXH3-128 of the piece's bytes in the segment.
+
+        Raises:
+            FillError: the shard is too short, the kernel reports an error, or memory ran out.
+        """
+        digest = xxhash.xxh3_128()
+        pending = 0
+        for run in runs:
+            source_nbytes, target_nbytes = NBITS[run.source] // 8, NBITS[run.target] // 8
+            most = _BLOCK_NBYTES // max(source_nbytes, target_nbytes)
+            for first in range(0, run.count, most):
+                count = min(most, run.count - first)
+                read = self._source[: count * source_nbytes]
+                _read(source, read, run.source_offset + first * source_nbytes)
+                written = self._convert(run, read, count, target_nbytes)
+                digest.update(written)
+                _write(target, written, run.target_offset + first * target_nbytes)
+                pending += len(read)
+                if pending >= _REPORT_NBYTES:
+                    report(pending)
+                    pending = 0
+        if pending:
+            report(pending)
+        return digest.digest()
+
+    def _convert(self, run: Run, read: memoryview, count: int, target_nbytes: int) -> memoryview:
+        if run.source == run.target:
+            return read
+        key = (run.source, run.target)
+        if key not in self._converters:
+            self._converters[key] = Converter(*key, _BLOCK_NBYTES)
+        written = self._target[: count * target_nbytes]
+        self._converters[key].convert(read, written, count)
+        return written
+
+
+def _read(fd: int, buffer: memoryview, offset: int) -> None:
+    """Read a whole buffer from an offset."""
+    done = 0
+    while done < len(buffer):
+        try:
+            got = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as exc:
+            raise FillError(Reason.READ_ERROR, os.strerror(exc.errno or errno.EIO)) from exc
+        if got == 0:
+            raise FillError(Reason.TRUNCATED, "the file ends early", offset + done)
+        done += got
+
+
+def _write(fd: int, buffer: memoryview, offset: int) -> None:
+    """Write a whole buffer at an offset."""
+    done = 0
+    while done < len(buffer):
+        try:
+            done += os.pwrite(fd, buffer[done:], offset + done)
+        except OSError as exc:
+            if exc.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                raise FillError(Reason.NO_SPACE, os.strerror(exc.errno)) from exc
+            raise

@@ -1,0 +1,117 @@
+"""The worker process: `python -P -m shmload.workers.main CHANNEL PARENT`.
+
+Started by a coordinator with a Unix socket as descriptor CHANNEL and the coordinator's process id.
+
+        +---------+  Ready   +---------+   Fill    +---------+
+        | started | -------> | waiting | --------> | filling |
+        +---------+          +---------+ <-------- +---------+
+                                  |        Filled, Failed
+              end of file, or the parent died: exit
+
+Guarantee: a worker never outlives its coordinator by more than the piece it is filling. The socket's
+end of file tells when the coordinator closes; the parent's pidfd also tells when it was killed while
+some forked child still holds the socket.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+
+from shmload._errors import ProtocolError
+from shmload._messages import (
+    VERSION,
+    Close,
+    Failed,
+    Fill,
+    Filled,
+    Inbox,
+    Open,
+    Progress,
+    Ready,
+    Reason,
+    ToWorker,
+    decode_to_worker,
+    send,
+)
+from shmload.workers.fill import Filler, FillError
+
+
+def main(channel_fd: int, parent: int) -> None:
+    """Serve one coordinator until it is gone."""
+    # Ctrl-C goes to the whole foreground group; the coordinator decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = socket.socket(fileno=channel_fd)
+    try:
+        parent_fd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return
+    if os.getppid() != parent:
+        return
+    worker = _Worker(channel)
+    send(channel, Ready(VERSION, os.getpid()))
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    poll.register(parent_fd, select.POLLIN)
+    inbox = Inbox(channel)
+    while True:
+        while (frame := inbox.next_frame()) is not None:
+            worker.handle(decode_to_worker(frame), inbox)
+        ready = {fd for fd, _ in poll.poll()}
+        if parent_fd in ready or not inbox.receive():
+            return
+
+
+class _Worker:
+    """Does what the messages say; owns the shards' descriptors."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._filler = Filler()
+        self._shards: dict[int, tuple[int, int]] = {}
+
+    def handle(self, message: ToWorker, inbox: Inbox) -> None:
+        match message:
+            case Open(shard):
+                if len(inbox.fds) < 2:
+                    raise ProtocolError("a shard was opened without its two descriptors")
+                source, target = inbox.fds.pop(0), inbox.fds.pop(0)
+                self._shards[shard] = (_reopen(source), target)
+            case Close(shard):
+                for fd in self._shards.pop(shard, ()):
+                    os.close(fd)
+            case Fill():
+                send(self._channel, self._fill(message))
+
+    def _fill(self, fill: Fill) -> Filled | Failed:
+        source, target = self._shards[fill.shard]
+        try:
+            digest = self._filler.fill(source, target, fill.runs, self._report)
+        except FillError as exc:
+            return Failed(fill.shard, fill.piece, exc.reason, str(exc), exc.offset)
+        except Exception:  # the outermost loop: whatever it is, the coordinator must learn of it
+            return Failed(fill.shard, fill.piece, Reason.INTERNAL, traceback.format_exc())
+        return Filled(fill.shard, fill.piece, digest)
+
+    def _report(self, nbytes: int) -> None:
+        send(self._channel, Progress(nbytes))
+
+
+def _reopen(fd: int) -> int:
+    """Open a file again: readers that share one description look random to the kernel's read-ahead.
+
+    Through /proc and not by path, so that it is the same file even if it was replaced.
+    """
+    fresh = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    os.close(fd)
+    os.posix_fadvise(fresh, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    return fresh
+
+
+if __name__ == "__main__":
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]))
+    except (BrokenPipeError, ConnectionResetError):
+        sys.exit(0)  # the coordinator closed while we answered
