@@ -11,20 +11,18 @@ import gc
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmload._dtypes import TORCH_NAMES, parse_dtype
 from shmload._hub import find_source
-from shmload._linux import Inode, is_named, is_touched, mappings
 from shmload._load import Load
 from shmload._progress import Callback, Progress
 from shmload._resolve import Source
 from shmload._rules import RAW, Rule, forget_rule, rule_for
-from shmload._segment import Segment
 from shmload._view import View
+from shmload.integrations.mapped import Spans, hold_leases
 from shmload.integrations.paths import PathRepair
 
 if TYPE_CHECKING:
@@ -134,13 +132,10 @@ class _Build:
         _import_classes(self._source)
         unfinished = self._load.unfinished_inodes()
         pipe = None
-        if self._load.has_every_file:
+        if self._load.has_every_file and not (unfinished and self._load.leaves_casts):
             pipe = self._from_view()
-            if not all(_is_untouched(inode) for inode in unfinished):
-                logger.info(
-                    "%s: a weight was read before it was decoded; building again",
-                    self._source.given,
-                )
+            if unfinished and not self._is_wholly_mapped(pipe):
+                logger.info("%s: weights were copied before they were there", self._source.given)
                 pipe = None
         self._load.wait()
         if verify:
@@ -179,6 +174,14 @@ class _Build:
         dtype = {} if self._torch_dtype is None else {keyword: _as_torch(self._torch_dtype)}
         return pipeline_class.from_pretrained(str(root), **dtype, **self._kwargs)
 
+    def _is_wholly_mapped(self, pipe: "DiffusionPipeline") -> bool:
+        """Tell whether every stored tensor of the models lies in a segment, and none was read."""
+        spans = Spans(self._load.inodes())
+        modules = [getattr(pipe, checkpoint.component) for checkpoint in self._source.checkpoints]
+        return all(
+            spans.holds_unread(tensor) for module in modules for tensor in module.state_dict().values()
+        )
+
     def _has_other_dtypes(self, pipe: "DiffusionPipeline") -> bool:
         """Tell whether some model has a dtype that its rule did not foresee, and forget such rules.
 
@@ -204,13 +207,17 @@ class _Build:
 def _paused_gc() -> Iterator[None]:
     """Keep the cyclic collector off: imports and builds make many objects and no garbage.
 
-    It is 35 to 40 % of the time of a load of many tensors.
+    It is 35 to 40 % of the time of a load of many tensors. Turned on again, its first run would visit
+    all of them (0.2 s); a freeze and its undoing count them as old instead, at no cost.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if gc.get_freeze_count() == 0:  # or the undoing would undo the user's own
+            gc.freeze()
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 
@@ -234,12 +241,6 @@ def _as_torch(dtype: object) -> object:
     return None if dtype is None else getattr(torch, TORCH_NAMES[parse_dtype(dtype)])
 
 
-def _is_untouched(inode: Inode) -> bool:
-    """Tell whether a file is mapped here and no page of it has been looked at."""
-    found = mappings({inode})
-    return bool(found) and not any(map(is_touched, found))
-
-
 def _agrees(rule: Rule, module: Any) -> bool:  # noqa: ANN401
     import torch
 
@@ -251,61 +252,3 @@ def _agrees(rule: Rule, module: Any) -> bool:  # noqa: ANN401
         or not set(rule.fp32_parts).isdisjoint(name.split("."))
         for name, tensor in module.state_dict().items()
     )
-
-
-def hold_leases(pipe: "DiffusionPipeline", segments: list[Segment]) -> None:
-    """Keep the leases of resident segments for exactly as long as a tensor lies in them.
-
-    Each storage, in the mapping that the library made, gets a finalizer; the last one closes a
-    duplicate of the segment's descriptor, and with it the lock goes.
-    """
-    named = {segment.inode: segment for segment in segments if is_named(segment.fd, segment.name)}
-    if not named:
-        return
-    leases = {inode: _Lease(segment.fd) for inode, segment in named.items()}
-    spans = [(m.start, m.end, leases[m.inode]) for m in mappings(set(named))]
-    for storage in _storages(pipe):
-        address = storage.data_ptr()
-        for start, end, lease in spans:
-            if start <= address < end:
-                lease.add(storage)
-    for lease in leases.values():
-        lease.close_if_unused()
-
-
-class _Lease:
-    """A descriptor that is closed when the last of its storages dies."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = os.dup(fd)
-        self._count = 0
-
-    def add(self, storage: object) -> None:
-        self._count += 1
-        weakref.finalize(storage, self._drop).atexit = False
-
-    def _drop(self) -> None:
-        self._count -= 1
-        self.close_if_unused()
-
-    def close_if_unused(self) -> None:
-        fd = self._fd
-        if self._count == 0 and fd >= 0:
-            self._fd = -1
-            os.close(fd)
-
-
-def _storages(pipe: "DiffusionPipeline") -> list[Any]:
-    """Return the distinct storages of all parameters and buffers of a pipeline's models."""
-    import itertools
-
-    import torch
-
-    found = {}
-    for component in pipe.components.values():
-        if isinstance(component, torch.nn.Module):
-            for tensor in itertools.chain(component.parameters(), component.buffers()):
-                if tensor.device.type == "cpu":
-                    storage = tensor.untyped_storage()
-                    found[storage.data_ptr()] = storage
-    return list(found.values())

@@ -26,6 +26,9 @@ class PathRepair:
     """
 
     def __init__(self, view: Path, root: str, given: str | os.PathLike[str]) -> None:
+        import torch
+
+        self._leaves = (*_LEAVES, *_CODE, torch.Tensor)
         self._view = str(view)
         self._root = root
         self._given = given
@@ -69,7 +72,8 @@ class PathRepair:
         if isinstance(value, tuple) and type(value) is tuple:
             repaired = tuple(self._repaired(item, waiting) for item in value)
             return value if all(a is b for a, b in zip(value, repaired, strict=True)) else repaired
-        if not isinstance(value, (*_LEAVES, *_CODE)) and not _is_tensor(value):
+        # Most of what a module holds is empty dicts of hooks: not worth a visit.
+        if not isinstance(value, self._leaves) and not (isinstance(value, dict) and not value):
             waiting.append(value)
         return value
 
@@ -121,8 +125,3 @@ def _install_record_factory() -> None:
 
     logging.setLogRecordFactory(make_repaired)
 
-
-def _is_tensor(value: object) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor)

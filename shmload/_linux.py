@@ -286,17 +286,20 @@ def mappings(inodes: set[Inode]) -> list[Mapping]:
     return found
 
 
-def is_touched(mapping: Mapping) -> bool:
-    """Tell whether this process has read or written any page of a mapping.
+def is_touched(start: int, end: int) -> bool:
+    """Tell whether this process has read or written any page that lies wholly in a range.
 
     A page that was never touched has no entry in the page table (proc_pid_pagemap(5)): its 64 bits
     there have neither "present" (63) nor "swapped" (62).
+
+    Args:
+        start: first address, in bytes.
+        end: address behind the last byte.
     """
     import numpy as np  # the parent needs numpy in no other place
 
-    first = mapping.start // PAGE_NBYTES
-    count = (mapping.end - mapping.start) // PAGE_NBYTES
+    first, last = -(-start // PAGE_NBYTES), end // PAGE_NBYTES
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         pagemap.seek(first * 8)
-        entries = np.frombuffer(pagemap.read(count * 8), np.uint64)
+        entries = np.frombuffer(pagemap.read(max(0, last - first) * 8), np.uint64)
     return bool((entries >> np.uint64(62)).any())

@@ -17,10 +17,8 @@ from typing import Self
 
 from shmload._capacity import require_room
 from shmload._coordinator import Coordinator, Job
-from shmload._identity import Identity
-from shmload._layout import Layout
-from shmload._linux import Inode, is_cached, open_source, read_ahead
-from shmload._plan import Action, Plan, ShardPlan, plan_shard
+from shmload._linux import Inode, inode_of, is_cached, open_source, read_ahead
+from shmload._plan import Action, Plan, plan_shard
 from shmload._progress import Progress
 from shmload._residency import check_digest
 from shmload._resolve import Source
@@ -40,9 +38,10 @@ class _Shard:
         except BaseException:
             os.close(self.fd)
             raise
-        self.plan: ShardPlan = planned[0]
-        self.identity: Identity = planned[1]
-        self.layout: Layout = planned[2]
+        self.plan = planned.plan
+        self.identity = planned.identity
+        self.layout = planned.layout
+        self.leaves_casts = planned.leaves_casts
 
     @property
     def is_link(self) -> bool:
@@ -155,6 +154,16 @@ class Load:
         """
         for segment in self.segments():
             check_digest(segment)
+
+    @property
+    def leaves_casts(self) -> bool:
+        """Whether the library will still cast some tensor, as far as the rules can tell."""
+        return any(shard.leaves_casts for shard in self._shards)
+
+    def inodes(self) -> set[Inode]:
+        """Return the inodes of segments and parts, and of shards that are linked."""
+        linked = {inode_of(os.fstat(shard.fd)) for shard in self._shards if shard.is_link}
+        return linked | {held.inode for held in self._held.values() if held}
 
     def unfinished_inodes(self) -> set[Inode]:
         """Return the inodes of the parts whose bytes are still to come."""

@@ -59,9 +59,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(s.segment_nbytes for s in self.shards if s.action is Action.ATTACH)
 
 
+class PlannedShard(msgspec.Struct, frozen=True, kw_only=True):
+    """A shard's plan with what it takes to carry it out."""
+
+    plan: ShardPlan
+    identity: Identity
+    layout: Layout
+    leaves_casts: bool
+    """Whether the library surely casts some of its tensors itself."""
+
+
 def plan_shard(
     component: str, path: Path, fd: int, rule: Rule, *, keep: bool
-) -> tuple[ShardPlan, Identity, Layout]:
+) -> PlannedShard:
     """Decide what to do with one open shard.
 
     Args:
@@ -97,4 +107,9 @@ def plan_shard(
         read_nbytes=header.data_nbytes,
         segment_nbytes=0 if action is Action.LINK else layout.nbytes,
     )
-    return plan, identity, layout
+    return PlannedShard(
+        plan=plan,
+        identity=identity,
+        layout=layout,
+        leaves_casts=any(map(rule.leaves_cast, header.tensors)),
+    )

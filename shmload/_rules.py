@@ -53,6 +53,15 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return tensor.dtype
         return self.target
 
+    def leaves_cast(self, tensor: TensorSpec) -> bool:
+        """Tell whether the library surely has to cast a tensor itself."""
+        # What is left in float32 is either wanted so, or cast; which, the built model will tell.
+        return (
+            self.target is not None
+            and tensor.dtype in FLOATS
+            and self(tensor) not in (self.target, "F32")
+        )
+
     @property
     def text(self) -> str:
         """The same exactly when the rule is; part of a segment's name, and shown by `shmload ls`."""

@@ -122,7 +122,7 @@ def plan(
             fd = open_source(path)
             try:
                 component = checkpoint.component
-                shards.append(plan_shard(component, path, fd, rules[component], keep=keep)[0])
+                shards.append(plan_shard(component, path, fd, rules[component], keep=keep).plan)
             finally:
                 os.close(fd)
     return Plan(source=str(source), shards=tuple(shards))

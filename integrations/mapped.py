@@ -1,0 +1,98 @@
+"""Which tensors lie in which mapping of this process, and leases that last as long as they do."""
+
+import bisect
+import itertools
+import os
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from shmload._linux import Inode, Mapping, is_named, is_touched, mappings
+from shmload._segment import Segment
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+# On a fault the kernel maps the pages of the same 64 KiB too (fault_around_bytes), and safetensors
+# looks at the first byte of each tensor.
+_FAULT_AROUND_NBYTES = 64 << 10
+
+
+class Spans:
+    """The mappings of some files, by address.
+
+    Args:
+        inodes: of the files.
+    """
+
+    def __init__(self, inodes: set[Inode]) -> None:
+        self._mappings = sorted(mappings(inodes))
+        self._starts = [mapping.start for mapping in self._mappings]
+
+    def find(self, tensor: torch.Tensor) -> Mapping | None:
+        """Return the mapping that a tensor's first byte lies in."""
+        address = tensor.untyped_storage().data_ptr() if tensor.device.type == "cpu" else 0
+        position = bisect.bisect_right(self._starts, address) - 1
+        if position >= 0 and address < self._mappings[position].end:
+            return self._mappings[position]
+        return None
+
+    def holds_unread(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor lies in a mapping and nothing has read its inner pages.
+
+        Of a tensor too small to have any, only where it lies is known: what copies it shows so.
+        """
+        if tensor.numel() == 0:
+            return True
+        if self.find(tensor) is None:
+            return False
+        begin = tensor.data_ptr() + _FAULT_AROUND_NBYTES
+        end = tensor.data_ptr() + tensor.numel() * tensor.itemsize - _FAULT_AROUND_NBYTES
+        return end <= begin or not is_touched(begin, end)
+
+
+def hold_leases(pipe: "DiffusionPipeline", segments: Iterable[Segment]) -> None:
+    """Keep the leases of resident segments for exactly as long as a tensor lies in them.
+
+    Each storage, in the mapping that the library made, gets a finalizer; the last one closes a
+    duplicate of the segment's descriptor, and with it the lock goes. A segment that has no name is
+    not leased: nobody could evict it.
+    """
+    named = {segment.inode: segment for segment in segments if is_named(segment.fd, segment.name)}
+    if not named:
+        return
+    leases = {inode: _Lease(segment.fd) for inode, segment in named.items()}
+    spans = Spans(set(named))
+    seen = set()
+    for component in pipe.components.values():
+        if isinstance(component, torch.nn.Module):
+            for tensor in itertools.chain(component.parameters(), component.buffers()):
+                mapping = spans.find(tensor)
+                if mapping and tensor.untyped_storage().data_ptr() not in seen:
+                    seen.add(tensor.untyped_storage().data_ptr())
+                    leases[mapping.inode].add(tensor.untyped_storage())
+    for lease in leases.values():
+        lease.close_if_unused()
+
+
+class _Lease:
+    """A descriptor that is closed when the last of its storages dies."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = os.dup(fd)
+        self._count = 0
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        self._count += 1
+        weakref.finalize(storage, self._drop).atexit = False
+
+    def _drop(self) -> None:
+        self._count -= 1
+        self.close_if_unused()
+
+    def close_if_unused(self) -> None:
+        if self._count == 0 and self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
