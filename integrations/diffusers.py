@@ -1,9 +1,10 @@
 """`load_pipeline`: a diffusion pipeline whose weights lie in shared memory.
 
-Guarantee: what it returns equals what `from_pretrained` gives with the same arguments, or it raises.
-The pipeline is built while workers still decode, by the library's own `from_pretrained` from a view.
-That nothing has looked at a byte too early is not hoped for but read off the kernel's page tables,
-and that the dtypes were guessed right is checked on the built models; otherwise it is built again.
+Guarantee: what it returns equals what `from_pretrained` gives with the same arguments, or it
+raises. The pipeline is built while workers still decode, by the library's own `from_pretrained`
+from a view. That nothing has looked at a byte too early is not hoped for but read off the kernel's
+page tables, and that the dtypes were guessed right is checked on the built models; otherwise it is
+built again.
 """
 
 import contextlib
@@ -64,8 +65,9 @@ def load_pipeline(
             the weights of components passed in are not decoded.
 
     Returns:
-        The pipeline, of its own class, on the CPU unless `device_map` says otherwise. Its parameters
-        are mapped from the segments copy-on-write: writing to one is private to this process.
+        The pipeline, of its own class, on the CPU unless `device_map` says otherwise. Its
+        parameters are mapped from the segments copy-on-write: writing to one is private to this
+        process.
 
     Raises:
         ShmloadError: the source, its files, the room for it, or a worker is at fault.
@@ -144,7 +146,7 @@ class _Build:
             pipe = self._from_view()
         if self._has_other_dtypes(pipe):
             pipe = self._from_path(self._source.root)
-        hold_leases(pipe, self._load.segments())
+        hold_leases(pipe.components.values(), self._load.segments())
         return pipe
 
     def _from_view(self) -> "DiffusionPipeline":
@@ -172,15 +174,15 @@ class _Build:
         # The older name still works but warns.
         keyword = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
         dtype = {} if self._torch_dtype is None else {keyword: _as_torch(self._torch_dtype)}
-        return pipeline_class.from_pretrained(str(root), **dtype, **self._kwargs)
+        pipe: DiffusionPipeline = pipeline_class.from_pretrained(str(root), **dtype, **self._kwargs)
+        return pipe
 
     def _is_wholly_mapped(self, pipe: "DiffusionPipeline") -> bool:
         """Tell whether every stored tensor of the models lies in a segment, and none was read."""
         spans = Spans(self._load.inodes())
         modules = [getattr(pipe, checkpoint.component) for checkpoint in self._source.checkpoints]
-        return all(
-            spans.holds_unread(tensor) for module in modules for tensor in module.state_dict().values()
-        )
+        tensors = (tensor for module in modules for tensor in module.state_dict().values())
+        return all(map(spans.holds_unread, tensors))
 
     def _has_other_dtypes(self, pipe: "DiffusionPipeline") -> bool:
         """Tell whether some model has a dtype that its rule did not foresee, and forget such rules.
@@ -207,8 +209,8 @@ class _Build:
 def _paused_gc() -> Iterator[None]:
     """Keep the cyclic collector off: imports and builds make many objects and no garbage.
 
-    It is 35 to 40 % of the time of a load of many tensors. Turned on again, its first run would visit
-    all of them (0.2 s); a freeze and its undoing count them as old instead, at no cost.
+    It is 35 to 40 % of the time of a load of many tensors. Turned on again, its first run would
+    visit all of them (0.2 s); a freeze and its undoing count them as old instead, at no cost.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -223,7 +225,7 @@ def _paused_gc() -> Iterator[None]:
 
 
 def _import_classes(source: Source) -> None:
-    """Import what the pipeline is made of: most of a cold process's time, so before anything waits."""
+    """Import what the pipeline is made of: most of a cold process's time, so do it first."""
     import diffusers
     import transformers
 
@@ -241,7 +243,7 @@ def _as_torch(dtype: object) -> object:
     return None if dtype is None else getattr(torch, TORCH_NAMES[parse_dtype(dtype)])
 
 
-def _agrees(rule: Rule, module: Any) -> bool:  # noqa: ANN401
+def _agrees(rule: Rule, module: Any) -> bool:
     import torch
 
     target = getattr(torch, TORCH_NAMES[rule.target or "F32"])

@@ -5,15 +5,12 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from shmload._linux import Inode, Mapping, is_named, is_touched, mappings
 from shmload._segment import Segment
-
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
 
 # On a fault the kernel maps the pages of the same 64 KiB too (fault_around_bytes), and safetensors
 # looks at the first byte of each tensor.
@@ -53,7 +50,7 @@ class Spans:
         return end <= begin or not is_touched(begin, end)
 
 
-def hold_leases(pipe: "DiffusionPipeline", segments: Iterable[Segment]) -> None:
+def hold_leases(components: Iterable[Any], segments: Iterable[Segment]) -> None:
     """Keep the leases of resident segments for exactly as long as a tensor lies in them.
 
     Each storage, in the mapping that the library made, gets a finalizer; the last one closes a
@@ -66,7 +63,7 @@ def hold_leases(pipe: "DiffusionPipeline", segments: Iterable[Segment]) -> None:
     leases = {inode: _Lease(segment.fd) for inode, segment in named.items()}
     spans = Spans(set(named))
     seen = set()
-    for component in pipe.components.values():
+    for component in components:
         if isinstance(component, torch.nn.Module):
             for tensor in itertools.chain(component.parameters(), component.buffers()):
                 mapping = spans.find(tensor)

@@ -61,7 +61,7 @@ class PathRepair:
                 # Not container[key]: diffusers' FrozenDict forbids that, and this is no change.
                 dict.__setitem__(container, key, repaired)
 
-    def _repaired(self, value: Any, waiting: list[Any]) -> Any:  # noqa: ANN401
+    def _repaired(self, value: Any, waiting: list[Any]) -> Any:
         """Return what shall stand for a value, and queue what may hold more."""
         if isinstance(value, str):
             if self._view not in value:
@@ -109,13 +109,13 @@ def _install_record_factory() -> None:
 
     Installed once and for good: taking a factory out again could take somebody else's with it.
     """
-    global _factory_is_installed  # noqa: PLW0603
+    global _factory_is_installed
     if _factory_is_installed:
         return
     _factory_is_installed = True
     make = logging.getLogRecordFactory()
 
-    def make_repaired(*args: Any, **kwargs: Any) -> logging.LogRecord:  # noqa: ANN401
+    def make_repaired(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         for repair in _active:
             message = record.getMessage()
@@ -124,4 +124,3 @@ def _install_record_factory() -> None:
         return record
 
     logging.setLogRecordFactory(make_repaired)
-

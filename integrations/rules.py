@@ -1,7 +1,8 @@
 """Derives dtype rules from the model classes of diffusers and transformers.
 
-The sources of truth are `load_model_dict_into_meta` in diffusers (0.35 to 0.42) and, in transformers,
-`_load_state_dict_into_meta_model` (4.57) and `convert_and_load_state_dict_in_model` (5.x).
+The sources of truth are `load_model_dict_into_meta` in diffusers (0.35 to 0.42) and, in
+transformers, `_load_state_dict_into_meta_model` (4.57) and `convert_and_load_state_dict_in_model`
+(5.x).
 """
 
 import importlib
@@ -23,7 +24,8 @@ def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
         target: the safetensors dtype that is asked for, or None.
 
     Returns:
-        A rule that is right or raw: a class that is unknown here or cannot be asked gets the raw one.
+        A rule that is right or raw: a class that is unknown here or cannot be asked gets the raw
+        one.
     """
     from diffusers import ModelMixin
     from transformers import PreTrainedModel
@@ -54,18 +56,18 @@ def _find_class(checkpoint: Checkpoint) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def _diffusers_rule(model_class: Any, target: str | None) -> Rule:  # noqa: ANN401
+def _diffusers_rule(model_class: Any, target: str | None) -> Rule:
     # A part of the dotted name that stands in this list keeps float32 under every torch_dtype.
     kept = getattr(model_class, "_keep_in_fp32_modules", None) or ()
     parts = tuple(sorted({kept} if isinstance(kept, str) else set(kept)))
     if target is None:
-        # Parameters take the dtype of the fresh model: float32, but nothing says so of every buffer.
-        # Widening loses nothing, whatever cast follows.
+        # Parameters take the dtype of the fresh model: float32, but nothing says so of every
+        # buffer. Widening loses nothing, whatever cast follows.
         return Rule(target="F32", is_widening=True)
     return Rule(target=target, fp32_parts=parts if target != "F32" else ())
 
 
-def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) -> Rule:  # noqa: ANN401
+def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) -> Rule:
     """Build the model without memory and see which of its parameters do not get the target."""
     import torch
 
@@ -97,7 +99,7 @@ def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) ->
     )
 
 
-def _unrenamed(model: Any, names: set[str], tensors: dict[str, Any]) -> set[str]:  # noqa: ANN401
+def _unrenamed(model: Any, names: set[str], tensors: dict[str, Any]) -> set[str]:
     """Return those names of checkpoint tensors that the library loads under the same name."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

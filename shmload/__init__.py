@@ -1,7 +1,7 @@
 """Loads diffusion pipelines through shared memory.
 
-Checkpoint shards are decoded once, by worker processes, into POSIX shared memory; every process then
-attaches them in milliseconds and shares one copy. Importing this package imports no torch.
+Checkpoint shards are decoded once, by worker processes, into POSIX shared memory; every process
+then attaches them in milliseconds and shares one copy. Importing this package imports no torch.
 """
 
 import importlib
@@ -125,7 +125,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401  # each name has its own type, see above
+def __getattr__(name: str) -> Any:  # each name has its own type, see above
     """Import a public name's module on first use, so that `import shmload` stays light."""
     home = _HOMES.get(name)
     if home is None:

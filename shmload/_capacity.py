@@ -1,7 +1,7 @@
 """Whether there is room, asked before the first byte is read.
 
-Shared memory is charged to whoever touches a page first, counts against the file system at /dev/shm,
-the control group and the machine, and a group that runs over is killed rather than told.
+Shared memory is charged to whoever touches a page first, counts against the file system at
+/dev/shm, the control group and the machine, and a group that runs over is killed rather than told.
 """
 
 from shmload._errors import MemoryLimitExceeded, SharedMemoryFull

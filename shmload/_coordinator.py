@@ -1,8 +1,8 @@
 """Hands the pieces of segments to workers and watches over them.
 
 Guarantee: `decode` returns when every piece is complete, or raises a typed error within a deadline,
-whatever a worker does: dies, stops, stalls, sends rubbish. A piece that lost its worker is tried once
-more on another.
+whatever a worker does: dies, stops, stalls, sends rubbish. A piece that lost its worker is tried
+once more on another.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ from shmload._messages import Failed, Fill, Filled, FromWorker, Progress, Reason
 from shmload._settings import settings
 from shmload._worker_process import Task, WorkerProcess
 
-# Two pieces wait in each worker's socket, so that it goes on while the parent's thread waits for the
-# interpreter lock (up to 5 ms while the main thread imports).
+# Two pieces wait in each worker's socket, so that it goes on while the parent's thread waits for
+# the interpreter lock (up to 5 ms while the main thread imports).
 _QUEUE_DEPTH = 3
 _MAX_ATTEMPTS = 2
 
@@ -144,7 +144,7 @@ def _error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadErro
                 job.layout.nbytes,
                 shm_free_nbytes(),
                 "/dev/shm",
-                "another process took the room meanwhile; free some with `shmload rm` or enlarge it",
+                "another process took the room; free some with `shmload rm` or enlarge it",
             )
         case Reason.INTERNAL:
             error = WorkerFailed(f"a worker failed while it decoded {job.path}; please report this")

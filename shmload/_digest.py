@@ -1,7 +1,7 @@
 """The digest of a segment: XXH3-128 of the XXH3-128 of each piece of its data.
 
-Whoever fills a piece digests it, so that no byte is read twice and pieces can be filled in any order.
-It finds damage, not forgery: whoever can write to this user's memory needs no forged digest.
+Whoever fills a piece digests it, so that no byte is read twice and pieces can be filled in any
+order. It finds damage, not forgery: whoever can write to this user's memory needs no forged digest.
 """
 
 import os

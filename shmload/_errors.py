@@ -227,7 +227,8 @@ class SegmentBusy(SegmentError):
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
         super().__init__(
-            f"still attached by some process: {', '.join(self.names)}; end that process, or evict later"
+            f"still attached by some process: {', '.join(self.names)}; "
+            "end that process, or evict later"
         )
 
 

@@ -1,9 +1,9 @@
 """The safetensors header: a strict reader and a writer.
 
-Guarantee: a header that `parse_header` accepts describes tensors that lie inside the file, one after
-the other, with no overlap, no hole and no byte left over; reading it takes time and memory linear in
-its length, whatever it says. The format is the one of github.com/huggingface/safetensors: 8 bytes of
-little-endian length, that many bytes of JSON, then the tensors' bytes.
+Guarantee: a header that `parse_header` accepts describes tensors that lie inside the file, one
+after the other, with no overlap, no hole and no byte left over; reading it takes time and memory
+linear in its length, whatever it says. The format is the one of github.com/huggingface/safetensors:
+8 bytes of little-endian length, that many bytes of JSON, then the tensors' bytes.
 """
 
 import json
@@ -99,7 +99,8 @@ def parse_header(raw: bytes, path: str | os.PathLike[str]) -> Header:
     """Check the JSON part of a header.
 
     Raises:
-        ShardMalformed: it breaks the format, repeats a key, or describes overlapping bytes or holes.
+        ShardMalformed: it breaks the format, repeats a key, or describes overlapping bytes or
+        holes.
     """
     if not raw.startswith(b"{"):
         raise ShardMalformed(path, "its header does not start with a JSON object")
@@ -167,8 +168,8 @@ _ENTRY = msgspec.json.Decoder(_Entry)
 def _has_unique_keys(raw: bytes, entries: dict[str, msgspec.Raw]) -> bool:
     """Tell, at the speed of a byte search, that no key stands twice; False means "look closer".
 
-    Every tensor brings each of these keys once; so where nothing is escaped, and they stand as often
-    as there are tensors, no second entry was dropped.
+    Every tensor brings each of these keys once; so where nothing is escaped, and they stand as
+    often as there are tensors, no second entry was dropped.
     """
     if b"\\" in raw:
         return False

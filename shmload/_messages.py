@@ -135,7 +135,7 @@ class Inbox:
         """Descriptors that came and nobody has taken yet; the taker closes them."""
 
     def receive(self) -> bool:
-        """Read what is there, or wait for it as the socket's timeout says; False at the end of file."""
+        """Read what is there, waiting if nothing is; False at the end of file."""
         try:
             received, fds, _, _ = socket.recv_fds(self._channel, 1 << 18, 16)
         except ConnectionResetError:

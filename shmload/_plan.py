@@ -69,9 +69,7 @@ class PlannedShard(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the library surely casts some of its tensors itself."""
 
 
-def plan_shard(
-    component: str, path: Path, fd: int, rule: Rule, *, keep: bool
-) -> PlannedShard:
+def plan_shard(component: str, path: Path, fd: int, rule: Rule, *, keep: bool) -> PlannedShard:
     """Decide what to do with one open shard.
 
     Args:

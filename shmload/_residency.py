@@ -20,7 +20,6 @@ from shmload._errors import (
     SegmentNotFound,
     SegmentUntrusted,
 )
-from shmload._header import Header
 from shmload._identity import identify, name_prefix
 from shmload._layout import read_digest
 from shmload._linux import SHM_DIR, is_named, shm_open, shm_unlink, try_lock, unlock
@@ -132,7 +131,8 @@ def evict(*patterns: str) -> list[SegmentInfo]:
     """
     if not patterns:
         raise ValueError("evict() needs the names or sources of what to remove")
-    removed, busy = [], []
+    removed: list[SegmentInfo] = []
+    busy: list[SegmentInfo] = []
     for info in _select(patterns):
         (removed if _remove(info.name) else busy).append(info)
     if busy:
@@ -141,17 +141,19 @@ def evict(*patterns: str) -> list[SegmentInfo]:
 
 
 def collect_garbage() -> list[str]:
-    """Remove what can never be used again: parts whose builder died, views whose process died, and
-    segments whose shard has changed or is gone and that nobody is attached to.
+    """Remove what can never be used again.
+
+    That is parts whose builder died, views whose process died, and segments whose shard has changed
+    or is gone and that nobody is attached to.
 
     Returns:
         The names that were removed.
     """
     removed = [info.name for info in segments() if not info.is_current and _remove(info.name)]
     for name in os.listdir(SHM_DIR):
-        if name.startswith(name_prefix()) and name.endswith(PART_SUFFIX) and _remove(name):
-            removed.append(name)
-        elif name.startswith(name_prefix() + VIEW_INFIX) and _remove_view(name):
+        is_part = name.startswith(name_prefix()) and name.endswith(PART_SUFFIX)
+        is_view = name.startswith(name_prefix() + VIEW_INFIX)
+        if (is_part and _remove(name)) or (is_view and _remove_view(name)):
             removed.append(name)
     return removed
 

@@ -105,12 +105,12 @@ def resolve(
         found = _checkpoint(root / name, variant, name, library, class_name)
         if found:
             checkpoints.append(found)
-    class_name = index.get("_class_name")
+    pipeline_class = index.get("_class_name")
     return Source(
         given=given,
         root=root,
         # A list names a class in a Python file of the repository: the library must find it.
-        class_name=class_name if isinstance(class_name, str) else "",
+        class_name=pipeline_class if isinstance(pipeline_class, str) else "",
         components=tuple(listed),
         checkpoints=tuple(checkpoints),
     )

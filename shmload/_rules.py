@@ -2,7 +2,8 @@
 
 A rule is a value, computed from a model class and a wanted dtype (`shmload.integrations.rules`) and
 remembered on disk, because asking the class costs an import of three seconds. Where a rule is in
-doubt it leaves the tensor as it is: the library then casts it itself, which is slower and never wrong.
+doubt it leaves the tensor as it is: the library then casts it itself, which is slower and never
+wrong.
 """
 
 import hashlib
@@ -64,7 +65,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def text(self) -> str:
-        """The same exactly when the rule is; part of a segment's name, and shown by `shmload ls`."""
+        """The same exactly when the rule is; part of a segment's name, shown by `shmload ls`."""
         if self.target is None:
             return "raw"
         if self == Rule(target=self.target):
@@ -78,7 +79,7 @@ _ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
 def wanted_dtype(torch_dtype: object, component: str) -> str | None:
-    """Return the dtype that diffusers would pass to a component, or None for "as the library likes".
+    """Return the dtype that diffusers would pass to a component; None leaves it to the library.
 
     Args:
         torch_dtype: a dtype, its name, None, or a dict of these by component with a `default`.

@@ -6,9 +6,10 @@
                            v                                            v has a lease
                        taken over by whoever wants it next          nothing
 
-Guarantee: what has a final name is complete, and so is what has a digest in its header: the digest is
-written after the last byte. The kernel holds the locks, so no death leaves one behind. A lease is a
-shared lock on an open descriptor, or on a mapping made from it: Python's mmap keeps a duplicate.
+Guarantee: what has a final name is complete, and so is what has a digest in its header: the digest
+is written after the last byte. The kernel holds the locks, so no death leaves one behind. A lease
+is a shared lock on an open descriptor, or on a mapping made from it: Python's mmap keeps a
+duplicate.
 """
 
 import os
@@ -181,7 +182,8 @@ def wait(name: str, timeout_s: float, is_cancelled: Callable[[], bool] = bool) -
     fd = shm_open(name + PART_SUFFIX, writable=True)
     try:
         while time.monotonic() < deadline and not is_cancelled():
-            # A private segment loses its name when it is complete; this descriptor still leads to it.
+            # A private segment loses its name when it is complete; this descriptor still leads to
+            # it.
             if fd is not None and try_lock(fd, exclusive=False):
                 if _is_complete(fd, name):
                     segment, fd = Segment(name, fd), None

@@ -38,11 +38,11 @@ def load_state_dict(
             on a terminal.
 
     Returns:
-        The tensors by name, with the checkpoint's shapes. Each has a storage of its own, in a segment
-        64-byte aligned where its size is a multiple of that. They are copy-on-write: writing to one
-        is private to this process. They own the mapping under them together, and stay valid after
-        the segment is evicted. A file that has the wanted dtypes already and lies on a local disk is
-        mapped itself, unless `keep` asks for a segment.
+        The tensors by name, with the checkpoint's shapes. Each has a storage of its own, in a
+        segment 64-byte aligned where its size is a multiple of that. They are copy-on-write:
+        writing to one is private to this process. They own the mapping under them together, and
+        stay valid after the segment is evicted. A file that has the wanted dtypes already and lies
+        on a local disk is mapped itself, unless `keep` asks for a segment.
 
     Raises:
         UnknownDtype, SourceNotFound, CheckpointError, CapacityError, WorkerError, SegmentError.

@@ -1,8 +1,8 @@
 """A directory that looks like a checkpoint and whose weight files are segments.
 
-Everything else in it is a link to the original, so any code that reads a checkpoint from a path reads
-this one. It lies in /dev/shm because some libraries split whole paths at dots (diffusers, old sharded
-variants), and a temporary directory's path may have one.
+Everything else in it is a link to the original, so any code that reads a checkpoint from a path
+reads this one. It lies in /dev/shm because some libraries split whole paths at dots (diffusers, old
+sharded variants), and a temporary directory's path may have one.
 """
 
 import os

@@ -243,7 +243,7 @@ class _RoundToSmall:
     x in units of the target's last place, and its exponent is e and a constant: the pattern wanted
     is this mantissa plus e in the place of the target's exponent. One wrapping multiplication adds
     them in the topmost bits; `excess`, what the constants come to, is taken from the mantissa
-    beforehand. All patterns of F32 give what torch 2.13 gives (compared in 2025-11).
+    beforehand. All patterns of F32 give what torch 2.13 gives (compared 2026-11).
     """
 
     # Of each target: mantissa bits, exponent of the smallest normal number, greatest number.
@@ -260,7 +260,7 @@ class _RoundToSmall:
         # 127 is the bias of a float32's exponent, 23 its place.
         least_exponent += 127
         excess = (least_exponent + dropped) << mantissa_nbits
-        self._step = (dropped << 23) + -excess % (1 << nbits)
+        self._step = (dropped << 23) + (-excess) % (1 << nbits)
         self._factor = (1 << (32 - nbits)) + (1 << (32 - nbits - dropped))
         self._shift = 32 - nbits
         # An array, because with a scalar numpy's maximum takes a loop three times as slow.

@@ -1,8 +1,8 @@
 """Fills pieces of segments from shards.
 
-Guarantee: a piece is either filled to its last byte and digested, or an error says why not. Reads and
-writes go through descriptors and never through a mapping of the file: a shard that is cut short is
-then a short read and not SIGBUS, and memory that runs out is ENOSPC.
+Guarantee: a piece is either filled to its last byte and digested, or an error says why not. Reads
+and writes go through descriptors and never through a mapping of the file: a shard that is cut short
+is then a short read and not SIGBUS, and memory that runs out is ENOSPC.
 """
 
 import errno
@@ -15,8 +15,9 @@ from shmload._dtypes import NBITS
 from shmload._messages import Reason, Run
 from shmload.workers.convert import Converter
 
-# Fits the level-2 cache together with what it is converted to. Measured on an EPYC 9004 with 1 MiB of
-# level 2, read, fp32 to bf16, digest and write: 64 KiB 2.2 GB/s, 256 KiB 2.4, 1 MiB 2.6, 4 MiB 2.6.
+# Fits the level-2 cache together with what it is converted to. Measured on an EPYC 9004 with 1 MiB
+# of level 2, read, fp32 to bf16, digest and write: 64 KiB 2.2 GB/s, 256 KiB 2.4, 1 MiB 2.6, 4 MiB
+# 2.6.
 _BLOCK_NBYTES = 1 << 20
 
 _REPORT_NBYTES = 8 << 20

@@ -8,9 +8,9 @@ Started by a coordinator with a Unix socket as descriptor CHANNEL and the coordi
                                   |        Filled, Failed
               end of file, or the parent died: exit
 
-Guarantee: a worker never outlives its coordinator by more than the piece it is filling. The socket's
-end of file tells when the coordinator closes; the parent's pidfd also tells when it was killed while
-some forked child still holds the socket.
+Guarantee: a worker never outlives its coordinator by more than the piece it is filling. The
+socket's end of file tells when the coordinator closes; the parent's pidfd also tells when it was
+killed while some forked child still holds the socket.
 """
 
 import os

@@ -1,0 +1,54 @@
+#!/usr/bin/env python3
+"""Make checkpoints resident before a server starts: `warmup.py SOURCE... && exec server`.
+
+Exit code 0: all sources are resident. 1: some are not; each has its reason on stderr, and the
+others are resident all the same. 2: wrong usage. A second run reads no byte of weights.
+"""
+
+import sys
+
+import click
+
+import shmload
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("sources", nargs=-1, required=True)
+@click.option("--dtype", help="As the server will load them: bfloat16, float16, ...")
+@click.option("--variant", help="File variant, such as fp16.")
+@click.option("--component", "components", multiple=True, help="Only this one; repeatable.")
+@click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
+@click.option("--verify", is_flag=True, help="Recompute the digests.")
+def main(
+    sources: tuple[str, ...],
+    dtype: str | None,
+    variant: str | None,
+    components: tuple[str, ...],
+    workers: int | None,
+    verify: bool,
+) -> None:
+    """Make SOURCES (directories, files or hub ids) resident in shared memory."""
+    failed = 0
+    for source in sources:
+        try:
+            report = shmload.warm(
+                source,
+                torch_dtype=dtype,
+                variant=variant,
+                components=components or None,
+                workers=workers,
+                verify=verify,
+            )
+        except shmload.ShmloadError as exc:
+            click.echo(f"warmup: {exc}", err=True)
+            failed += 1
+            continue
+        if report.read_nbytes:
+            click.echo(f"{source}: resident after {report.elapsed_s:.1f} s")
+        else:
+            click.echo(f"{source}: already resident")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

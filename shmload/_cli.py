@@ -1,0 +1,211 @@
+"""The command line: `shmload warm | ls | rm | gc | plan | verify | demo`.
+
+Exit codes: 0 done, 1 failed (the error's own sentence on stderr), 2 wrong usage.
+"""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import click
+import msgspec
+
+import shmload
+from shmload._errors import ShmloadError, format_nbytes
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program to read.")
+
+
+def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what of a source is meant."""
+    for option in (
+        click.option("--dtype", help="As for load_pipeline(torch_dtype=...): bfloat16, ..."),
+        click.option("--variant", help="File variant, such as fp16."),
+        click.option("--component", "components", multiple=True, help="Only this one; repeatable."),
+        click.option("--revision", help="Branch, tag or commit of a hub id."),
+        click.option("--cache-dir", help="The hub cache, if not the default."),
+    ):
+        command = option(command)
+    return command
+
+
+class _Group(click.Group):
+    """Turns the package's errors into one line on stderr and exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:  # click's own signature
+        try:
+            return super().invoke(ctx)
+        except ShmloadError as exc:
+            click.echo(f"shmload: {exc}", err=True)
+            ctx.exit(1)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(shmload.__version__, package_name="shmload")
+@click.option("-v", "--verbose", is_flag=True, help="Log what is done.")
+def main(verbose: bool) -> None:
+    """Load diffusion pipelines through shared memory."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s"
+    )
+
+
+@main.command()
+@click.argument("sources", nargs=-1, required=True)
+@_source_options
+@click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
+@click.option("--verify", is_flag=True, help="Recompute the digests, also of what was resident.")
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@_as_json
+def warm(
+    sources: tuple[str, ...],
+    dtype: str | None,
+    workers: int | None,
+    verify: bool,
+    quiet: bool,
+    as_json: bool,
+    **where: Any,
+) -> None:
+    """Decode SOURCES into shared memory, where they stay.
+
+    A source is a pipeline's directory, one component's, a safetensors file, or a hub id.
+    """
+    for source in sources:
+        report = shmload.warm(
+            source,
+            torch_dtype=dtype,
+            workers=workers,
+            verify=verify,
+            progress=False if quiet else None,
+            **_given(where),
+        )
+        if as_json:
+            _print_json(report)
+        elif report.read_nbytes == 0:
+            click.echo(f"{source}: already resident, {format_nbytes(report.resident_nbytes)}")
+        else:
+            click.echo(
+                f"{source}: {format_nbytes(report.resident_nbytes)} resident in "
+                f"{len(report.segments)} segments, {format_nbytes(report.read_nbytes)} read "
+                f"in {report.elapsed_s:.1f} s"
+            )
+
+
+@main.command()
+@click.argument("source")
+@_source_options
+@click.option("--keep", is_flag=True, help="Plan for `warm`, and not for `load_pipeline`.")
+@_as_json
+def plan(source: str, dtype: str | None, keep: bool, as_json: bool, **where: Any) -> None:
+    """Say what loading SOURCE would do; reads headers only."""
+    found = shmload.plan(source, torch_dtype=dtype, keep=keep, **_given(where))
+    if as_json:
+        _print_json(found)
+        return
+    rows = [
+        (
+            shard.component or "-",
+            shard.path.name,
+            shard.action.value,
+            shard.conversion,
+            str(shard.tensors),
+            format_nbytes(shard.read_nbytes),
+            format_nbytes(shard.segment_nbytes),
+        )
+        for shard in found.shards
+    ]
+    titles = ("COMPONENT", "SHARD", "ACTION", "DTYPE", "TENSORS", "FILE", "SEGMENT")
+    _print_table(titles, rows, right=(4, 5, 6))
+    click.echo(
+        f"shared memory: {format_nbytes(found.decode_nbytes)} to be taken, "
+        f"{format_nbytes(found.resident_nbytes)} resident"
+    )
+
+
+@main.command("ls")
+@_as_json
+def list_segments(as_json: bool) -> None:
+    """List resident segments."""
+    found = shmload.segments()
+    if as_json:
+        _print_json(found)
+        return
+    now = time.time()
+    rows = [
+        (
+            info.name,
+            format_nbytes(info.nbytes),
+            info.conversion,
+            "in use" if info.is_leased else "idle",
+            f"{(now - info.created_at) / 60:.0f} min",
+            info.source if info.is_current else f"{info.source} (changed since)",
+        )
+        for info in found
+    ]
+    _print_table(("SEGMENT", "SIZE", "DTYPE", "STATE", "AGE", "SOURCE"), rows, right=(1, 4))
+    click.echo(f"{len(found)} segments, {format_nbytes(sum(info.nbytes for info in found))}")
+
+
+@main.command("rm")
+@click.argument("patterns", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="Every segment of this user.")
+def remove(patterns: tuple[str, ...], everything: bool) -> None:
+    """Remove segments by name, or by the path of their source or of a directory above it."""
+    if bool(patterns) == everything:
+        raise click.UsageError("give names or sources, or --all")
+    chosen = patterns or tuple(info.name for info in shmload.segments())
+    removed = shmload.evict(*chosen) if chosen else []
+    click.echo(f"removed {len(removed)} segments, {format_nbytes(sum(i.nbytes for i in removed))}")
+
+
+@main.command("gc")
+def collect() -> None:
+    """Remove what can never be used again: leftovers of killed processes, outdated segments."""
+    removed = shmload.collect_garbage()
+    for name in removed:
+        click.echo(name)
+    click.echo(f"removed {len(removed)}")
+
+
+@main.command()
+@click.argument("patterns", nargs=-1)
+def verify(patterns: tuple[str, ...]) -> None:
+    """Recompute the digests of segments, by name or source; all of them if none is given."""
+    checked = shmload.verify(*patterns)
+    click.echo(f"{len(checked)} segments are sound")
+
+
+@main.command()
+@click.argument("output", default="demo-output", type=click.Path(file_okay=False))
+def demo(output: str) -> None:
+    """Make a small pipeline, load it three ways, compare, and write an image into OUTPUT."""
+    from shmload.integrations.demo import run_demo
+
+    run_demo(output)
+
+
+def _given(where: dict[str, Any]) -> dict[str, Any]:
+    """Leave out options that were not given."""
+    return {name: value for name, value in where.items() if value}
+
+
+def _print_json(value: object) -> None:
+    built = msgspec.to_builtins(value, enc_hook=str)
+    json.dump(built, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def _print_table(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
+) -> None:
+    table = [tuple(titles), *map(tuple, rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(titles))]
+    for row in table:
+        cells = (
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        click.echo("  ".join(cells).rstrip())

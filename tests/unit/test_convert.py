@@ -1,0 +1,298 @@
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmload.workers import convert
+from shmload.workers.convert import FLOAT_NBYTES, Converter
+
+TORCH = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+SMALL = [name for name, dtype in TORCH.items() if dtype.itemsize <= 2]
+PAIRS = [(source, target) for source in TORCH for target in TORCH]
+TILE = 1 << 16
+
+
+def patterns_of(dtype):
+    """All bit patterns of an 8- or 16-bit dtype."""
+    nbytes = FLOAT_NBYTES[dtype]
+    return np.arange(1 << (8 * nbytes), dtype=f"u{nbytes}")
+
+
+def by_torch(patterns, source, target):
+    values = torch.frombuffer(bytearray(patterns.tobytes()), dtype=TORCH[source])
+    return values.to(TORCH[target]).view(torch.uint8).numpy().view(f"u{FLOAT_NBYTES[target]}")
+
+
+def by_converter(patterns, source, target):
+    written = bytearray(patterns.size * FLOAT_NBYTES[target])
+    converter = Converter(source, target, patterns.size)
+    converter.convert(memoryview(patterns.tobytes()), memoryview(written), patterns.size)
+    return np.frombuffer(written, f"u{FLOAT_NBYTES[target]}")
+
+
+def values_of(patterns, dtype):
+    """The numbers that patterns stand for, in float64, which holds all of them."""
+    return by_torch(patterns, dtype, "F64").view(np.float64)
+
+
+def without_torch_only(patterns, source, target):
+    """The patterns that are converted without torch: no NaN results, no overflow to F8_E4M3."""
+    values = values_of(patterns, source)
+    results = values_of(by_torch(patterns, source, target), target)
+    ours = ~np.isnan(values) & ~np.isnan(results)
+    if target == "F8_E4M3":
+        # Half a step above the greatest number, which is 448.
+        ours &= np.abs(values) <= 464
+    return patterns[ours]
+
+
+def assert_same(patterns, source, target):
+    expected = by_torch(patterns, source, target)
+    got = by_converter(patterns, source, target)
+    wrong = np.flatnonzero(got != expected)
+    assert wrong.size == 0, [
+        f"{patterns[i]:#x} -> {got[i]:#x}, torch {expected[i]:#x}" for i in wrong[:5]
+    ]
+
+
+@pytest.fixture
+def no_torch(monkeypatch):
+    """Makes a conversion fail that resorts to torch."""
+
+    def refuse(*_):
+        raise AssertionError("converted with torch")
+
+    monkeypatch.setattr(convert, "_convert_with_torch", refuse)
+
+
+def test_sizes_are_those_of_torch():
+    assert {name: dtype.itemsize for name, dtype in TORCH.items()} == FLOAT_NBYTES
+
+
+@pytest.mark.parametrize("target", TORCH)
+@pytest.mark.parametrize("source", SMALL)
+def test_every_number_of_8_and_16_bits_is_converted_without_torch(source, target, no_torch):
+    numbers = without_torch_only(patterns_of(source), source, target)
+    assert numbers.size > 100
+    assert_same(numbers, source, target)
+
+
+@pytest.mark.parametrize("target", TORCH)
+@pytest.mark.parametrize("source", SMALL)
+def test_every_pattern_of_8_and_16_bits_gives_torchs_bits(source, target):
+    assert_same(patterns_of(source), source, target)
+
+
+def float32_near_boundaries(target):
+    """Each number of the target, each halfway point and each overflow edge, with neighbours."""
+    values = values_of(patterns_of(target), target)
+    values = np.unique(values[np.isfinite(values)])
+    edges = values[-1] + (values[-1] - values[-2]) * np.array([0.5, 1, 1.5, 2])
+    with np.errstate(over="ignore"):
+        # The edges of BF16 and F8_E8M0 lie beyond float32, which makes them infinite.
+        values = np.unique(np.concatenate([values, edges, -edges]).astype(np.float32))
+    values = values[np.isfinite(values)].astype(np.float64)
+    halves = (values[1:] + values[:-1]) / 2
+    near = np.concatenate([values, halves]).astype(np.float32).view(np.uint32)
+    special = [0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF]
+    near = np.concatenate([near + np.uint32(k) for k in range(3)] + [near - 1, near - 2])
+    infinities = [0x7F800000, 0xFF800000]
+    return np.unique(np.concatenate([near, np.array(special + infinities, np.uint32)]))
+
+
+@pytest.mark.parametrize("target", SMALL)
+def test_float32_rounds_as_torch_at_every_boundary(target, no_torch):
+    patterns = float32_near_boundaries(target)
+    assert_same(without_torch_only(patterns, "F32", target), "F32", target)
+
+
+@pytest.mark.parametrize("target", SMALL)
+def test_float32_overflow_and_infinity_give_torchs_bits(target):
+    assert_same(float32_near_boundaries(target), "F32", target)
+
+
+@pytest.mark.parametrize("target", TORCH)
+def test_float32_of_every_magnitude_is_converted_without_torch(target, no_torch):
+    # An odd stride takes each lower part with many upper parts.
+    patterns = np.arange(0, 1 << 32, 8191, dtype=np.uint64).astype(np.uint32)
+    assert_same(without_torch_only(patterns, "F32", target), "F32", target)
+
+
+@pytest.mark.parametrize("target", SMALL)
+def test_float64_is_rounded_to_float32_first(target, no_torch):
+    values = values_of(patterns_of(target), target)
+    values = np.unique(values[np.isfinite(values)])
+    halves = (values[1:] + values[:-1]) / 2
+    # So near a half that float32 is the half: it then rounds to even, and not away from it.
+    near = np.concatenate([halves, halves * (1 + 2.0**-40), halves * (1 - 2.0**-40)])
+    near = np.concatenate([near, np.nextafter(near, np.inf), np.nextafter(near, -np.inf)])
+    assert_same(without_torch_only(near.view(np.uint64), "F64", target), "F64", target)
+
+
+def test_float64_to_float16_rounds_twice():
+    value = np.array([(1 + 2.0**-11) * (1 + 2.0**-40)])
+    rounded_once = value.astype(np.float16).view(np.uint16)
+    rounded_twice = by_converter(value.view(np.uint64), "F64", "F16")
+    assert (rounded_once, rounded_twice) == (0x3C01, 0x3C00)
+
+
+@pytest.mark.parametrize("target", TORCH)
+@pytest.mark.parametrize("spread", [1, 10, 40, 300])
+def test_float64_of_every_magnitude_gives_torchs_bits(target, spread, no_torch):
+    random = np.random.default_rng(spread)
+    values = random.standard_normal(20_000) * 10.0 ** random.uniform(-spread, spread, 20_000)
+    assert_same(without_torch_only(values.view(np.uint64), "F64", target), "F64", target)
+
+
+@st.composite
+def conversions(draw):
+    source, target = draw(st.sampled_from(PAIRS))
+    nbytes = FLOAT_NBYTES[source]
+    content = draw(st.binary(min_size=nbytes, max_size=70 * nbytes))
+    return np.frombuffer(content[: len(content) // nbytes * nbytes], f"u{nbytes}"), source, target
+
+
+@given(conversions())
+@settings(deadline=None, max_examples=1000)
+def test_any_bits_give_torchs_bits(conversion):
+    assert_same(*conversion)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1), st.sampled_from(list(TORCH)))
+@settings(deadline=None, max_examples=500)
+def test_any_float32_numbers_give_torchs_bits(numbers, target):
+    assert_same(np.array(numbers, np.float32).view(np.uint32), "F32", target)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_odd_number_of_elements_in_several_tiles(source, target, no_torch):
+    count = 2 * TILE + 17
+    values = np.random.default_rng(0).standard_normal(count).astype(np.float32)
+    patterns = by_torch(values.view(np.uint32), "F32", source)
+    assert_same(patterns, source, target)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize("place", [0, TILE, 2 * TILE + 16])
+def test_one_nan_in_a_block_gives_torchs_bits(source, target, place):
+    values = np.ones(2 * TILE + 17, np.float32)
+    values[place] = np.nan
+    assert_same(by_torch(values.view(np.uint32), "F32", source), source, target)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_only_count_elements_are_written(source, target, count):
+    patterns = by_torch(np.ones(8, np.float32).view(np.uint32), "F32", source)
+    written = bytearray(b"\xab" * 8 * FLOAT_NBYTES[target])
+    Converter(source, target, 8).convert(memoryview(patterns.tobytes()), memoryview(written), count)
+    end = count * FLOAT_NBYTES[target]
+    assert written[:end] == by_torch(patterns, source, target).tobytes()[:end]
+    assert written[end:] == b"\xab" * (len(written) - end)
+
+
+@pytest.mark.parametrize("target", TORCH)
+def test_elements_of_8_bits_may_lie_at_odd_addresses(target):
+    patterns = patterns_of("F8_E5M2")[:101]
+    written = bytearray(101 * FLOAT_NBYTES[target] + FLOAT_NBYTES[target])
+    Converter("F8_E5M2", target, 101).convert(
+        memoryview(b"\0" + patterns.tobytes())[1:],
+        memoryview(written)[FLOAT_NBYTES[target] :],
+        101,
+    )
+    expected = by_torch(patterns, "F8_E5M2", target).tobytes()
+    assert written[FLOAT_NBYTES[target] :] == expected
+
+
+def test_same_dtype_keeps_every_bit_of_nan():
+    patterns = np.array([0x7F800001, 0xFFC00123, 0x7FFFFFFF], np.uint32)
+    assert (by_converter(patterns, "F32", "F32") == patterns).all()
+
+
+@pytest.mark.parametrize("value", [1.0, np.nan])
+def test_buffers_are_let_go(value):
+    source = memoryview(np.full(8, value, np.float32).tobytes())
+    target = memoryview(bytearray(16))
+    Converter("F32", "BF16", 8).convert(source, target, 8)
+    # Raises BufferError if anything still refers to it.
+    source.release()
+    target.release()
+
+
+def test_converter_can_be_used_again():
+    converter = Converter("F32", "F16", 1000)
+    for count in (1000, 3, 999):
+        values = np.random.default_rng(count).standard_normal(count).astype(np.float32)
+        written = bytearray(2 * count)
+        converter.convert(memoryview(values.tobytes()), memoryview(written), count)
+        assert written == values.astype(np.float16).tobytes()
+
+
+@pytest.mark.parametrize("pair", [("I32", "F32"), ("F32", "float16"), ("", "F32")])
+def test_unknown_dtype_raises_value_error(pair):
+    with pytest.raises(ValueError, match="cannot convert"):
+        Converter(*pair, 8)
+
+
+def test_negative_max_count_raises_value_error():
+    with pytest.raises(ValueError, match="max_count"):
+        Converter("F32", "F16", -1)
+
+
+@pytest.mark.parametrize("count", [-1, 9])
+def test_count_out_of_range_raises_value_error(count):
+    converter = Converter("F32", "F16", 8)
+    with pytest.raises(ValueError, match="within 0 and 8"):
+        converter.convert(memoryview(bytes(64)), memoryview(bytearray(64)), count)
+
+
+@pytest.mark.parametrize(("source_nbytes", "target_nbytes"), [(31, 16), (32, 15)])
+def test_short_buffer_raises_value_error(source_nbytes, target_nbytes):
+    converter = Converter("F32", "F16", 8)
+    source, target = memoryview(bytes(source_nbytes)), memoryview(bytearray(target_nbytes))
+    with pytest.raises(ValueError, match="buffer"):
+        converter.convert(source, target, 8)
+
+
+def test_torch_is_imported_for_nan_alone():
+    program = textwrap.dedent(
+        """
+        import struct, sys
+        from shmload.workers.convert import FLOAT_NBYTES, Converter
+
+        written = memoryview(bytearray(64))
+        numbers = {
+            "F64": struct.pack("4d", 1, -2, 0, 1e-30),
+            "F32": struct.pack("4f", 1, -2, 0, 1e-30),
+            "F16": struct.pack("4e", 1, -2, 0, 1e-7),
+            "BF16": b"\\x80\\x3f\\0\\xc0\\0\\0\\1\\0",
+        }
+        for source in FLOAT_NBYTES:
+            for target in FLOAT_NBYTES:
+                # Of every dtype with 8 bits these are ordinary numbers.
+                read = memoryview(numbers.get(source, b"\\x40\\x41\\x42\\x43"))
+                Converter(source, target, 4).convert(read, written, 4)
+                assert "torch" not in sys.modules, (source, target)
+        infinite = memoryview(struct.pack("2f", float("inf"), 1e30))
+        Converter("F32", "F16", 2).convert(infinite, written, 2)
+        assert "torch" not in sys.modules
+        Converter("F32", "F16", 1).convert(memoryview(struct.pack("f", float("nan"))), written, 1)
+        assert "torch" in sys.modules
+        """
+    )
+    subprocess.run([sys.executable, "-P", "-W", "error", "-c", program], check=True, timeout=60)
