@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmload._dtypes import TORCH_NAMES, parse_dtype
+from shmload._errors import SourceNotFound
 from shmload._hub import find_source
 from shmload._load import Load
 from shmload._progress import Callback, Progress
@@ -80,6 +81,10 @@ def load_pipeline(
     kwargs.pop("disable_mmap", None)
     hub_kwargs = {name: kwargs[name] for name in _HUB_KWARGS if name in kwargs}
     found = find_source(source, variant=kwargs.get("variant"), passed=kwargs, **hub_kwargs)
+    if not found.is_pipeline:
+        raise SourceNotFound(
+            source, "not a pipeline (no model_index.json); use load_state_dict or view for it"
+        )
     if kwargs.get("use_safetensors") is False or any(map(kwargs.get, _BYPASSING_KWARGS)):
         rules = {checkpoint.component: RAW for checkpoint in found.checkpoints}
     else:
@@ -132,11 +137,11 @@ class _Build:
     def run(self, *, verify: bool) -> "DiffusionPipeline":
         """Build it, while the load goes on where that is possible."""
         _import_classes(self._source)
-        unfinished = self._load.unfinished_inodes()
+        unfinished = self._load.unfinished_components()
         pipe = None
         if self._load.has_every_file and not (unfinished and self._load.leaves_casts):
             pipe = self._from_view()
-            if unfinished and not self._is_wholly_mapped(pipe):
+            if not self._is_wholly_mapped(pipe, unfinished):
                 logger.info("%s: weights were copied before they were there", self._source.given)
                 pipe = None
         self._load.wait()
@@ -168,19 +173,21 @@ class _Build:
         import diffusers
         from diffusers.pipelines import pipeline_utils
 
-        pipeline_class = getattr(diffusers, self._source.class_name or "DiffusionPipeline")
-        if "custom_pipeline" in self._kwargs:
-            pipeline_class = diffusers.DiffusionPipeline
+        pipeline_class = diffusers.DiffusionPipeline
+        if "custom_pipeline" not in self._kwargs:
+            pipeline_class = getattr(diffusers, self._source.class_name, pipeline_class)
         # The older name still works but warns.
         keyword = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
         dtype = {} if self._torch_dtype is None else {keyword: _as_torch(self._torch_dtype)}
         pipe: DiffusionPipeline = pipeline_class.from_pretrained(str(root), **dtype, **self._kwargs)
         return pipe
 
-    def _is_wholly_mapped(self, pipe: "DiffusionPipeline") -> bool:
-        """Tell whether every stored tensor of the models lies in a segment, and none was read."""
+    def _is_wholly_mapped(self, pipe: "DiffusionPipeline", components: set[str]) -> bool:
+        """Tell whether every stored tensor of some models is mapped, and none was read."""
+        if not components:
+            return True
         spans = Spans(self._load.inodes())
-        modules = [getattr(pipe, checkpoint.component) for checkpoint in self._source.checkpoints]
+        modules = (getattr(pipe, component) for component in components)
         tensors = (tensor for module in modules for tensor in module.state_dict().values())
         return all(map(spans.holds_unread, tensors))
 

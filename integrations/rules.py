@@ -9,11 +9,17 @@ import importlib
 import logging
 from typing import Any
 
+from packaging import version
+
 from shmload._dtypes import TORCH_NAMES
 from shmload._resolve import Checkpoint
 from shmload._rules import RAW, Rule
 
 logger = logging.getLogger(__name__)
+
+# For no torch_dtype: parameters take the dtype of the fresh model, float32, but nothing says so of
+# every buffer. Widening loses nothing, whatever cast follows.
+_WIDENED = Rule(target="F32", is_widening=True)
 
 
 def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
@@ -27,6 +33,7 @@ def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
         A rule that is right or raw: a class that is unknown here or cannot be asked gets the raw
         one.
     """
+    import transformers
     from diffusers import ModelMixin
     from transformers import PreTrainedModel
 
@@ -35,7 +42,10 @@ def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
         return RAW
     if issubclass(model_class, ModelMixin):
         return _diffusers_rule(model_class, target)
-    if issubclass(model_class, PreTrainedModel) and target is not None:
+    if issubclass(model_class, PreTrainedModel):
+        if target is None:
+            # Up to version 4 that means float32, from 5 on the checkpoint's own dtype.
+            return _WIDENED if version.parse(transformers.__version__).major < 5 else RAW
         try:
             return _transformers_rule(model_class, checkpoint, target)
         except Exception as exc:  # any reason at all not to know means: let the library cast
@@ -61,9 +71,7 @@ def _diffusers_rule(model_class: Any, target: str | None) -> Rule:
     kept = getattr(model_class, "_keep_in_fp32_modules", None) or ()
     parts = tuple(sorted({kept} if isinstance(kept, str) else set(kept)))
     if target is None:
-        # Parameters take the dtype of the fresh model: float32, but nothing says so of every
-        # buffer. Widening loses nothing, whatever cast follows.
-        return Rule(target="F32", is_widening=True)
+        return _WIDENED
     return Rule(target=target, fp32_parts=parts if target != "F32" else ())
 
 

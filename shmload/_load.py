@@ -165,9 +165,13 @@ class Load:
         linked = {inode_of(os.fstat(shard.fd)) for shard in self._shards if shard.is_link}
         return linked | {held.inode for held in self._held.values() if held}
 
-    def unfinished_inodes(self) -> set[Inode]:
-        """Return the inodes of the parts whose bytes are still to come."""
-        return {held.inode for held in self._held.values() if isinstance(held, Part)}
+    def unfinished_components(self) -> set[str]:
+        """Return the components with parts whose bytes are still to come."""
+        return {
+            shard.plan.component
+            for shard in self._shards
+            if isinstance(self._held.get(shard.plan.segment), Part)
+        }
 
     def wait(self) -> None:
         """Block until every segment is complete; the deadlines are those of the workers.

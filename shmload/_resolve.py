@@ -19,6 +19,15 @@ _INDEX = ".safetensors.index"
 # The name of the weights in each library (diffusers.utils.SAFETENSORS_WEIGHTS_NAME, transformers').
 _DIFFUSERS_BASE = "diffusion_pytorch_model"
 _TRANSFORMERS_BASE = "model"
+# Classes whose directories hold JSON files only.
+_WITHOUT_WEIGHTS = (
+    "Tokenizer",
+    "TokenizerFast",
+    "Processor",
+    "ProcessorFast",
+    "Scheduler",
+    "Config",
+)
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,11 +169,10 @@ def _checkpoint(
     if not folder.is_dir():
         return None
     names = os.listdir(folder)
-    base = _base_name(names)
-    if base is None:
-        return None
+    base = _base_name(names) or _default_base(library)
     shards = _find_shards(folder, names, base, _applicable_variant(names, variant))
     if not shards:
+        _require_weights(folder, names, base, library, class_name)
         return None
     config_path = folder / "config.json"
     return Checkpoint(
@@ -182,6 +190,19 @@ def _base_name(names: Iterable[str]) -> str | None:
         if any(name.startswith(f"{base}.") or name.startswith(f"{base}-") for name in names):
             return base
     return None
+
+
+def _default_base(library: str) -> str:
+    return _DIFFUSERS_BASE if library == "diffusers" else _TRANSFORMERS_BASE
+
+
+def _require_weights(
+    folder: Path, names: Collection[str], base: str, library: str, class_name: str
+) -> None:
+    """Refuse a model's directory that holds a configuration and nothing else."""
+    is_model = library and "config.json" in names and not class_name.endswith(_WITHOUT_WEIGHTS)
+    if is_model and all(name.endswith(".json") for name in names):
+        raise ShardMissing(folder / f"{base}{_SUFFIX}", folder / "config.json")
 
 
 def _applicable_variant(names: Iterable[str], variant: str | None) -> str | None:

@@ -105,8 +105,6 @@ def rule_for(checkpoint: Checkpoint, torch_dtype: object) -> Rule:
         return Rule(target=target)
     if checkpoint.config.get("quantization_config"):
         return RAW
-    if target is None and checkpoint.library != "diffusers":
-        return RAW  # transformers keeps the checkpoint's own dtype, with exceptions
     path = _memory_path(checkpoint, target)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Rule)
