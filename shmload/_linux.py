@@ -67,7 +67,7 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
     Raises:
         SegmentUntrusted: the name is a link, or belongs to or is open to somebody else.
     """
-    flags = os.O_CREAT if create else 0
+    flags = os.O_NONBLOCK | (os.O_CREAT if create else 0)  # a planted FIFO must not block
     try:
         opened = posix_ipc.SharedMemory(f"/{name}", flags, 0o600, 0, not (create or writable))
     except posix_ipc.ExistentialError:

@@ -1,0 +1,77 @@
+"""What gets installed: exactly the package, under its own name."""
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_FOLDERS = {"shmload": "shmload", "workers": "shmload/workers", "integrations": "shmload/integrations"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from the sdist as an installer without this tree would."""
+    # A copy of what git knows: a left-over build/ folder must not get into it.
+    copy = tmp_path_factory.mktemp("source")
+    names = _git_files(".")
+    for name in names:
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (_ROOT / name).is_symlink():
+            target.symlink_to((_ROOT / name).readlink())
+        else:
+            target.write_bytes((_ROOT / name).read_bytes())
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    return next(out.glob("*.whl"))
+
+
+def test_wheel_holds_exactly_the_tracked_modules(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        found = {n for n in archive.namelist() if ".dist-info/" not in n}
+    wanted = {
+        f"{target}/{Path(name).name}"
+        for folder, target in _FOLDERS.items()
+        for name in _git_files(folder)
+        if name.endswith((".py", "py.typed"))
+    }
+    assert found == wanted
+
+
+def test_wheel_installs_no_generic_name(wheel, tmp_path):
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel],
+        check=True,
+        timeout=300,
+    )
+    code = (
+        "from importlib.util import find_spec as find\n"
+        "import shmload\n"
+        "assert find('shmload.workers') and find('shmload.integrations')\n"
+        "assert not any(map(find, ('workers', 'integrations', 'tests', 'scripts')))\n"
+        "print(shmload.__version__)"
+    )
+    done = subprocess.run(
+        [python, "-P", "-c", code], cwd="/", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() in wheel.name
+
+
+def _git_files(folder):
+    listed = subprocess.run(
+        ["git", "ls-files", "--", folder],
+        cwd=_ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return listed.stdout.splitlines()
