@@ -35,7 +35,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     wait_timeout_s: float = 600.0
     """How long to wait for a segment that another process is decoding, in seconds."""
 
-    cache_dir: Path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "shmload"
+    cache_dir: Path = msgspec.field(default_factory=lambda: _user_cache_dir() / "shmload")
     """Where the dtype rules of model classes are remembered."""
 
 
@@ -58,6 +58,11 @@ def settings() -> Settings:
         return msgspec.convert(given, Settings, strict=False, dec_hook=_decode_path)
     except msgspec.ValidationError as exc:
         raise ArgumentError(f"an environment variable {_PREFIX}... is wrong: {exc}") from exc
+
+
+def _user_cache_dir() -> Path:
+    """Return the directory of the XDG base directory specification."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
 def _decode_path(kind: type, value: object) -> object:
