@@ -12,7 +12,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ from shmload._errors import SourceNotFound
 from shmload._hub import find_source
 from shmload._load import Load
 from shmload._progress import Callback, Progress
-from shmload._resolve import Source
-from shmload._rules import RAW, Rule, forget_rule, rule_for
+from shmload._resolve import Checkpoint, Source
+from shmload._rules import RAW, Rule, forget_rule, likely_rule, rule_for
 from shmload._view import View
 from shmload.integrations.mapped import Spans, hold_leases
 from shmload.integrations.paths import PathRepair
@@ -85,22 +85,35 @@ def load_pipeline(
         raise SourceNotFound(
             source, "not a pipeline (no model_index.json); use load_state_dict or view for it"
         )
-    if kwargs.get("use_safetensors") is False or any(map(kwargs.get, _BYPASSING_KWARGS)):
-        rules = {checkpoint.component: RAW for checkpoint in found.checkpoints}
-    else:
-        rules = {c.component: rule_for(c, torch_dtype) for c in found.checkpoints}
+    is_bypassed = kwargs.get("use_safetensors") is False or any(map(kwargs.get, _BYPASSING_KWARGS))
+
+    def choose_rules(choose: Callable[[Checkpoint, object], Rule]) -> dict[str, Rule]:
+        return {
+            checkpoint.component: RAW if is_bypassed else choose(checkpoint, torch_dtype)
+            for checkpoint in found.checkpoints
+        }
+
+    rules = choose_rules(likely_rule)
     with (
         _paused_gc(),
         Progress(progress, found.root.name) as counter,
-        Load(
-            found,
-            rules,
-            keep=keep,
-            progress=counter,
-            parent_is_busy="diffusers" not in sys.modules,
-            workers=workers,
-        ) as load,
+        contextlib.ExitStack() as loads,
     ):
+
+        def begin() -> Load:
+            is_busy = "diffusers" not in sys.modules
+            load = Load(
+                found, rules, keep=keep, progress=counter, parent_is_busy=is_busy, workers=workers
+            )
+            return loads.enter_context(load)
+
+        load = begin()
+        _import_classes(found)  # most of a cold process's time; workers decode meanwhile
+        certain = choose_rules(rule_for)
+        if certain != rules:
+            load.close()
+            rules = certain
+            load = begin()
         return _Build(found, rules, load, torch_dtype, device_map, kwargs).run(verify=verify)
 
 
@@ -136,7 +149,6 @@ class _Build:
 
     def run(self, *, verify: bool) -> "DiffusionPipeline":
         """Build it, while the load goes on where that is possible."""
-        _import_classes(self._source)
         unfinished = self._load.unfinished_components()
         pipe = None
         if self._load.has_every_file and not (unfinished and self._load.leaves_casts):
@@ -232,7 +244,7 @@ def _paused_gc() -> Iterator[None]:
 
 
 def _import_classes(source: Source) -> None:
-    """Import what the pipeline is made of: most of a cold process's time, so do it first."""
+    """Import what the pipeline is made of."""
     import diffusers
     import transformers
 

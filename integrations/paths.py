@@ -13,6 +13,7 @@ from typing import Any
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_VOCABULARY_COUNT = 10_000
 _MAX_ERRORS = 20  # of one chain; they can be cyclic
 
 
@@ -72,8 +73,7 @@ class PathRepair:
         if isinstance(value, tuple) and type(value) is tuple:
             repaired = tuple(self._repaired(item, waiting) for item in value)
             return value if all(a is b for a, b in zip(value, repaired, strict=True)) else repaired
-        # Most of what a module holds is empty dicts of hooks: not worth a visit.
-        if not isinstance(value, self._leaves) and not (isinstance(value, dict) and not value):
+        if not isinstance(value, self._leaves) and _may_hold_paths(value):
             waiting.append(value)
         return value
 
@@ -98,6 +98,11 @@ class PathRepair:
             if isinstance(error, OSError) and isinstance(error.filename, str):
                 error.filename = self.text(error.filename)
             error = error.__cause__ or error.__context__
+
+
+def _may_hold_paths(value: object) -> bool:
+    """Leave out what a walk would spend its time on: empty dicts of hooks, and vocabularies."""
+    return not isinstance(value, (dict, list)) or 0 < len(value) < _VOCABULARY_COUNT
 
 
 _active: list[PathRepair] = []

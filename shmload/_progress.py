@@ -37,9 +37,11 @@ class Progress:
             self._bar.close()
 
     def start(self, total: int) -> None:
-        """Say how many bytes there are in all."""
-        self._total = total
-        if self._has_bar and total:
+        """Say how many bytes there are in all, and that none is done; again means from anew."""
+        self._total, self._done = total, 0
+        if self._bar is not None:
+            self._bar.reset(total)
+        elif self._has_bar and total:
             from tqdm import tqdm  # 30 ms that a quiet load does not pay
 
             self._bar = tqdm(

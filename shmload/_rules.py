@@ -100,21 +100,45 @@ def rule_for(checkpoint: Checkpoint, torch_dtype: object) -> Rule:
     Raises:
         UnknownDtype: a dtype's name is none.
     """
+    known = _known_rule(checkpoint, torch_dtype)
+    if known is not None:
+        return known
+    target = wanted_dtype(torch_dtype, checkpoint.component)
+    # By name: the core imports no model library, and this one only when it must.
+    rules = importlib.import_module("shmload.integrations.rules")
+    rule: Rule = rules.derive_rule(checkpoint, target)
+    _remember(_memory_path(checkpoint, target), rule)
+    return rule
+
+
+def likely_rule(checkpoint: Checkpoint, torch_dtype: object) -> Rule:
+    """Return the rule of a checkpoint as far as it can be had without an import.
+
+    That is the remembered one, or the one that most classes have. Decoding may start by it, and has
+    to start anew where `rule_for` says something else.
+
+    Raises:
+        UnknownDtype: a dtype's name is none.
+    """
+    known = _known_rule(checkpoint, torch_dtype)
+    if known is not None:
+        return known
+    target = wanted_dtype(torch_dtype, checkpoint.component)
+    if target is None:
+        return Rule(target="F32", is_widening=True) if checkpoint.library == "diffusers" else RAW
+    return Rule(target=target)
+
+
+def _known_rule(checkpoint: Checkpoint, torch_dtype: object) -> Rule | None:
     target = wanted_dtype(torch_dtype, checkpoint.component)
     if not checkpoint.class_name:
         return Rule(target=target)
     if checkpoint.config.get("quantization_config"):
         return RAW
-    path = _memory_path(checkpoint, target)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Rule)
+        return msgspec.json.decode(_memory_path(checkpoint, target).read_bytes(), type=Rule)
     except (OSError, msgspec.DecodeError):
-        pass
-    # By name: the core imports no model library, and this one only when it must.
-    rules = importlib.import_module("shmload.integrations.rules")
-    rule: Rule = rules.derive_rule(checkpoint, target)
-    _remember(path, rule)
-    return rule
+        return None
 
 
 def forget_rule(checkpoint: Checkpoint, torch_dtype: object) -> None:
