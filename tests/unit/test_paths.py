@@ -1,0 +1,78 @@
+"""No path of a view survives in objects, log records or errors."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.configuration_utils import FrozenDict
+
+from shmload.integrations.paths import PathRepair
+
+_VIEW = Path("/dev/shm/shmload-0-view-0123")
+
+
+@pytest.fixture
+def repair():
+    return PathRepair(_VIEW, "models/sd", "models/sd")
+
+
+class _Holder:
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+def test_strings_are_repaired_wherever_they_are(repair):
+    inner = _Holder(path=f"{_VIEW}/unet/config.json")
+    frozen = FrozenDict({"_name_or_path": f"{_VIEW}/unet"})
+    held = _Holder(
+        root=str(_VIEW),
+        nested={"list": [f"{_VIEW}/a", {"deep": f"{_VIEW}/b"}], "pair": (f"{_VIEW}/c", 1)},
+        as_path=_VIEW / "vae",
+        inner=inner,
+        frozen=frozen,
+        tensor=torch.ones(3),
+        other="/dev/shm/somebody-else",
+    )
+    held.itself = held
+    repair.repair(held)
+    assert held.root == "models/sd"
+    assert held.nested == {
+        "list": ["models/sd/a", {"deep": "models/sd/b"}],
+        "pair": ("models/sd/c", 1),
+    }
+    assert held.as_path == Path("models/sd/vae")
+    assert inner.path == "models/sd/unet/config.json"
+    assert frozen["_name_or_path"] == "models/sd/unet"
+    assert held.other == "/dev/shm/somebody-else"
+
+
+def test_what_the_user_gave_stands_for_the_root():
+    given = Path("models/sd")
+    held = _Holder(root=str(_VIEW), part=f"{_VIEW}/unet")
+    PathRepair(_VIEW, "models/sd/", given).repair(held)
+    assert held.root is given
+    assert held.part == "models/sd/unet"
+
+
+def test_log_records_are_repaired_only_meanwhile(repair, caplog):
+    logger = logging.getLogger("some.library")
+    with repair.in_messages():
+        logger.warning("no weights in %s", _VIEW / "unet")
+    logger.warning("%s is left alone", _VIEW)
+    assert caplog.messages == ["no weights in models/sd/unet", f"{_VIEW} is left alone"]
+
+
+def test_errors_and_their_causes_are_repaired(repair):
+    def fail():
+        try:
+            raise FileNotFoundError(2, "No such file", f"{_VIEW}/vae")
+        except FileNotFoundError as exc:
+            raise ValueError(f"cannot load {_VIEW}/vae") from exc
+
+    with (
+        pytest.raises(ValueError, match="^cannot load models/sd/vae$") as raised,
+        repair.in_messages(),
+    ):
+        fail()
+    assert raised.value.__cause__.filename == "models/sd/vae"

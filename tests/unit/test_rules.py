@@ -1,0 +1,159 @@
+"""Dtype rules: what they do to a tensor, what they say of the libraries' classes, how they last."""
+
+import pytest
+import torch
+
+from shmload._dtypes import FLOATS, parse_dtype
+from shmload._errors import UnknownDtype
+from shmload._header import TensorSpec
+from shmload._resolve import Checkpoint
+from shmload._rules import RAW, Rule, forget_rule, likely_rule, rule_for, wanted_dtype
+from shmload._settings import settings
+
+
+def _tensor(name="a.b.weight", dtype="F32"):
+    return TensorSpec(name, dtype, (1,), 0, 8)
+
+
+def _checkpoint(tmp_path, library, class_name, **config):
+    return Checkpoint(
+        component="part",
+        folder=tmp_path,
+        library=library,
+        class_name=class_name,
+        config=config,
+        shards=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (torch.bfloat16, "BF16"),
+        ("bfloat16", "BF16"),
+        ("torch.float16", "F16"),
+        ("bf16", "BF16"),
+        ("fp32", "F32"),
+        ("F16", "F16"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        ("float8_e5m2", "F8_E5M2"),
+    ],
+)
+def test_dtype_is_understood_in_every_usual_form(given, wanted):
+    assert parse_dtype(given) == wanted
+
+
+@pytest.mark.parametrize("given", ["int8", torch.int64, "bfloat17", "", 3, "auto"])
+def test_dtype_that_is_no_float_is_refused_with_the_known_ones(given):
+    with pytest.raises(UnknownDtype, match="bfloat16"):
+        parse_dtype(given)
+
+
+def test_dtype_by_component_falls_back_as_in_diffusers():
+    assert wanted_dtype({"part": torch.bfloat16}, "part") == "BF16"
+    assert wanted_dtype({"other": torch.bfloat16}, "part") == "F32"
+    assert wanted_dtype({"other": "bf16", "default": "fp16"}, "part") == "F16"
+    assert wanted_dtype(None, "part") is None
+
+
+@pytest.mark.parametrize("dtype", ["I64", "BOOL", "U8", "C64", "F4"])
+def test_only_floats_are_converted(dtype):
+    assert Rule(target="BF16")(_tensor(dtype=dtype)) == dtype
+
+
+@pytest.mark.parametrize("dtype", sorted(FLOATS))
+def test_raw_rule_leaves_everything(dtype):
+    assert RAW(_tensor(dtype=dtype)) == dtype
+
+
+def test_exceptions_match_whole_parts_of_the_name():
+    rule = Rule(target="BF16", fp32_parts=("norm", "shift"))
+    assert rule(_tensor("block.norm.weight")) == "F32"
+    assert rule(_tensor("block.norm.weight", "F16")) == "F32"
+    assert rule(_tensor("block.norm1.weight")) == "BF16"
+    # Through float32 this would be rounded twice.
+    assert rule(_tensor("block.norm.weight", "F64")) == "F64"
+
+
+def test_widening_converts_only_what_float32_holds():
+    rule = Rule(target="F32", is_widening=True)
+    assert [rule(_tensor(dtype=d)) for d in ("F16", "BF16", "F8_E4M3")] == ["F32"] * 3
+    assert rule(_tensor(dtype="F64")) == "F64"
+
+
+def test_text_tells_rules_apart():
+    rules = [
+        RAW,
+        Rule(target="BF16"),
+        Rule(target="F16"),
+        Rule(target="BF16", fp32_parts=("a",)),
+        Rule(target="BF16", fp32_parts=("b",)),
+        Rule(target="BF16", only=frozenset({"a"})),
+        Rule(target="F32", is_widening=True),
+        Rule(target="F32"),
+    ]
+    assert len({rule.text for rule in rules}) == len(rules)
+    assert (
+        Rule(target="BF16", only=frozenset("abc")).text
+        == Rule(target="BF16", only=frozenset("cba")).text
+    )
+
+
+def test_diffusers_rule_has_the_exceptions_of_the_class(tmp_path):
+    wan = _checkpoint(tmp_path, "diffusers", "WanTransformer3DModel")
+    rule = rule_for(wan, torch.bfloat16)
+    assert "scale_shift_table" in rule.fp32_parts
+    assert rule.target == "BF16"
+    assert rule_for(_checkpoint(tmp_path, "diffusers", "UNet2DConditionModel"), "fp16") == Rule(
+        target="F16"
+    )
+
+
+def test_transformers_rule_leaves_what_stays_float32(tmp_path):
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8, vocab_size=32, is_decoder=False
+    )
+    T5EncoderModel(config).save_pretrained(tmp_path)
+    t5 = _checkpoint(tmp_path, "transformers", "T5EncoderModel", d_model=16)
+    assert rule_for(t5, "bf16") == Rule(target="BF16")
+    half = rule_for(t5, "fp16")
+    assert half.target == "F16"
+    assert half.only
+    assert not any("wo" in name.split(".") for name in half.only)
+    assert "encoder.block.0.layer.0.SelfAttention.q.weight" in half.only
+
+
+@pytest.mark.parametrize(
+    ("library", "class_name"),
+    [("diffusers", "NoSuchModel"), ("no_such_library", "Model"), ("transformers", "CLIPTokenizer")],
+)
+def test_unknown_class_is_left_raw(tmp_path, library, class_name):
+    assert rule_for(_checkpoint(tmp_path, library, class_name), "bf16") == RAW
+
+
+def test_quantised_checkpoint_is_left_raw(tmp_path):
+    quantised = _checkpoint(
+        tmp_path, "diffusers", "UNet2DConditionModel", quantization_config={"quant_method": "x"}
+    )
+    assert rule_for(quantised, "bf16") == RAW
+    assert likely_rule(quantised, "bf16") == RAW
+
+
+def test_rule_is_remembered_until_it_is_forgotten(tmp_path, monkeypatch):
+    wan = _checkpoint(tmp_path, "diffusers", "WanVACETransformer3DModel", marker=str(tmp_path))
+    assert likely_rule(wan, "bf16") == Rule(target="BF16")  # a guess, and a wrong one
+    rule = rule_for(wan, "bf16")
+    monkeypatch.setattr("shmload.integrations.rules.derive_rule", None)  # not asked again
+    assert rule_for(wan, "bf16") == likely_rule(wan, "bf16") == rule
+    forget_rule(wan, "bf16")
+    assert likely_rule(wan, "bf16") == Rule(target="BF16")
+
+
+def test_broken_memory_is_no_rule(tmp_path):
+    unet = _checkpoint(tmp_path, "diffusers", "UNet2DConditionModel", marker=str(tmp_path))
+    rule = rule_for(unet, "bf16")
+    for remembered in (settings().cache_dir / "rules").iterdir():
+        remembered.write_bytes(b'{"target": 3}')
+    assert rule_for(unet, "bf16") == rule

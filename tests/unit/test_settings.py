@@ -1,0 +1,75 @@
+"""Settings and progress: what a user may turn, and what a user sees."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from shmload._errors import ArgumentError
+from shmload._progress import Progress
+from shmload._settings import settings, worker_count
+
+
+@pytest.fixture(autouse=True)
+def fresh_settings():
+    settings.cache_clear()
+    yield
+    settings.cache_clear()
+
+
+def test_environment_is_read(monkeypatch):
+    monkeypatch.setenv("SHMLOAD_STALL_TIMEOUT_S", "2.5")
+    monkeypatch.setenv("SHMLOAD_CACHE_DIR", "~/there")
+    assert settings().stall_timeout_s == 2.5
+    assert settings().cache_dir == Path.home() / "there"
+
+
+def test_wrong_value_names_the_field(monkeypatch):
+    monkeypatch.setenv("SHMLOAD_INLINE_NBYTES", "many")
+    with pytest.raises(ArgumentError, match="inline_nbytes"):
+        settings()
+
+
+def test_workers_of_huggingface_count_unless_ours_are_given(monkeypatch):
+    monkeypatch.setenv("HF_PARALLEL_LOADING_WORKERS", "3")
+    assert worker_count(parent_is_busy=True) == 3
+    settings.cache_clear()
+    monkeypatch.setenv("SHMLOAD_WORKERS", "5")
+    assert worker_count(parent_is_busy=True) == 5
+
+
+@pytest.mark.parametrize(("cores", "busy", "idle"), [(1, 1, 1), (2, 1, 2), (8, 7, 8), (64, 16, 16)])
+def test_a_core_is_left_to_a_busy_parent(monkeypatch, cores, busy, idle):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert worker_count(parent_is_busy=True) == busy
+    assert worker_count(parent_is_busy=False) == idle
+
+
+def test_callback_never_sees_more_than_all():
+    seen = []
+    with Progress(lambda done, total: seen.append((done, total)), "title") as progress:
+        progress.start(10)
+        progress.add(6)
+        progress.add(6)  # a piece that lost its worker is read twice
+        progress.start(4)
+        progress.add(1)
+    assert seen == [(6, 10), (10, 10), (1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("report", "is_terminal", "has_bar"),
+    [
+        (None, True, True),
+        (None, False, False),
+        (True, False, True),
+        (False, True, False),
+    ],
+)
+def test_bar_is_shown_on_a_terminal_or_on_request(monkeypatch, report, is_terminal, has_bar):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: is_terminal
+    monkeypatch.setattr("sys.stderr", stderr)
+    with Progress(report, "model") as progress:
+        progress.start(100)
+        progress.add(100)
+    assert ("model" in stderr.getvalue()) == has_bar
