@@ -71,7 +71,7 @@ def test_errors_and_their_causes_are_repaired(repair):
             raise ValueError(f"cannot load {_VIEW}/vae") from exc
 
     with (
-        pytest.raises(ValueError, match="^cannot load models/sd/vae$") as raised,
+        pytest.raises(ValueError, match=r"^cannot load models/sd/vae$") as raised,
         repair.in_messages(),
     ):
         fail()
