@@ -6,6 +6,7 @@ once more on another.
 """
 
 import contextlib
+import logging
 import os
 import selectors
 import time
@@ -35,6 +36,8 @@ from shmload._linux import shm_free_nbytes
 from shmload._messages import Failed, Fill, Filled, FromWorker, Progress, Reason
 from shmload._settings import settings
 from shmload._worker_process import Task, WorkerProcess
+
+logger = logging.getLogger(__name__)
 
 # Two pieces wait in each worker's socket, so that it goes on while the parent's thread waits for
 # the interpreter lock (up to 5 ms while the main thread imports).
@@ -252,6 +255,7 @@ class _Decoding:
         worker.close(kill=True)
         if any(task.attempts >= _MAX_ATTEMPTS for task in tasks):
             raise error
+        logger.warning("a worker was lost (%s); its pieces go to another", type(error).__name__)
         self._waiting.extendleft(reversed(tasks))
         if self._workers and not tasks:
             return

@@ -8,6 +8,7 @@
 Owns every descriptor, part and worker of the load until `close`, which runs whatever happens.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import Self
 
 from shmload._capacity import require_room
 from shmload._coordinator import Coordinator, Job
+from shmload._errors import format_nbytes
 from shmload._linux import Inode, inode_of, is_cached, open_source, read_ahead
 from shmload._plan import Action, Plan, plan_shard
 from shmload._progress import Progress
@@ -26,6 +28,8 @@ from shmload._rules import Rule
 from shmload._segment import Part, Segment, begin, wait
 from shmload._settings import settings, worker_count
 from shmload._view import descriptor_path
+
+logger = logging.getLogger(__name__)
 
 
 class _Shard:
@@ -217,6 +221,7 @@ class Load:
         require_room(sum(shard.layout.nbytes for shard in mine))
         for shard in mine:
             self._part(shard).prepare(shard.layout)
+        self._log(mine)
         if self.is_complete:
             return
         self.read_nbytes = sum(shard.plan.read_nbytes for shard in mine)
@@ -225,6 +230,19 @@ class Load:
         self._coordinator = Coordinator(0 if is_small else self._workers)
         self._thread = threading.Thread(target=self._run, args=(mine,), name="shmload-decode")
         self._thread.start()
+
+    def _log(self, mine: list[_Shard]) -> None:
+        linked = sum(shard.is_link for shard in self._shards)
+        others = sum(held is None for held in self._held.values())
+        logger.info(
+            "%s: %d shards to decode (%s), %d resident, %d mapped as they are, %d awaited",
+            self._source.given,
+            len(mine),
+            format_nbytes(sum(shard.plan.read_nbytes for shard in mine)),
+            len(self._held) - len(mine) - others,
+            linked,
+            others,
+        )
 
     def _part(self, shard: _Shard) -> Part:
         part = self._held[shard.plan.segment]
