@@ -25,7 +25,7 @@ from shmload._progress import Progress
 from shmload._residency import check_digest
 from shmload._resolve import Source
 from shmload._rules import Rule
-from shmload._segment import Part, Segment, begin, wait
+from shmload._segment import Awaited, Part, Segment, begin
 from shmload._settings import settings, worker_count
 from shmload._view import descriptor_path
 
@@ -90,7 +90,7 @@ class Load:
         self._progress = progress
         self._workers = workers or worker_count(parent_is_busy=parent_is_busy)
         self._shards: list[_Shard] = []
-        self._held: dict[str, Segment | Part | None] = {}  # None: another process builds it
+        self._held: dict[str, Segment | Part | Awaited] = {}
         self._coordinator: Coordinator | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -123,7 +123,7 @@ class Load:
     @property
     def has_every_file(self) -> bool:
         """Whether every segment exists at least as a part, so that a view can lead to it."""
-        return all(self._held.values())
+        return not any(isinstance(held, Awaited) for held in self._held.values())
 
     @property
     def is_complete(self) -> bool:
@@ -135,7 +135,8 @@ class Load:
         found = {}
         for shard in self._shards:
             held = self._held.get(shard.plan.segment)
-            found[shard.plan.path] = descriptor_path(held.fd) if held else shard.plan.path
+            path = shard.plan.path
+            found[path] = descriptor_path(held.fd) if isinstance(held, Segment | Part) else path
         return found
 
     def segments(self) -> list[Segment]:
@@ -147,7 +148,10 @@ class Load:
         found = []
         for shard in self._shards:
             held = self._held.get(shard.plan.segment)
-            found.append((held.name, held.fd) if held else (str(shard.plan.path), shard.fd))
+            if isinstance(held, Segment):
+                found.append((held.name, held.fd))
+            else:
+                found.append((str(shard.plan.path), shard.fd))
         return found
 
     def verify(self) -> None:
@@ -167,7 +171,8 @@ class Load:
     def inodes(self) -> set[Inode]:
         """Return the inodes of segments and parts, and of shards that are linked."""
         linked = {inode_of(os.fstat(shard.fd)) for shard in self._shards if shard.is_link}
-        return linked | {held.inode for held in self._held.values() if held}
+        held = (held for held in self._held.values() if not isinstance(held, Awaited))
+        return linked | {there.inode for there in held}
 
     def unfinished_components(self) -> set[str]:
         """Return the components with parts whose bytes are still to come."""
@@ -198,11 +203,7 @@ class Load:
         if self._coordinator:
             self._coordinator.close(kill=True)
         for held in self._held.values():
-            match held:
-                case Segment():
-                    held.close()
-                case Part():
-                    held.abandon()
+            held.close()
         while self._shards:
             os.close(self._shards.pop().fd)
 
@@ -233,7 +234,7 @@ class Load:
 
     def _log(self, mine: list[_Shard]) -> None:
         linked = sum(shard.is_link for shard in self._shards)
-        others = sum(held is None for held in self._held.values())
+        others = sum(isinstance(held, Awaited) for held in self._held.values())
         logger.info(
             "%s: %d shards to decode (%s), %d resident, %d mapped as they are, %d awaited",
             self._source.given,
@@ -253,16 +254,16 @@ class Load:
         try:
             self._decode(mine)
             for shard in self._shards:
-                if self._held.get(shard.plan.segment, self) is None:
-                    self._wait_for(shard)
+                held = self._held.get(shard.plan.segment)
+                if isinstance(held, Awaited):
+                    self._wait_for(shard, held)
         except BaseException as exc:  # handed to whoever waits
             self._error = exc
 
-    def _wait_for(self, shard: _Shard) -> None:
+    def _wait_for(self, shard: _Shard, awaited: Awaited) -> None:
         """Wait for another process's part, or decode it here if that process dies."""
-        name = shard.plan.segment
-        held = wait(name, settings().wait_timeout_s, self._is_cancelled.is_set)
-        self._held[name] = held
+        held = awaited.wait(settings().wait_timeout_s, self._is_cancelled.is_set)
+        self._held[shard.plan.segment] = held
         if isinstance(held, Part):
             require_room(shard.layout.nbytes)
             held.prepare(shard.layout)

@@ -86,7 +86,7 @@ class Segment:
 class Part:
     """A segment that this process builds: it holds the exclusive lock.
 
-    Owns one descriptor until `publish` passes it on, or `abandon` gives everything back.
+    Owns one descriptor until `publish` passes it on, or `close` gives everything back.
     """
 
     def __init__(self, name: str, fd: int) -> None:
@@ -124,7 +124,7 @@ class Part:
         fd, self.fd = self.fd, -1
         return Segment(self.name, fd)
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Remove it; again, or after `publish`, does nothing."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
@@ -149,56 +149,65 @@ def attach(name: str) -> Segment | None:
     return None
 
 
-def begin(name: str) -> Segment | Part | None:
-    """Attach a segment or start to build it; None while another process builds it. Never waits."""
+class Awaited:
+    """A segment that another process builds.
+
+    Owns a descriptor of its part, which still leads to it when it is complete and has no name.
+    """
+
+    def __init__(self, name: str, fd: int) -> None:
+        self.name = name
+        self._fd = fd
+
+    def close(self) -> None:
+        """Stop waiting; again is fine."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def wait(self, timeout_s: float, is_cancelled: Callable[[], bool] = bool) -> Segment | Part:
+        """Attach what the other process publishes, or take its place if it dies.
+
+        Raises:
+            SegmentTimeout: it is still building after the deadline, or the wait was cancelled.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and not is_cancelled():
+            if try_lock(self._fd, exclusive=False):
+                if _is_complete(self._fd, self.name):
+                    fd, self._fd = self._fd, -1
+                    return Segment(self.name, fd)
+                unlock(self._fd)  # or it would keep ourselves from taking over
+                found = begin(self.name)
+                self.close()
+                if not isinstance(found, Awaited):
+                    return found
+                found._fd, self._fd = -1, found._fd  # somebody else was quicker to take over
+            time.sleep(_POLL_S)
+        raise SegmentTimeout(self.name, timeout_s)
+
+
+def begin(name: str) -> Segment | Part | Awaited:
+    """Attach a segment, start to build it, or learn that another process does; never waits."""
     while True:
         segment = attach(name)
         if segment:
             return segment
         fd = shm_open(name + PART_SUFFIX, create=True, writable=True)
         assert fd is not None, "created if missing"
-        if not try_lock(fd, exclusive=True):
-            os.close(fd)
-            return None
+        is_mine = try_lock(fd, exclusive=True)
         # Between open and lock the builder may have published it, or somebody cleaned it up.
         if not is_named(fd, name + PART_SUFFIX):
             os.close(fd)
             continue
+        if not is_mine:
+            return Awaited(name, fd)
         part = Part(name, fd)
         segment = attach(name)
         if segment:
-            part.abandon()
+            part.close()
             return segment
         return part
-
-
-def wait(name: str, timeout_s: float, is_cancelled: Callable[[], bool] = bool) -> Segment | Part:
-    """Wait for another process's part: attach what it publishes, take over if it dies.
-
-    Raises:
-        SegmentTimeout: it is still building after the deadline.
-    """
-    deadline = time.monotonic() + timeout_s
-    fd = shm_open(name + PART_SUFFIX, writable=True)
-    try:
-        while time.monotonic() < deadline and not is_cancelled():
-            # A private segment loses its name when it is complete; this descriptor still leads to
-            # it.
-            if fd is not None and try_lock(fd, exclusive=False):
-                if _is_complete(fd, name):
-                    segment, fd = Segment(name, fd), None
-                    return segment
-                unlock(fd)  # or it would keep ourselves from taking over
-            found = begin(name)
-            if found:
-                return found
-            if fd is None:
-                fd = shm_open(name + PART_SUFFIX, writable=True)
-            time.sleep(_POLL_S)
-    finally:
-        if fd is not None:
-            os.close(fd)
-    raise SegmentTimeout(name, timeout_s)
 
 
 def _is_complete(fd: int, name: str) -> bool:
