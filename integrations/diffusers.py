@@ -111,7 +111,7 @@ def load_pipeline(
         _import_classes(found)  # most of a cold process's time; workers decode meanwhile
         certain = choose_rules(rule_for)
         if certain != rules:
-            load.close()
+            load.discard()
             rules = certain
             load = begin()
         return _Build(found, rules, load, torch_dtype, device_map, kwargs).run(verify=verify)
@@ -145,32 +145,39 @@ class _Build:
         self._rules = rules
         self._load = load
         self._torch_dtype = torch_dtype
+        self._said: set[tuple[str, int, str]] = set()
         self._kwargs = kwargs | ({} if device_map is None else {"device_map": device_map})
 
     def run(self, *, verify: bool) -> "DiffusionPipeline":
         """Build it, while the load goes on where that is possible."""
+        import torch
+
         unfinished = self._load.unfinished_components()
         pipe = None
         if self._load.has_every_file and not (unfinished and self._load.leaves_casts):
+            generator_state = torch.get_rng_state()
             pipe = self._from_view()
             if not self._is_wholly_mapped(pipe, unfinished):
                 logger.info("%s: weights were copied before they were there", self._source.given)
                 pipe = None
+                # Missing weights are drawn at random: the same again.
+                torch.set_rng_state(generator_state)
         self._load.wait()
         if verify:
             self._load.verify()
         if pipe is None:
             pipe = self._from_view()
         if self._has_other_dtypes(pipe):
-            pipe = self._from_path(self._source.root)
+            pipe = self._from_view(decoded=False)
         hold_leases(pipe.components.values(), self._load.segments())
         return pipe
 
-    def _from_view(self) -> "DiffusionPipeline":
+    def _from_view(self, *, decoded: bool = True) -> "DiffusionPipeline":
+        """Build it from a view, of the segments or else of the shards as they are."""
         given = self._source.given
         root = os.fspath(given) if os.path.exists(given) else str(self._source.root)
-        with View(self._source.root, self._load.files()) as view:
-            repair = PathRepair(view.path, root, given)
+        with View(self._source.root, self._load.files() if decoded else {}) as view:
+            repair = PathRepair(view.path, root, given, self._said)
             with repair.in_messages():
                 pipe = self._from_path(view.path)
             repair.repair(pipe)
@@ -199,8 +206,8 @@ class _Build:
         if not components:
             return True
         spans = Spans(self._load.inodes())
-        modules = (getattr(pipe, component) for component in components)
-        tensors = (tensor for module in modules for tensor in module.state_dict().values())
+        modules = (getattr(pipe, component, None) for component in components)
+        tensors = (t for module in modules if module for t in module.state_dict().values())
         return all(map(spans.holds_unread, tensors))
 
     def _has_other_dtypes(self, pipe: "DiffusionPipeline") -> bool:

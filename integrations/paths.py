@@ -24,15 +24,25 @@ class PathRepair:
         view: the view's directory.
         root: the path of the source's directory as the libraries would have spelled it.
         given: what the user named; stands for the view's directory itself.
+        said: what was logged by an earlier build of the same pipeline and is not to be said twice;
+            what this one logs is added.
     """
 
-    def __init__(self, view: Path, root: str, given: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        view: Path,
+        root: str,
+        given: str | os.PathLike[str],
+        said: set[tuple[str, int, str]],
+    ) -> None:
         import torch
 
         self._leaves = (*_LEAVES, *_CODE, torch.Tensor)
         self._view = str(view)
         self._root = root
         self._given = given
+        self._said = said
+        self._saying: set[tuple[str, int, str]] = set()
 
     def text(self, text: str) -> str:
         """Repair a text that mentions paths."""
@@ -89,6 +99,17 @@ class PathRepair:
             raise
         finally:
             _active.remove(self)
+            self._said |= self._saying
+
+    def repair_record(self, record: logging.LogRecord) -> None:
+        """Repair a log record's message; one that was said before is kept from all handlers."""
+        message = self.text(record.getMessage())
+        key = (record.name, record.levelno, message)
+        if key in self._said:
+            record.levelno = -1  # below the level of any handler
+        self._saying.add(key)
+        if message != record.getMessage():
+            record.msg, record.args = message, ()
 
     def _repair_errors(self, error: BaseException | None) -> None:
         for _ in range(_MAX_ERRORS):
@@ -123,9 +144,7 @@ def _install_record_factory() -> None:
     def make_repaired(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         for repair in _active:
-            message = record.getMessage()
-            if repair.text(message) != message:
-                record.msg, record.args = repair.text(message), ()
+            repair.repair_record(record)
         return record
 
     logging.setLogRecordFactory(make_repaired)

@@ -22,7 +22,7 @@ from shmload._errors import format_nbytes
 from shmload._linux import Inode, inode_of, is_cached, open_source, read_ahead
 from shmload._plan import Action, Plan, plan_shard
 from shmload._progress import Progress
-from shmload._residency import check_digest
+from shmload._residency import check_digest, remove_if_free
 from shmload._resolve import Source
 from shmload._rules import Rule
 from shmload._segment import Awaited, Part, Segment, begin
@@ -90,6 +90,7 @@ class Load:
         self._progress = progress
         self._workers = workers or worker_count(parent_is_busy=parent_is_busy)
         self._shards: list[_Shard] = []
+        self._made: list[str] = []
         self._held: dict[str, Segment | Part | Awaited] = {}
         self._coordinator: Coordinator | None = None
         self._thread: threading.Thread | None = None
@@ -207,6 +208,12 @@ class Load:
         while self._shards:
             os.close(self._shards.pop().fd)
 
+    def discard(self) -> None:
+        """End the load and remove the segments that it has made, unless somebody uses them."""
+        self.close()
+        for name in self._made:
+            remove_if_free(name)
+
     def _begin(self) -> None:
         """Take the locks and start to decode; other processes' parts are waited for at the end."""
         mine: list[_Shard] = []
@@ -279,3 +286,5 @@ class Load:
         for shard, digest in zip(shards, digests, strict=True):
             name = shard.plan.segment
             self._held[name] = self._part(shard).publish(digest, keep=self._keep)
+            if self._keep:
+                self._made.append(name)

@@ -134,7 +134,7 @@ def evict(*patterns: str) -> list[SegmentInfo]:
     removed: list[SegmentInfo] = []
     busy: list[SegmentInfo] = []
     for info in _select(patterns):
-        (removed if _remove(info.name) else busy).append(info)
+        (removed if remove_if_free(info.name) else busy).append(info)
     if busy:
         raise SegmentBusy(info.name for info in busy)
     return removed
@@ -149,11 +149,13 @@ def collect_garbage() -> list[str]:
     Returns:
         The names that were removed.
     """
-    removed = [info.name for info in segments() if not info.is_current and _remove(info.name)]
+    removed = [
+        info.name for info in segments() if not info.is_current and remove_if_free(info.name)
+    ]
     for name in os.listdir(SHM_DIR):
         is_part = name.startswith(name_prefix()) and name.endswith(PART_SUFFIX)
         is_view = name.startswith(name_prefix() + VIEW_INFIX)
-        if (is_part and _remove(name)) or (is_view and _remove_view(name)):
+        if (is_part and remove_if_free(name)) or (is_view and _remove_view(name)):
             removed.append(name)
     return removed
 
@@ -208,8 +210,8 @@ def _matches(info: SegmentInfo, pattern: str) -> bool:
     return False
 
 
-def _remove(name: str) -> bool:
-    """Remove a segment or part unless somebody holds it."""
+def remove_if_free(name: str) -> bool:
+    """Remove a segment or part unless somebody holds it; returns whether it was removed."""
     try:
         fd = shm_open(name)
     except SegmentUntrusted:

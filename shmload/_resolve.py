@@ -106,7 +106,9 @@ def resolve(
         if name not in listed:
             raise UnknownComponent(name, given, listed)
     wanted = [
-        name for name in listed if (components is None or name in components) and name not in passed
+        name
+        for name, (library, _) in listed.items()
+        if library and name not in passed and (components is None or name in components)
     ]
     checkpoints = []
     for name in wanted:

@@ -14,7 +14,7 @@ _VIEW = Path("/dev/shm/shmload-0-view-0123")
 
 @pytest.fixture
 def repair():
-    return PathRepair(_VIEW, "models/sd", "models/sd")
+    return PathRepair(_VIEW, "models/sd", "models/sd", set())
 
 
 class _Holder:
@@ -50,7 +50,7 @@ def test_strings_are_repaired_wherever_they_are(repair):
 def test_what_the_user_gave_stands_for_the_root():
     given = Path("models/sd")
     held = _Holder(root=str(_VIEW), part=f"{_VIEW}/unet")
-    PathRepair(_VIEW, "models/sd/", given).repair(held)
+    PathRepair(_VIEW, "models/sd/", given, set()).repair(held)
     assert held.root is given
     assert held.part == "models/sd/unet"
 
@@ -61,6 +61,15 @@ def test_log_records_are_repaired_only_meanwhile(repair, caplog):
         logger.warning("no weights in %s", _VIEW / "unet")
     logger.warning("%s is left alone", _VIEW)
     assert caplog.messages == ["no weights in models/sd/unet", f"{_VIEW} is left alone"]
+
+
+def test_what_a_second_build_says_again_is_not_heard(caplog):
+    said = set()
+    for texts in (["one", "one", "two"], ["one", "two", "three"]):
+        with PathRepair(_VIEW, "models/sd", "models/sd", said).in_messages():
+            for text in texts:
+                logging.getLogger("some.library").warning("%s in %s", text, _VIEW)
+    assert caplog.messages == [f"{text} in models/sd" for text in ("one", "one", "two", "three")]
 
 
 def test_errors_and_their_causes_are_repaired(repair):

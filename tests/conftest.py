@@ -1,0 +1,329 @@
+"""What all tests stand on: a world of their own, a check for leaks, saved pipelines, child processes.
+
+The tests get a /dev/shm of their own where the kernel allows it (a mount namespace, which takes root).
+Else they share the machine's, and a load that runs beside them can disturb them.
+"""
+
+import contextlib
+import ctypes
+import gc
+import hashlib
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# Read when huggingface_hub is imported, which test modules do before any fixture runs.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+import hypothesis
+import pytest
+import tqdm
+
+from shmload._settings import settings
+
+_SHM = Path("/dev/shm")
+_PREFIX = "shmload-"
+# Far above what any step takes; a child that says nothing for so long hangs.
+_CHILD_TIMEOUT_S = 60.0
+
+# linux/sched.h and linux/mount.h
+_CLONE_NEWNS = 0x00020000
+_MS_REC = 0x4000
+_MS_PRIVATE = 1 << 18
+
+
+# The same examples each time, without a deadline: the machine may be busy. For a search of its own,
+# `pytest tests/unit --hypothesis-profile=search`.
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
+hypothesis.settings.load_profile("default")
+
+
+def pytest_configure() -> None:
+    _take_own_shared_memory()
+    # Its thread would look like one that a test left behind.
+    tqdm.tqdm.monitor_interval = 0
+
+
+def _take_own_shared_memory() -> None:
+    """Mount a fresh tmpfs at /dev/shm for this process and its children, or leave all as it is."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) == 0 and libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0:
+        libc.mount(b"tmpfs", bytes(_SHM), b"tmpfs", 0, b"mode=1777")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what the machine's user has set and remembered out of the tests."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("SHMLOAD_")]:
+            patch.delenv(name)
+        patch.delenv("HF_PARALLEL_LOADING_WORKERS", raising=False)
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("SHMLOAD_CACHE_DIR", str(cache / "rules-cache"))
+        settings.cache_clear()
+        _silence_libraries()
+        yield
+    settings.cache_clear()
+
+
+def _silence_libraries() -> None:
+    """Turn off the bars of the libraries that are imported already."""
+    if "diffusers" in sys.modules:
+        sys.modules["diffusers"].utils.logging.disable_progress_bar()
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].utils.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def configure(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Change settings for one test, here and in its children: `configure(inline_nbytes=0)`."""
+
+    def change(**values: object) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(f"SHMLOAD_{name.upper()}", str(value))
+        settings.cache_clear()
+
+    yield change
+    settings.cache_clear()
+
+
+# Leaks --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(_own_environment: None) -> Iterator[None]:
+    """Fail a test that leaves behind a child, a thread, a descriptor or a name in /dev/shm."""
+    before = _alive()
+    yield
+    left = _alive() - before
+    if left:
+        gc.collect()  # takes half a second with the libraries loaded, so only now
+        left = _alive() - before
+    assert not left, f"left behind: {sorted(left)}"
+
+
+def _alive() -> set[str]:
+    return {
+        *(f"child {pid}" for pid in _children()),
+        *(f"thread {t.name} {t.ident}" for t in threading.enumerate() if not t.daemon),
+        *(f"descriptor {number} {target}" for number, target in _descriptors()),
+        *(f"name {name}" for name in shm_entries()),
+    }
+
+
+def _children() -> list[int]:
+    tasks = Path("/proc/self/task")
+    found = []
+    for task in os.listdir(tasks):
+        with contextlib.suppress(OSError):  # a thread that just ended
+            found += map(int, (tasks / task / "children").read_text().split())
+    return found
+
+
+def _descriptors() -> Iterator[tuple[str, str]]:
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if target.startswith((f"{_SHM}/{_PREFIX}", f"/memfd:{_PREFIX}", "anon_inode:[pidfd]")):
+                yield number, target
+
+
+def shm_entries() -> list[str]:
+    return sorted(name for name in os.listdir(_SHM) if name.startswith(_PREFIX))
+
+
+@pytest.fixture
+def shm_names() -> Callable[[], list[str]]:
+    """Say which names shmload has in /dev/shm now."""
+    return shm_entries
+
+
+@pytest.fixture
+def worker_pids() -> Callable[[], list[int]]:
+    """Say which worker processes this process has now."""
+
+    def find() -> list[int]:
+        found = []
+        for pid in _children():
+            with contextlib.suppress(OSError):
+                if b"shmload.workers.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    return find
+
+
+@pytest.fixture
+def evicts() -> Iterator[None]:
+    """Remove the names that a test leaves in /dev/shm on purpose."""
+    before = set(shm_entries())
+    yield
+    for name in set(shm_entries()) - before:
+        path = _SHM / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+# Sources ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Save a tiny pipeline once per session; whoever wants to change it copies it first.
+
+    `saved("wan")`, `saved("flux", "float16", variant="fp16", sharded=True)`
+    """
+    made: dict[tuple[object, ...], Path] = {}
+
+    def save_once(
+        family: str, dtype: str = "float32", variant: str | None = None, *, sharded: bool = False
+    ) -> Path:
+        import pipelines
+
+        _silence_libraries()
+        key = (family, dtype, variant, sharded)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[key] = pipelines.save(
+                family, folder, dtype=dtype, variant=variant, sharded=sharded
+            )
+        return made[key]
+
+    return save_once
+
+
+@pytest.fixture
+def copied(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Copy a saved pipeline, to be changed; the arguments are those of `saved`."""
+
+    def copy(*args: Any, **kwargs: Any) -> Path:
+        source = saved(*args, **kwargs)
+        return Path(shutil.copytree(source, tmp_path / source.name))
+
+    return copy
+
+
+class HubCache:
+    """A hub cache as huggingface_hub lays it out, in which nothing was downloaded."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def add(self, repo_id: str, source: Path, revision: str = "a" * 40) -> Path:
+        """Put a directory there as a model, and return its snapshot."""
+        repo = self.root / f"models--{repo_id.replace('/', '--')}"
+        snapshot = repo / "snapshots" / revision
+        for path in sorted(path for path in source.rglob("*") if path.is_file()):
+            content = path.read_bytes()
+            # Large files are named by their sha256, the others by git's sha1.
+            digest = hashlib.sha256 if path.suffix == ".safetensors" else hashlib.sha1
+            blob = repo / "blobs" / digest(content).hexdigest()
+            blob.parent.mkdir(parents=True, exist_ok=True)
+            if not blob.exists():
+                blob.write_bytes(content)
+            link = snapshot / path.relative_to(source)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(os.path.relpath(blob, link.parent))
+        (repo / "refs").mkdir(exist_ok=True)
+        (repo / "refs" / "main").write_text(revision)
+        return snapshot
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path) -> HubCache:
+    """An empty hub cache, to be given as `cache_dir=hub_cache.root`."""
+    return HubCache(tmp_path / "hub")
+
+
+# Children -----------------------------------------------------------------------------------------
+
+
+class Child:
+    """A Python process that talks in lines; the parent never sleeps to wait for it.
+
+    The child prints `WORD rest` and reads lines from its stdin.
+    """
+
+    def __init__(self, code: str, *args: object, prefix: tuple[str, ...] = (), log: Path) -> None:
+        self._log = log
+        with log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-W", "ignore", "-c", code, *map(str, args)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+            )
+        self._received = b""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def errors(self) -> str:
+        """What it wrote to stderr."""
+        return self._log.read_text(errors="replace")
+
+    def expect(self, word: str) -> str:
+        """Wait for the line that starts with `word`, and return the rest of it."""
+        line = self._read_line()
+        assert line.split(" ", 1)[0] == word, f"{line!r} instead of {word}; {self.errors}"
+        return line[len(word) + 1 :]
+
+    def say(self, line: str = "") -> None:
+        assert self.process.stdin
+        self.process.stdin.write(f"{line}\n".encode())
+
+    def wait(self) -> int:
+        """Wait for its end and return its exit code."""
+        return self.process.wait(_CHILD_TIMEOUT_S)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(_CHILD_TIMEOUT_S)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe
+            pipe.close()
+
+    def _read_line(self) -> str:
+        assert self.process.stdout
+        deadline = time.monotonic() + _CHILD_TIMEOUT_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._received:
+                ready = selector.select(deadline - time.monotonic())
+                assert ready, f"the child said nothing; {self.errors}"
+                got = os.read(self.process.stdout.fileno(), 1 << 16)
+                assert got, f"the child ended; {self.errors}"
+                self._received += got
+        line, _, self._received = self._received.partition(b"\n")
+        return line.decode()
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
+    """Start Python processes that are ended with the test: `child(code, *argv, prefix=(...))`."""
+    with contextlib.ExitStack() as stack:
+        number = 0
+
+        def start(code: str, *args: object, prefix: tuple[str, ...] = ()) -> Child:
+            nonlocal number
+            number += 1
+            started = Child(code, *args, prefix=prefix, log=tmp_path / f"child-{number}.log")
+            stack.callback(started.end)
+            return started
+
+        yield start

@@ -1,0 +1,383 @@
+"""`load_state_dict` gives the tensors that safetensors gives, in memory that is shared and its own."""
+
+import gc
+import json
+import math
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shmload
+
+FLOATS = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def make_tensors():
+    """One tensor of every kind there is, and some odd sizes."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{str(dtype).removeprefix('torch.')}.{count}": torch.randn(
+            count, generator=generator
+        ).to(dtype)
+        for dtype in FLOATS
+        for count in (1, 7, 1000)
+    }
+    tensors |= {
+        f"{str(dtype).removeprefix('torch.')}": torch.arange(-3, 97).to(dtype).reshape(4, 25)
+        for dtype in (
+            torch.int8,
+            torch.int16,
+            torch.int32,
+            torch.int64,
+            torch.uint8,
+            torch.uint16,
+            torch.uint32,
+            torch.uint64,
+            torch.complex64,
+        )
+    }
+    return tensors | {
+        "bool": torch.arange(9) % 2 == 0,
+        "scalar": torch.tensor(math.pi),
+        "scalar.int": torch.tensor(7),
+        "empty": torch.empty(0),
+        "empty.wide": torch.empty(3, 0, 5, dtype=torch.float16),
+        "matrix": torch.randn(33, 65, generator=generator),
+        "name with spaces, \N{GREEK SMALL LETTER ALPHA} and \"quotes\"": torch.ones(2),
+    }
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """A file with tensors of all kinds."""
+    path = tmp_path_factory.mktemp("single") / "model.safetensors"
+    save_file(make_tensors(), path, {"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """The same in three shards, with an index."""
+    folder = tmp_path_factory.mktemp("sharded")
+    tensors = list(make_tensors().items())
+    weight_map = {}
+    for number in range(3):
+        name = f"model-{number + 1:05}-of-00003.safetensors"
+        save_file(dict(tensors[number::3]), folder / name, {"format": "pt"})
+        weight_map |= dict.fromkeys((key for key, _ in tensors[number::3]), name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def assert_state_equal(got, wanted, dtype=None):
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)  # noqa: PLW2901
+        assert type(got[name]) is torch.Tensor
+        assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape), name
+        assert got[name].is_contiguous()
+        assert as_bytes(got[name]) == as_bytes(tensor), name
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def descriptors():
+    return set(os.listdir("/proc/self/fd"))
+
+
+# Equality -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("dtype", [None, *FLOATS], ids=str)
+def test_file_equals_safetensors(single, evicts, dtype, keep):
+    got = shmload.load_state_dict(single, dtype, keep=keep)
+    assert_state_equal(got, load_file(single), dtype)
+
+
+@pytest.mark.parametrize("inline_nbytes", [0, 1 << 20])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keep", [False, True])
+def test_shards_equal_safetensors(single, sharded, configure, evicts, dtype, keep, inline_nbytes):
+    configure(inline_nbytes=inline_nbytes, workers=2)
+    got = shmload.load_state_dict(sharded, dtype, keep=keep)
+    assert_state_equal(got, load_file(single), dtype)
+    assert len(shmload.segments()) == (3 if keep else 0)
+
+
+def test_directory_of_one_file_and_each_spelling_of_a_path(single, monkeypatch):
+    monkeypatch.chdir(single.parent)
+    for path in (single.parent, str(single), f"{single.parent}/", "model.safetensors", "."):
+        assert_state_equal(shmload.load_state_dict(path), load_file(single))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", "bf16", "BF16"])
+def test_dtype_by_name(single, dtype):
+    got = shmload.load_state_dict(single, dtype)
+    assert_state_equal(got, load_file(single), torch.bfloat16)
+
+
+@pytest.mark.parametrize("target", FLOATS, ids=str)
+@pytest.mark.parametrize("source", FLOATS, ids=str)
+def test_each_bit_pattern_of_nan_becomes_torchs(tmp_path, source, target):
+    path = tmp_path / "model.safetensors"
+    tensors = {"special": special_values(source), "plain": torch.ones(64).to(source)}
+    save_file(tensors, path)
+    got = shmload.load_state_dict(path, target)
+    assert_state_equal(got, tensors, target)
+
+
+def special_values(dtype):
+    """Return signed and unsigned NaNs of many payloads, infinities, zeros and limits."""
+    nbits = 8 * dtype.itemsize
+    if nbits == 8:
+        return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)
+    limits = torch.finfo(dtype)
+    plain = [math.inf, -math.inf, 0.0, -0.0, limits.max, limits.min, limits.tiny, limits.eps]
+    infinity = int.from_bytes(as_bytes(torch.tensor([math.inf], dtype=dtype)), "little")
+    sign = 1 << (nbits - 1)
+    payloads = [1, 2, 3, (sign - infinity) // 2, sign - infinity - 1]
+    kind = {16: "H", 32: "I", 64: "Q"}[nbits]
+    nans = [infinity + payload | side for payload in payloads for side in (0, sign)]
+    packed = bytearray(struct.pack(f"{len(nans)}{kind}", *nans))
+    return torch.cat([torch.frombuffer(packed, dtype=dtype), torch.tensor(plain, dtype=dtype)])
+
+
+def test_tensor_of_many_pieces_equals_safetensors(tmp_path, configure, evicts):
+    # 150 MB of segment: three pieces, for two workers.
+    path = tmp_path / "model.safetensors"
+    big = torch.arange(75_000_000, dtype=torch.int32).view(torch.float32)
+    save_file({"big": big, "small": torch.ones(5)}, path)
+    configure(workers=2)
+    got = shmload.load_state_dict(path, torch.bfloat16, keep=True, verify=True)
+    assert torch.equal(got["big"].view(torch.int16), big.to(torch.bfloat16).view(torch.int16))
+    assert len(shmload.verify()) == 1
+
+
+def test_half_bytes_equal_safetensors(tmp_path):
+    dtype = getattr(torch, "float4_e2m1fn_x2", None)
+    path = tmp_path / "model.safetensors"
+    tensors = {"a": torch.arange(48, dtype=torch.uint8).reshape(6, 8)}
+    if dtype is None:
+        pytest.skip("this torch has no such dtype")
+    save_file({"a": tensors["a"].view(dtype)}, path)
+    got = shmload.load_state_dict(path, torch.bfloat16)
+    assert (got["a"].dtype, got["a"].shape) == (dtype, load_file(path)["a"].shape)
+    assert torch.equal(got["a"].view(torch.uint8), tensors["a"])
+
+
+def test_file_of_no_tensors_is_an_empty_dict(tmp_path, evicts):
+    path = tmp_path / "model.safetensors"
+    save_file({}, path)
+    for kwargs in ({}, {"dtype": torch.bfloat16}, {"keep": True, "verify": True}):
+        assert shmload.load_state_dict(path, **kwargs) == {}
+
+
+def test_file_of_empty_tensors_alone(tmp_path, evicts):
+    path = tmp_path / "model.safetensors"
+    tensors = {"a": torch.empty(0), "b": torch.empty(4, 0, dtype=torch.int64)}
+    save_file(tensors, path)
+    for keep in (False, True):
+        got = shmload.load_state_dict(path, torch.bfloat16, keep=keep, verify=True)
+        assert_state_equal(got, tensors, torch.bfloat16)
+
+
+def test_empty_file_is_truncated(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.touch()
+    with pytest.raises(shmload.ShardTruncated, match=r"model\.safetensors is truncated: 8 bytes"):
+        shmload.load_state_dict(path)
+
+
+def test_pipeline_is_not_one_checkpoint(saved):
+    # Its text encoders have the same names: one dict cannot hold them.
+    source = saved("sdxl")
+    with pytest.raises(shmload.ShmloadError, match=str(source)):
+        shmload.load_state_dict(source)
+
+
+def test_unknown_dtype_is_refused(single):
+    with pytest.raises(shmload.UnknownDtype, match="'bfloat17'"):
+        shmload.load_state_dict(single, "bfloat17")
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+# Over the file itself, over a segment that is private to the process, and over a resident one.
+KINDS = {"file": {}, "private": {"dtype": torch.bfloat16}, "resident": {"keep": True}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_tensor_has_a_storage_of_its_own(single, evicts, kind):
+    state = shmload.load_state_dict(single, **KINDS[kind])
+    storages = {
+        tensor.untyped_storage().data_ptr() for tensor in state.values() if tensor.numel()
+    }
+    assert len(storages) == sum(tensor.numel() > 0 for tensor in state.values())
+    for tensor in state.values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor.storage_offset() == 0
+    assert len(pickle.dumps(state["scalar"])) < 1000
+
+
+def test_tensors_of_a_segment_are_aligned(single, evicts):
+    for kwargs in ({"dtype": torch.bfloat16}, {"keep": True}):
+        state = shmload.load_state_dict(single, **kwargs)
+        for name, tensor in state.items():
+            assert tensor.data_ptr() % tensor.itemsize == 0, name
+            if tensor.nbytes % 64 == 0:
+                assert tensor.data_ptr() % 64 == 0, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_writing_is_private(single, evicts, kind):
+    before = single.read_bytes()
+    state = shmload.load_state_dict(single, **KINDS[kind])
+    for tensor in state.values():
+        tensor.reshape(-1).view(torch.uint8).fill_(1)
+    assert all((tensor.reshape(-1).view(torch.uint8) == 1).all() for tensor in state.values())
+    assert_state_equal(shmload.load_state_dict(single), load_file(single))
+    assert_state_equal(
+        shmload.load_state_dict(single, torch.bfloat16), load_file(single), torch.bfloat16
+    )
+    shmload.verify()
+    assert single.read_bytes() == before
+
+
+def test_tensors_outlive_the_segment_and_the_file(tmp_path, single, shm_names):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(single.read_bytes())
+    wanted = load_file(single)
+    state = shmload.load_state_dict(path, torch.bfloat16, keep=True)
+    (name,) = shm_names()
+    Path("/dev/shm", name).unlink()  # as whoever may do all can
+    path.unlink()
+    gc.collect()
+    assert_state_equal(state, wanted, torch.bfloat16)
+
+
+def test_last_tensor_keeps_the_lease_and_gives_it_back(single, shm_names, evicts):
+    state = shmload.load_state_dict(single, torch.bfloat16, keep=True)
+    kept = state["matrix"][3:5]
+    wanted = kept.clone()
+    del state
+    gc.collect()
+    (info,) = shmload.segments()
+    assert info.is_leased
+    with pytest.raises(shmload.SegmentBusy, match=info.name):
+        shmload.evict(single)
+    assert torch.equal(kept, wanted)
+    del kept
+    gc.collect()
+    assert not shmload.segments()[0].is_leased
+    assert [removed.name for removed in shmload.evict(single)] == [info.name]
+    assert shm_names() == []
+
+
+def test_private_segment_has_no_name_and_goes_with_its_tensors(single, shm_names):
+    before = descriptors()
+    state = shmload.load_state_dict(single, torch.bfloat16)
+    assert shm_names() == []
+    assert_state_equal(state, load_file(single), torch.bfloat16)
+    del state
+    gc.collect()
+    assert descriptors() == before
+    assert "shmload-" not in Path("/proc/self/maps").read_text()
+
+
+def test_thousands_of_tensors_take_few_descriptors(tmp_path, evicts):
+    path = tmp_path / "model.safetensors"
+    tensors = {f"layer.{number}": torch.full((3,), float(number)) for number in range(3000)}
+    save_file(tensors, path)
+    for kwargs in ({}, {"dtype": torch.bfloat16}, {"keep": True}):
+        before = descriptors()
+        state = shmload.load_state_dict(path, **kwargs)
+        assert len(descriptors() - before) <= 1
+        assert_state_equal(state, tensors, kwargs.get("dtype"))
+        del state
+
+
+def test_same_dtype_maps_the_file_and_takes_no_shared_memory(single, shm_names):
+    state = shmload.load_state_dict(single)
+    assert str(single) in Path("/proc/self/maps").read_text()
+    assert (shm_names(), len(state)) == ([], len(load_file(single)))
+
+
+def test_second_process_attaches_what_the_first_kept(single, child, evicts):
+    first = child(
+        "import sys, shmload\n"
+        "state = shmload.load_state_dict(sys.argv[1], 'bfloat16', keep=True)\n"
+        "state['matrix'].fill_(7)\n"
+        "print('LOADED', flush=True)\n"
+        "sys.stdin.read()",
+        single,
+    )
+    first.expect("LOADED")
+    (info,) = shmload.segments()
+    assert info.is_leased
+    read = []
+    state = shmload.load_state_dict(
+        single, torch.bfloat16, progress=lambda done, total: read.append(done)
+    )
+    assert read == []
+    assert_state_equal(state, load_file(single), torch.bfloat16)
+    with pytest.raises(shmload.SegmentBusy):
+        shmload.evict(info.name)
+    del state
+    gc.collect()
+    first.end()  # by SIGKILL, and the kernel takes the lease back
+    assert not shmload.segments()[0].is_leased
+    assert shmload.evict(info.name) == [shmload.SegmentInfo(**as_dict(info) | {"is_leased": False})]
+
+
+def as_dict(info):
+    return {name: getattr(info, name) for name in info.__struct_fields__}
+
+
+# Progress -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inline_nbytes", [0, 1 << 30])
+def test_progress_counts_to_the_end(tmp_path, configure, inline_nbytes):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(6_000_000), "b": torch.ones(1000)}, path)
+    configure(inline_nbytes=inline_nbytes, workers=1)
+    seen = []
+    shmload.load_state_dict(path, torch.bfloat16, progress=lambda *counts: seen.append(counts))
+    total = 4 * 6_001_000
+    assert {counts[1] for counts in seen} == {total}
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert len(seen) > 1
+    assert seen[-1] == (total, total)
+
+
+@pytest.mark.parametrize("inline_nbytes", [0, 1 << 30])
+@pytest.mark.parametrize("error", [RuntimeError, OSError, BrokenPipeError])
+def test_error_of_the_callback_ends_the_load(
+    single, configure, shm_names, worker_pids, inline_nbytes, error
+):
+    configure(inline_nbytes=inline_nbytes, workers=1)
+
+    def fail(done, total):
+        raise error("the callback's own")
+
+    with pytest.raises(error, match="the callback's own"):
+        shmload.load_state_dict(single, torch.bfloat16, keep=True, progress=fail)
+    assert (shm_names(), worker_pids()) == ([], [])

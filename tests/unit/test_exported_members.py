@@ -1,0 +1,75 @@
+"""The public names: listed, sorted, importable, and light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shmload
+
+
+def test_all_is_sorted_and_has_no_name_twice():
+    assert shmload.__all__ == sorted(set(shmload.__all__))
+
+
+def test_all_is_what_the_modules_offer():
+    assert set(shmload.__all__) == set(shmload._HOMES)
+    assert sum(map(len, shmload._MODULES.values())) == len(shmload._HOMES)
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse(Path(shmload.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        name.name: statement.module
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for name in statement.names
+    }
+    assert imported == shmload._HOMES
+
+
+@pytest.mark.parametrize("name", shmload.__all__)
+def test_public_name_belongs_to_the_package(name):
+    assert getattr(shmload, name).__module__ == "shmload"
+    assert getattr(shmload, name).__doc__
+    assert name in dir(shmload)
+
+
+def test_error_outside_the_tree_does_not_exist():
+    for name in shmload.__all__:
+        value = getattr(shmload, name)
+        if isinstance(value, type) and issubclass(value, BaseException):
+            assert issubclass(value, shmload.ShmloadError)
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        shmload.nothing  # noqa: B018
+
+
+def test_import_is_light():
+    # -P: else the tests' directory is on the path.
+    code = (
+        "import sys, shmload\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'safetensors', 'huggingface_hub'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_worker_is_light():
+    code = (
+        "import sys, shmload.workers.main\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'safetensors', 'huggingface_hub'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

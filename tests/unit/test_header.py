@@ -1,0 +1,267 @@
+"""The header parser: accepts what safetensors writes, refuses every lie, and never fails otherwise."""
+
+import contextlib
+import json
+import math
+import os
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmload._dtypes import NBITS, TORCH_NAMES
+from shmload._errors import ShardMalformed, ShardTruncated, ShmloadError
+from shmload._header import TensorSpec, build_header, parse_header, read_header
+
+_DTYPES = sorted(name for name in TORCH_NAMES if NBITS[name] >= 8)
+_names = st.text(max_size=20).filter(lambda name: name != "__metadata__")
+_shapes = st.lists(st.integers(0, 4), max_size=4)
+_tensors = st.dictionaries(_names, st.tuples(st.sampled_from(_DTYPES), _shapes), max_size=6)
+# Not empty: with no tensor either, safetensors 0.8 writes what it does not read.
+_metadata = st.none() | st.dictionaries(
+    st.text(max_size=8), st.text(max_size=8), min_size=1, max_size=3
+)
+
+
+def serialize(tensors, metadata=None):
+    """Write a file with safetensors; each tensor's bytes are the number of its place."""
+    given = {}
+    for number, (name, (dtype, shape)) in enumerate(tensors.items()):
+        kind = getattr(torch, TORCH_NAMES[dtype])
+        given[name] = torch.empty(shape, dtype=kind)
+        given[name].view(-1).view(torch.uint8).fill_(number)
+    return safetensors.torch.save(given, metadata)
+
+
+@contextlib.contextmanager
+def opened(content):
+    fd = os.memfd_create("header")
+    try:
+        os.write(fd, content)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read(content):
+    with opened(content) as fd:
+        return read_header(fd, "model.safetensors")
+
+
+def make_file(header, data=b""):
+    """Put a header, as JSON text or as what becomes it, in front of data."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+def entry(**changes):
+    return {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} | changes
+
+
+@given(_tensors, _metadata)
+def test_what_safetensors_writes_is_read(tensors, metadata):
+    content = serialize(tensors, metadata)
+    header = read(content)
+    assert {spec.name: (spec.dtype, list(spec.shape)) for spec in header.tensors} == tensors
+    assert (header.metadata or {}) == (metadata or {})
+    assert header.data_offset + header.data_nbytes == len(content)
+    for number, name in enumerate(tensors):
+        spec = next(spec for spec in header.tensors if spec.name == name)
+        found = content[header.data_offset + spec.begin : header.data_offset + spec.end]
+        assert found == bytes([number]) * spec.nbytes
+
+
+@given(_tensors, _metadata, st.sampled_from([1, 8, 4096]))
+def test_what_is_written_safetensors_reads(tensors, metadata, alignment):
+    specs, data = [], b""
+    for name, (dtype, shape) in tensors.items():
+        nbytes = math.prod(shape) * NBITS[dtype] // 8
+        specs.append(TensorSpec(name, dtype, tuple(shape), len(data), len(data) + nbytes))
+        data += os.urandom(nbytes)
+    raw = build_header(tuple(specs), metadata or {}, alignment)
+    assert len(raw) % alignment == 0
+    header = read(raw + data)
+    assert {spec.name: spec for spec in header.tensors} == {spec.name: spec for spec in specs}
+    found = dict(safetensors.deserialize(raw + data))
+    assert found.keys() == tensors.keys()
+    for spec in specs:
+        assert bytes(found[spec.name]["data"]) == data[spec.begin : spec.end]
+        assert tuple(found[spec.name]["shape"]) == spec.shape
+
+
+_SAMPLE = serialize(
+    {"a.weight": ("F32", [2, 3]), "b": ("BF16", [4]), "empty": ("U8", [0]), "one": ("I64", [])},
+    {"format": "pt"},
+)
+
+
+@settings(max_examples=400)
+@given(st.lists(st.tuples(st.integers(0, len(_SAMPLE) - 1), st.integers(0, 255)), max_size=3))
+def test_flipped_bytes_are_refused_or_read_as_safetensors_does(flips):
+    content = bytearray(_SAMPLE)
+    for place, value in flips:
+        content[place] = value
+    try:
+        header = read(bytes(content))
+    except ShmloadError:
+        return
+    found = dict(safetensors.deserialize(bytes(content)))
+    assert {spec.name: list(spec.shape) for spec in header.tensors} == {
+        name: list(tensor["shape"]) for name, tensor in found.items()
+    }
+
+
+@given(st.integers(0, len(_SAMPLE) - 1))
+def test_every_cut_is_refused(length):
+    with pytest.raises((ShardTruncated, ShardMalformed), match=r"model\.safetensors"):
+        read(_SAMPLE[:length])
+
+
+@given(st.binary(max_size=200))
+def test_rubbish_is_refused(raw):
+    with pytest.raises(ShardMalformed):
+        parse_header(b"{" + raw, "model.safetensors")
+
+
+def test_cut_data_is_truncated_and_says_by_how_much():
+    with pytest.raises(ShardTruncated) as caught:
+        read(_SAMPLE[:-5])
+    assert (caught.value.wanted, caught.value.got) == (len(_SAMPLE), len(_SAMPLE) - 5)
+
+
+_DEEP = 200_000
+MALFORMED = {
+    "length of 2**63": (2**63).to_bytes(8, "little") + b"{}",
+    "length of 2**64-1": b"\xff" * 8 + b"{}",
+    "length above the limit": (100_000_001).to_bytes(8, "little") + b"{}",
+    "git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    "no object": make_file(b"[]"),
+    "nothing": make_file(b""),
+    "space in front": make_file(b" {}"),
+    "rubbish behind": make_file(b"{} x"),
+    "zeros behind": make_file(b"{}\0\0"),
+    "not UTF-8": make_file(b'{"\xff":' + json.dumps(entry()).encode() + b"}", b"1234"),
+    "half a surrogate": make_file(b'{"\\ud800":' + json.dumps(entry()).encode() + b"}", b"1234"),
+    "an open object": make_file(b'{"a":'),
+    "deep arrays": make_file(b'{"a":' + b"[" * _DEEP),
+    "deep metadata": make_file(b'{"__metadata__":' + b"[" * _DEEP + b"]" * _DEEP + b"}"),
+    "deep shape": make_file({"a": 0}).replace(b"0}", b'{"shape":' + b"[" * _DEEP),
+    "trailing bytes": make_file({"a": entry()}, b"12345"),
+    "trailing bytes and no tensor": make_file({}, b"1"),
+    "overlap": make_file(
+        {"a": entry(), "b": entry(data_offsets=[2, 6])},
+        b"123456",
+    ),
+    "same bytes twice": make_file({"a": entry(), "b": entry()}, b"1234"),
+    "hole": make_file({"a": entry(), "b": entry(data_offsets=[5, 9])}, b"123456789"),
+    "hole in front": make_file({"a": entry(data_offsets=[1, 5])}, b"12345"),
+    "offsets the wrong way": make_file({"a": entry(data_offsets=[4, 0])}, b"1234"),
+    "negative offset": make_file({"a": entry(data_offsets=[-4, 0])}, b"1234"),
+    "offset of 2**63": make_file({"a": entry(data_offsets=[0, 2**63])}, b"1234"),
+    "offset of 2**64": make_file({"a": entry(data_offsets=[0, 2**64])}, b"1234"),
+    "three offsets": make_file({"a": entry(data_offsets=[0, 4, 4])}, b"1234"),
+    "one offset": make_file({"a": entry(data_offsets=[4])}, b"1234"),
+    "offset as text": make_file({"a": entry(data_offsets=["0", "4"])}, b"1234"),
+    "shape that overflows": make_file({"a": entry(shape=[2**32, 2**32, 4])}, b"1234"),
+    "shape that wraps around to the size": make_file({"a": entry(shape=[2**62 + 1, 4])}, b"1234"),
+    "shape of the wrong size": make_file({"a": entry(shape=[5])}, b"1234"),
+    "negative size": make_file({"a": entry(shape=[-4])}, b"1234"),
+    "two negative sizes": make_file({"a": entry(shape=[-2, -2])}, b"1234"),
+    "fraction as size": make_file({"a": entry(shape=[4.0])}, b"1234"),
+    "NaN as size": make_file({"a": entry(shape=[math.nan])}, b"1234"),
+    "true as size": make_file({"a": entry(shape=[True, 4])}, b"1234"),
+    "null as shape": make_file({"a": entry(shape=None)}, b"1234"),
+    "too many dimensions": make_file({"a": entry(shape=[1] * 65 + [4])}, b"1234"),
+    "digits without end": make_file(b'{"__metadata__":{"a":' + b"9" * 10_000 + b"}}"),
+    "unknown dtype": make_file({"a": entry(dtype="F7")}, b"1234"),
+    "dtype in small letters": make_file({"a": entry(dtype="u8")}, b"1234"),
+    "dtype as number": make_file({"a": entry(dtype=8)}, b"1234"),
+    "half a byte": make_file({"a": entry(dtype="F4", shape=[1], data_offsets=[0, 1])}, b"1"),
+    "no dtype": make_file({"a": {"shape": [4], "data_offsets": [0, 4]}}, b"1234"),
+    "a field too many": make_file({"a": entry(extra=1)}, b"1234"),
+    "tensor as list": make_file({"a": ["U8", [4], [0, 4]]}, b"1234"),
+    "tensor as null": make_file({"a": None}),
+    "metadata as list": make_file({"__metadata__": []}),
+    "metadata with a number": make_file({"__metadata__": {"a": 1}}),
+    "metadata as text": make_file({"__metadata__": "a"}),
+    "tensor twice": make_file(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), b"1234"),
+    "tensor twice, once escaped": make_file(
+        b'{"a":%b,"\\u0061":%b}' % ((json.dumps(entry()).encode(),) * 2), b"1234"
+    ),
+    "tensor twice, one inside another's bytes": make_file(
+        b'{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},"a":%b}'
+        % json.dumps(entry()).encode(),
+        b"1234",
+    ),
+    "field twice": make_file(
+        b'{"a":{"dtype":"F32","dtype":"U8","shape":[4],"data_offsets":[0,4]}}', b"1234"
+    ),
+    "field twice, once escaped": make_file(
+        b'{"a":{"dtype":"F32","\\u0064type":"U8","shape":[4],"data_offsets":[0,4]}}', b"1234"
+    ),
+    "metadata twice": make_file(b'{"__metadata__":{"a":"b"},"__metadata__":{"a":"c"}}'),
+    "metadata twice, the second mentions it": make_file(
+        b'{"__metadata__":{"a":"b"},"__metadata__":{"__metadata__":"c"}}'
+    ),
+    "key of the metadata twice": make_file(b'{"__metadata__":{"a":"b","a":"c"}}'),
+    "tensor twice, the metadata makes up for the count": make_file(
+        b'{"__metadata__":{"\\"dtype\\"":"","\\"shape\\"":"","\\"data_offsets\\"":""},'
+        b'"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2),
+        b"1234",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_lying_header_is_malformed(kind):
+    with pytest.raises(ShardMalformed, match=r"^model\.safetensors is not a valid") as caught:
+        read(MALFORMED[kind])
+    assert "download it again" in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_huge_length_takes_no_memory(monkeypatch):
+    monkeypatch.setattr(os, "pread", _forbid_large(os.pread))
+    with pytest.raises(ShardMalformed, match="claims 9223372036854775808 bytes"):
+        read(MALFORMED["length of 2**63"])
+    with pytest.raises(ShardTruncated):
+        read((99_999_999).to_bytes(8, "little") + b"{}")
+
+
+def _forbid_large(pread):
+    def read_little(fd, nbytes, offset):
+        assert nbytes < 1000
+        return pread(fd, nbytes, offset)
+
+    return read_little
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {},
+        {"__metadata__": {}},
+        {"dtype": entry()},
+        {"shape": entry(), "data_offsets": entry(data_offsets=[4, 8]), "dtype": entry(shape=[0], data_offsets=[8, 8])},
+        {"a": entry(), "__metadata__": {'"dtype"': '"shape"', "__metadata__": "data_offsets"}},
+        {'quo"te\\': entry()},
+        {"a": entry(shape=[1, 4, 1])},
+        {"a": entry(shape=[0, 7], data_offsets=[0, 0]), "b": entry()},
+    ],
+)
+def test_unusual_but_true_header_is_accepted(header):
+    count = max((e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0)
+    assert len(read(make_file(header, bytes(count))).tensors) == len(header) - (
+        "__metadata__" in header
+    )
+
+
+def test_error_mentions_the_tensor():
+    with pytest.raises(ShardMalformed, match="tensor 'b' overlaps the one before it"):
+        read(MALFORMED["overlap"])
+    with pytest.raises(ShardMalformed, match="tensor 'b' follows a hole"):
+        read(MALFORMED["hole"])
+    with pytest.raises(ShardMalformed, match="git lfs pull"):
+        read(MALFORMED["git-lfs pointer"])

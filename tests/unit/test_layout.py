@@ -1,0 +1,219 @@
+"""Where tensors go in a segment: every byte once, aligned, in pieces, and safetensors reads it."""
+
+import contextlib
+import os
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmload import _digest, _layout
+from shmload._digest import combine_digests, digest_data
+from shmload._dtypes import FLOATS, NBITS, TORCH_NAMES
+from shmload._header import read_header
+from shmload._layout import lay_out, needs_conversion, read_digest
+from shmload._linux import PAGE_NBYTES
+from shmload.workers.fill import Filler
+
+_PIECE_NBYTES = 256  # instead of 64 MiB, so that small tensors are cut too
+_DTYPES = sorted(name for name in TORCH_NAMES if NBITS[name] >= 8)
+_shapes = st.lists(st.integers(0, 40), max_size=2)
+_tensors = st.dictionaries(
+    st.text("abc.", min_size=1, max_size=6),
+    st.tuples(st.sampled_from(_DTYPES), _shapes),
+    max_size=8,
+)
+_targets = st.sampled_from([None, "F32", "BF16", "F16", "F8_E4M3", "F64"])
+
+
+def make_tensors(described):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, (dtype, shape) in described.items():
+        kind = getattr(torch, TORCH_NAMES[dtype])
+        values = torch.randn(shape, generator=generator)
+        if dtype == "BOOL":
+            values = values > 0
+        elif dtype not in FLOATS and dtype != "C64":
+            values = values.abs() * 9
+        tensors[name] = values.to(kind)
+    return tensors
+
+
+def converting(target, exceptions=()):
+    """Make a rule: all floats become `target` but those of some names."""
+
+    def dtype_of(tensor):
+        if target is None or tensor.dtype not in FLOATS or tensor.name in exceptions:
+            return tensor.dtype
+        return target
+
+    return dtype_of
+
+
+@contextlib.contextmanager
+def in_memory(content=b""):
+    fd = os.memfd_create("layout")
+    try:
+        os.write(fd, content)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def small_pieces():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_layout, "PIECE_NBYTES", _PIECE_NBYTES)
+        patch.setattr(_digest, "PIECE_NBYTES", _PIECE_NBYTES)
+        yield
+
+
+def lay_out_file(fd, dtype_of, **metadata):
+    return lay_out(read_header(fd, "model.safetensors"), dtype_of, metadata)
+
+
+def run_nbytes(run):
+    return run.count * NBITS[run.target] // 8
+
+
+@given(_tensors, _targets)
+def test_pieces_cover_the_data_once_in_order_and_are_small(described, target):
+    content = safetensors.torch.save(make_tensors(described))
+    with small_pieces(), in_memory(content) as fd:
+        layout = lay_out_file(fd, converting(target))
+        position, begin = len(layout.header), len(layout.header)
+        for number, piece in enumerate(layout.pieces):
+            assert piece
+            for run in piece:
+                assert run.target_offset == position
+                assert run.count > 0
+                position += run_nbytes(run)
+            is_last = number == len(layout.pieces) - 1
+            assert position - begin == _PIECE_NBYTES or (is_last and position - begin < _PIECE_NBYTES)
+            begin = position
+        assert position == layout.nbytes == len(layout.header) + layout.data_nbytes
+        read = sum(r.count * NBITS[r.source] // 8 for piece in layout.pieces for r in piece)
+        assert read == layout.read_nbytes == len(content) - 8 - int.from_bytes(content[:8], "little")
+
+
+@given(_tensors, _targets, st.sets(st.text("abc.", min_size=1, max_size=2)))
+def test_filled_segment_is_read_by_safetensors_as_torchs_conversion(described, target, exceptions):
+    tensors = make_tensors(described)
+    with small_pieces(), in_memory(safetensors.torch.save(tensors)) as source, in_memory() as fd:
+        layout = lay_out_file(source, converting(target, exceptions), origin="here")
+        os.ftruncate(fd, layout.nbytes)
+        os.pwrite(fd, layout.header, 0)
+        filler = Filler()
+        digests = [filler.fill(source, fd, piece, lambda _: None) for piece in layout.pieces]
+        # The digest of what the worker wrote is the one that `verify` computes from the segment.
+        header = read_header(fd, "segment")
+        assert digest_data(fd, header) == combine_digests(digests)
+        # Not safetensors.torch.load: it lacks some of the dtypes.
+        found = dict(safetensors.deserialize(os.pread(fd, layout.nbytes, 0)))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        if target and tensor.is_floating_point() and name not in exceptions:
+            tensor = tensor.to(getattr(torch, TORCH_NAMES[target]))  # noqa: PLW2901
+        assert tuple(found[name]["shape"]) == tensor.shape
+        assert TORCH_NAMES[found[name]["dtype"]] == str(tensor.dtype).removeprefix("torch.")
+        assert bytes(found[name]["data"]) == bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+@given(_tensors, _targets)
+def test_tensors_are_aligned(described, target):
+    with in_memory(safetensors.torch.save(make_tensors(described))) as fd:
+        layout = lay_out_file(fd, converting(target))
+    assert len(layout.header) % PAGE_NBYTES == 0
+    with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
+        for spec in read_header(fd, "segment").tensors:
+            assert spec.begin * 8 % NBITS[spec.dtype] == 0
+            if spec.nbytes % 64 == 0:
+                assert spec.begin % 64 == 0
+
+
+@given(_tensors)
+def test_order_of_the_shard_stays_within_an_alignment(described):
+    with in_memory(safetensors.torch.save(make_tensors(described))) as fd:
+        before = [spec for spec in read_header(fd, "shard").tensors if spec.nbytes % 64 == 0]
+        layout = lay_out_file(fd, converting(None))
+    with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
+        after = [spec for spec in read_header(fd, "segment").tensors if spec.nbytes % 64 == 0]
+    # Those of no bytes stand wherever they do.
+    assert [s.name for s in before if s.nbytes] == [s.name for s in after if s.nbytes]
+
+
+def test_many_small_neighbours_become_one_run():
+    tensors = {f"{number:04}": torch.full((16,), number, dtype=torch.int32) for number in range(999)}
+    with in_memory(safetensors.torch.save(tensors)) as fd:
+        layout = lay_out_file(fd, converting(None))
+    ((run,),) = layout.pieces
+    assert run.count == 999 * 64
+
+
+def test_large_tensor_is_cut_at_64_mib_of_the_segment():
+    # A shard of 600 MB of which only the header exists.
+    tensors = {"big": torch.empty(150_000_000, device="meta")}
+    header = b'{"big":{"dtype":"F32","shape":[150000000],"data_offsets":[0,600000000]}}'
+    with in_memory(len(header).to_bytes(8, "little") + header) as fd:
+        os.ftruncate(fd, 8 + len(header) + 600_000_000)
+        layout = lay_out_file(fd, converting("BF16"))
+    assert tensors["big"].numel() == sum(run.count for piece in layout.pieces for run in piece)
+    sizes = [sum(map(run_nbytes, piece)) for piece in layout.pieces]
+    assert sizes[:-1] == [64 << 20] * 4
+    assert 0 < sizes[-1] <= 64 << 20
+
+
+def test_header_keeps_the_shards_metadata_and_has_room_for_the_digest():
+    with in_memory(safetensors.torch.save({"a": torch.ones(3)}, {"format": "pt", "x": "y"})) as fd:
+        layout = lay_out_file(fd, converting(None), origin="here")
+    with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
+        metadata = read_header(fd, "segment").metadata
+        assert metadata["format"] == "pt"
+        assert metadata["x"] == "y"
+        assert metadata["origin"] == "here"
+        assert read_digest(metadata) is None  # not complete
+        os.pwrite(fd, b"0123456789abcdef" * 2, layout.digest_offset)
+        assert read_digest(read_header(fd, "segment").metadata) == "0123456789abcdef" * 2
+
+
+def test_shard_without_metadata_gets_the_framework_that_transformers_asks_for():
+    with in_memory(safetensors.torch.save({"a": torch.ones(3)})) as fd:
+        layout = lay_out_file(fd, converting(None))
+    with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
+        assert read_header(fd, "segment").metadata["format"] == "pt"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"shmload.digest": "f" * 32},
+        {'"shmload.digest":"': '"shmload.digest":"'},
+        {"a": '"shmload.digest":"00000000000000000000000000000000"'},
+    ],
+)
+def test_shard_that_imitates_the_digest_does_not_shift_it(metadata):
+    # Such as a segment that is itself given as a source.
+    with in_memory(safetensors.torch.save({'"shmload.digest":"': torch.ones(3)}, metadata)) as fd:
+        layout = lay_out_file(fd, converting(None))
+    with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
+        assert read_digest(read_header(fd, "segment").metadata) is None
+        os.pwrite(fd, b"e" * 32, layout.digest_offset)
+        assert read_digest(read_header(fd, "segment").metadata) == "e" * 32
+
+
+def test_shard_of_no_tensors_is_a_header_alone():
+    with in_memory(safetensors.torch.save({})) as fd:
+        layout = lay_out_file(fd, converting("BF16"))
+    assert (layout.pieces, layout.data_nbytes, layout.read_nbytes) == ((), 0, 0)
+
+
+def test_need_of_a_conversion_is_seen():
+    with in_memory(safetensors.torch.save({"a": torch.ones(3), "b": torch.ones(3).long()})) as fd:
+        header = read_header(fd, "shard")
+    assert needs_conversion(header, converting("BF16"))
+    assert not needs_conversion(header, converting("BF16", {"a"}))
+    assert not needs_conversion(header, converting("F32"))
+    assert not needs_conversion(header, converting(None))

@@ -1,0 +1,435 @@
+"""The questions to the kernel, each with every answer it can give."""
+
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from shmload._errors import SegmentUntrusted, ShardMissing, ShardUnreadable, ShmloadError
+from shmload._identity import name_prefix
+from shmload._linux import (
+    PAGE_NBYTES,
+    SHM_DIR,
+    cgroup_free_nbytes,
+    inode_of,
+    is_cached,
+    is_named,
+    is_remote,
+    is_touched,
+    machine_free_nbytes,
+    mappings,
+    open_source,
+    read_ahead,
+    shm_free_nbytes,
+    shm_open,
+    shm_rename,
+    shm_unlink,
+    try_lock,
+    unlock,
+    wait_lock,
+)
+
+
+@pytest.fixture
+def name(evicts):
+    return f"{name_prefix()}{secrets.token_hex(15)}"
+
+
+@pytest.fixture
+def fd(name):
+    """A shared memory object that this process has open for writing."""
+    opened = shm_open(name, create=True, writable=True)
+    yield opened
+    os.close(opened)
+
+
+# Names --------------------------------------------------------------------------------------------
+
+
+def test_object_that_is_not_there_is_none(name):
+    assert shm_open(name) is None
+    assert shm_open(name, writable=True) is None
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o777])
+def test_created_object_is_private_whatever_the_umask(name, umask):
+    before = os.umask(umask)
+    try:
+        fd = shm_open(name, create=True, writable=True)
+    finally:
+        os.umask(before)
+    found = os.stat(SHM_DIR / name)
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert found.st_size == 0
+    os.close(fd)
+
+
+def test_descriptor_is_not_inherited_and_reads_or_writes_as_asked(fd, name):
+    assert not os.get_inheritable(fd)
+    assert os.pwrite(fd, b"x", 0) == 1
+    reader = shm_open(name)
+    assert os.pread(reader, 1, 0) == b"x"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(reader, b"y", 0)
+    os.close(reader)
+
+
+def test_second_creation_opens_the_first(fd, name):
+    os.pwrite(fd, b"first", 0)
+    again = shm_open(name, create=True, writable=True)
+    assert os.pread(again, 5, 0) == b"first"
+    os.close(again)
+
+
+def plant_link(path):
+    path.symlink_to("/etc/passwd")
+
+
+def plant_dangling_link(path):
+    path.symlink_to("/dev/shm/nothing-there")
+
+
+def plant_fifo(path):
+    os.mkfifo(path)
+
+
+def plant_directory(path):
+    path.mkdir()
+
+
+def plant_open_file(path):
+    path.write_bytes(b"evil")
+    path.chmod(0o644)
+
+
+def plant_anothers_file(path):
+    path.write_bytes(b"evil")
+    path.chmod(0o600)
+    os.chown(path, 65534, 65534)
+
+
+def plant_anothers_fifo(path):
+    plant_fifo(path)
+    os.chown(path, 65534, 65534)
+
+
+_NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+
+@pytest.mark.timeout(10)  # opening a FIFO can block for ever
+@pytest.mark.parametrize("kwargs", [{}, {"writable": True}, {"create": True, "writable": True}])
+@pytest.mark.parametrize(
+    "plant",
+    [
+        plant_link,
+        plant_dangling_link,
+        plant_fifo,
+        plant_directory,
+        plant_open_file,
+        pytest.param(plant_anothers_file, marks=_NEEDS_ROOT),
+        pytest.param(plant_anothers_fifo, marks=_NEEDS_ROOT),
+    ],
+)
+def test_planted_name_is_not_trusted(name, plant, kwargs):
+    plant(SHM_DIR / name)
+    with pytest.raises(SegmentUntrusted, match=rf"/dev/shm/{name} is not trusted: .* remove it"):
+        shm_open(name, **kwargs)
+    assert os.path.lexists(SHM_DIR / name)
+
+
+def test_name_can_go_twice(fd, name):
+    shm_unlink(name)
+    shm_unlink(name)
+    assert not (SHM_DIR / name).exists()
+
+
+def test_rename_is_seen_by_the_descriptor(fd, name):
+    assert is_named(fd, name)
+    other = name[:-1] + ("0" if name[-1] != "0" else "1")
+    shm_rename(name, other)
+    assert not is_named(fd, name)
+    assert is_named(fd, other)
+    os.close(shm_open(name, create=True, writable=True))
+    assert not is_named(fd, name)  # another object of that name
+
+
+# Locks --------------------------------------------------------------------------------------------
+
+
+def test_shared_locks_exclude_an_exclusive_one(fd, name):
+    first, second = shm_open(name), shm_open(name)
+    try:
+        assert try_lock(first, exclusive=False)
+        assert try_lock(second, exclusive=False)
+        assert not try_lock(fd, exclusive=True)
+        unlock(first)
+        assert not try_lock(fd, exclusive=True)
+        unlock(second)
+        assert try_lock(fd, exclusive=True)
+        assert not try_lock(first, exclusive=False)
+    finally:
+        os.close(first)
+        os.close(second)
+
+
+def test_waiting_for_a_lock_ends_with_the_lock_or_the_deadline(fd, name):
+    other = shm_open(name)
+    try:
+        assert try_lock(other, exclusive=True)
+        assert not wait_lock(fd, exclusive=False, timeout_s=0.03)
+    finally:
+        os.close(other)
+    assert wait_lock(fd, exclusive=False, timeout_s=0.0)
+
+
+def test_killed_process_gives_its_lock_back(fd, name, child):
+    other = child(
+        "import fcntl, sys\n"
+        "file = open(sys.argv[1])\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('LOCKED', flush=True)\n"
+        "sys.stdin.read()",
+        SHM_DIR / name,
+    )
+    other.expect("LOCKED")
+    assert not try_lock(fd, exclusive=False)
+    other.end()
+    assert try_lock(fd, exclusive=True)
+
+
+# Source files -------------------------------------------------------------------------------------
+
+
+def test_source_is_opened_for_reading_and_not_inherited(tmp_path):
+    path = tmp_path / "shard"
+    path.write_bytes(b"abc")
+    fd = open_source(path)
+    assert os.pread(fd, 9, 0) == b"abc"
+    assert not os.get_inheritable(fd)
+    assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    os.close(fd)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("kind", ["fifo", "directory", "socket", "/dev/null", "/dev/tty"])
+def test_source_that_is_no_regular_file_is_refused_at_once(tmp_path, kind):
+    path = tmp_path / "shard"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    else:
+        path = kind
+    with pytest.raises(ShardUnreadable, match=str(path)):
+        open_source(path)
+
+
+def test_source_that_is_missing_is_missing(tmp_path):
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for name in ("nothing", "dangling"):
+        with pytest.raises(ShardMissing, match=str(tmp_path / name)):
+            open_source(tmp_path / name)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ShardUnreadable, match="symbolic links"):
+        open_source(tmp_path / "loop")
+
+
+def test_local_directory_is_not_remote(tmp_path):
+    assert not is_remote(os.stat(tmp_path).st_dev)
+    assert not is_remote(os.stat("/proc").st_dev)
+    assert not is_remote(os.makedev(4095, 1))  # nothing is mounted from there
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("nfs4", True), ("fuse.sshfs", True), ("ext4", False)])
+def test_file_system_is_told_by_its_kind(monkeypatch, tmp_path, kind, wanted):
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        f"22 21 0:99 / /net\\040drive rw,relatime shared:2 master:3 - {kind} server:/x rw\n"
+    )
+    really_open = open
+    monkeypatch.setattr(
+        "builtins.open",
+        lambda path, *args: really_open(mounts if path == "/proc/self/mountinfo" else path, *args),
+    )
+    assert is_remote(os.makedev(0, 99)) is wanted
+    assert not is_remote(os.makedev(8, 1))
+
+
+def test_file_just_written_is_cached(tmp_path):
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(1 << 20))
+    fd = open_source(path)
+    assert is_cached(fd, 1 << 20)
+    assert is_cached(fd, 0)
+    read_ahead(fd)
+    os.close(fd)
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def test_room_is_what_the_file_system_and_the_machine_have():
+    found = os.statvfs("/dev/shm")
+    assert 0 < shm_free_nbytes() <= found.f_blocks * found.f_frsize
+    assert 0 < machine_free_nbytes()
+
+
+def test_machine_without_the_estimate_is_an_error(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 8 kB\nMemAvailable:      3 kB\n")
+    assert machine_free_nbytes(meminfo) == 3 * 1024
+    meminfo.write_text("MemTotal: 8 kB\n")
+    with pytest.raises(ShmloadError, match="MemAvailable"):
+        machine_free_nbytes(meminfo)
+
+
+class Cgroups:
+    """A made-up control group file system, and the membership of a process in it."""
+
+    def __init__(self, root):
+        self.root = root / "cgroup"
+        self.membership = root / "membership"
+        self.root.mkdir()
+        self.membership.write_text("")
+
+    def add(self, group, limit, used, **statistics):
+        folder = self.root / group
+        folder.mkdir(parents=True, exist_ok=True)
+        names = ("memory.max", "memory.current")
+        if group.split("/")[0] == "memory":
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        for name, value in zip(names, (limit, used), strict=True):
+            (folder / name).write_text(f"{value}\n")
+        lines = (f"{name} {value}\n" for name, value in statistics.items())
+        (folder / "memory.stat").write_text("anon 999999\n" + "".join(lines))
+
+    def join(self, *lines):
+        self.membership.write_text("".join(f"{line}\n" for line in lines))
+
+    @property
+    def free(self):
+        return cgroup_free_nbytes(self.root, self.membership)
+
+
+@pytest.fixture
+def cgroups(tmp_path):
+    return Cgroups(tmp_path)
+
+
+def test_group_leaves_its_limit_less_its_use(cgroups):
+    cgroups.join("0::/pod/box")
+    cgroups.add("pod/box", 1000, 400)
+    assert cgroups.free == 600
+
+
+def test_page_cache_counts_as_free_and_shared_memory_does_not(cgroups):
+    cgroups.join("0::/box")
+    cgroups.add("box", 1000, 900, inactive_file=300, active_file=50, shmem=500, inactive_anon=7)
+    assert cgroups.free == 450
+
+
+def test_tightest_ancestor_counts(cgroups):
+    cgroups.join("0::/pod/box")
+    cgroups.add("pod/box", "max", 400)
+    cgroups.add("pod", 500, 450)
+    cgroups.add("", 10_000, 400)
+    assert cgroups.free == 50
+
+
+def test_group_over_its_limit_leaves_nothing(cgroups):
+    cgroups.join("0::/box")
+    cgroups.add("box", 1000, 1200)
+    assert cgroups.free == 0
+
+
+def test_no_limit_is_none(cgroups):
+    assert cgroups.free is None
+    cgroups.join("0::/box")
+    assert cgroups.free is None  # files that are not there
+    cgroups.add("box", "max", 400)
+    assert cgroups.free is None
+    cgroups.membership.unlink()
+    assert cgroups.free is None
+
+
+def test_first_version_is_read_too(cgroups):
+    cgroups.join("12:cpu,cpuacct:/box", "5:memory:/docker/box", "1:name=systemd:/box", "0::/box")
+    cgroups.add("memory/docker/box", 9223372036854771712, 400)  # how it writes "no limit"
+    assert cgroups.free is None
+    cgroups.add("memory/docker", 1000, 900, total_inactive_file=60, inactive_file=5)
+    assert cgroups.free == 160
+    cgroups.add("box", 150, 100)
+    assert cgroups.free == 50
+
+
+def test_group_outside_the_namespace_is_no_error(cgroups):
+    cgroups.join("0::/../../box")
+    cgroups.add("", 1000, 100)
+    assert cgroups.free in (None, 900)
+
+
+def test_real_group_can_be_read():
+    free = cgroup_free_nbytes()
+    assert free is None or free >= 0
+
+
+# Mappings -----------------------------------------------------------------------------------------
+
+
+def test_mapping_of_a_file_is_found_by_inode(fd):
+    os.ftruncate(fd, 4 * PAGE_NBYTES)
+    inode = inode_of(os.fstat(fd))
+    assert mappings({inode}) == []
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY), mmap.mmap(fd, PAGE_NBYTES, access=mmap.ACCESS_COPY):
+        found = mappings({inode})
+        assert sorted(m.end - m.start for m in found) == [PAGE_NBYTES, 4 * PAGE_NBYTES]
+        assert {m.inode for m in found} == {inode}
+        assert mappings(set()) == []
+    assert mappings({inode}) == []
+
+
+def test_mapping_of_a_file_without_a_name_is_found(fd, name):
+    os.ftruncate(fd, PAGE_NBYTES)
+    shm_unlink(name)
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY):
+        assert len(mappings({inode_of(os.fstat(fd))})) == 1
+
+
+@pytest.mark.parametrize("place", [0, 100, 255])
+@pytest.mark.parametrize("access", ["read", "write"])
+def test_touched_page_is_told_from_one_that_is_not(fd, access, place):
+    os.ftruncate(fd, 256 * PAGE_NBYTES)
+    os.pwrite(fd, b"\1" * 256 * PAGE_NBYTES, 0)
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) as mapped:
+        mapped.madvise(mmap.MADV_RANDOM)
+        (mapping,) = mappings({inode_of(os.fstat(fd))})
+        assert not is_touched(mapping.start, mapping.end)
+        if access == "read":
+            assert mapped[place * PAGE_NBYTES] == 1
+        else:
+            mapped[place * PAGE_NBYTES] = 2
+        assert is_touched(mapping.start, mapping.end)
+        page = mapping.start + place * PAGE_NBYTES
+        assert is_touched(page, page + PAGE_NBYTES)
+        # Only pages that lie wholly in the range count.
+        assert not is_touched(page + 1, page + PAGE_NBYTES)
+        assert not is_touched(page, page + PAGE_NBYTES - 1)
+        assert not is_touched(page, page)
+
+
+def test_child_sees_the_same_shared_memory(fd, name):
+    # What isolates the tests must not separate them from their workers.
+    os.pwrite(fd, b"seen", 0)
+    code = f"print(open('/dev/shm/{name}').read())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "seen\n"

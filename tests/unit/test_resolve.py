@@ -1,0 +1,296 @@
+"""Which files a source stands for, and which sources are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shmload._errors import IndexMalformed, ShardMissing, SourceNotFound, UnknownComponent
+from shmload._resolve import resolve
+
+PIPELINE = {
+    "_class_name": "StableDiffusionPipeline",
+    "_diffusers_version": "0.35.2",
+    "requires_safety_checker": True,
+    "scheduler": ["diffusers", "DDIMScheduler"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
+MODELS = {
+    "text_encoder/model.safetensors": b"",
+    "text_encoder/config.json": {"architectures": ["CLIPTextModel"], "d": 1},
+    "unet/diffusion_pytorch_model.safetensors": b"",
+    "unet/config.json": {"_class_name": "UNet2DConditionModel"},
+    "vae/diffusion_pytorch_model.safetensors": b"",
+    "vae/config.json": {"_class_name": "AutoencoderKL"},
+    "scheduler/scheduler_config.json": {},
+    "tokenizer/vocab.json": {},
+}
+
+
+def write(root, files):
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return root
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    return write(tmp_path / "pipeline", {"model_index.json": PIPELINE, **MODELS})
+
+
+def found(root, **kwargs):
+    """Return what is found as {component: [names of shards]}."""
+    source = resolve(root, root, **kwargs)
+    return {c.component: [path.name for path in c.shards] for c in source.checkpoints}
+
+
+def index_of(*names):
+    return {"weight_map": {f"tensor{number}": name for number, name in enumerate(names)}}
+
+
+def test_pipeline_is_its_components(pipeline):
+    source = resolve("given", pipeline)
+    assert source.given == "given"
+    assert source.is_pipeline
+    assert source.class_name == "StableDiffusionPipeline"
+    assert source.components == ("scheduler", "text_encoder", "tokenizer", "unet", "vae")
+    text_encoder, unet, vae = source.checkpoints
+    assert (text_encoder.library, text_encoder.class_name) == ("transformers", "CLIPTextModel")
+    assert text_encoder.config == {"architectures": ["CLIPTextModel"], "d": 1}
+    assert text_encoder.shards == (pipeline / "text_encoder" / "model.safetensors",)
+    assert (unet.component, unet.folder) == ("unet", pipeline / "unet")
+    assert vae.shards == (pipeline / "vae" / "diffusion_pytorch_model.safetensors",)
+
+
+def test_only_the_components_asked_for(pipeline):
+    assert list(found(pipeline, components=["vae"])) == ["vae"]
+    assert list(found(pipeline, components=["scheduler"])) == []
+    with pytest.raises(UnknownComponent, match="'vea'.*scheduler, text_encoder, tokenizer, unet"):
+        found(pipeline, components=["vea"])
+
+
+def test_component_passed_in_is_left_out(pipeline):
+    assert list(found(pipeline, passed={"unet": object(), "torch_dtype": 1})) == [
+        "text_encoder",
+        "vae",
+    ]
+
+
+def test_component_passed_in_may_be_broken(pipeline):
+    (pipeline / "unet" / "diffusion_pytorch_model.safetensors.index.json").write_text("{")
+    assert "unet" not in found(pipeline, passed=["unet"])
+    with pytest.raises(IndexMalformed):
+        found(pipeline)
+
+
+def test_component_listed_as_absent_has_no_weights_even_if_it_has_files(pipeline):
+    write(pipeline, {"model_index.json": PIPELINE | {"vae": [None, None]}})
+    assert list(found(pipeline)) == ["text_encoder", "unet"]
+    assert "vae" in resolve(pipeline, pipeline).components
+
+
+def test_pipeline_class_in_the_repositorys_own_code_is_left_to_the_library(pipeline):
+    write(pipeline, {"model_index.json": PIPELINE | {"_class_name": ["pipeline", "MyPipeline"]}})
+    assert resolve(pipeline, pipeline).class_name == ""
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc", "a/b", "..", "."])
+def test_component_outside_the_pipeline_is_refused(pipeline, name):
+    write(pipeline.parent / "outside", {"diffusion_pytorch_model.safetensors": b""})
+    index = PIPELINE | {name: ["diffusers", "AutoencoderKL"]}
+    write(pipeline, {"model_index.json": index})
+    with pytest.raises(IndexMalformed, match=r"model_index\.json.*outside"):
+        found(pipeline)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"1", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000]
+)
+@pytest.mark.parametrize(
+    "name",
+    ["model_index.json", "unet/config.json", "unet/diffusion_pytorch_model.safetensors.index.json"],
+)
+def test_json_that_is_none_is_refused_by_name(pipeline, name, content):
+    write(pipeline, {name: content})
+    with pytest.raises(IndexMalformed) as caught:
+        found(pipeline)
+    assert str(caught.value).startswith(str(pipeline / name))
+    assert "download the checkpoint again" in str(caught.value)
+
+
+# Weight files -------------------------------------------------------------------------------------
+
+_D, _T = "diffusion_pytorch_model", "model"
+
+
+@pytest.mark.parametrize(
+    ("files", "variant", "wanted"),
+    [
+        ({f"{_D}.safetensors": b""}, None, [f"{_D}.safetensors"]),
+        ({f"{_T}.safetensors": b""}, None, [f"{_T}.safetensors"]),
+        # A component without the variant is loaded from its plain files.
+        ({f"{_D}.safetensors": b""}, "fp16", [f"{_D}.safetensors"]),
+        ({f"{_D}.safetensors": b"", f"{_D}.fp16.safetensors": b""}, None, [f"{_D}.safetensors"]),
+        (
+            {f"{_D}.safetensors": b"", f"{_D}.fp16.safetensors": b""},
+            "fp16",
+            [f"{_D}.fp16.safetensors"],
+        ),
+        ({f"{_D}.non_ema.safetensors": b"", f"{_D}.safetensors": b""}, None, [f"{_D}.safetensors"]),
+        # An index comes first in diffusers, the single file in transformers.
+        (
+            {
+                f"{_D}.safetensors": b"",
+                f"{_D}.safetensors.index.json": index_of("a.safetensors"),
+                "a.safetensors": b"",
+            },
+            None,
+            ["a.safetensors"],
+        ),
+        (
+            {
+                f"{_T}.safetensors": b"",
+                f"{_T}.safetensors.index.json": index_of("a.safetensors"),
+                "a.safetensors": b"",
+            },
+            None,
+            [f"{_T}.safetensors"],
+        ),
+        (
+            {
+                f"{_T}.safetensors.index.json": index_of("b.safetensors", "a.safetensors"),
+                "a.safetensors": b"",
+                "b.safetensors": b"",
+                "c.safetensors": b"",
+            },
+            None,
+            ["a.safetensors", "b.safetensors"],
+        ),
+        (
+            {
+                f"{_T}.safetensors.index.fp16.json": index_of(f"{_T}.fp16-00001-of-00001.safetensors"),
+                f"{_T}.fp16-00001-of-00001.safetensors": b"",
+                f"{_T}.safetensors": b"",
+            },
+            "fp16",
+            [f"{_T}.fp16-00001-of-00001.safetensors"],
+        ),
+        # Left to the library.
+        ({f"{_D}.bin": b""}, None, None),
+        ({"pytorch_model.bin": b""}, None, None),
+        ({"lora.safetensors": b""}, None, None),
+    ],
+)
+def test_weight_files_are_those_the_libraries_choose(tmp_path, files, variant, wanted):
+    if wanted is None:
+        with pytest.raises(SourceNotFound, match="without model_index.json or safetensors"):
+            resolve(tmp_path, write(tmp_path, files))
+    else:
+        assert found(write(tmp_path, files), variant=variant) == {"": wanted}
+
+
+def test_single_file_is_itself(tmp_path):
+    path = write(tmp_path, {"anything.safetensors": b""}) / "anything.safetensors"
+    (checkpoint,) = resolve(path, path).checkpoints
+    assert checkpoint.shards == (path,)
+    assert checkpoint.class_name == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "library", "class_name"),
+    [
+        ({"_class_name": "AutoencoderKL"}, "diffusers", "AutoencoderKL"),
+        ({"architectures": ["CLIPTextModel"]}, "transformers", "CLIPTextModel"),
+        ({"architectures": []}, "", ""),
+        ({"architectures": None}, "", ""),
+        ({}, "", ""),
+    ],
+)
+def test_component_alone_says_its_class(tmp_path, config, library, class_name):
+    write(tmp_path, {"config.json": config, f"{_T}.safetensors": b""})
+    (checkpoint,) = resolve(tmp_path, tmp_path).checkpoints
+    assert (checkpoint.library, checkpoint.class_name) == (library, class_name)
+
+
+@pytest.mark.parametrize("architectures", ["CLIPTextModel", {"a": 1}, 7, [7], [["a"]]])
+def test_class_that_is_no_name_is_unknown_or_malformed(tmp_path, architectures):
+    write(tmp_path, {"config.json": {"architectures": architectures}, f"{_T}.safetensors": b""})
+    try:
+        (checkpoint,) = resolve(tmp_path, tmp_path).checkpoints
+    except IndexMalformed:
+        return
+    assert checkpoint.class_name in ("", "CLIPTextModel")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.safetensors",
+        "/etc/passwd",
+        "sub/inside.safetensors",
+        "",
+        ".",
+        "..",
+        "../pipeline/unet/a.safetensors",
+        "./a.safetensors",
+    ],
+)
+def test_index_that_points_elsewhere_is_refused(pipeline, name):
+    write(pipeline, {"outside.safetensors": b"", "unet/sub/inside.safetensors": b"", "unet/a.safetensors": b""})
+    index = f"unet/{_D}.safetensors.index.json"
+    write(pipeline, {index: index_of("a.safetensors", name)})
+    with pytest.raises(IndexMalformed, match="outside its own directory") as caught:
+        found(pipeline)
+    assert str(pipeline / index) in str(caught.value)
+
+
+def test_link_to_a_shard_elsewhere_is_fine(pipeline):
+    # So every hub cache is made.
+    path = pipeline / "unet" / f"{_D}.safetensors"
+    path.rename(pipeline.parent / "blob")
+    path.symlink_to("../../blob")
+    assert "unet" in found(pipeline)
+
+
+def test_shard_that_is_not_there_is_missing_by_name_and_by_index(pipeline):
+    index = f"unet/{_D}.safetensors.index.json"
+    write(pipeline, {index: index_of("gone.safetensors")})
+    with pytest.raises(ShardMissing) as caught:
+        found(pipeline)
+    assert str(pipeline / "unet" / "gone.safetensors") in str(caught.value)
+    assert str(pipeline / index) in str(caught.value)
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_dangling_link_is_missing(pipeline):
+    path = pipeline / "unet" / "a.safetensors"
+    path.symlink_to("nowhere")
+    write(pipeline, {f"unet/{_D}.safetensors.index.json": index_of("a.safetensors")})
+    with pytest.raises(ShardMissing):
+        found(pipeline)
+
+
+def test_model_without_its_weights_is_missing_them(pipeline):
+    (pipeline / "unet" / f"{_D}.safetensors").unlink()
+    with pytest.raises(ShardMissing, match=rf"{_D}\.safetensors"):
+        found(pipeline)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], "a", {"a": 1}, {"a": None}, {"a": ["b"]}])
+def test_weight_map_that_is_none_is_refused(pipeline, weight_map):
+    write(pipeline, {f"unet/{_D}.safetensors.index.json": {"weight_map": weight_map}})
+    with pytest.raises((IndexMalformed, ShardMissing), match="unet"):
+        found(pipeline)
+
+
+def test_nothing_there_is_not_found(tmp_path):
+    for path in (tmp_path / "nothing", Path("/dev/null")):
+        with pytest.raises(SourceNotFound):
+            resolve(path, path)
+    with pytest.raises(SourceNotFound, match="without model_index.json"):
+        resolve(tmp_path, tmp_path)
