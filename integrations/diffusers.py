@@ -8,14 +8,14 @@ built again.
 """
 
 import contextlib
-import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shmload._collector import paused_gc
 from shmload._dtypes import TORCH_NAMES, parse_dtype
 from shmload._errors import SourceNotFound
 from shmload._hub import find_source
@@ -95,7 +95,7 @@ def load_pipeline(
 
     rules = choose_rules(likely_rule)
     with (
-        _paused_gc(),
+        paused_gc(),
         Progress(progress, found.root.name) as counter,
         contextlib.ExitStack() as loads,
     ):
@@ -229,25 +229,6 @@ class _Build:
                 forget_rule(checkpoint, self._torch_dtype)
                 is_wrong = True
         return is_wrong
-
-
-@contextlib.contextmanager
-def _paused_gc() -> Iterator[None]:
-    """Keep the cyclic collector off: imports and builds make many objects and no garbage.
-
-    It is 35 to 40 % of the time of a load of many tensors. Turned on again, its first run would
-    visit all of them (0.2 s); a freeze and its undoing count them as old instead, at no cost.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if gc.get_freeze_count() == 0:  # or the undoing would undo the user's own
-            gc.freeze()
-            gc.unfreeze()
-        if was_enabled:
-            gc.enable()
 
 
 def _import_classes(source: Source) -> None:

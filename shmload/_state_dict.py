@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shmload._collector import paused_gc
 from shmload._dtypes import TORCH_NAMES, parse_dtype
 from shmload._errors import ShardMalformed
 from shmload._header import read_header
@@ -51,6 +52,7 @@ def load_state_dict(
     rule = Rule(target=None if dtype is None else parse_dtype(dtype))
     rules = {checkpoint.component: rule for checkpoint in source.checkpoints}
     with (
+        paused_gc(),
         Progress(progress, source.root.name) as counter,
         Load(
             source, rules, keep=keep, progress=counter, parent_is_busy=False, workers=workers

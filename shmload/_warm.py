@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from shmload._collector import paused_gc
 from shmload._errors import SourceNotFound
 from shmload._hub import find_source
 from shmload._linux import open_source
@@ -69,6 +70,7 @@ def warm(
     if not found.checkpoints:
         raise SourceNotFound(source, "it has no safetensors weights to make resident")
     with (
+        paused_gc(),
         Progress(progress, found.root.name) as counter,
         Load(
             found,
