@@ -79,7 +79,7 @@ def load_pipeline(
         torch_dtype = kwargs.pop("dtype", None)  # the newer name in diffusers
     # What this asks for, large reads instead of page faults, is what the workers do.
     kwargs.pop("disable_mmap", None)
-    hub_kwargs = {name: kwargs[name] for name in _HUB_KWARGS if name in kwargs}
+    hub_kwargs = {name: kwargs[name] for name in _HUB_KWARGS if kwargs.get(name) is not None}
     found = find_source(source, variant=kwargs.get("variant"), passed=kwargs, **hub_kwargs)
     if not found.is_pipeline:
         raise SourceNotFound(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shmload._linux import Inode, Mapping, is_named, is_touched, mappings
+from shmload._linux import Inode, Mapping, is_touched, mappings
 from shmload._segment import Segment
 
 # On a fault the kernel maps the pages of the same 64 KiB too (fault_around_bytes), and safetensors
@@ -57,7 +57,7 @@ def hold_leases(components: Iterable[Any], segments: Iterable[Segment]) -> None:
     duplicate of the segment's descriptor, and with it the lock goes. A segment that has no name is
     not leased: nobody could evict it.
     """
-    named = {segment.inode: segment for segment in segments if is_named(segment.fd, segment.name)}
+    named = {segment.inode: segment for segment in segments if segment.is_resident}
     if not named:
         return
     leases = {inode: _Lease(segment.fd) for inode, segment in named.items()}

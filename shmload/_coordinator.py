@@ -196,11 +196,12 @@ class _Decoding:
 
     def _hear(self, worker: WorkerProcess, *, died: bool) -> None:
         try:
-            for message in worker.receive() if not died else ():
-                self._take(worker, message)
+            messages = [] if died else list(worker.receive())
         except (ProtocolError, WorkerFailed, OSError) as exc:
             self._replace(worker, WorkerFailed(f"a worker broke the protocol: {exc}"))
             return
+        for message in messages:
+            self._take(worker, message)
         if died:
             if not worker.is_ready:
                 raise worker.start_failure()

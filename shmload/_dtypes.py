@@ -36,6 +36,7 @@ NBITS: dict[str, int] = {
 # torch's name of each dtype, for those that torch has.
 TORCH_NAMES: dict[str, str] = {
     "BOOL": "bool",
+    "F4": "float4_e2m1fn_x2",
     "U8": "uint8",
     "I8": "int8",
     "F8_E5M2": "float8_e5m2",

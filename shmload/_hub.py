@@ -24,7 +24,10 @@ def find_source(
     components: Collection[str] | None = None,
     passed: Collection[str] = (),
     subfolder: str | None = None,
-    **hub_kwargs: Any,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
 ) -> Source:
     """Find a source on the local disk, or bring it there.
 
@@ -34,8 +37,10 @@ def find_source(
         components: as for `resolve`.
         passed: as for `resolve`.
         subfolder: one component's directory in the source.
-        hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, ... as `from_pretrained`
-            takes them.
+        revision: branch, tag or commit of a hub id.
+        cache_dir: the hub cache, if not the default.
+        token: for the hub.
+        local_files_only: never download.
 
     Raises:
         SourceNotFound: it is nowhere.
@@ -51,6 +56,12 @@ def find_source(
         return resolve_in(path)
     if not _HUB_ID.fullmatch(str(given)):
         raise SourceNotFound(given, "no such file or directory")
+    hub_kwargs = {
+        "revision": revision,
+        "cache_dir": cache_dir,
+        "token": token,
+        "local_files_only": local_files_only,
+    }
     cached = _cached_root(str(given), hub_kwargs)
     if cached:
         try:

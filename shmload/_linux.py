@@ -74,6 +74,8 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
         return None
     except posix_ipc.PermissionsError as exc:
         raise SegmentUntrusted(name, "it belongs to another user") from exc
+    except ValueError as exc:  # posix_ipc's answer to EISDIR
+        raise SegmentUntrusted(name, "it is not a regular file") from exc
     except OSError as exc:
         if exc.errno == errno.ELOOP:
             raise SegmentUntrusted(name, "it is a symbolic link") from exc

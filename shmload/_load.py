@@ -224,8 +224,11 @@ class Load:
                     read_ahead(shard.fd)
             elif name not in self._held:  # two paths may lead to one file
                 self._held[name] = begin(name)
-                if isinstance(self._held[name], Part):
-                    mine.append(shard)
+                match self._held[name]:
+                    case Part():
+                        mine.append(shard)
+                    case Segment() as segment:
+                        segment.read_header()  # whether it was damaged
         require_room(sum(shard.layout.nbytes for shard in mine))
         for shard in mine:
             self._part(shard).prepare(shard.layout)
@@ -269,7 +272,12 @@ class Load:
 
     def _wait_for(self, shard: _Shard, awaited: Awaited) -> None:
         """Wait for another process's part, or decode it here if that process dies."""
-        held = awaited.wait(settings().wait_timeout_s, self._is_cancelled.is_set)
+        held: Segment | Part | Awaited = awaited
+        while isinstance(held, Awaited):
+            held = held.wait(settings().wait_timeout_s, self._is_cancelled.is_set)
+            if self._keep and isinstance(held, Segment) and not held.is_resident:
+                held.close()  # the other process made it for itself alone
+                held = begin(shard.plan.segment)
         self._held[shard.plan.segment] = held
         if isinstance(held, Part):
             require_room(shard.layout.nbytes)

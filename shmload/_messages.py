@@ -170,7 +170,7 @@ def decode_to_worker(frame: bytes) -> ToWorker:
     """
     try:
         return _TO_WORKER.decode(frame)
-    except msgspec.DecodeError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ProtocolError(f"a worker got a message it does not know: {exc}") from exc
 
 
@@ -182,5 +182,5 @@ def decode_from_worker(frame: bytes) -> FromWorker:
     """
     try:
         return _FROM_WORKER.decode(frame)
-    except msgspec.DecodeError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ProtocolError(f"a worker sent a message that is none: {exc}") from exc

@@ -37,7 +37,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """The shard that was decoded."""
     conversion: str
-    """What was done to its dtypes, or `raw`."""
+    """What was done to its dtypes, or `raw`; `corrupt` if the header cannot be read."""
     nbytes: int
     """Size of the segment, in bytes."""
     created_at: float
@@ -80,7 +80,7 @@ def segments() -> list[SegmentInfo]:
     return sorted(found, key=lambda info: (info.created_at, info.name))
 
 
-def verify(*patterns: str) -> list[SegmentInfo]:
+def verify(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
     """Recompute the digests of resident segments; reads all their bytes.
 
     Args:
@@ -115,7 +115,7 @@ def check_digest(segment: Segment) -> None:
         raise SegmentCorrupt(segment.name, f"its digest is {got} and should be {wanted}")
 
 
-def evict(*patterns: str) -> list[SegmentInfo]:
+def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
     """Remove resident segments that nobody is attached to.
 
     Args:
@@ -166,11 +166,15 @@ def _resident_names() -> Iterator[str]:
 
 
 def _describe(segment: Segment) -> SegmentInfo:
-    metadata = segment.read_header().metadata or {}
+    try:
+        metadata = segment.read_header().metadata or {}
+        created_at = float(metadata.get("shmload.created_at", 0))
+    except (SegmentCorrupt, ValueError):
+        metadata, created_at = {"shmload.conversion": "corrupt"}, 0.0
     source = metadata.get("shmload.source", "")
     try:
         is_current = identify(source, os.stat(source)).key == metadata.get("shmload.identity")
-    except OSError:
+    except (OSError, ValueError):
         is_current = False
     unlock(segment.fd)  # our own lease is not what is asked for
     return SegmentInfo(
@@ -178,7 +182,7 @@ def _describe(segment: Segment) -> SegmentInfo:
         source=source,
         conversion=metadata.get("shmload.conversion", ""),
         nbytes=segment.nbytes,
-        created_at=float(metadata.get("shmload.created_at", 0)),
+        created_at=created_at,
         creator=metadata.get("shmload.creator", ""),
         digest=read_digest(metadata) or "",
         is_leased=not try_lock(segment.fd, exclusive=True),
@@ -186,15 +190,15 @@ def _describe(segment: Segment) -> SegmentInfo:
     )
 
 
-def _select(patterns: tuple[str, ...]) -> list[SegmentInfo]:
+def _select(patterns: tuple[str | os.PathLike[str], ...]) -> list[SegmentInfo]:
     found = segments()
     if not patterns:
         return found
     chosen = {}
     for pattern in patterns:
-        matching = [info for info in found if _matches(info, pattern)]
+        matching = [info for info in found if _matches(info, os.fspath(pattern))]
         if not matching:
-            raise SegmentNotFound(pattern)
+            raise SegmentNotFound(os.fspath(pattern))
         chosen.update({info.name: info for info in matching})
     return list(chosen.values())
 
@@ -203,6 +207,8 @@ def _matches(info: SegmentInfo, pattern: str) -> bool:
     """Tell whether a pattern is a segment's name, or its shard's path or a directory above it."""
     if info.name == pattern:
         return True
+    if not pattern or not info.source:  # an empty path would be the current directory
+        return False
     for resolve in (os.path.abspath, os.path.realpath):
         path, source = resolve(pattern), resolve(info.source)
         if source == path or source.startswith(path + os.sep):

@@ -102,6 +102,8 @@ def resolve(
         return _resolve_component(given, root, variant)
     index = read_json(index_path)
     listed = dict(_listed_components(index))
+    for name in listed:
+        _require_beside(name, index_path)
     for name in components or ():
         if name not in listed:
             raise UnknownComponent(name, given, listed)
@@ -142,6 +144,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def _require_beside(name: str, index_path: Path) -> None:
+    """Refuse a name in an index that leads elsewhere: it would read files that nobody named."""
+    if name in ("", ".", "..") or name != os.path.basename(name):
+        raise IndexMalformed(index_path, f"it names {name!r}, outside its own directory")
+
+
 def _listed_components(index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield name, library and class of every component in a `model_index.json`."""
     for name, entry in index.items():
@@ -156,10 +164,14 @@ def _resolve_component(given: str | os.PathLike[str], root: Path, variant: str |
     config_path = root / "config.json"
     config = read_json(config_path) if config_path.is_file() else {}
     # diffusers writes its class here, transformers a list of them.
-    library, class_name = "diffusers", config.get("_class_name") or ""
-    if not class_name and config.get("architectures"):
-        library, class_name = "transformers", config["architectures"][0]
-    checkpoint = _checkpoint(root, variant, "", library if class_name else "", str(class_name))
+    match config:
+        case {"_class_name": str(class_name)}:
+            library = "diffusers"
+        case {"architectures": [str(class_name), *_]}:
+            library = "transformers"
+        case _:
+            library = class_name = ""
+    checkpoint = _checkpoint(root, variant, "", library, class_name)
     if checkpoint is None:
         raise SourceNotFound(given, "a directory without model_index.json or safetensors weights")
     return Source(given=given, root=root, class_name="", components=(), checkpoints=(checkpoint,))
@@ -237,9 +249,7 @@ def _indexed_shards(index_path: Path) -> tuple[Path, ...]:
         raise IndexMalformed(index_path, "it has no weight_map")
     shards = []
     for name in sorted(set(map(str, weight_map.values()))):
-        # A shard lies beside its index; anything else would read files that nobody named.
-        if name in ("", ".", "..") or name != os.path.basename(name):
-            raise IndexMalformed(index_path, f"it names {name!r}, outside its own directory")
+        _require_beside(name, index_path)
         shard = index_path.parent / name
         if not shard.exists():
             raise ShardMissing(shard, index_path)

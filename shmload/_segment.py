@@ -67,6 +67,11 @@ class Segment:
         return inode_of(os.fstat(self.fd))
 
     @property
+    def is_resident(self) -> bool:
+        """Whether it has a name, for other processes to find."""
+        return is_named(self.fd, self.name)
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes, header included."""
         return os.fstat(self.fd).st_size

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shmload._collector import paused_gc
-from shmload._dtypes import TORCH_NAMES, parse_dtype
-from shmload._errors import ShardMalformed
+from shmload._dtypes import NBITS, TORCH_NAMES, parse_dtype
+from shmload._errors import ArgumentError, ShardMalformed
 from shmload._header import read_header
 from shmload._load import Load
 from shmload._progress import Callback, Progress
@@ -46,9 +46,12 @@ def load_state_dict(
         on a local disk is mapped itself, unless `keep` asks for a segment.
 
     Raises:
+        ArgumentError: the path is a whole pipeline.
         UnknownDtype, SourceNotFound, CheckpointError, CapacityError, WorkerError, SegmentError.
     """
     source = resolve(path, Path(path))
+    if source.is_pipeline:
+        raise ArgumentError(f"{path} is a pipeline; give one component's directory or file")
     rule = Rule(target=None if dtype is None else parse_dtype(dtype))
     rules = {checkpoint.component: rule for checkpoint in source.checkpoints}
     with (
@@ -94,11 +97,14 @@ def wrap(fd: int, name: str) -> "dict[str, torch.Tensor]":
             tensors[spec.name] = torch.empty(spec.shape, dtype=dtype)
             continue
         # A storage for each tensor: as views of one, saving any of them would save them all.
+        # Two half-byte elements are one of torch's, along the last dimension.
+        nbits = NBITS[spec.dtype]
+        shape = spec.shape if nbits >= 8 else (*spec.shape[:-1], spec.shape[-1] * nbits // 8)
         flat = torch.frombuffer(
             mapped,
             dtype=dtype,
             count=spec.nbytes // dtype.itemsize,
             offset=header.data_offset + spec.begin,
         )
-        tensors[spec.name] = flat.view(spec.shape)
+        tensors[spec.name] = flat.view(shape)
     return tensors

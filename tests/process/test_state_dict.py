@@ -86,7 +86,7 @@ def assert_state_equal(got, wanted, dtype=None):
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
         if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)  # noqa: PLW2901
+            tensor = tensor.to(dtype)
         assert type(got[name]) is torch.Tensor
         assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape), name
         assert got[name].is_contiguous()
@@ -205,11 +205,15 @@ def test_empty_file_is_truncated(tmp_path):
         shmload.load_state_dict(path)
 
 
-def test_pipeline_is_not_one_checkpoint(saved):
-    # Its text encoders have the same names: one dict cannot hold them.
-    source = saved("sdxl")
-    with pytest.raises(shmload.ShmloadError, match=str(source)):
-        shmload.load_state_dict(source)
+def test_pipeline_is_not_one_checkpoint(tmp_path, single):
+    # Its two encoders have the same names: one dict cannot hold them.
+    index = {"_class_name": "P"} | dict.fromkeys(("a", "b"), ["transformers", "CLIPTextModel"])
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").symlink_to(single)
+    with pytest.raises(shmload.ShmloadError, match=str(tmp_path)):
+        shmload.load_state_dict(tmp_path)
 
 
 def test_unknown_dtype_is_refused(single):

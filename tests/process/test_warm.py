@@ -189,11 +189,27 @@ def test_misspelled_argument_is_refused(checkpoint, call):
 
 
 def test_interrupt_leaves_nothing(checkpoint, child, shm_names):
-    process = child(CHILD, "warm", checkpoint)
-    begun(process)
+    process = child(
+        """
+import sys, shmload
+from shmload._load import Load
+close = Load.close
+def say_and_close(load):
+    load._is_cancelled.set()
+    print("CLOSING", flush=True)
+    close(load)
+Load.close = say_and_close
+def stop(done, total):
+    print("AT", flush=True)
+    sys.stdin.readline()
+shmload.warm(sys.argv[1], torch_dtype="bfloat16", progress=stop)
+""",
+        checkpoint,
+    )
     process.expect("AT")
     assert [name.endswith(".part") for name in shm_names()] == [True]
     process.process.send_signal(signal.SIGINT)
+    process.expect("CLOSING")
     process.say()
     assert process.wait() != 0
     assert "KeyboardInterrupt" in process.errors
@@ -588,26 +604,36 @@ def test_evict_leaves_the_leased_and_takes_the_rest(folder, child):
 
 
 def test_garbage_is_what_nobody_can_use(checkpoint, tmp_path, child, shm_names):
-    current = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
-    outdated = tmp_path / "outdated.safetensors"
-    save_file(TENSORS, outdated)
-    (stale,) = shmload.warm(outdated).segments
-    killed, alive = (child(CHILD, "warm", tmp_path / f"{n}.safetensors") for n in (1, 2))
-    for number in (1, 2):
-        save_file(TENSORS, tmp_path / f"{number}.safetensors")
+    (current,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
+    sources = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    for source in sources:
+        save_file(TENSORS, source)
+    (outdated,) = shmload.warm(sources[0]).segments
+    killed, alive = (child(CHILD, "warm", source) for source in sources[1:])
     for process in (killed, alive):
         begun(process)
         process.expect("AT")
-    before = shm_names()
-    killed.end()
+    parts = set(shm_names()) - {current, outdated}
     assert shmload.collect_garbage() == []
-    outdated.unlink()
+    killed.end()
+    sources[0].unlink()
     garbage = set(shmload.collect_garbage())
-    assert stale in garbage
-    assert shm_names() == sorted(set(before) - garbage)
+    assert garbage == {outdated, *(parts - set(shm_names()))}
     alive.say()
     (living,) = alive.expect("READ").split()[1:]
-    assert shm_names() == sorted([*current, living])
+    assert f"{living}.part" in parts
+    assert shm_names() == sorted([current, living])
+
+
+def test_outdated_segment_in_use_is_no_garbage(checkpoint, child):
+    (name,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
+    holder = child(CHILD, "load", checkpoint)
+    begun(holder)
+    holder.expect("LOADED")
+    checkpoint.unlink()
+    assert shmload.collect_garbage() == []
+    holder.end()
+    assert shmload.collect_garbage() == [name]
 
 
 def test_view_of_a_killed_process_is_garbage_once_it_is_old(checkpoint, child, shm_names):

@@ -116,7 +116,7 @@ def test_filled_segment_is_read_by_safetensors_as_torchs_conversion(described, t
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         if target and tensor.is_floating_point() and name not in exceptions:
-            tensor = tensor.to(getattr(torch, TORCH_NAMES[target]))  # noqa: PLW2901
+            tensor = tensor.to(getattr(torch, TORCH_NAMES[target]))
         assert tuple(found[name]["shape"]) == tensor.shape
         assert TORCH_NAMES[found[name]["dtype"]] == str(tensor.dtype).removeprefix("torch.")
         assert bytes(found[name]["data"]) == bytes(tensor.reshape(-1).view(torch.uint8).numpy())
