@@ -83,6 +83,9 @@ def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) ->
         return RAW
     dtype = getattr(torch, TORCH_NAMES[target])
     config = model_class.config_class.from_pretrained(checkpoint.folder)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype  # as from_pretrained does: nested models are made by it
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=dtype)
     patterns: set[str] = set()

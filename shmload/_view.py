@@ -41,8 +41,12 @@ class View:
         absolute = {Path(os.path.abspath(file)): target for file, target in files.items()}
         try:
             if root.is_dir():
-                _mirror(root, self.folder, absolute)
                 self.path = self.folder
+                if root.parent.name == "snapshots":
+                    # transformers reads a commit's hash off the path of a file in a hub cache.
+                    self.path = self.folder / "snapshots" / root.name
+                    self.path.mkdir(mode=0o700, parents=True)
+                _mirror(root, self.path, absolute)
             else:
                 self.path = self.folder / root.name
                 self.path.symlink_to(absolute.get(root, root))

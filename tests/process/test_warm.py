@@ -120,11 +120,15 @@ def test_second_warm_reads_nothing_and_changes_nothing(folder, shm_names):
     assert sorted(first.segments) == shm_names()
     assert first.resident_nbytes == sum((SHM / name).stat().st_size for name in shm_names())
     assert first.elapsed_s > 0
-    before = [(name, (SHM / name).stat()) for name in shm_names()]
+
+    def written():
+        return [(n, (SHM / n).stat().st_ino, (SHM / n).stat().st_ctime_ns) for n in shm_names()]
+
+    before = written()
     second = shmload.warm(folder, torch_dtype="bfloat16", progress=pytest.fail)
     assert second.read_nbytes == 0
     assert (second.segments, second.resident_nbytes) == (first.segments, first.resident_nbytes)
-    assert [(name, (SHM / name).stat()) for name in shm_names()] == before
+    assert written() == before
 
 
 def test_segments_are_private_read_only_files(checkpoint, shm_names):
