@@ -53,8 +53,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     path: Path
     source_fd: int
-    source_nbytes: int
-    """Size of the shard's file when it was planned, in bytes."""
+    source: os.stat_result
+    """What fstat said of the shard when it was planned."""
     part_fd: int
     layout: Layout
 
@@ -112,13 +112,12 @@ class Coordinator:
             SharedMemoryFull: memory ran out although there was room before.
             WorkerError: workers died, stalled or failed.
         """
-        before = [os.fstat(job.source_fd) for job in jobs]
         if self._workers:
             digests = _Decoding(self._workers, jobs, on_bytes).run(is_cancelled)
         else:
             digests = [_decode_here(job, on_bytes) for job in jobs]
-        for job, found in zip(jobs, before, strict=True):
-            if not is_unchanged(found, os.fstat(job.source_fd)):
+        for job in jobs:
+            if not is_unchanged(job.source, os.fstat(job.source_fd)):
                 raise ShardChanged(job.path)
         return digests
 
@@ -139,7 +138,7 @@ def _decode_here(job: Job, on_bytes: OnBytes) -> str:
 def _error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadError:
     match reason:
         case Reason.TRUNCATED:
-            return ShardTruncated(job.path, job.source_nbytes, offset)
+            return ShardTruncated(job.path, job.source.st_size, offset)
         case Reason.READ_ERROR:
             return ShardUnreadable(job.path, detail)
         case Reason.NO_SPACE:
@@ -171,6 +170,8 @@ class _Decoding:
         )
         self._digests = [[b""] * len(job.layout.pieces) for job in jobs]
         self._left = len(self._waiting)
+        self._most_workers = len(workers)
+        self._lost_in_a_row = 0
         self._selector = selectors.DefaultSelector()
 
     def run(self, is_cancelled: Callable[[], bool]) -> list[str]:
@@ -216,6 +217,7 @@ class _Decoding:
             case Filled(shard, piece, digest):
                 self._digests[shard][piece] = digest
                 self._left -= 1
+                self._lost_in_a_row = 0
             case Failed(shard, _, reason, detail, offset):
                 raise _error_of(self._jobs[shard], reason, detail, offset)
         self._feed(worker)
@@ -254,12 +256,16 @@ class _Decoding:
         ]
         self._workers.remove(worker)
         worker.close(kill=True)
-        if any(task.attempts >= _MAX_ATTEMPTS for task in tasks):
+        self._lost_in_a_row += 1
+        is_hopeless = self._lost_in_a_row >= max(_MAX_ATTEMPTS, self._most_workers)
+        if is_hopeless or any(task.attempts >= _MAX_ATTEMPTS for task in tasks):
             raise error
         logger.warning("a worker was lost (%s); its pieces go to another", type(error).__name__)
         self._waiting.extendleft(reversed(tasks))
-        if self._workers and not tasks:
-            return
-        replacement = WorkerProcess()
-        self._workers.append(replacement)
-        self._watch(replacement)
+        for other in self._workers:
+            if other.is_ready:
+                self._feed(other)
+        if self._waiting or not self._workers:
+            replacement = WorkerProcess()
+            self._workers.append(replacement)
+            self._watch(replacement)

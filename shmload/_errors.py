@@ -150,15 +150,23 @@ class IndexMalformed(CheckpointError):
 
 
 class CapacityError(ShmloadError, OSError):
-    """There is no room for the segments; raised before the first weight byte is read."""
+    """There is no room for the segments; raised before the first weight byte is read.
 
-    def __init__(self, needed: int, available: int, limit: str, remedy: str) -> None:
+    Attributes:
+        needed: in bytes, or 1 where a file system has no inode left.
+        available: likewise.
+        limit: what stands in the way.
+    """
+
+    def __init__(
+        self, needed: int, available: int, limit: str, remedy: str, unit: str | None = None
+    ) -> None:
         self.needed = needed
         self.available = available
         self.limit = limit
+        amounts = [f"{n} {unit}" if unit else format_nbytes(n) for n in (needed, available)]
         super().__init__(
-            f"{format_nbytes(needed)} needed in shared memory but {limit} leaves "
-            f"{format_nbytes(available)}; {remedy}"
+            f"{amounts[0]} needed in shared memory but {limit} leaves {amounts[1]}; {remedy}"
         )
         self.errno = errno.ENOSPC
 

@@ -15,7 +15,13 @@ from typing import NamedTuple
 
 import posix_ipc
 
-from shmload._errors import SegmentUntrusted, ShardMissing, ShardUnreadable, ShmloadError
+from shmload._errors import (
+    SegmentUntrusted,
+    ShardMissing,
+    ShardUnreadable,
+    SharedMemoryFull,
+    ShmloadError,
+)
 
 SHM_DIR = Path("/dev/shm")
 PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
@@ -79,6 +85,8 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
     except OSError as exc:
         if exc.errno == errno.ELOOP:
             raise SegmentUntrusted(name, "it is a symbolic link") from exc
+        if exc.errno == errno.ENOSPC:
+            raise no_inodes() from exc
         raise ShmloadError(f"/dev/shm/{name} cannot be opened: {exc.strerror}") from exc
     found = os.fstat(opened.fd)
     reason = None
@@ -94,6 +102,12 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
         os.close(opened.fd)
         raise SegmentUntrusted(name, reason)
     return int(opened.fd)
+
+
+def no_inodes() -> SharedMemoryFull:
+    """Return the error for a /dev/shm in which not even an empty file can be made."""
+    remedy = "remove files there, or `mount -o remount,nr_inodes=100k /dev/shm`"
+    return SharedMemoryFull(1, 0, "/dev/shm", remedy, unit="inodes")
 
 
 def shm_unlink(name: str) -> None:

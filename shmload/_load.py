@@ -43,7 +43,7 @@ class _Shard:
             os.close(self.fd)
             raise
         self.plan = planned.plan
-        self.identity = planned.identity
+        self.source = planned.source
         self.layout = planned.layout
         self.leaves_casts = planned.leaves_casts
 
@@ -55,7 +55,7 @@ class _Shard:
         return Job(
             path=self.plan.path,
             source_fd=self.fd,
-            source_nbytes=self.identity.nbytes,
+            source=self.source,
             part_fd=part.fd,
             layout=self.layout,
         )
@@ -220,7 +220,7 @@ class Load:
         for shard in self._shards:
             name = shard.plan.segment
             if shard.is_link:
-                if not is_cached(shard.fd, shard.identity.nbytes):
+                if not is_cached(shard.fd, shard.source.st_size):
                     read_ahead(shard.fd)
             elif name not in self._held:  # two paths may lead to one file
                 self._held[name] = begin(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from shmload._header import read_header
-from shmload._identity import Identity, identify, segment_name
+from shmload._identity import identify, segment_name
 from shmload._layout import Layout, lay_out, needs_conversion
 from shmload._linux import SHM_DIR, is_remote
 from shmload._residency import make_metadata
@@ -63,7 +63,8 @@ class PlannedShard(msgspec.Struct, frozen=True, kw_only=True):
     """A shard's plan with what it takes to carry it out."""
 
     plan: ShardPlan
-    identity: Identity
+    source: os.stat_result
+    """What fstat said of the shard before its header was read."""
     layout: Layout
     leaves_casts: bool
     """Whether the library surely casts some of its tensors itself."""
@@ -82,8 +83,8 @@ def plan_shard(component: str, path: Path, fd: int, rule: Rule, *, keep: bool) -
     Raises:
         CheckpointError: the header is wrong or the file is cut short.
     """
-    header = read_header(fd, path)
     found = os.fstat(fd)
+    header = read_header(fd, path)
     identity = identify(path, found)
     # A file that has the wanted dtypes already makes the same segment under every rule.
     applied = rule if needs_conversion(header, rule) else RAW
@@ -107,7 +108,7 @@ def plan_shard(component: str, path: Path, fd: int, rule: Rule, *, keep: bool) -
     )
     return PlannedShard(
         plan=plan,
-        identity=identity,
+        source=found,
         layout=layout,
         leaves_casts=any(map(rule.leaves_cast, header.tensors)),
     )

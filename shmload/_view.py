@@ -5,6 +5,7 @@ reads this one. It lies in /dev/shm because some libraries split whole paths at 
 sharded variants), and a temporary directory's path may have one.
 """
 
+import errno
 import os
 import secrets
 import shutil
@@ -14,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from shmload._identity import name_prefix
-from shmload._linux import SHM_DIR, try_lock
+from shmload._linux import SHM_DIR, no_inodes, try_lock
 
 VIEW_INFIX = "view-"
 
@@ -34,25 +35,32 @@ class View:
 
     def __init__(self, root: Path, files: Mapping[Path, Path]) -> None:
         self.folder = SHM_DIR / f"{name_prefix()}{VIEW_INFIX}{secrets.token_hex(8)}"
-        self.folder.mkdir(mode=0o700)
-        self._fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try_lock(self._fd, exclusive=True)
+        self._fd = -1
         root = Path(os.path.abspath(root))
-        absolute = {Path(os.path.abspath(file)): target for file, target in files.items()}
         try:
-            if root.is_dir():
-                self.path = self.folder
-                if root.parent.name == "snapshots":
-                    # transformers reads a commit's hash off the path of a file in a hub cache.
-                    self.path = self.folder / "snapshots" / root.name
-                    self.path.mkdir(mode=0o700, parents=True)
-                _mirror(root, self.path, absolute)
-            else:
-                self.path = self.folder / root.name
-                self.path.symlink_to(absolute.get(root, root))
-        except BaseException:
+            self.folder.mkdir(mode=0o700)
+            self._fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try_lock(self._fd, exclusive=True)
+            self.path = self._link(root, {Path(os.path.abspath(f)): to for f, to in files.items()})
+        except BaseException as exc:
             self.close()
+            if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
+                raise no_inodes() from exc
             raise
+
+    def _link(self, root: Path, files: Mapping[Path, Path]) -> Path:
+        """Fill the directory and return the path that stands for the root."""
+        path = self.folder
+        if not root.is_dir():
+            path /= root.name
+            path.symlink_to(files.get(root, root))
+            return path
+        if root.parent.name == "snapshots":
+            # transformers reads a commit's hash off the path of a file in a hub cache.
+            path = path / "snapshots" / root.name
+            path.mkdir(mode=0o700, parents=True)
+        _mirror(root, path, files)
+        return path
 
     def __enter__(self) -> Self:
         return self
@@ -64,9 +72,9 @@ class View:
 
     def close(self) -> None:
         """Remove the directory; again is fine. What was mapped through it stays mapped."""
+        shutil.rmtree(self.folder, ignore_errors=True)
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
             os.close(fd)
 
 

@@ -3,6 +3,7 @@
 Owns the child, its socket, its pidfd and the file that catches what it prints.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,10 +14,11 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shmload._errors import WorkerFailed
+from shmload._errors import ProtocolError, WorkerFailed
 from shmload._messages import (
     VERSION,
     Close,
+    Failed,
     Fill,
     Filled,
     FromWorker,
@@ -26,6 +28,7 @@ from shmload._messages import (
     decode_from_worker,
     send,
 )
+from shmload._settings import settings
 
 _KILL_TIMEOUT_S = 10.0
 _OUTPUT_TAIL_NBYTES = 4000
@@ -44,6 +47,8 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        # A worker that has stopped reading must not hold up whoever feeds it.
+        ours.settimeout(settings().stall_timeout_s)
         self.channel = ours
         self._inbox = Inbox(ours)
         self._output_fd = os.memfd_create("shmload-worker-output", os.MFD_CLOEXEC)
@@ -53,23 +58,25 @@ class WorkerProcess:
         self.is_ready = False
         self.active_at = time.monotonic()
         """When it last showed life, by the monotonic clock, in seconds."""
+        # -P: a json.py in the user's directory must not be imported. Not multiprocessing: its spawn
+        # imports the user's main module, its fork copies torch's threads.
+        command = [sys.executable, "-P", "-m", "shmload.workers.main"]
         with theirs:
-            # -P: a json.py in the user's directory must not be imported. Not multiprocessing: its
-            # spawn imports the user's main module, its fork copies torch's threads.
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "shmload.workers.main",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output_fd,
-                stderr=self._output_fd,
-                pass_fds=(theirs.fileno(),),
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [*command, str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output_fd,
+                    stderr=self._output_fd,
+                    pass_fds=(theirs.fileno(),),
+                )
+            except OSError as exc:
+                ours.close()
+                os.close(self._output_fd)
+                raise WorkerFailed(
+                    f"a worker could not be started: {exc}; sys.executable must be a Python "
+                    "interpreter, with processes and memory to spare"
+                ) from exc
         self.pidfd = os.pidfd_open(self._process.pid)
 
     @property
@@ -91,10 +98,16 @@ class WorkerProcess:
         """Let the worker close a shard that is complete."""
         if shard in self._opened:
             self._opened.discard(shard)
-            send(self.channel, Close(shard))
+            with contextlib.suppress(OSError):  # it is gone; whoever watches it will see
+                send(self.channel, Close(shard))
 
     def receive(self) -> Iterator[FromWorker]:
-        """Yield the messages that have arrived; ends at once when the worker is gone."""
+        """Yield the messages that have arrived; ends at once when the worker is gone.
+
+        Raises:
+            ProtocolError: one is no message, or an answer to nothing that was asked.
+            WorkerFailed: the worker is of another version.
+        """
         self._inbox.receive()
         while (frame := self._inbox.next_frame()) is not None:
             message = decode_from_worker(frame)
@@ -104,7 +117,9 @@ class WorkerProcess:
                     if version != VERSION:
                         raise WorkerFailed(f"the worker speaks version {version}, not {VERSION}")
                     self.is_ready = True
-                case Filled():
+                case Filled(shard, piece) | Failed(shard, piece):
+                    if not self.tasks or self.tasks[0][:2] != (shard, piece):
+                        raise ProtocolError(f"an answer for piece {piece} that was not asked for")
                     self.tasks.popleft()
             yield message
 

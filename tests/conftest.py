@@ -1,7 +1,7 @@
-"""What all tests stand on: a world of their own, a check for leaks, saved pipelines, child processes.
+"""What all tests stand on: a world of their own, a check for leaks, saved pipelines, children.
 
-The tests get a /dev/shm of their own where the kernel allows it (a mount namespace, which takes root).
-Else they share the machine's, and a load that runs beside them can disturb them.
+The tests get a /dev/shm of their own where the kernel allows it (a mount namespace, which takes
+root). Else they share the machine's, and a load that runs beside them can disturb them.
 """
 
 import contextlib
@@ -34,6 +34,8 @@ _PREFIX = "shmload-"
 # Far above what any step takes; a child that says nothing for so long hangs.
 _CHILD_TIMEOUT_S = 60.0
 
+_has_own_shm = False
+
 # linux/sched.h and linux/mount.h
 _CLONE_NEWNS = 0x00020000
 _MS_REC = 0x4000
@@ -55,9 +57,13 @@ def pytest_configure() -> None:
 
 def _take_own_shared_memory() -> None:
     """Mount a fresh tmpfs at /dev/shm for this process and its children, or leave all as it is."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNS) == 0 and libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0:
-        libc.mount(b"tmpfs", bytes(_SHM), b"tmpfs", 0, b"mode=1777")
+    global _has_own_shm
+    libc = ctypes.CDLL(None)
+    _has_own_shm = (
+        libc.unshare(_CLONE_NEWNS) == 0
+        and libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
+        and libc.mount(b"tmpfs", bytes(_SHM), b"tmpfs", 0, b"mode=1777") == 0
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -109,6 +115,11 @@ def _no_leaks(_own_environment: None) -> Iterator[None]:
     if left:
         gc.collect()  # takes half a second with the libraries loaded, so only now
         left = _alive() - before
+    if _has_own_shm:
+        # Or one failure would become many.
+        for kind, _, name in (entry.partition(" ") for entry in left):
+            if kind == "name":
+                remove_shm_entry(name)
     assert not left, f"left behind: {sorted(left)}"
 
 
@@ -142,6 +153,14 @@ def shm_entries() -> list[str]:
     return sorted(name for name in os.listdir(_SHM) if name.startswith(_PREFIX))
 
 
+def remove_shm_entry(name: str) -> None:
+    path = _SHM / name
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 @pytest.fixture
 def shm_names() -> Callable[[], list[str]]:
     """Say which names shmload has in /dev/shm now."""
@@ -169,11 +188,7 @@ def evicts() -> Iterator[None]:
     before = set(shm_entries())
     yield
     for name in set(shm_entries()) - before:
-        path = _SHM / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove_shm_entry(name)
 
 
 # Sources ------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ DTYPES = {
     "fp16": (torch.float16, torch.float16),
     "fp32": (torch.float32, torch.float32),
     "none": (None, None),
-    "dict": ({"transformer": torch.bfloat16, "unet": torch.bfloat16, "default": torch.float16},) * 2,
+    "dict": ({"transformer": torch.bfloat16, "unet": torch.bfloat16, "default": torch.float16},)
+    * 2,
     "dict-without-default": ({"vae": torch.bfloat16, "text_encoder": torch.float16},) * 2,
 }
 # Everything with everything for two: Stable Diffusion has the most kinds of components, Wan keeps
@@ -68,7 +69,9 @@ def reference(source, torch_dtype=None, **kwargs):
 
 def from_pretrained(pipeline_class, source, torch_dtype, **kwargs):
     # The newer name where the library warns of the older one.
-    keyword = "dtype" if "_resolve_dtype" in vars(diffusers.pipelines.pipeline_utils) else "torch_dtype"
+    keyword = (
+        "dtype" if "_resolve_dtype" in vars(diffusers.pipelines.pipeline_utils) else "torch_dtype"
+    )
     given = {} if torch_dtype is None else {keyword: torch_dtype}
     return pipeline_class.from_pretrained(source, **given, **kwargs)
 
@@ -190,7 +193,7 @@ class Messages(logging.Handler):
 
     @property
     def texts(self):
-        """What the libraries warned of; a rule is derived with their help, and they remark on that."""
+        """What was warned of. Remarks may differ: rules are derived with the libraries' help."""
         return [
             (record.name, record.getMessage())
             for record in self.records
@@ -236,7 +239,9 @@ def strings_reachable_from(root):
             found.add(item.decode(errors="replace"))
         elif isinstance(item, types.FunctionType):
             # Its globals are a module.
-            cells = [cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType()]
+            cells = [
+                cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType()
+            ]
             waiting += [item.__dict__, item.__defaults__, item.__kwdefaults__, *cells]
         else:
             if isinstance(item, torch.Tensor) and item.device.type == "cpu":
@@ -403,7 +408,9 @@ def test_clip_checkpoint_with_the_hubs_names_is_equal(copied, family, dtype):
     source = copied(family)
     for path in source.glob("text_encoder*/model.safetensors"):
         tensors = {
-            name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}": t
+            name
+            if name.startswith(("text_model.", "text_projection."))
+            else f"text_model.{name}": t
             for name, t in load_file(path).items()
         }
         tensors["text_model.embeddings.position_ids"] = torch.arange(77)[None]
@@ -639,8 +646,8 @@ class Mappings:
 def copied_nbytes(pipe):
     """Return how many bytes of a pipeline's mappings this process has copied for itself.
 
-    The field is "Anonymous": a page of shared memory that only one process maps at the moment counts
-    as "Private_Dirty", although it is nobody's own.
+    The field is "Anonymous": a page of shared memory that only one process maps at the moment
+    counts as "Private_Dirty", although it is nobody's own.
     """
     starts = {start for start, _ in map(Mappings().find, state_of(pipe).values())}
     total, is_counted = 0, False

@@ -1,4 +1,4 @@
-"""`load_state_dict` gives the tensors that safetensors gives, in memory that is shared and its own."""
+"""`load_state_dict` gives the tensors that safetensors gives, in memory that is shared."""
 
 import gc
 import json
@@ -28,9 +28,9 @@ def make_tensors():
     """One tensor of every kind there is, and some odd sizes."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        f"{str(dtype).removeprefix('torch.')}.{count}": torch.randn(
-            count, generator=generator
-        ).to(dtype)
+        f"{str(dtype).removeprefix('torch.')}.{count}": torch.randn(count, generator=generator).to(
+            dtype
+        )
         for dtype in FLOATS
         for count in (1, 7, 1000)
     }
@@ -55,7 +55,7 @@ def make_tensors():
         "empty": torch.empty(0),
         "empty.wide": torch.empty(3, 0, 5, dtype=torch.float16),
         "matrix": torch.randn(33, 65, generator=generator),
-        "name with spaces, \N{GREEK SMALL LETTER ALPHA} and \"quotes\"": torch.ones(2),
+        'name with spaces, \N{GREEK SMALL LETTER ALPHA} and "quotes"': torch.ones(2),
     }
 
 
@@ -207,9 +207,9 @@ def test_empty_file_is_truncated(tmp_path):
 
 def test_pipeline_is_not_one_checkpoint(tmp_path, single):
     # Its two encoders have the same names: one dict cannot hold them.
-    index = {"_class_name": "P"} | dict.fromkeys(("a", "b"), ["transformers", "CLIPTextModel"])
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    for name in ("a", "b"):
+    index = {name: ["transformers", "CLIPTextModel"] for name in ("a", "b")}
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "P"} | index))
+    for name in index:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").symlink_to(single)
     with pytest.raises(shmload.ShmloadError, match=str(tmp_path)):
@@ -231,9 +231,7 @@ KINDS = {"file": {}, "private": {"dtype": torch.bfloat16}, "resident": {"keep": 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_tensor_has_a_storage_of_its_own(single, evicts, kind):
     state = shmload.load_state_dict(single, **KINDS[kind])
-    storages = {
-        tensor.untyped_storage().data_ptr() for tensor in state.values() if tensor.numel()
-    }
+    storages = {tensor.untyped_storage().data_ptr() for tensor in state.values() if tensor.numel()}
     assert len(storages) == sum(tensor.numel() > 0 for tensor in state.values())
     for tensor in state.values():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -296,9 +296,7 @@ def test_part_of_a_killed_process_is_taken_over(checkpoint, child, shm_names):
     assert report.read_nbytes == NBYTES
     assert shm_names() == list(report.segments) == [part.removesuffix(".part")]
     assert len(shmload.verify()) == 1
-    assert_same(
-        shmload.load_state_dict(checkpoint, torch.bfloat16, keep=True), as_bf16(TENSORS)
-    )
+    assert_same(shmload.load_state_dict(checkpoint, torch.bfloat16, keep=True), as_bf16(TENSORS))
 
 
 def test_part_of_a_process_killed_with_its_workers_at_work_is_taken_over(
@@ -419,9 +417,7 @@ def test_changed_source_is_not_served(checkpoint, change):
     new = shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
     assert new.read_nbytes == NBYTES
     assert new.segments != old.segments
-    assert_same(
-        shmload.load_state_dict(checkpoint, torch.bfloat16, keep=True), as_bf16(changed)
-    )
+    assert_same(shmload.load_state_dict(checkpoint, torch.bfloat16, keep=True), as_bf16(changed))
     assert {info.name: info.is_current for info in shmload.segments()} == {
         old.segments[0]: False,
         new.segments[0]: True,

@@ -1,4 +1,4 @@
-"""The header parser: accepts what safetensors writes, refuses every lie, and never fails otherwise."""
+"""The header parser accepts what safetensors writes, refuses every lie, and never fails else."""
 
 import contextlib
 import json
@@ -244,7 +244,11 @@ def _forbid_large(pread):
         {},
         {"__metadata__": {}},
         {"dtype": entry()},
-        {"shape": entry(), "data_offsets": entry(data_offsets=[4, 8]), "dtype": entry(shape=[0], data_offsets=[8, 8])},
+        {
+            "shape": entry(),
+            "data_offsets": entry(data_offsets=[4, 8]),
+            "dtype": entry(shape=[0], data_offsets=[8, 8]),
+        },
         {"a": entry(), "__metadata__": {'"dtype"': '"shape"', "__metadata__": "data_offsets"}},
         {'quo"te\\': entry()},
         {"a": entry(shape=[1, 4, 1])},

@@ -92,11 +92,15 @@ def test_pieces_cover_the_data_once_in_order_and_are_small(described, target):
                 assert run.count > 0
                 position += run_nbytes(run)
             is_last = number == len(layout.pieces) - 1
-            assert position - begin == _PIECE_NBYTES or (is_last and position - begin < _PIECE_NBYTES)
+            assert position - begin == _PIECE_NBYTES or (
+                is_last and position - begin < _PIECE_NBYTES
+            )
             begin = position
         assert position == layout.nbytes == len(layout.header) + layout.data_nbytes
         read = sum(r.count * NBITS[r.source] // 8 for piece in layout.pieces for r in piece)
-        assert read == layout.read_nbytes == len(content) - 8 - int.from_bytes(content[:8], "little")
+        assert (
+            read == layout.read_nbytes == len(content) - 8 - int.from_bytes(content[:8], "little")
+        )
 
 
 @given(_tensors, _targets, st.sets(st.text("abc.", min_size=1, max_size=2)))
@@ -146,7 +150,9 @@ def test_order_of_the_shard_stays_within_an_alignment(described):
 
 
 def test_many_small_neighbours_become_one_run():
-    tensors = {f"{number:04}": torch.full((16,), number, dtype=torch.int32) for number in range(999)}
+    tensors = {
+        f"{number:04}": torch.full((16,), number, dtype=torch.int32) for number in range(999)
+    }
     with in_memory(safetensors.torch.save(tensors)) as fd:
         layout = lay_out_file(fd, converting(None))
     ((run,),) = layout.pieces

@@ -247,7 +247,9 @@ def test_local_directory_is_not_remote(tmp_path):
     assert not is_remote(os.makedev(4095, 1))  # nothing is mounted from there
 
 
-@pytest.mark.parametrize(("kind", "wanted"), [("nfs4", True), ("fuse.sshfs", True), ("ext4", False)])
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("nfs4", True), ("fuse.sshfs", True), ("ext4", False)]
+)
 def test_file_system_is_told_by_its_kind(monkeypatch, tmp_path, kind, wanted):
     mounts = tmp_path / "mountinfo"
     mounts.write_text(
@@ -388,7 +390,10 @@ def test_mapping_of_a_file_is_found_by_inode(fd):
     os.ftruncate(fd, 4 * PAGE_NBYTES)
     inode = inode_of(os.fstat(fd))
     assert mappings({inode}) == []
-    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY), mmap.mmap(fd, PAGE_NBYTES, access=mmap.ACCESS_COPY):
+    with (
+        mmap.mmap(fd, 0, access=mmap.ACCESS_COPY),
+        mmap.mmap(fd, PAGE_NBYTES, access=mmap.ACCESS_COPY),
+    ):
         found = mappings({inode})
         assert sorted(m.end - m.start for m in found) == [PAGE_NBYTES, 4 * PAGE_NBYTES]
         assert {m.inode for m in found} == {inode}

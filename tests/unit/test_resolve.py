@@ -70,7 +70,7 @@ def test_pipeline_is_its_components(pipeline):
 def test_only_the_components_asked_for(pipeline):
     assert list(found(pipeline, components=["vae"])) == ["vae"]
     assert list(found(pipeline, components=["scheduler"])) == []
-    with pytest.raises(UnknownComponent, match="'vea'.*scheduler, text_encoder, tokenizer, unet"):
+    with pytest.raises(UnknownComponent, match=r"'vea'.*scheduler, text_encoder, tokenizer, unet"):
         found(pipeline, components=["vea"])
 
 
@@ -173,7 +173,9 @@ _D, _T = "diffusion_pytorch_model", "model"
         ),
         (
             {
-                f"{_T}.safetensors.index.fp16.json": index_of(f"{_T}.fp16-00001-of-00001.safetensors"),
+                f"{_T}.safetensors.index.fp16.json": index_of(
+                    f"{_T}.fp16-00001-of-00001.safetensors"
+                ),
                 f"{_T}.fp16-00001-of-00001.safetensors": b"",
                 f"{_T}.safetensors": b"",
             },
@@ -188,7 +190,7 @@ _D, _T = "diffusion_pytorch_model", "model"
 )
 def test_weight_files_are_those_the_libraries_choose(tmp_path, files, variant, wanted):
     if wanted is None:
-        with pytest.raises(SourceNotFound, match="without model_index.json or safetensors"):
+        with pytest.raises(SourceNotFound, match=r"without model_index\.json or safetensors"):
             resolve(tmp_path, write(tmp_path, files))
     else:
         assert found(write(tmp_path, files), variant=variant) == {"": wanted}
@@ -241,7 +243,10 @@ def test_class_that_is_no_name_is_unknown_or_malformed(tmp_path, architectures):
     ],
 )
 def test_index_that_points_elsewhere_is_refused(pipeline, name):
-    write(pipeline, {"outside.safetensors": b"", "unet/sub/inside.safetensors": b"", "unet/a.safetensors": b""})
+    write(
+        pipeline,
+        {"outside.safetensors": b"", "unet/sub/inside.safetensors": b"", "unet/a.safetensors": b""},
+    )
     index = f"unet/{_D}.safetensors.index.json"
     write(pipeline, {index: index_of("a.safetensors", name)})
     with pytest.raises(IndexMalformed, match="outside its own directory") as caught:
@@ -292,5 +297,5 @@ def test_nothing_there_is_not_found(tmp_path):
     for path in (tmp_path / "nothing", Path("/dev/null")):
         with pytest.raises(SourceNotFound):
             resolve(path, path)
-    with pytest.raises(SourceNotFound, match="without model_index.json"):
+    with pytest.raises(SourceNotFound, match=r"without model_index\.json"):
         resolve(tmp_path, tmp_path)
