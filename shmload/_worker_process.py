@@ -86,12 +86,12 @@ class WorkerProcess:
 
     def give(self, task: Task, fill: Fill, source: int, target: int) -> None:
         """Hand out a piece, the shard's descriptors first where the worker lacks them."""
+        if not self.tasks:
+            self.active_at = time.monotonic()
+        self.tasks.append(task)  # first: where sending fails it must not get lost
         if task.shard not in self._opened:
             send(self.channel, Open(task.shard), (source, target))
             self._opened.add(task.shard)
-        if not self.tasks:
-            self.active_at = time.monotonic()
-        self.tasks.append(task)
         send(self.channel, fill)
 
     def forget(self, shard: int) -> None:
