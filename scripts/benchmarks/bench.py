@@ -1,0 +1,53 @@
+"""What every measurement needs: sources, processes, rounds, and a way to clean up."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import shmload
+from benchmarks.checkpoints import Sources, fill_page_cache, weight_files
+from benchmarks.processes import Processes
+from benchmarks.samples import Result, Rounds, interleave
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What every measurement needs."""
+
+    sources: Sources
+    processes: Processes
+    rounds: int
+    announce: Callable[[str], None]
+
+    def measure(
+        self, ways: dict[str, Callable[[], Result]], *sources: Path, factor: int = 1
+    ) -> Rounds:
+        """Run all ways in turn; before each run the sources' files are read.
+
+        Some machines drop pages from the page cache that have not been used for a minute.
+        """
+        files = [file for source in sources for file in weight_files(source)]
+        return interleave(
+            ways,
+            self.rounds * factor,
+            prepare=partial(fill_page_cache, files),
+            announce=self.announce,
+        )
+
+    def code(self, template: str, source: object = "") -> Callable[[], Result]:
+        return partial(self.processes.time_code, template.format(source=str(source)))
+
+    def probe(self, name: str, *arguments: object, **variables: str) -> Callable[[], Result]:
+        return partial(self.processes.probe, name, *arguments, **variables)
+
+    def resident(self) -> set[str]:
+        """Return the names of the segments that this program made resident."""
+        root = f"{self.sources.work}{os.sep}"
+        return {info.name for info in shmload.segments() if info.source.startswith(root)}
+
+    def evict(self) -> None:
+        """Remove what this program made resident, and nothing else."""
+        for name in self.resident():
+            shmload.evict(name)

@@ -1,0 +1,67 @@
+"""Where a measurement was made: without that no number means anything."""
+
+import os
+import platform
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+
+_PACKAGES = (
+    "shmload",
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "numpy",
+    "ml_dtypes",
+    "xxhash",
+)
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def describe_machine() -> dict[str, str]:
+    """Return what has an influence on the figures, by name."""
+    return {
+        "processor": _field(Path("/proc/cpuinfo"), "model name"),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{int(_field(Path('/proc/meminfo'), 'MemTotal').split()[0]) / 2**20:.1f} GiB",
+        "kernel": platform.release(),
+        "huge pages": f"private {_chosen('enabled')}, shared {_chosen('shmem_enabled')}",
+        "load average at the start": f"{os.getloadavg()[0]:.2f}",
+        "Python": platform.python_version(),
+        "packages": ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES),
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M %Z"),
+    }
+
+
+def available_nbytes() -> int:
+    """Return the kernel's estimate of memory to be had without swapping, in bytes."""
+    return int(_field(Path("/proc/meminfo"), "MemAvailable").split()[0]) * 1024
+
+
+def _field(path: Path, name: str) -> str:
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return "unknown"
+
+
+def _chosen(name: str) -> str:
+    """Return the chosen one of `always [madvise] never`."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage", name).read_text()
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0]
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(_REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

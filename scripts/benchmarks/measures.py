@@ -1,0 +1,365 @@
+"""One function for each row of the table that the second issue asks for.
+
+Every function measures its ways in turn (`samples.interleave`) and returns figures.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmarks.bench import Bench
+from benchmarks.checkpoints import (
+    TENSOR_COUNTS,
+    weight_files,
+    weights_nbytes,
+)
+from benchmarks.figures import Figure, Line, Target
+from benchmarks.processes import ProbeFailed
+from benchmarks.samples import Result, Rounds, Sample
+
+_DTYPE = "bfloat16"
+# Two whole processes differ by chance by more than the 3 % that is asked about.
+_SAME_DTYPE_FACTOR = 3
+_SMALL_CALLS = 7
+_ATTACH_ATTEMPTS = 3
+
+_IMPORTS = """\
+import torch
+from diffusers import AutoencoderKL, PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
+from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTokenizer
+"""
+_DIFFUSERS = """\
+import torch
+from diffusers import StableDiffusionPipeline
+StableDiffusionPipeline.from_pretrained({source!r}, torch_dtype=torch.bfloat16)
+"""
+_SHMLOAD = """\
+import shmload
+shmload.load_pipeline({source!r}, torch_dtype="bfloat16")
+"""
+
+
+def measure_attach(bench: Bench) -> list[Figure]:
+    """Rows 1 and 2: what a second process pays."""
+    small, source = bench.sources.small, bench.sources.fp32
+
+    ways: dict[str, Callable[[], Result]] = {
+        "shmload": partial(_attach_resident, bench),
+        "sequential": bench.probe("attach", "diffusers", small, source),
+        "parallel": bench.probe(
+            "attach", "diffusers", small, source, HF_ENABLE_PARALLEL_LOADING="1"
+        ),
+    }
+    rounds = bench.measure(ways, source)
+    bench.evict()
+    calls = {way: rounds.sample(way, "call_s") for way in rounds.results}
+    best = min(("sequential", "parallel"), key=lambda way: calls[way].median)
+    touched = {way: calls[way] + rounds.sample(way, "touch_s") for way in calls}
+    private = {way: rounds.sample(way, "private_nbytes").scaled(1e-6) for way in calls}
+    weights = rounds.sample("shmload", "weights_nbytes").scaled(1e-6)
+    return [
+        Figure(
+            name="attach",
+            what="attach (resident, bf16), the call alone",
+            sample=calls[best] / calls["shmload"],
+            unit="x",
+            target=Target(6, is_least=True),
+            beside=(
+                Line(label="shmload", sample=calls["shmload"], unit="s"),
+                Line(label="diffusers, the better", sample=calls[best], unit="s"),
+                Line(label="diffusers, sequential", sample=calls["sequential"], unit="s"),
+                Line(label="diffusers, parallel", sample=calls["parallel"], unit="s"),
+                Line(label="shmload, and every page touched", sample=touched["shmload"], unit="s"),
+                Line(label="diffusers, and every page touched", sample=touched[best], unit="s"),
+                *_cpu_lines(rounds, {"shmload": "shmload", "diffusers, the better": best}),
+            ),
+        ),
+        Figure(
+            name="memory",
+            what="attach, private memory of the process",
+            sample=(private["shmload"] / weights).scaled(100),
+            unit="%",
+            target=Target(2),
+            beside=(
+                Line(label="shmload", sample=private["shmload"], unit="MB"),
+                Line(label="diffusers", sample=private[best], unit="MB"),
+                Line(label="weights of the pipeline", sample=weights, unit="MB"),
+            ),
+        ),
+    ]
+
+
+def measure_first_load(bench: Bench) -> list[Figure]:
+    """Row 3: a whole process when nothing is resident."""
+    source = bench.sources.fp32
+
+    def without_rules() -> Result:
+        code = _SHMLOAD.format(source=str(source))
+        with tempfile.TemporaryDirectory(dir=bench.sources.work) as empty:
+            return bench.processes.time_code(code, SHMLOAD_CACHE_DIR=empty)
+
+    rounds = bench.measure(
+        {
+            "imports alone": bench.code(_IMPORTS),
+            "shmload": bench.code(_SHMLOAD, source),
+            "diffusers": bench.code(_DIFFUSERS, source),
+            "shmload, its dtype rules not yet remembered": without_rules,
+        },
+        source,
+    )
+    wall = {way: rounds.sample(way, "wall_s") for way in rounds.results}
+    return [
+        Figure(
+            name="first-load",
+            what="first load, nothing resident, whole process, to imports alone",
+            sample=wall["shmload"] / wall["imports alone"],
+            unit="x",
+            target=Target(1.10),
+            beside=(
+                *(Line(label=way, sample=sample, unit="s") for way, sample in wall.items()),
+                *_cpu_lines(
+                    rounds, {way: way for way in ("imports alone", "shmload", "diffusers")}
+                ),
+            ),
+        )
+    ]
+
+
+def measure_same_dtype(bench: Bench) -> list[Figure]:
+    """Row 4: where there is nothing to gain, nothing may be lost."""
+    source = bench.sources.bf16
+    ways = {"shmload": bench.code(_SHMLOAD, source), "diffusers": bench.code(_DIFFUSERS, source)}
+    rounds = bench.measure(ways, source, factor=_SAME_DTYPE_FACTOR)
+    wall = {way: rounds.sample(way, "wall_s") for way in ways}
+    cpu = {way: rounds.sample(way, "cpu_s") for way in ways}
+    return [
+        Figure(
+            name="same-dtype",
+            what="same dtype (bf16), warm file, whole process, to diffusers",
+            sample=wall["shmload"] / wall["diffusers"],
+            unit="x",
+            target=Target(1.03),
+            beside=(
+                Line(label="shmload", sample=wall["shmload"], unit="s"),
+                Line(label="diffusers", sample=wall["diffusers"], unit="s"),
+                Line(label="difference", sample=wall["shmload"] - wall["diffusers"], unit="s"),
+                *_cpu_lines(rounds, {way: way for way in ways}),
+                Line(
+                    label="ratio of processor time",
+                    sample=cpu["shmload"] / cpu["diffusers"],
+                    unit="x",
+                ),
+            ),
+        )
+    ]
+
+
+def measure_tensors(bench: Bench) -> list[Figure]:
+    """Row 5: the cost of a tensor apart from its bytes."""
+    files = [bench.sources.tensor_file(count) for count in TENSOR_COUNTS]
+    ways = {"tensors": bench.probe("many_tensors", *files)}
+    rounds = bench.measure(ways, bench.sources.tensors)
+    least, most = TENSOR_COUNTS[0], TENSOR_COUNTS[-1]
+
+    def sample(count: int, name: str) -> Sample:
+        return rounds.sample("tensors", f"{count} {name}")
+
+    def lines(name: str) -> tuple[Line, ...]:
+        """For each number of tensors the time of one."""
+        return tuple(
+            Line(
+                label=f"{count:,}, each", sample=sample(count, name).scaled(1e6 / count), unit="us"
+            )
+            for count in TENSOR_COUNTS
+        )
+
+    linear = (sample(most, "cast_s") / sample(least, "cast_s")).scaled(least / most)
+    return [
+        Figure(
+            name="tensors-cast",
+            what=f"{most:,} tensors of 1 KiB, fp32 to bf16",
+            sample=sample(most, "cast_s"),
+            unit="s",
+            target=Target(1),
+            beside=(
+                *lines("cast_s"),
+                Line(label="plan() alone", sample=sample(most, "plan_s"), unit="s"),
+            ),
+        ),
+        Figure(
+            name="tensors-same",
+            what=f"{most:,} tensors of 1 KiB, own dtype",
+            sample=sample(most, "same_s"),
+            unit="s",
+            target=Target(1),
+            beside=(
+                *lines("same_s"),
+                Line(label="into a segment that stays", sample=sample(most, "keep_s"), unit="s"),
+                Line(label="attach of that segment", sample=sample(most, "attach_s"), unit="s"),
+                Line(label="safetensors' load_file", sample=sample(most, "load_file_s"), unit="s"),
+            ),
+        ),
+        Figure(
+            name="tensors-linear",
+            what=f"time of one tensor, {most:,} to {least:,}",
+            sample=linear,
+            unit="x",
+            target=Target(1.25),
+        ),
+    ]
+
+
+def measure_small(bench: Bench) -> list[Figure]:
+    """Row 6: what shmload costs where there is nothing to load."""
+    source = bench.sources.small
+    rounds = bench.measure(
+        {
+            "shmload": bench.probe("repeat", "shmload", source, _SMALL_CALLS),
+            "diffusers": bench.probe("repeat", "diffusers", source, _SMALL_CALLS),
+            "shmload, whole process": bench.code(_SHMLOAD, source),
+            "diffusers, whole process": bench.code(_DIFFUSERS, source),
+        },
+        source,
+    )
+    nbytes = weights_nbytes(source)
+    figures = []
+    for name, what, suffix, key in (
+        ("small", "the call alone", "", "call_s"),
+        ("small-process", "whole process", ", whole process", "wall_s"),
+    ):
+        ours = rounds.sample(f"shmload{suffix}", key)
+        theirs = rounds.sample(f"diffusers{suffix}", key)
+        figures.append(
+            Figure(
+                name=name,
+                what=f"a pipeline of {nbytes / 1e6:.1f} MB, {what}, more than diffusers",
+                sample=ours - theirs,
+                unit="s",
+                target=Target(0.15),
+                beside=(
+                    Line(label="shmload", sample=ours, unit="s"),
+                    Line(label="diffusers", sample=theirs, unit="s"),
+                ),
+            )
+        )
+    return figures
+
+
+def measure_decode(bench: Bench) -> list[Figure]:
+    """Row 7: the workers, against a loop that does only what must be done."""
+    # Raw bytes from the smaller source: that, too, makes segments of 2.7 GB.
+    cases = (
+        ("bf16", "decode fp32 to bf16", bench.sources.fp32, _DTYPE, _DTYPE),
+        ("fp16", "decode fp32 to fp16", bench.sources.fp32, "float16", "float16"),
+        ("raw", "copy raw bytes", bench.sources.bf16, _DTYPE, "raw"),
+    )
+    cores = len(os.sched_getaffinity(0))
+    figures = []
+    for case, what, source, dtype, loop_dtype in cases:
+        counts = sorted({1, cores}) if case == "bf16" else [cores]
+        ways = {f"{case} loop": bench.probe("plain_loop", loop_dtype, *weight_files(source))}
+        for count in counts:
+            ways[f"{case} {count}"] = partial(_warm_and_evict, bench, source, dtype, count)
+        rounds = bench.measure(ways, source)
+        loop = rounds.sample(f"{case} loop", "bytes_per_s").scaled(1e-9)
+        for count in counts:
+            decode = rounds.sample(f"{case} {count}", "decode_bytes_per_s").scaled(1e-9)
+            whole = rounds.sample(f"{case} {count}", "bytes_per_s").scaled(1e-9)
+            figures.append(
+                Figure(
+                    name=f"decode-{case}-{count}",
+                    what=f"{what}, {count} worker{'s' * (count > 1)}, to loop x {count}",
+                    sample=(decode / loop).scaled(100 / count),
+                    unit="%",
+                    target=Target(80, is_least=True) if case == "bf16" else None,
+                    beside=(
+                        Line(label="shmload, workers running", sample=decode, unit="GB/s"),
+                        Line(label="plain loop, one process", sample=loop, unit="GB/s"),
+                        Line(label="shmload.warm(), start to end", sample=whole, unit="GB/s"),
+                    ),
+                )
+            )
+    return figures
+
+
+def measure_floors(bench: Bench) -> list[Figure]:
+    """What no loader can go below on this machine."""
+    largest = max(weight_files(bench.sources.fp32), key=lambda path: path.stat().st_size)
+    starts = {
+        "Python starts and ends": "pass",
+        "import shmload": "import shmload",
+        "import torch": "import torch",
+        "import what the pipeline needs": _IMPORTS,
+    }
+    rounds = bench.measure(
+        {
+            **{what: bench.code(code) for what, code in starts.items()},
+            "memory": bench.probe("memory_floors", largest),
+        },
+        largest.parent,
+    )
+    memory = {
+        "copy": "copy memory to memory, pages in use",
+        "read": "pread of cached file, 1 MiB at a time",
+        "allocate_shared": "pwrite to fresh pages in /dev/shm",
+        "rewrite_shared": "pwrite to the same pages again",
+        "allocate_private": "first touch of fresh private pages",
+        "touch_shared": "first touch of attached shared pages",
+    }
+    return [
+        *(
+            Figure(name=f"floor: {what}", what=what, sample=rounds.sample(what, "wall_s"), unit="s")
+            for what in starts
+        ),
+        *(
+            Figure(
+                name=f"floor: {name}",
+                what=what,
+                sample=rounds.sample("memory", name).scaled(1e-9),
+                unit="GB/s",
+            )
+            for name, what in memory.items()
+        ),
+    ]
+
+
+MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
+    "attach": measure_attach,
+    "first-load": measure_first_load,
+    "same-dtype": measure_same_dtype,
+    "tensors": measure_tensors,
+    "small": measure_small,
+    "decode": measure_decode,
+    "floors": measure_floors,
+}
+"""By the names that `--only` takes, in the order of the table."""
+
+
+def _attach_resident(bench: Bench) -> Result:
+    """Measure an attach, and that it was one: somebody may clean up shared memory meanwhile."""
+    for _ in range(_ATTACH_ATTEMPTS):
+        bench.processes.probe("warm", bench.sources.fp32, _DTYPE, None)
+        before = bench.resident()
+        result = bench.processes.probe("attach", "shmload", bench.sources.small, bench.sources.fp32)
+        if bench.resident() == before:
+            return result
+        bench.announce("another program removed the segments; once more")
+    raise ProbeFailed("another program keeps removing the segments")
+
+
+def _warm_and_evict(bench: Bench, source: Path, dtype: str, workers: int) -> Result:
+    try:
+        return bench.processes.probe("warm", source, dtype, workers)
+    finally:
+        bench.evict()
+
+
+def _cpu_lines(rounds: Rounds, ways: dict[str, str]) -> tuple[Line, ...]:
+    """Return lines of processor time, of all processes of a run, by label and way."""
+    return tuple(
+        Line(label=f"{label}, processor time", sample=rounds.sample(way, "cpu_s"), unit="s")
+        for label, way in ways.items()
+    )

@@ -1,0 +1,121 @@
+"""Fresh processes: started the way a user starts them, timed from outside or by themselves."""
+
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.samples import Result
+
+_TIMEOUT_S = 300
+_PROBES = Path(__file__).with_name("probes.py")
+# What would make two runs differ that should not, or switches something on or off.
+_DROPPED_PREFIXES = ("DIFFUSERS_", "HF_", "SHMLOAD_", "TRANSFORMERS_")
+
+
+class ProbeFailed(Exception):
+    """A measured process failed; the text is its error output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Starts processes that are measured, in one working directory and a clean environment."""
+
+    work: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's environment without what would steer the libraries.
+
+        Byte code is cached, as it is for any user after the first start, but below the working
+        directory; and so are the dtype rules that shmload remembers.
+        """
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_DROPPED_PREFIXES) and name != "PYTHONDONTWRITEBYTECODE"
+        }
+        return kept | {
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPYCACHEPREFIX": str(self.work / "bytecode"),
+            "SHMLOAD_CACHE_DIR": str(self.work / "rules"),
+        }
+
+    def time_code(self, code: str, **variables: str) -> Result:
+        """Run `python -c` and time it from outside.
+
+        Args:
+            code: the program.
+            variables: environment variables beside the usual ones.
+
+        Returns:
+            `wall_s`, and `cpu_s` with that of its children.
+        """
+        _, result = self._run(["-c", code], variables)
+        return result
+
+    def probe(self, name: str, /, *arguments: object, **variables: str) -> Result:
+        """Run one function of `probes` and return what it measured.
+
+        Args:
+            name: of the function.
+            arguments: of the function; paths as text.
+            variables: environment variables beside the usual ones.
+        """
+        texts = json.dumps([str(a) if isinstance(a, Path) else a for a in arguments])
+        output, _ = self._run(["-P", str(_PROBES), name, texts], variables)
+        # The libraries may print too; the result is the last line.
+        found: dict[str, float] = json.loads(output.splitlines()[-1])
+        return found
+
+    def _run(self, arguments: Sequence[str], variables: dict[str, str]) -> tuple[str, Result]:
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            cpu_before = _children_cpu_s()
+            began = time.perf_counter()
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=self.work,
+                env=self.environment | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+            )
+            try:
+                _wait(process.pid)
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                code = process.wait()
+            wall_s = time.perf_counter() - began
+            output.seek(0)
+            errors.seek(0)
+            if code:
+                raise ProbeFailed(
+                    f"{' '.join(arguments)[:200]} exited with {code}:\n{errors.read()}"
+                )
+            return output.read(), {"wall_s": wall_s, "cpu_s": _children_cpu_s() - cpu_before}
+
+
+def _wait(pid: int) -> None:
+    """Wait for a child's end; `Popen.wait` with a timeout would look only every 50 ms."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        if not poll.poll(_TIMEOUT_S * 1000):
+            raise ProbeFailed(f"process {pid} still ran after {_TIMEOUT_S} s")
+    finally:
+        os.close(pidfd)
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
