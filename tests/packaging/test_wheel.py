@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[2]
-_FOLDERS = {"shmload": "shmload", "workers": "shmload/workers", "integrations": "shmload/integrations"}
+_FOLDERS = {
+    "shmload": "shmload",
+    "workers": "shmload/workers",
+    "integrations": "shmload/integrations",
+}
 
 
 @pytest.fixture(scope="module")

@@ -347,6 +347,81 @@ def test_pipeline_built_before_any_byte_is_there_is_equal(saved, family, dtype):
     assert_loads_equal(saved(family), dtype)
 
 
+@pytest.fixture
+def large_pipeline(tmp_path):
+    """A pipeline with tensors of several pages, of which the kernel can tell who has read them."""
+    source = tmp_path / "large"
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(64, 128),
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(source)
+    return source
+
+
+def note_sum(model):
+    model.note = sum(p.detach().double().sum().item() for p in model.parameters())
+
+
+def copy_weight(model):
+    model.register_buffer("copied", model.conv_in.weight.detach().clone())
+
+
+@pytest.mark.usefixtures("either_order")
+@pytest.mark.parametrize("look", [note_sum, copy_weight])
+def test_weights_that_the_library_looks_at_while_it_loads_are_there(
+    large_pipeline, monkeypatch, look
+):
+    def load_and_look(cls, *args, **kwargs):
+        model = plain(*args, **kwargs)
+        look(model)
+        return model
+
+    plain = diffusers.UNet2DModel.from_pretrained
+    monkeypatch.setattr(diffusers.UNet2DModel, "from_pretrained", classmethod(load_and_look))
+    assert_loads_equal(large_pipeline, "bf16")
+
+
+@pytest.mark.usefixtures("bytes_come_last")
+def test_what_others_log_meanwhile_is_heard(copied, monkeypatch):
+    source = copied("stable-diffusion")
+    path = source / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    del tensors["mid_block.resnets.0.norm1.weight"]  # so that it has to be built twice
+    save_file(tensors, path, {"format": "pt"})
+    plain = diffusers.AutoencoderKL.from_pretrained
+
+    def load_beside_others(cls, *args, **kwargs):
+        calls.append(args)
+        other = threading.Thread(target=logging.getLogger("somebody.else").warning, args=("tick",))
+        other.start()
+        other.join()
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", classmethod(load_beside_others))
+    calls = []
+    with Messages() as said:
+        shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
+    assert len(calls) == 2
+    assert said.texts.count(("somebody.else", "tick")) == 2
+
+
+def test_message_that_cannot_be_formatted_is_no_error_of_the_load(saved, monkeypatch):
+    plain = diffusers.AutoencoderKL.from_pretrained
+
+    def load_and_log(cls, *args, **kwargs):
+        logging.getLogger("diffusers.models").debug("%d weights", "many")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", classmethod(load_and_log))
+    monkeypatch.setattr(logging.getLogger("diffusers"), "level", logging.DEBUG)
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    logging.getLogger("diffusers.models").manager._clear_cache()
+    shmload.load_pipeline(saved("flux"), torch_dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pipelines_generate_the_same(saved, family):
     got = run(shmload.load_pipeline(saved(family), torch_dtype=torch.float32))
@@ -536,6 +611,17 @@ def test_variant_of_one_component_only_is_equal(copied):
     variant = plain.with_name("diffusion_pytorch_model.fp16.safetensors")
     save_file(tensors, variant, {"format": "pt"})
     assert_loads_equal(source, "bf16", variant="fp16")
+
+
+def test_component_that_is_a_link_to_another_place_is_equal(copied):
+    source = copied("flux")
+    for name in ("transformer", "tokenizer_2"):
+        (source / name).rename(source.parent / name)
+        (source / name).symlink_to(source.parent / name)
+    shard = source / "vae" / "diffusion_pytorch_model.safetensors"
+    shard.rename(source.parent / "blob")
+    shard.symlink_to("../../blob")
+    assert_loads_equal(source, "bf16")
 
 
 def test_component_stored_as_pickle_is_loaded_by_the_library(copied):
@@ -733,6 +819,35 @@ def test_resident_segments_are_attached_by_a_load_that_keeps_nothing(saved, shm_
     assert shm_names() == sorted(names)
     assert all(info.is_leased for info in shmload.segments())
     assert Mappings().find(pipe.vae.encoder.conv_in.weight)[1].removeprefix("/dev/shm/") in names
+
+
+def test_verify_looks_at_what_was_resident(saved, shm_names, evicts):
+    source = saved("flux")
+    shmload.warm(source, torch_dtype=torch.bfloat16)
+    shmload.load_pipeline(source, torch_dtype=torch.bfloat16, verify=True)
+    path = Path("/dev/shm", shm_names()[0])
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x5a")
+    path.chmod(0o400)
+    with pytest.raises(shmload.SegmentCorrupt, match=path.name):
+        shmload.load_pipeline(source, torch_dtype=torch.bfloat16, verify=True)
+
+
+def test_progress_of_a_pipeline_counts_to_the_end(saved, configure):
+    configure(inline_nbytes=0)
+    source = saved("wan", sharded=True)
+    total = sum(shard.read_nbytes for shard in shmload.plan(source, torch_dtype="bf16").shards)
+    seen = []
+    shmload.load_pipeline(
+        source,
+        torch_dtype="bf16",
+        workers=2,
+        verify=True,
+        progress=lambda *counts: seen.append(counts),
+    )
+    assert seen[-1] == (total, total)
 
 
 @pytest.mark.parametrize("attached", [False, True])
