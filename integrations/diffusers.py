@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_HUB_KWARGS = ("revision", "cache_dir", "token", "local_files_only")
+_HUB_KWARGS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 # With these the library reads other files, or makes new tensors of what it reads.
 _BYPASSING_KWARGS = ("use_flashpack", "use_onnx", "quantization_config")
 
@@ -118,14 +118,19 @@ def load_pipeline(
 
 
 def download(repo_id: str, **kwargs: Any) -> str:
-    """Bring a pipeline's files into the hub cache and return their directory.
+    """Bring a pipeline's or component's files into the hub cache and return their directory.
 
     Args:
-        repo_id: the pipeline's id.
+        repo_id: its id.
         kwargs: as for `DiffusionPipeline.download`.
     """
     from diffusers import DiffusionPipeline
+    from huggingface_hub import file_exists, snapshot_download
 
+    hub = {name: kwargs[name] for name in ("revision", "token") if kwargs.get(name)}
+    if not file_exists(repo_id, "model_index.json", **hub):
+        kwargs.pop("variant", None)  # one component: all of its files
+        return str(snapshot_download(repo_id, **kwargs))
     return str(DiffusionPipeline.download(repo_id, **kwargs))
 
 
@@ -154,11 +159,16 @@ class _Build:
 
         unfinished = self._load.unfinished_components()
         pipe = None
-        if self._load.has_every_file and not (unfinished and self._load.leaves_casts):
+        if self._can_build_early(unfinished):
             generator_state = torch.get_rng_state()
-            pipe = self._from_view()
-            if not self._is_wholly_mapped(pipe, unfinished):
-                logger.info("%s: weights were copied before they were there", self._source.given)
+            try:
+                pipe = self._from_view()
+            except Exception:
+                if not unfinished:
+                    raise
+                # What it stumbled over may be bytes that are not there yet, or a worker's failure.
+            if pipe is None or not self._is_wholly_mapped(pipe, unfinished):
+                logger.info("%s: weights were wanted before they were there", self._source.given)
                 pipe = None
                 # Missing weights are drawn at random: the same again.
                 torch.set_rng_state(generator_state)
@@ -169,8 +179,17 @@ class _Build:
             pipe = self._from_view()
         if self._has_other_dtypes(pipe):
             pipe = self._from_view(decoded=False)
+            self._load.discard()
         hold_leases(pipe.components.values(), self._load.segments())
         return pipe
+
+    def _can_build_early(self, unfinished: set[str]) -> bool:
+        """Tell whether building is worth while before all bytes are there."""
+        if not unfinished:
+            return self._load.has_every_file
+        # Weights that the library casts, or copies to a device, are read at once.
+        reads_at_once = self._load.leaves_casts or "device_map" in self._kwargs
+        return self._load.has_every_file and not reads_at_once
 
     def _from_view(self, *, decoded: bool = True) -> "DiffusionPipeline":
         """Build it from a view, of the segments or else of the shards as they are."""
@@ -238,7 +257,8 @@ def _import_classes(source: Source) -> None:
 
     libraries = {"diffusers": diffusers, "transformers": transformers}
     for checkpoint in source.checkpoints:
-        getattr(libraries.get(checkpoint.library), checkpoint.class_name, None)
+        if checkpoint.library in libraries:
+            getattr(libraries[checkpoint.library], checkpoint.class_name, None)
 
 
 def _as_torch(dtype: object) -> object:

@@ -13,6 +13,8 @@ from typing import Any
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+# Whose messages a second build would repeat.
+_LIBRARIES = ("diffusers", "transformers", "accelerate", "py.warnings")
 _VOCABULARY_COUNT = 10_000
 _MAX_ERRORS = 20  # of one chain; they can be cyclic
 
@@ -60,13 +62,16 @@ class PathRepair:
             if isinstance(container, dict):
                 self._repair_dict(container, waiting)
             elif isinstance(container, list):
-                container[:] = [self._repaired(value, waiting) for value in container]
+                for place, value in enumerate(container):
+                    repaired = self._repaired(value, waiting)
+                    if repaired is not value:
+                        container[place] = repaired
             attributes = getattr(container, "__dict__", None)
             if isinstance(attributes, dict):
                 waiting.append(attributes)
 
     def _repair_dict(self, container: dict[Any, Any], waiting: list[Any]) -> None:
-        for key, value in container.items():
+        for key, value in list(container.items()):
             repaired = self._repaired(value, waiting)
             if repaired is not value:
                 # Not container[key]: diffusers' FrozenDict forbids that, and this is no change.
@@ -103,12 +108,17 @@ class PathRepair:
 
     def repair_record(self, record: logging.LogRecord) -> None:
         """Repair a log record's message; one that was said before is kept from all handlers."""
-        message = self.text(record.getMessage())
-        key = (record.name, record.levelno, message)
-        if key in self._said:
-            record.levelno = -1  # below the level of any handler
-        self._saying.add(key)
-        if message != record.getMessage():
+        try:
+            original = record.getMessage()
+        except Exception:  # a call with the wrong arguments, which logging itself will report
+            return
+        message = self.text(original)
+        if record.name.startswith(_LIBRARIES):
+            key = (record.name, record.levelno, message)
+            if key in self._said:
+                record.levelno = -1  # below the level of any handler
+            self._saying.add(key)
+        if message != original:
             record.msg, record.args = message, ()
 
     def _repair_errors(self, error: BaseException | None) -> None:

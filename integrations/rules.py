@@ -61,7 +61,7 @@ def _find_class(checkpoint: Checkpoint) -> type | None:
         home = getattr(pipelines, checkpoint.library, None)
         home = home or importlib.import_module(checkpoint.library)
         found = getattr(home, checkpoint.class_name)
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError, TypeError, ValueError):
         return None
     return found if isinstance(found, type) else None
 

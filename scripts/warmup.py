@@ -10,20 +10,30 @@ import sys
 import click
 
 import shmload
+from shmload._dtypes import dtype_by_component
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("sources", nargs=-1, required=True)
-@click.option("--dtype", help="As the server will load them: bfloat16, float16, ...")
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    help="As the server will load them: bfloat16, ..., or COMPONENT=float32; repeatable.",
+)
 @click.option("--variant", help="File variant, such as fp16.")
 @click.option("--component", "components", multiple=True, help="Only this one; repeatable.")
+@click.option("--revision", help="Branch, tag or commit of hub ids.")
+@click.option("--cache-dir", help="The hub cache, if not the default.")
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
 @click.option("--verify", is_flag=True, help="Recompute the digests.")
 def main(
     sources: tuple[str, ...],
-    dtype: str | None,
+    dtypes: tuple[str, ...],
     variant: str | None,
     components: tuple[str, ...],
+    revision: str | None,
+    cache_dir: str | None,
     workers: int | None,
     verify: bool,
 ) -> None:
@@ -33,14 +43,16 @@ def main(
         try:
             report = shmload.warm(
                 source,
-                torch_dtype=dtype,
+                torch_dtype=dtype_by_component(dtypes),
                 variant=variant,
                 components=components or None,
+                revision=revision,
+                cache_dir=cache_dir,
                 workers=workers,
                 verify=verify,
             )
-        except shmload.ShmloadError as exc:
-            click.echo(f"warmup: {exc}", err=True)
+        except Exception as exc:  # whatever it is, the other sources have their turn
+            click.echo(f"warmup: {exc or type(exc).__name__}", err=True)
             failed += 1
             continue
         if report.read_nbytes:

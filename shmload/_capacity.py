@@ -5,7 +5,13 @@ Shared memory is charged to whoever touches a page first, counts against the fil
 """
 
 from shmload._errors import MemoryLimitExceeded, SharedMemoryFull
-from shmload._linux import cgroup_free_nbytes, machine_free_nbytes, shm_free_nbytes
+from shmload._identity import PART_SUFFIX, name_prefix
+from shmload._linux import (
+    cgroup_free_nbytes,
+    machine_free_nbytes,
+    shm_free_nbytes,
+    unwritten_nbytes,
+)
 
 # Left to the rest of the process: page tables, the workers themselves (about 40 MB each).
 _MARGIN_NBYTES = 64 << 20
@@ -20,22 +26,24 @@ def require_room(nbytes: int) -> None:
     """
     if nbytes == 0:
         return
-    free = shm_free_nbytes()
+    promised = unwritten_nbytes(name_prefix(), PART_SUFFIX)  # to loads that run beside this one
+    free = max(0, shm_free_nbytes() - promised)
     if nbytes > free:
         raise SharedMemoryFull(
             nbytes,
             free,
             "/dev/shm",
-            "free some with `shmload rm`, or enlarge it: `mount -o remount,size=90% /dev/shm`, "
-            "`docker run --shm-size` or an emptyDir of medium Memory",
+            "free some with `shmload rm` or `shmload gc`, or enlarge it: "
+            "`mount -o remount,size=90% /dev/shm`, `docker run --shm-size`, "
+            "or an emptyDir of medium Memory",
         )
     group_free = cgroup_free_nbytes()
-    if group_free is not None and nbytes + _MARGIN_NBYTES > group_free:
+    if group_free is not None and nbytes + promised + _MARGIN_NBYTES > group_free:
         raise MemoryLimitExceeded(
             nbytes, group_free, "the memory control group", "raise the container's memory limit"
         )
     machine_free = machine_free_nbytes()
-    if nbytes + _MARGIN_NBYTES > machine_free:
+    if nbytes + promised + _MARGIN_NBYTES > machine_free:
         raise MemoryLimitExceeded(
             nbytes,
             machine_free,

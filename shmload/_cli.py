@@ -14,6 +14,7 @@ import click
 import msgspec
 
 import shmload
+from shmload._dtypes import dtype_by_component
 from shmload._errors import ShmloadError, format_nbytes
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program to read.")
@@ -22,7 +23,12 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for 
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say what of a source is meant."""
     for option in (
-        click.option("--dtype", help="As for load_pipeline(torch_dtype=...): bfloat16, ..."),
+        click.option(
+            "--dtype",
+            "dtypes",
+            multiple=True,
+            help="bfloat16, ..., or COMPONENT=float32 for one of them; repeatable.",
+        ),
         click.option("--variant", help="File variant, such as fp16."),
         click.option("--component", "components", multiple=True, help="Only this one; repeatable."),
         click.option("--revision", help="Branch, tag or commit of a hub id."),
@@ -62,7 +68,7 @@ def main(verbose: bool) -> None:
 @_as_json
 def warm(
     sources: tuple[str, ...],
-    dtype: str | None,
+    dtypes: tuple[str, ...],
     workers: int | None,
     verify: bool,
     quiet: bool,
@@ -73,18 +79,20 @@ def warm(
 
     A source is a pipeline's directory, one component's, a safetensors file, or a hub id.
     """
+    reports = []
     for source in sources:
         report = shmload.warm(
             source,
-            torch_dtype=dtype,
+            torch_dtype=dtype_by_component(dtypes),
             workers=workers,
             verify=verify,
             progress=False if quiet else None,
             **_given(where),
         )
+        reports.append(report)
         if as_json:
-            _print_json(report)
-        elif report.read_nbytes == 0:
+            continue
+        if report.read_nbytes == 0:
             click.echo(f"{source}: already resident, {format_nbytes(report.resident_nbytes)}")
         else:
             click.echo(
@@ -92,6 +100,8 @@ def warm(
                 f"{len(report.segments)} segments, {format_nbytes(report.read_nbytes)} read "
                 f"in {report.elapsed_s:.1f} s"
             )
+    if as_json:
+        _print_json(reports)
 
 
 @main.command()
@@ -99,9 +109,9 @@ def warm(
 @_source_options
 @click.option("--keep", is_flag=True, help="Plan for `warm`, and not for `load_pipeline`.")
 @_as_json
-def plan(source: str, dtype: str | None, keep: bool, as_json: bool, **where: Any) -> None:
+def plan(source: str, dtypes: tuple[str, ...], keep: bool, as_json: bool, **where: Any) -> None:
     """Say what loading SOURCE would do; reads headers only."""
-    found = shmload.plan(source, torch_dtype=dtype, keep=keep, **_given(where))
+    found = shmload.plan(source, torch_dtype=dtype_by_component(dtypes), keep=keep, **_given(where))
     if as_json:
         _print_json(found)
         return

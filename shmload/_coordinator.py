@@ -86,13 +86,14 @@ class Coordinator:
 
     def close(self, *, kill: bool = False) -> None:
         """End all workers; again is fine."""
-        while self._workers:
-            self._workers.pop().close(kill=kill)
+        with contextlib.ExitStack() as closing:
+            while self._workers:
+                closing.callback(self._workers.pop().close, kill=kill)
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """The workers' process ids."""
-        return tuple(worker.pid for worker in self._workers)
+    def workers(self) -> int:
+        """How many workers there are; zero if it decodes in the caller's own thread."""
+        return len(self._workers)
 
     def decode(
         self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool] = bool
@@ -115,21 +116,23 @@ class Coordinator:
         if self._workers:
             digests = _Decoding(self._workers, jobs, on_bytes).run(is_cancelled)
         else:
-            digests = [_decode_here(job, on_bytes) for job in jobs]
+            digests = [_decode_here(job, on_bytes, is_cancelled) for job in jobs]
         for job in jobs:
             if not is_unchanged(job.source, os.fstat(job.source_fd)):
                 raise ShardChanged(job.path)
         return digests
 
 
-def _decode_here(job: Job, on_bytes: OnBytes) -> str:
+def _decode_here(job: Job, on_bytes: OnBytes, is_cancelled: Callable[[], bool]) -> str:
     # Here and not at the top: with workers the parent never needs the conversions.
     from shmload.workers.fill import Filler, FillError
 
     filler = Filler()
     try:
         return combine_digests(
-            [filler.fill(job.source_fd, job.part_fd, runs, on_bytes) for runs in job.layout.pieces]
+            filler.fill(job.source_fd, job.part_fd, runs, on_bytes)
+            for runs in job.layout.pieces
+            if not is_cancelled()  # whoever cancels drops the digest
         )
     except FillError as exc:
         raise _error_of(job, exc.reason, str(exc), exc.offset) from exc

@@ -4,6 +4,8 @@ Inside shmload a dtype is its safetensors name (`"BF16"`); users give torch's (`
 `"bfloat16"`).
 """
 
+from collections.abc import Sequence
+
 from shmload._errors import UnknownDtype
 
 # Bits per element of every dtype that safetensors 0.8 knows
@@ -78,6 +80,21 @@ WITHIN_F32 = FLOATS - {"F64", "F32"}
 _BY_TORCH_NAME = {name: dtype for dtype, name in TORCH_NAMES.items() if dtype in FLOATS}
 _SHORT_NAMES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16", "half": "F16"}
 _SHORT_NAMES |= {"float": "F32", "double": "F64", "float8_e4m3": "F8_E4M3"}
+
+
+def dtype_by_component(texts: Sequence[str]) -> str | dict[str, str] | None:
+    """Read dtypes as a command line gives them: `bfloat16`, or `vae=float32` for one component.
+
+    Returns:
+        What `torch_dtype` takes: None for no text, a name for all, or a dict by component.
+    """
+    by_component = {}
+    for text in texts:
+        component, separator, dtype = text.rpartition("=")
+        by_component[component if separator else "default"] = dtype
+    if set(by_component) <= {"default"}:
+        return by_component.get("default")
+    return by_component
 
 
 def parse_dtype(dtype: object) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from shmload._errors import IndexMalformed, ShardMissing, SourceNotFound
+from shmload._errors import IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
 from shmload._resolve import Source, resolve
 
 # huggingface_hub.utils.validate_repo_id, without its details.
@@ -28,6 +28,7 @@ def find_source(
     cache_dir: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
     local_files_only: bool = False,
+    force_download: bool = False,
 ) -> Source:
     """Find a source on the local disk, or bring it there.
 
@@ -41,6 +42,7 @@ def find_source(
         cache_dir: the hub cache, if not the default.
         token: for the hub.
         local_files_only: never download.
+        force_download: download a hub id even if it is cached.
 
     Raises:
         SourceNotFound: it is nowhere.
@@ -52,8 +54,13 @@ def find_source(
         return resolve(given, below, variant=variant, components=components, passed=passed)
 
     path = Path(given)
-    if path.exists():
-        return resolve_in(path)
+    try:
+        if path.exists():
+            return resolve_in(path)
+    except ShmloadError:
+        raise
+    except OSError as exc:  # a name too long, a directory that may not be entered
+        raise SourceNotFound(given, exc.strerror or str(exc)) from exc
     if not _HUB_ID.fullmatch(str(given)):
         raise SourceNotFound(given, "no such file or directory")
     hub_kwargs = {
@@ -62,15 +69,20 @@ def find_source(
         "token": token,
         "local_files_only": local_files_only,
     }
-    cached = _cached_root(str(given), hub_kwargs)
+    is_offline = _is_offline(hub_kwargs)
+    cached = None if force_download and not is_offline else _cached_root(str(given), hub_kwargs)
     if cached:
         try:
-            return resolve_in(cached)
+            found = resolve_in(cached)
         except (ShardMissing, IndexMalformed, SourceNotFound):
-            if _is_offline(hub_kwargs):
+            if is_offline:
                 raise  # an incomplete download
-    elif _is_offline(hub_kwargs):
+        else:
+            if is_offline or found.is_complete:
+                return found
+    elif is_offline:
         raise SourceNotFound(given, "not in the hub cache, and downloads are off (HF_HUB_OFFLINE)")
+    hub_kwargs["force_download"] = force_download
     return resolve_in(_download(str(given), variant, hub_kwargs))
 
 
@@ -96,7 +108,7 @@ def _is_offline(hub_kwargs: dict[str, Any]) -> bool:
 
 
 def _download(repo_id: str, variant: str | None, hub_kwargs: dict[str, Any]) -> Path:
-    # diffusers knows which of a repository's files a pipeline needs. By name: the core imports no
+    # The library knows which of a repository's files a pipeline needs. By name: the core imports no
     # model library.
     module = importlib.import_module("shmload.integrations.diffusers")
     try:

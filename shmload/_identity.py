@@ -6,6 +6,9 @@ import re
 
 import msgspec
 
+PART_SUFFIX = ".part"
+"""Behind the name of a segment while it is being built."""
+
 FORMAT_VERSION = 1
 """Raised whenever a segment's layout or conversion changes: old segments are then not found."""
 

@@ -8,6 +8,7 @@
 Owns every descriptor, part and worker of the load until `close`, which runs whatever happens.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -18,11 +19,11 @@ from typing import Self
 
 from shmload._capacity import require_room
 from shmload._coordinator import Coordinator, Job
-from shmload._errors import format_nbytes
+from shmload._errors import ArgumentError, CapacityError, format_nbytes
 from shmload._linux import Inode, inode_of, is_cached, open_source, read_ahead
 from shmload._plan import Action, Plan, plan_shard
 from shmload._progress import Progress
-from shmload._residency import check_digest, remove_if_free
+from shmload._residency import check_digest, remove_dead_parts, remove_if_free
 from shmload._resolve import Source
 from shmload._rules import Rule
 from shmload._segment import Awaited, Part, Segment, begin
@@ -88,6 +89,8 @@ class Load:
         self._source = source
         self._keep = keep
         self._progress = progress
+        if workers is not None and workers < 1:
+            raise ArgumentError(f"workers is {workers}; it must be 1 or more, or None")
         self._workers = workers or worker_count(parent_is_busy=parent_is_busy)
         self._shards: list[_Shard] = []
         self._made: list[str] = []
@@ -114,7 +117,10 @@ class Load:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self.close()
+        if exc is None:
+            self.close()
+        else:
+            self.discard()  # an error leaves nothing in shared memory
 
     @property
     def plan(self) -> Plan:
@@ -201,18 +207,19 @@ class Load:
         if self._thread:
             self._thread.join()
             self._thread = None
-        if self._coordinator:
-            self._coordinator.close(kill=True)
-        for held in self._held.values():
-            held.close()
-        while self._shards:
-            os.close(self._shards.pop().fd)
+        with contextlib.ExitStack() as closing:  # each, whatever becomes of the others
+            while self._shards:
+                closing.callback(os.close, self._shards.pop().fd)
+            for held in self._held.values():
+                closing.callback(held.close)
+            if self._coordinator:
+                closing.callback(self._coordinator.close, kill=True)
 
     def discard(self) -> None:
         """End the load and remove the segments that it has made, unless somebody uses them."""
         self.close()
-        for name in self._made:
-            remove_if_free(name)
+        while self._made:
+            remove_if_free(self._made.pop())
 
     def _begin(self) -> None:
         """Take the locks and start to decode; other processes' parts are waited for at the end."""
@@ -229,7 +236,7 @@ class Load:
                         mine.append(shard)
                     case Segment() as segment:
                         segment.read_header()  # whether it was damaged
-        require_room(sum(shard.layout.nbytes for shard in mine))
+        self._require_room(sum(shard.layout.nbytes for shard in mine))
         for shard in mine:
             self._part(shard).prepare(shard.layout)
         self._log(mine)
@@ -237,10 +244,16 @@ class Load:
             return
         self.read_nbytes = sum(shard.plan.read_nbytes for shard in mine)
         self._progress.start(self.read_nbytes)
-        is_small = self.read_nbytes <= settings().inline_nbytes
-        self._coordinator = Coordinator(0 if is_small else self._workers)
         self._thread = threading.Thread(target=self._run, args=(mine,), name="shmload-decode")
         self._thread.start()
+
+    def _require_room(self, nbytes: int) -> None:
+        try:
+            require_room(nbytes)
+        except CapacityError:
+            if not remove_dead_parts():
+                raise
+            require_room(nbytes)
 
     def _log(self, mine: list[_Shard]) -> None:
         linked = sum(shard.is_link for shard in self._shards)
@@ -262,7 +275,8 @@ class Load:
 
     def _run(self, mine: list[_Shard]) -> None:
         try:
-            self._decode(mine)
+            if mine:
+                self._decode(mine)
             for shard in self._shards:
                 held = self._held.get(shard.plan.segment)
                 if isinstance(held, Awaited):
@@ -272,21 +286,25 @@ class Load:
 
     def _wait_for(self, shard: _Shard, awaited: Awaited) -> None:
         """Wait for another process's part, or decode it here if that process dies."""
+        name = shard.plan.segment
         held: Segment | Part | Awaited = awaited
         while isinstance(held, Awaited):
             held = held.wait(settings().wait_timeout_s, self._is_cancelled.is_set)
+            self._held[name] = held
             if self._keep and isinstance(held, Segment) and not held.is_resident:
                 held.close()  # the other process made it for itself alone
-                held = begin(shard.plan.segment)
-        self._held[shard.plan.segment] = held
+                self._held[name] = held = begin(name)
         if isinstance(held, Part):
-            require_room(shard.layout.nbytes)
+            self._require_room(shard.layout.nbytes)
             held.prepare(shard.layout)
             self.read_nbytes += shard.plan.read_nbytes
             self._decode([shard])
 
     def _decode(self, shards: list[_Shard]) -> None:
-        assert self._coordinator
+        nbytes = sum(shard.plan.read_nbytes for shard in shards)
+        workers = 0 if nbytes <= settings().inline_nbytes else self._workers
+        if self._coordinator is None or self._coordinator.workers < workers:
+            self._coordinator = Coordinator(workers)  # one without workers holds nothing
         jobs = [shard.job(self._part(shard)) for shard in shards]
         digests = self._coordinator.decode(jobs, self._progress.add, self._is_cancelled.is_set)
         if self._is_cancelled.is_set():

@@ -20,10 +20,10 @@ from shmload._errors import (
     SegmentNotFound,
     SegmentUntrusted,
 )
-from shmload._identity import identify, name_prefix
+from shmload._identity import PART_SUFFIX, identify, name_prefix
 from shmload._layout import read_digest
-from shmload._linux import SHM_DIR, is_named, shm_open, shm_unlink, try_lock, unlock
-from shmload._segment import PART_SUFFIX, Segment, attach
+from shmload._linux import SHM_DIR, is_named, shm_open, shm_unlink, try_lock, unlock, wait_lock
+from shmload._segment import Segment, attach
 from shmload._view import VIEW_INFIX
 
 # A view is a directory for a moment before it has its lock.
@@ -152,12 +152,15 @@ def collect_garbage() -> list[str]:
     removed = [
         info.name for info in segments() if not info.is_current and remove_if_free(info.name)
     ]
-    for name in os.listdir(SHM_DIR):
-        is_part = name.startswith(name_prefix()) and name.endswith(PART_SUFFIX)
-        is_view = name.startswith(name_prefix() + VIEW_INFIX)
-        if (is_part and remove_if_free(name)) or (is_view and _remove_view(name)):
-            removed.append(name)
-    return removed
+    views = [n for n in os.listdir(SHM_DIR) if n.startswith(name_prefix() + VIEW_INFIX)]
+    return [*removed, *remove_dead_parts(), *filter(_remove_view, views)]
+
+
+def remove_dead_parts() -> list[str]:
+    """Remove the parts whose builder died, and return their names."""
+    names = os.listdir(SHM_DIR)
+    parts = [n for n in names if n.startswith(name_prefix()) and n.endswith(PART_SUFFIX)]
+    return list(filter(remove_if_free, parts))
 
 
 def _resident_names() -> Iterator[str]:
@@ -225,7 +228,8 @@ def remove_if_free(name: str) -> bool:
     if fd is None:
         return False
     try:
-        if not try_lock(fd, exclusive=True) or not is_named(fd, name):
+        # Whoever lists segments holds each for a moment.
+        if not wait_lock(fd, exclusive=True, timeout_s=0.2) or not is_named(fd, name):
             return False
         shm_unlink(name)
     finally:

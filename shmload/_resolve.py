@@ -60,6 +60,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """All components that the pipeline lists, with weights or without."""
     checkpoints: tuple[Checkpoint, ...]
     """Those whose weights are safetensors files."""
+    is_complete: bool = True
+    """Whether every component that is wanted has a directory, and some file is of the variant."""
 
     @property
     def is_pipeline(self) -> bool:
@@ -126,6 +128,8 @@ def resolve(
         class_name=pipeline_class if isinstance(pipeline_class, str) else "",
         components=tuple(listed),
         checkpoints=tuple(checkpoints),
+        is_complete=all((root / name).is_dir() for name in wanted)
+        and (variant is None or any(_has_variant(root / name, variant) for name in wanted)),
     )
 
 
@@ -227,6 +231,10 @@ def _applicable_variant(names: Iterable[str], variant: str | None) -> str | None
     parts = (name.split(".") for name in names)
     has_variant = variant and any(len(part) > 1 and part[1].startswith(variant) for part in parts)
     return variant if has_variant else None
+
+
+def _has_variant(folder: Path, variant: str) -> bool:
+    return folder.is_dir() and _applicable_variant(os.listdir(folder), variant) is not None
 
 
 def _find_shards(

@@ -20,6 +20,7 @@ from typing import Self
 
 from shmload._errors import SegmentCorrupt, SegmentTimeout, ShmloadError
 from shmload._header import Header, read_header
+from shmload._identity import PART_SUFFIX
 from shmload._layout import Layout, read_digest
 from shmload._linux import (
     Inode,
@@ -31,9 +32,9 @@ from shmload._linux import (
     try_lock,
     unlock,
     wait_lock,
+    write_at,
 )
 
-PART_SUFFIX = ".part"
 _POLL_S = 0.01
 
 
@@ -98,6 +99,7 @@ class Part:
         self.name = name
         self.fd = fd
         self._digest_offset = 0
+        self._is_published = False
 
     @property
     def inode(self) -> Inode:
@@ -106,9 +108,8 @@ class Part:
 
     def prepare(self, layout: Layout) -> None:
         """Give it its length and its header. Its data reads as zeros until it is filled."""
-        os.ftruncate(self.fd, 0)  # what a dead builder left must not shine through
         os.ftruncate(self.fd, layout.nbytes)
-        os.pwrite(self.fd, layout.header, 0)
+        write_at(self.fd, layout.header, 0)
         self._digest_offset = layout.digest_offset
 
     def publish(self, digest: str, *, keep: bool) -> Segment:
@@ -119,18 +120,21 @@ class Part:
             keep: under its final name; else its name is removed, and it lives for as long as
                 somebody has it attached or waits for it.
         """
-        os.pwrite(self.fd, digest.encode(), self._digest_offset)
-        os.fchmod(self.fd, 0o400)
+        write_at(self.fd, digest.encode(), self._digest_offset)
         if keep:
             shm_rename(self.name + PART_SUFFIX, self.name)
         else:
             shm_unlink(self.name + PART_SUFFIX)
+        # Not earlier: who takes over from a builder that dies right here must be able to open it.
+        os.fchmod(self.fd, 0o400)
         try_lock(self.fd, exclusive=False)
-        fd, self.fd = self.fd, -1
-        return Segment(self.name, fd)
+        self._is_published = True
+        return Segment(self.name, self.fd)
 
     def close(self) -> None:
         """Remove it; again, or after `publish`, does nothing."""
+        if self._is_published:
+            return  # the descriptor is the segment's now
         fd, self.fd = self.fd, -1
         if fd >= 0:
             if is_named(fd, self.name + PART_SUFFIX):
@@ -179,7 +183,9 @@ class Awaited:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not is_cancelled():
             if try_lock(self._fd, exclusive=False):
-                if _is_complete(self._fd, self.name):
+                # With the name of a part its builder died before it could publish it.
+                is_part = is_named(self._fd, self.name + PART_SUFFIX)
+                if not is_part and _is_complete(self._fd, self.name):
                     fd, self._fd = self._fd, -1
                     return Segment(self.name, fd)
                 unlock(self._fd)  # or it would keep ourselves from taking over
@@ -207,6 +213,7 @@ def begin(name: str) -> Segment | Part | Awaited:
             continue
         if not is_mine:
             return Awaited(name, fd)
+        os.ftruncate(fd, 0)  # what a dead builder left takes room, and must not shine through
         part = Part(name, fd)
         segment = attach(name)
         if segment:

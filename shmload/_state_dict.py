@@ -93,13 +93,13 @@ def wrap(fd: int, name: str) -> "dict[str, torch.Tensor]":
         dtype = dtypes.get(spec.dtype)
         if dtype is None:
             raise ShardMalformed(name, f"this torch has no dtype for {spec.dtype}")
-        if spec.nbytes == 0:
-            tensors[spec.name] = torch.empty(spec.shape, dtype=dtype)
-            continue
-        # A storage for each tensor: as views of one, saving any of them would save them all.
         # Two half-byte elements are one of torch's, along the last dimension.
         nbits = NBITS[spec.dtype]
         shape = spec.shape if nbits >= 8 else (*spec.shape[:-1], spec.shape[-1] * nbits // 8)
+        if spec.nbytes == 0:
+            tensors[spec.name] = torch.empty(shape, dtype=dtype)
+            continue
+        # A storage for each tensor: as views of one, saving any of them would save them all.
         flat = torch.frombuffer(
             mapped,
             dtype=dtype,

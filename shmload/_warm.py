@@ -103,7 +103,10 @@ def plan(
     keep: bool = False,
     **hub_kwargs: Any,
 ) -> Plan:
-    """Say what `load_pipeline` or, with `keep`, `warm` would do; reads headers only.
+    """Say what `load_pipeline` or, with `keep`, `warm` would do.
+
+    Of the weights it reads headers only. A hub id that is not in the cache is downloaded first,
+    unless `local_files_only` is given.
 
     Args:
         source: as for `warm`, like all arguments that are not named here.

@@ -4,6 +4,7 @@ Owns the child, its socket, its pidfd and the file that catches what it prints.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -29,6 +30,8 @@ from shmload._messages import (
     send,
 )
 from shmload._settings import settings
+
+logger = logging.getLogger(__name__)
 
 _KILL_TIMEOUT_S = 10.0
 _OUTPUT_TAIL_NBYTES = 4000
@@ -77,7 +80,14 @@ class WorkerProcess:
                     f"a worker could not be started: {exc}; sys.executable must be a Python "
                     "interpreter, with processes and memory to spare"
                 ) from exc
-        self.pidfd = os.pidfd_open(self._process.pid)
+        try:
+            self.pidfd = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait(_KILL_TIMEOUT_S)
+            ours.close()
+            os.close(self._output_fd)
+            raise
 
     @property
     def pid(self) -> int:
@@ -155,7 +165,11 @@ class WorkerProcess:
             self._process.wait(_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(_KILL_TIMEOUT_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_TIMEOUT_S)
+        if self._process.returncode is None:
+            # Killed, but inside the kernel, where a dead disk can hold a process for ever.
+            logger.error("worker %d cannot be ended; it waits for a device", self._process.pid)
         pidfd, self.pidfd = self.pidfd, -1
         os.close(pidfd)
         os.close(self._output_fd)

@@ -145,7 +145,8 @@ def _descriptors() -> Iterator[tuple[str, str]]:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{number}")
-            if target.startswith((f"{_SHM}/{_PREFIX}", f"/memfd:{_PREFIX}", "anon_inode:[pidfd]")):
+            ours = (f"{_SHM}/{_PREFIX}", f"/memfd:{_PREFIX}", "anon_inode:[pidfd]", "socket:")
+            if target.startswith(ours) or ".safetensors" in target:
                 yield number, target
 
 

@@ -903,15 +903,20 @@ def test_worker_that_dies_before_its_first_piece(
     assert starts() == 2
 
 
+def write_alternating(path, count):
+    """Write tensors of which no two neighbours can be one run."""
+    specs = tuple(
+        TensorSpec(f"t{number}", ("F32", "I32")[number % 2], (16,), number * 64, number * 64 + 64)
+        for number in range(count)
+    )
+    path.write_bytes(build_header(specs, {}, 8) + bytes(64 * len(specs)))
+
+
 @pytest.mark.timeout(30)
 def test_stopped_worker_that_reads_nothing_does_not_block_its_coordinator(tmp_path, workers_that):
     # A piece of so many runs that its message does not fit into the socket.
     path = tmp_path / "model.safetensors"
-    specs = tuple(
-        TensorSpec(f"t{number}", ("F32", "I32")[number % 2], (16,), number * 64, number * 64 + 64)
-        for number in range(20_000)
-    )
-    path.write_bytes(build_header(specs, {}, 8) + bytes(64 * len(specs)))
+    write_alternating(path, 20_000)
     starts = workers_that(
         """
         if is_first():
@@ -922,6 +927,39 @@ def test_stopped_worker_that_reads_nothing_does_not_block_its_coordinator(tmp_pa
     )
     assert len(shmload.load_state_dict(path, torch.bfloat16)) == 20_000
     assert starts() == 2
+
+
+@pytest.mark.timeout(30)
+def test_worker_that_blocks_its_coordinator_is_not_taken_for_the_others(
+    tmp_path, workers_that, monkeypatch
+):
+    # Two pieces. The first worker is at one when the second is ready, is given the other, and
+    # stops without reading what is more than its socket takes.
+    monkeypatch.setattr("shmload._layout.PIECE_NBYTES", 960_000)
+    path = tmp_path / "model.safetensors"
+    write_alternating(path, 40_000)
+    meeting = tmp_path / "meeting"
+    os.mkfifo(meeting)
+    starts = workers_that(
+        f"""
+        if is_first():
+            real = fill.Filler.fill
+            def meet_and_fill(*args):
+                fill.Filler.fill = real
+                open({str(meeting)!r}, "w").close()
+                return real(*args)
+            fill.Filler.fill = meet_and_fill
+        elif os.path.exists({str(meeting)!r}):
+            open({str(meeting)!r}).close()
+            os.unlink({str(meeting)!r})
+            say(Ready(VERSION, os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        """,
+        stall_timeout_s=1,
+        workers=2,
+    )
+    assert len(shmload.load_state_dict(path, torch.bfloat16)) == 40_000
+    assert starts() == 3
 
 
 @pytest.mark.timeout(30)

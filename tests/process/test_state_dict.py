@@ -173,13 +173,17 @@ def test_tensor_of_many_pieces_equals_safetensors(tmp_path, configure, evicts):
 def test_half_bytes_equal_safetensors(tmp_path):
     dtype = getattr(torch, "float4_e2m1fn_x2", None)
     path = tmp_path / "model.safetensors"
-    tensors = {"a": torch.arange(48, dtype=torch.uint8).reshape(6, 8)}
+    tensors = {
+        "a": torch.arange(48, dtype=torch.uint8).reshape(6, 8),
+        "empty": torch.empty(0, 8, dtype=torch.uint8),
+    }
     if dtype is None:
         pytest.skip("this torch has no such dtype")
-    save_file({"a": tensors["a"].view(dtype)}, path)
+    save_file({name: tensor.view(dtype) for name, tensor in tensors.items()}, path)
     got = shmload.load_state_dict(path, torch.bfloat16)
-    assert (got["a"].dtype, got["a"].shape) == (dtype, load_file(path)["a"].shape)
-    assert torch.equal(got["a"].view(torch.uint8), tensors["a"])
+    for name, tensor in load_file(path).items():
+        assert (got[name].dtype, got[name].shape) == (dtype, tensor.shape)
+        assert torch.equal(got[name].view(torch.uint8), tensors[name])
 
 
 def test_file_of_no_tensors_is_an_empty_dict(tmp_path, evicts):

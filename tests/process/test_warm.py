@@ -153,6 +153,22 @@ def test_segment_is_a_safetensors_file(checkpoint, shm_names):
     assert_same(load_file(SHM / shm_names()[0]), as_bf16(TENSORS))
 
 
+def test_file_that_two_components_share_is_decoded_once(tmp_path, evicts, shm_names):
+    source = tmp_path / "pipeline"
+    index = {name: ["nowhere", "Unknown"] for name in ("first", "second")}
+    for name in index:
+        (source / name).mkdir(parents=True)
+    (source / "model_index.json").write_text(json.dumps(index))
+    save_file(TENSORS, source / "first" / "model.safetensors")
+    os.link(source / "first" / "model.safetensors", source / "second" / "model.safetensors")
+    report = shmload.warm(source)
+    assert report.read_nbytes == NBYTES
+    assert list(report.segments) == shm_names()
+    with shmload.view(source) as path:
+        for name in index:
+            assert (path / name / "model.safetensors").samefile(SHM / report.segments[0])
+
+
 def test_rest_is_decoded_where_a_part_is_resident(folder):
     shard = folder / "model-00001-of-00003.safetensors"
     alone = shmload.warm(shard, torch_dtype=torch.bfloat16)
