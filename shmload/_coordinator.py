@@ -243,7 +243,9 @@ class _Decoding:
             if not worker.is_ready and now - worker.active_at > settings().start_timeout_s:
                 worker.close(kill=True)
                 raise WorkerFailed(f"a worker was not ready in {settings().start_timeout_s:g} s")
-            if worker.tasks and now - worker.active_at > settings().stall_timeout_s:
+            is_silent = now - worker.active_at > settings().stall_timeout_s
+            # What it has said may still be unread, where feeding another has taken that long.
+            if worker.tasks and is_silent and not worker.has_news():
                 path = self._jobs[worker.tasks[0].shard].path
                 self._replace(worker, WorkerStalled(path, settings().stall_timeout_s))
 

@@ -6,6 +6,7 @@ Owns the child, its socket, its pidfd and the file that catches what it prints.
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -110,6 +111,12 @@ class WorkerProcess:
             self._opened.discard(shard)
             with contextlib.suppress(OSError):  # it is gone; whoever watches it will see
                 send(self.channel, Close(shard))
+
+    def has_news(self) -> bool:
+        """Tell whether something of it is still unread."""
+        poll = select.poll()
+        poll.register(self.channel, select.POLLIN)
+        return bool(poll.poll(0))
 
     def receive(self) -> Iterator[FromWorker]:
         """Yield the messages that have arrived; ends at once when the worker is gone.

@@ -13,8 +13,8 @@ _TEXT_COLOR = "#333333"
 _SIZE_INCHES = (8.0, 4.3)
 _DPI = 200  # drawn at twice the 800 pixels that a page shows
 
-NEEDED = ("attach", "memory", "first-load")
-"""The figures, by name, that the chart is made from."""
+NEEDED = frozenset({"attach", "first-load"})
+"""The measurements that the chart is made from, as `--only` calls them."""
 
 
 def draw_chart(path: Path, machine: Mapping[str, str], figures: Sequence[Figure]) -> None:
@@ -23,7 +23,7 @@ def draw_chart(path: Path, machine: Mapping[str, str], figures: Sequence[Figure]
     Args:
         path: of the file.
         machine: what `describe_machine` said.
-        figures: at least those in `NEEDED`.
+        figures: at least those of the measurements in `NEEDED`.
     """
     import matplotlib as mpl
 

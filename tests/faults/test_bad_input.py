@@ -976,8 +976,8 @@ def test_worker_that_dies_when_it_is_no_longer_needed_is_no_error(
             if not coordinator._workers[0]._opened:
                 return False
             # By now the worker has the shard open, and is told to close it when all is over.
-            os.kill(coordinator.pids[0], signal.SIGKILL)
-            wait_for_the_end_of(coordinator.pids[0])
+            os.kill(coordinator._workers[0].pid, signal.SIGKILL)
+            wait_for_the_end_of(coordinator._workers[0].pid)
             return True
 
         decode(coordinator, jobs, on_bytes, lose_and_cancel)
