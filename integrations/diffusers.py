@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmload._collector import paused_gc
+from shmload._collector import freeze_imports, paused_gc
 from shmload._dtypes import TORCH_NAMES, parse_dtype
 from shmload._errors import SourceNotFound
 from shmload._hub import find_source
@@ -108,7 +108,10 @@ def load_pipeline(
             return loads.enter_context(load)
 
         load = begin()
+        is_cold = "diffusers" not in sys.modules
         _import_classes(found)  # most of a cold process's time; workers decode meanwhile
+        if is_cold:
+            freeze_imports()
         certain = choose_rules(rule_for)
         if certain != rules:
             load.discard()

@@ -5,12 +5,13 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from shmload._linux import Inode, Mapping, is_touched, mappings
 from shmload._segment import Segment
+
+if TYPE_CHECKING:
+    import torch
 
 # On a fault the kernel maps the pages of the same 64 KiB too (fault_around_bytes), and safetensors
 # looks at the first byte of each tensor.
@@ -28,7 +29,7 @@ class Spans:
         self._mappings = sorted(mappings(inodes))
         self._starts = [mapping.start for mapping in self._mappings]
 
-    def find(self, tensor: torch.Tensor) -> Mapping | None:
+    def find(self, tensor: "torch.Tensor") -> Mapping | None:
         """Return the mapping that a tensor's first byte lies in."""
         address = tensor.untyped_storage().data_ptr() if tensor.device.type == "cpu" else 0
         position = bisect.bisect_right(self._starts, address) - 1
@@ -36,7 +37,7 @@ class Spans:
             return self._mappings[position]
         return None
 
-    def holds_unread(self, tensor: torch.Tensor) -> bool:
+    def holds_unread(self, tensor: "torch.Tensor") -> bool:
         """Tell whether a tensor lies in a mapping and nothing has read its inner pages.
 
         Of a tensor too small to have any, only where it lies is known: what copies it shows so.
@@ -60,6 +61,8 @@ def hold_leases(components: Iterable[Any], segments: Iterable[Segment]) -> None:
     named = {segment.inode: segment for segment in segments if segment.is_resident}
     if not named:
         return
+    import torch  # not at the top: decoding starts before the second that this takes
+
     leases = {inode: _Lease(segment.fd) for inode, segment in named.items()}
     spans = Spans(set(named))
     seen = set()
@@ -81,7 +84,7 @@ class _Lease:
         self._fd = os.dup(fd)
         self._count = 0
 
-    def add(self, storage: torch.UntypedStorage) -> None:
+    def add(self, storage: "torch.UntypedStorage") -> None:
         self._count += 1
         weakref.finalize(storage, self._drop).atexit = False
 

@@ -40,6 +40,8 @@ class PathRepair:
         import torch
 
         self._leaves = (*_LEAVES, *_CODE, torch.Tensor)
+        # What every module has and what never holds a path: most of a walk's time.
+        self._internals = frozenset(vars(torch.nn.Module())) - {"_modules"}
         self._view = str(view)
         self._root = root
         self._given = given
@@ -71,7 +73,10 @@ class PathRepair:
                 waiting.append(attributes)
 
     def _repair_dict(self, container: dict[Any, Any], waiting: list[Any]) -> None:
+        is_module = "_parameters" in container and "_modules" in container
         for key, value in list(container.items()):
+            if is_module and key in self._internals:
+                continue
             repaired = self._repaired(value, waiting)
             if repaired is not value:
                 # Not container[key]: diffusers' FrozenDict forbids that, and this is no change.

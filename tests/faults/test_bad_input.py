@@ -785,20 +785,20 @@ def test_worker_that_exits_in_the_middle_says_its_code(checkpoint, workers_that)
 
 
 def test_stopped_worker_is_replaced(checkpoint, workers_that):
-    starts = workers_that(STOP_ONCE, stall_timeout_s=0.5)
+    starts = workers_that(STOP_ONCE, stall_timeout_s=1)
     assert_right(checkpoint)
     assert starts() == 2
 
 
 @decoding_door
 def test_worker_stopped_twice_is_an_error(checkpoint, workers_that, door):
-    starts = workers_that(STOP, stall_timeout_s=0.5)
+    starts = workers_that(STOP, stall_timeout_s=1)
     refusal(
         door,
         checkpoint,
         shmload.WorkerStalled,
         checkpoint,
-        "0.5 s",
+        " 1 s",
         "SHMLOAD_STALL_TIMEOUT_S",
         torch_dtype=torch.bfloat16,
     )
@@ -923,7 +923,7 @@ def test_stopped_worker_that_reads_nothing_does_not_block_its_coordinator(tmp_pa
             say(Ready(VERSION, os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
         """,
-        stall_timeout_s=0.5,
+        stall_timeout_s=3,
     )
     assert len(shmload.load_state_dict(path, torch.bfloat16)) == 20_000
     assert starts() == 2
@@ -955,7 +955,7 @@ def test_worker_that_blocks_its_coordinator_is_not_taken_for_the_others(
             say(Ready(VERSION, os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
         """,
-        stall_timeout_s=1,
+        stall_timeout_s=3,
         workers=2,
     )
     assert len(shmload.load_state_dict(path, torch.bfloat16)) == 40_000
