@@ -162,9 +162,12 @@ def _generate(pipe: Any) -> Any:
 
 
 def _private_nbytes() -> int:
-    """Return the memory that belongs to this process alone, in bytes."""
+    """Return the memory that belongs to this process alone, in bytes.
+
+    Not Private_Dirty: that counts pages of shared memory which only one process maps just now.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    private = (line.split() for line in lines if line.startswith("Private_Dirty:"))
+    private = (line.split() for line in lines if line.startswith("Anonymous:"))
     return sum(int(fields[1]) for fields in private) * 1024
 
 

@@ -137,7 +137,9 @@ class Inbox:
     def receive(self) -> bool:
         """Read what is there, waiting if nothing is; False at the end of file."""
         try:
-            received, fds, _, _ = socket.recv_fds(self._channel, 1 << 18, 16)
+            received, fds, _, _ = socket.recv_fds(
+                self._channel, 1 << 18, 16, socket.MSG_CMSG_CLOEXEC
+            )
         except ConnectionResetError:
             return False
         self.fds.extend(fds)
