@@ -3,10 +3,11 @@
 Offline first: what the cache has is used without asking the network.
 """
 
+import contextlib
 import importlib
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,9 @@ def find_source(
         below = root / subfolder if subfolder else root
         return resolve(given, below, variant=variant, components=components, passed=passed)
 
-    path = Path(given)
     try:
-        if path.exists():
-            return resolve_in(path)
+        if Path(given).exists():
+            return resolve_in(Path(given))
     except ShmloadError:
         raise
     except OSError as exc:  # a name too long, a directory that may not be entered
@@ -69,21 +69,38 @@ def find_source(
         "token": token,
         "local_files_only": local_files_only,
     }
-    is_offline = _is_offline(hub_kwargs)
-    cached = None if force_download and not is_offline else _cached_root(str(given), hub_kwargs)
-    if cached:
-        try:
-            found = resolve_in(cached)
-        except (ShardMissing, IndexMalformed, SourceNotFound):
-            if is_offline:
-                raise  # an incomplete download
-        else:
-            if is_offline or found.is_complete:
+    return _find_in_hub(given, resolve_in, variant, hub_kwargs, force_download=force_download)
+
+
+def _find_in_hub(
+    given: str | os.PathLike[str],
+    resolve_in: Callable[[Path], Source],
+    variant: str | None,
+    hub_kwargs: dict[str, Any],
+    *,
+    force_download: bool,
+) -> Source:
+    if _is_offline(hub_kwargs):
+        return _find_cached(given, resolve_in, hub_kwargs)
+    if not force_download:
+        # What the cache has not, or not whole, is downloaded.
+        with contextlib.suppress(ShardMissing, IndexMalformed, SourceNotFound):
+            found = _find_cached(given, resolve_in, hub_kwargs)
+            if found.is_complete:
                 return found
-    elif is_offline:
-        raise SourceNotFound(given, "not in the hub cache, and downloads are off (HF_HUB_OFFLINE)")
-    hub_kwargs["force_download"] = force_download
+    hub_kwargs = hub_kwargs | {"force_download": force_download}
     return resolve_in(_download(str(given), variant, hub_kwargs))
+
+
+def _find_cached(
+    given: str | os.PathLike[str],
+    resolve_in: Callable[[Path], Source],
+    hub_kwargs: dict[str, Any],
+) -> Source:
+    root = _cached_root(str(given), hub_kwargs)
+    if root is None:
+        raise SourceNotFound(given, "not in the hub cache, and downloads are off (HF_HUB_OFFLINE)")
+    return resolve_in(root)
 
 
 def _cached_root(repo_id: str, hub_kwargs: dict[str, Any]) -> Path | None:

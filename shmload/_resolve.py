@@ -99,38 +99,9 @@ def resolve(
         return Source(given=given, root=root, class_name="", components=(), checkpoints=(alone,))
     if not root.is_dir():
         raise SourceNotFound(given, "neither a file, a directory nor a model in the hub cache")
-    index_path = root / "model_index.json"
-    if not index_path.is_file():
-        return _resolve_component(given, root, variant)
-    index = read_json(index_path)
-    listed = dict(_listed_components(index))
-    for name in listed:
-        _require_beside(name, index_path)
-    for name in components or ():
-        if name not in listed:
-            raise UnknownComponent(name, given, listed)
-    wanted = [
-        name
-        for name, (library, _) in listed.items()
-        if library and name not in passed and (components is None or name in components)
-    ]
-    checkpoints = []
-    for name in wanted:
-        library, class_name = listed[name]
-        found = _checkpoint(root / name, variant, name, library, class_name)
-        if found:
-            checkpoints.append(found)
-    pipeline_class = index.get("_class_name")
-    return Source(
-        given=given,
-        root=root,
-        # A list names a class in a Python file of the repository: the library must find it.
-        class_name=pipeline_class if isinstance(pipeline_class, str) else "",
-        components=tuple(listed),
-        checkpoints=tuple(checkpoints),
-        is_complete=all((root / name).is_dir() for name in wanted)
-        and (variant is None or any(_has_variant(root / name, variant) for name in wanted)),
-    )
+    if (root / "model_index.json").is_file():
+        return _resolve_pipeline(given, root, variant, components, passed)
+    return _resolve_component(given, root, variant)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -162,6 +133,40 @@ def _listed_components(index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[st
             yield name, (entry[0], entry[1])
         elif is_pair and not name.startswith("_") and entry == [None, None]:
             yield name, ("", "")
+
+
+def _resolve_pipeline(
+    given: str | os.PathLike[str],
+    root: Path,
+    variant: str | None,
+    components: Collection[str] | None,
+    passed: Collection[str],
+) -> Source:
+    index_path = root / "model_index.json"
+    index = read_json(index_path)
+    listed = dict(_listed_components(index))
+    for name in listed:
+        _require_beside(name, index_path)
+    for name in components or ():
+        if name not in listed:
+            raise UnknownComponent(name, given, listed)
+    wanted = [
+        name
+        for name, (library, _) in listed.items()
+        if library and name not in passed and (components is None or name in components)
+    ]
+    found = (_checkpoint(root / name, variant, name, *listed[name]) for name in wanted)
+    pipeline_class = index.get("_class_name")
+    return Source(
+        given=given,
+        root=root,
+        # A list names a class in a Python file of the repository: the library must find it.
+        class_name=pipeline_class if isinstance(pipeline_class, str) else "",
+        components=tuple(listed),
+        checkpoints=tuple(checkpoint for checkpoint in found if checkpoint),
+        is_complete=all((root / name).is_dir() for name in wanted)
+        and (variant is None or any(_has_variant(root / name, variant) for name in wanted)),
+    )
 
 
 def _resolve_component(given: str | os.PathLike[str], root: Path, variant: str | None) -> Source:
