@@ -100,15 +100,8 @@ def rule_for(checkpoint: Checkpoint, torch_dtype: object) -> Rule:
     Raises:
         UnknownDtype: a dtype's name is none.
     """
-    known = _known_rule(checkpoint, torch_dtype)
-    if known is not None:
-        return known
     target = wanted_dtype(torch_dtype, checkpoint.component)
-    # By name: the core imports no model library, and this one only when it must.
-    rules = importlib.import_module("shmload.integrations.rules")
-    rule: Rule = rules.derive_rule(checkpoint, target)
-    _remember(_memory_path(checkpoint, target), rule)
-    return rule
+    return _known_rule(checkpoint, target) or _ask_class(checkpoint, target)
 
 
 def likely_rule(checkpoint: Checkpoint, torch_dtype: object) -> Rule:
@@ -120,17 +113,11 @@ def likely_rule(checkpoint: Checkpoint, torch_dtype: object) -> Rule:
     Raises:
         UnknownDtype: a dtype's name is none.
     """
-    known = _known_rule(checkpoint, torch_dtype)
-    if known is not None:
-        return known
     target = wanted_dtype(torch_dtype, checkpoint.component)
-    if target is None:
-        return Rule(target="F32", is_widening=True) if checkpoint.library == "diffusers" else RAW
-    return Rule(target=target)
+    return _known_rule(checkpoint, target) or _most_common_rule(checkpoint, target)
 
 
-def _known_rule(checkpoint: Checkpoint, torch_dtype: object) -> Rule | None:
-    target = wanted_dtype(torch_dtype, checkpoint.component)
+def _known_rule(checkpoint: Checkpoint, target: str | None) -> Rule | None:
     if not checkpoint.class_name:
         return Rule(target=target)
     if checkpoint.config.get("quantization_config"):
@@ -139,6 +126,21 @@ def _known_rule(checkpoint: Checkpoint, torch_dtype: object) -> Rule | None:
         return msgspec.json.decode(_memory_path(checkpoint, target).read_bytes(), type=Rule)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def _ask_class(checkpoint: Checkpoint, target: str | None) -> Rule:
+    """Have the rule derived from the model's class, and remember it."""
+    # By name: the core imports no model library, and this one only when it must.
+    rules = importlib.import_module("shmload.integrations.rules")
+    rule: Rule = rules.derive_rule(checkpoint, target)
+    _remember(_memory_path(checkpoint, target), rule)
+    return rule
+
+
+def _most_common_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
+    if target is None and checkpoint.library == "diffusers":
+        return Rule(target="F32", is_widening=True)
+    return Rule(target=target)
 
 
 def forget_rule(checkpoint: Checkpoint, torch_dtype: object) -> None:
