@@ -167,6 +167,9 @@ def measure_tensors(bench: Bench) -> list[Figure]:
     def sample(count: int, name: str) -> Sample:
         return rounds.sample("tensors", f"{count} {name}")
 
+    def line(label: str, name: str) -> Line:
+        return Line(label=label, sample=sample(most, name), unit="s")
+
     def lines(name: str) -> tuple[Line, ...]:
         """For each number of tensors the time of one."""
         return tuple(
@@ -176,31 +179,26 @@ def measure_tensors(bench: Bench) -> list[Figure]:
             for count in TENSOR_COUNTS
         )
 
+    def figure(name: str, dtypes: str, measured: str, *beside: Line) -> Figure:
+        return Figure(
+            name=name,
+            what=f"{most:,} tensors of 1 KiB, {dtypes}",
+            sample=sample(most, measured),
+            unit="s",
+            target=Target(1),
+            beside=(*lines(measured), *beside),
+        )
+
     linear = (sample(most, "cast_s") / sample(least, "cast_s")).scaled(least / most)
     return [
-        Figure(
-            name="tensors-cast",
-            what=f"{most:,} tensors of 1 KiB, fp32 to bf16",
-            sample=sample(most, "cast_s"),
-            unit="s",
-            target=Target(1),
-            beside=(
-                *lines("cast_s"),
-                Line(label="plan() alone", sample=sample(most, "plan_s"), unit="s"),
-            ),
-        ),
-        Figure(
-            name="tensors-same",
-            what=f"{most:,} tensors of 1 KiB, own dtype",
-            sample=sample(most, "same_s"),
-            unit="s",
-            target=Target(1),
-            beside=(
-                *lines("same_s"),
-                Line(label="into a segment that stays", sample=sample(most, "keep_s"), unit="s"),
-                Line(label="attach of that segment", sample=sample(most, "attach_s"), unit="s"),
-                Line(label="safetensors' load_file", sample=sample(most, "load_file_s"), unit="s"),
-            ),
+        figure("tensors-cast", "fp32 to bf16", "cast_s", line("plan() alone", "plan_s")),
+        figure(
+            "tensors-same",
+            "own dtype",
+            "same_s",
+            line("into a segment that stays", "keep_s"),
+            line("attach of that segment", "attach_s"),
+            line("safetensors' load_file", "load_file_s"),
         ),
         Figure(
             name="tensors-linear",
