@@ -6,12 +6,22 @@ Each field is read from the environment variable `SHMLOAD_` plus its name in cap
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from shmload._errors import ArgumentError
 
 _PREFIX = "SHMLOAD_"
+# The variable that huggingface users know for the same thing as our workers, which wins.
+_HUGGINGFACE_WORKERS = "HF_PARALLEL_LOADING_WORKERS"
+# By a field's type.
+_EXPECTED: dict[object, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    int | None: "a whole number",
+    float: "a number of seconds",
+}
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,29 +56,31 @@ def settings() -> Settings:
     Raises:
         ArgumentError: a variable has a value of the wrong kind; the message names it.
     """
-    given = {
-        field: os.environ[_PREFIX + field.upper()]
-        for field in Settings.__struct_fields__
-        if os.environ.get(_PREFIX + field.upper())
-    }
-    # The variable that huggingface users know for the same thing; ours wins.
-    if "workers" not in given and os.environ.get("HF_PARALLEL_LOADING_WORKERS"):
-        given["workers"] = os.environ["HF_PARALLEL_LOADING_WORKERS"]
+    given = {}
+    for field in msgspec.structs.fields(Settings):
+        variable = _PREFIX + field.name.upper()
+        if field.name == "workers" and not os.environ.get(variable):
+            variable = _HUGGINGFACE_WORKERS
+        if os.environ.get(variable):
+            given[field.name] = _parse(variable, field.type)
+    return Settings(**given)
+
+
+def _parse(variable: str, kind: object) -> Any:
+    text = os.environ[variable]
+    if kind is Path:
+        return Path(text).expanduser()
     try:
-        return msgspec.convert(given, Settings, strict=False, dec_hook=_decode_path)
+        return msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError as exc:
-        raise ArgumentError(f"an environment variable {_PREFIX}... is wrong: {exc}") from exc
+        raise ArgumentError(
+            f"the environment variable {variable} is {text!r}; it must be {_EXPECTED[kind]}"
+        ) from exc
 
 
 def _user_cache_dir() -> Path:
     """Return the directory of the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-
-
-def _decode_path(kind: type, value: object) -> object:
-    if kind is Path:
-        return Path(str(value)).expanduser()
-    raise NotImplementedError(kind)  # msgspec's protocol for "not mine"
 
 
 def worker_count(*, parent_is_busy: bool) -> int:

@@ -24,10 +24,25 @@ def test_environment_is_read(monkeypatch):
     assert settings().cache_dir == Path.home() / "there"
 
 
-def test_wrong_value_names_the_field(monkeypatch):
-    monkeypatch.setenv("SHMLOAD_INLINE_NBYTES", "many")
-    with pytest.raises(ArgumentError, match="inline_nbytes"):
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("SHMLOAD_WORKERS", "all", "a whole number"),
+        ("SHMLOAD_WORKERS", "2.5", "a whole number"),
+        ("HF_PARALLEL_LOADING_WORKERS", "many", "a whole number"),
+        ("SHMLOAD_INLINE_NBYTES", "64 MiB", "a whole number"),
+        ("SHMLOAD_STALL_TIMEOUT_S", "2s", "a number of seconds"),
+    ],
+)
+def test_wrong_value_is_named_with_its_variable_and_what_it_must_be(
+    monkeypatch, variable, value, expected
+):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ArgumentError) as caught:
         settings()
+    assert str(caught.value) == (
+        f"the environment variable {variable} is {value!r}; it must be {expected}"
+    )
 
 
 def test_workers_of_huggingface_count_unless_ours_are_given(monkeypatch):
