@@ -29,6 +29,9 @@ import tqdm
 
 from shmload._settings import settings
 
+# Their asserts say what was compared only if pytest knows the modules before they are imported.
+pytest.register_assert_rewrite("doors")
+
 _SHM = Path("/dev/shm")
 _PREFIX = "shmload-"
 # Far above what any step takes; a child that says nothing for so long hangs.

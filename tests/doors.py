@@ -1,0 +1,33 @@
+"""The ways into a checkpoint, each of which has to refuse bad input, and the check that it did."""
+
+import pytest
+
+import shmload
+
+
+def view(source, **kwargs):
+    with shmload.view(source, **kwargs):
+        pass
+
+
+def state_dict(source, torch_dtype=None, **kwargs):
+    shmload.load_state_dict(source, torch_dtype, **kwargs)
+
+
+DOORS = {"warm": shmload.warm, "plan": shmload.plan, "view": view, "state-dict": state_dict}
+every_door = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+decoding_door = pytest.mark.parametrize(
+    "door", [shmload.warm, view, state_dict], ids=["warm", "view", "state-dict"]
+)
+
+
+def refusal(door, source, error, *words, **kwargs):
+    """Check that a call is refused as it should be, and return the error."""
+    with pytest.raises(error) as caught:
+        door(source, **kwargs)
+    assert type(caught.value) is error
+    assert isinstance(caught.value, shmload.ShmloadError)
+    for word in words:
+        assert str(word) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return caught.value

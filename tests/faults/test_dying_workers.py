@@ -1,0 +1,276 @@
+"""Workers that die, stop, fail or talk rubbish: replaced once, then an error, never a loop."""
+
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from doors import decoding_door, refusal, state_dict
+from harm import DIE, DIE_ONCE, STOP, STOP_ONCE
+from safetensors.torch import load_file, save_file
+
+import shmload
+from shmload._coordinator import Coordinator
+from shmload._header import TensorSpec, build_header
+
+
+def assert_right(source):
+    wanted = load_file(source)
+    got = shmload.load_state_dict(source, torch.bfloat16, verify=True)
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        other = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert torch.equal(got[name], other)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_worker_killed_once_is_replaced(checkpoint, workers_that, caplog, workers):
+    starts = workers_that(DIE_ONCE, workers=workers)
+    assert_right(checkpoint)
+    # The second of two may be ended before it has begun.
+    assert 2 <= starts() <= workers + 1
+    assert caplog.messages == ["a worker was lost (WorkerDied); its pieces go to another"]
+
+
+def test_pieces_behind_the_one_that_killed_a_worker_are_not_lost(tmp_path, workers_that):
+    # Four pieces: those that waited in the dead worker's socket have to be done, and once.
+    path = tmp_path / "model.safetensors"
+    wanted = torch.arange(30_000_000, dtype=torch.float32)
+    save_file({"a": wanted}, path)
+    starts = workers_that(DIE_ONCE)
+    seen = []
+    state = shmload.load_state_dict(
+        path, torch.float64, verify=True, progress=lambda *counts: seen.append(counts)
+    )
+    assert starts() == 2
+    assert torch.equal(state["a"], wanted.double())
+    assert seen[-1] == (120_000_000, 120_000_000)
+
+
+@decoding_door
+def test_worker_killed_twice_is_an_error(checkpoint, workers_that, door):
+    starts = workers_that(DIE)
+    error = refusal(
+        door,
+        checkpoint,
+        shmload.WorkerDied,
+        checkpoint,
+        "SIGKILL",
+        "dmesg",
+        torch_dtype=torch.bfloat16,
+    )
+    assert starts() == 2
+    assert error.path == checkpoint
+
+
+def test_worker_that_exits_in_the_middle_says_its_code(checkpoint, workers_that):
+    workers_that("harm_when_writing(lambda: os._exit(7))")
+    refusal(state_dict, checkpoint, shmload.WorkerDied, "exit code 7", torch_dtype=torch.bfloat16)
+
+
+def test_stopped_worker_is_replaced(checkpoint, workers_that):
+    starts = workers_that(STOP_ONCE, stall_timeout_s=1)
+    assert_right(checkpoint)
+    assert starts() == 2
+
+
+@decoding_door
+def test_worker_stopped_twice_is_an_error(checkpoint, workers_that, door):
+    starts = workers_that(STOP, stall_timeout_s=1)
+    refusal(
+        door,
+        checkpoint,
+        shmload.WorkerStalled,
+        checkpoint,
+        " 1 s",
+        "SHMLOAD_STALL_TIMEOUT_S",
+        torch_dtype=torch.bfloat16,
+    )
+    assert starts() == 2
+
+
+@decoding_door
+def test_worker_that_cannot_start_is_not_started_again(checkpoint, workers_that, door):
+    starts = workers_that("print('my last words', file=sys.stderr); sys.exit(3)")
+    error = refusal(
+        door, checkpoint, shmload.WorkerFailed, "exit code 3", "-P", torch_dtype=torch.bfloat16
+    )
+    assert starts() == 1
+    assert error.__notes__ == ["its output: my last words"]
+
+
+@pytest.mark.parametrize("kind", ["missing", "no program"])
+def test_interpreter_that_cannot_be_run(checkpoint, monkeypatch, configure, tmp_path, kind):
+    configure(inline_nbytes=0)
+    broken = tmp_path / "nothing" if kind == "missing" else checkpoint
+    monkeypatch.setattr(sys, "executable", str(broken))
+    refusal(state_dict, checkpoint, shmload.WorkerFailed, broken, torch_dtype=torch.bfloat16)
+
+
+def test_worker_that_never_gets_ready(checkpoint, workers_that):
+    starts = workers_that("signal.pause()", start_timeout_s=0.5)
+    refusal(
+        state_dict, checkpoint, shmload.WorkerFailed, "not ready in 0.5 s", torch_dtype="bfloat16"
+    )
+    assert starts() == 1
+
+
+def test_worker_that_fails_says_where(checkpoint, workers_that):
+    workers_that("harm_when_writing(lambda: 1 / 0)")
+    error = refusal(
+        state_dict, checkpoint, shmload.WorkerFailed, checkpoint, torch_dtype=torch.bfloat16
+    )
+    assert "ZeroDivisionError" in error.__notes__[0]
+
+
+def test_worker_that_prints_disturbs_nothing(checkpoint, workers_that, capfd):
+    workers_that("os.write(1, b'x' * (1 << 20)); os.write(2, b'y' * (1 << 20))")
+    assert_right(checkpoint)
+    assert capfd.readouterr() == ("", "")
+
+
+RUBBISH = {
+    "rubbish": "os.write(channel_fd, b'\\0\\0\\0\\5hello')",
+    "huge length": "os.write(channel_fd, b'\\xff' * 4)",
+    "half a frame": "os.write(channel_fd, b'\\0\\0\\1\\0' + b'x' * 9)",
+    "no UTF-8": "os.write(channel_fd, b'\\0\\0\\0\\x09\\x81\\xa4type\\xa2\\xff\\xfe')",
+    "another version": "say(Ready(VERSION + 1, os.getpid()))",
+    "answer to no piece": "say(Ready(VERSION, os.getpid()), Filled(9, 9, b''))",
+    "failure of no piece": "say(Ready(VERSION, os.getpid()), Failed(9, 9, Reason.INTERNAL, ''))",
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("after", ["signal.pause()", "sys.exit(4)"])
+@pytest.mark.parametrize("kind", RUBBISH)
+def test_worker_that_sends_rubbish_is_an_error_and_no_loop(checkpoint, workers_that, kind, after):
+    starts = workers_that(f"{RUBBISH[kind]}; {after}", start_timeout_s=1, stall_timeout_s=1)
+    with pytest.raises(shmload.WorkerError):
+        shmload.load_state_dict(checkpoint, torch.bfloat16)
+    assert starts() <= 3
+
+
+def children_of_this_process():
+    return [
+        int(pid)
+        for task in os.listdir("/proc/self/task")
+        for pid in Path(f"/proc/self/task/{task}/children").read_text().split()
+    ]
+
+
+def wait_for_the_end_of(pid):
+    pidfd = os.pidfd_open(pid)
+    assert select.select([pidfd], [], [], 20)[0]
+    os.close(pidfd)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("how_often", ["once", "always"])
+def test_worker_that_dies_before_its_first_piece(
+    checkpoint, workers_that, before_decoding, how_often
+):
+    starts = workers_that(
+        f"""
+        if {how_often == "always"} or is_first():
+            say(Ready(VERSION, os.getpid()))
+            sys.exit(5)
+        """
+    )
+    # So that the parent finds the news that it is ready in the socket of a dead worker.
+    before_decoding(lambda: wait_for_the_end_of(*children_of_this_process()))
+    if how_often == "once":
+        assert_right(checkpoint)
+    else:
+        refusal(
+            state_dict, checkpoint, shmload.WorkerDied, "exit code 5", torch_dtype=torch.bfloat16
+        )
+    assert starts() == 2
+
+
+def write_alternating(path, count):
+    """Write tensors of which no two neighbours can be one run."""
+    specs = tuple(
+        TensorSpec(f"t{number}", ("F32", "I32")[number % 2], (16,), number * 64, number * 64 + 64)
+        for number in range(count)
+    )
+    path.write_bytes(build_header(specs, {}, 8) + bytes(64 * len(specs)))
+
+
+@pytest.mark.timeout(30)
+def test_stopped_worker_that_reads_nothing_does_not_block_its_coordinator(tmp_path, workers_that):
+    # A piece of so many runs that its message does not fit into the socket.
+    path = tmp_path / "model.safetensors"
+    write_alternating(path, 20_000)
+    starts = workers_that(
+        """
+        if is_first():
+            say(Ready(VERSION, os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        """,
+        stall_timeout_s=3,
+    )
+    assert len(shmload.load_state_dict(path, torch.bfloat16)) == 20_000
+    assert starts() == 2
+
+
+@pytest.mark.timeout(30)
+def test_worker_that_blocks_its_coordinator_is_not_taken_for_the_others(
+    tmp_path, workers_that, monkeypatch
+):
+    # Two pieces. The first worker is at one when the second is ready, is given the other, and
+    # stops without reading what is more than its socket takes.
+    monkeypatch.setattr("shmload._layout.PIECE_NBYTES", 960_000)
+    path = tmp_path / "model.safetensors"
+    write_alternating(path, 40_000)
+    meeting = tmp_path / "meeting"
+    os.mkfifo(meeting)
+    starts = workers_that(
+        f"""
+        if is_first():
+            real = fill.Filler.fill
+            def meet_and_fill(*args):
+                fill.Filler.fill = real
+                open({str(meeting)!r}, "w").close()
+                return real(*args)
+            fill.Filler.fill = meet_and_fill
+        elif os.path.exists({str(meeting)!r}):
+            open({str(meeting)!r}).close()
+            os.unlink({str(meeting)!r})
+            say(Ready(VERSION, os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        """,
+        stall_timeout_s=3,
+        workers=2,
+    )
+    assert len(shmload.load_state_dict(path, torch.bfloat16)) == 40_000
+    assert starts() == 3
+
+
+@pytest.mark.timeout(30)
+def test_worker_that_dies_when_it_is_no_longer_needed_is_no_error(
+    checkpoint, configure, monkeypatch
+):
+    class Returned(Exception):
+        pass
+
+    decode = Coordinator.decode
+
+    def decode_and_lose_the_worker(coordinator, jobs, on_bytes, _):
+        def lose_and_cancel():
+            if not coordinator._workers[0]._opened:
+                return False
+            # By now the worker has the shard open, and is told to close it when all is over.
+            os.kill(coordinator._workers[0].pid, signal.SIGKILL)
+            wait_for_the_end_of(coordinator._workers[0].pid)
+            return True
+
+        decode(coordinator, jobs, on_bytes, lose_and_cancel)
+        raise Returned
+
+    monkeypatch.setattr(Coordinator, "decode", decode_and_lose_the_worker)
+    configure(inline_nbytes=0, workers=1)
+    with pytest.raises(Returned):
+        shmload.load_state_dict(checkpoint, torch.bfloat16)

@@ -1,0 +1,168 @@
+"""Too little memory: said before anything is read, and nothing is left where it runs out later."""
+
+import errno
+import functools
+import subprocess
+import sys
+
+import pytest
+import torch
+from doors import decoding_door, refusal, state_dict
+from safetensors.torch import save_file
+
+import shmload
+from shmload import _capacity
+from shmload._linux import machine_free_nbytes
+
+SMALL_SHM = 'mount -t tmpfs -o size=16m,mode=1777{options} tmpfs /dev/shm && exec "$0" "$@"'
+
+
+@pytest.fixture
+def in_small_shm():
+    """Run Python in a namespace where /dev/shm has 16 MiB."""
+
+    def run(*arguments, options="", expected=0):
+        command = ["unshare", "-Urm", "sh", "-c", SMALL_SHM.format(options=options)]
+        if subprocess.run([*command, "true"], capture_output=True, timeout=60).returncode:
+            pytest.skip("this system does not let one mount in a namespace")
+        done = subprocess.run(
+            [*command, sys.executable, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == expected, done.stderr
+        return done
+
+    return run
+
+
+TRY = """
+import os, sys
+import shmload
+seen = []
+def report(done, total):
+    seen.append(done)
+    if "fill" in sys.argv and not os.path.exists("/dev/shm/other"):
+        file = os.open("/dev/shm/other", os.O_WRONLY | os.O_CREAT)
+        os.posix_fallocate(file, 0, os.statvfs("/dev/shm").f_bavail * 4096)
+        os.close(file)
+try:
+    shmload.warm(sys.argv[1], torch_dtype="bfloat16", progress=report)
+    print("DONE")
+except shmload.ShmloadError as exc:
+    assert "\\n" not in str(exc)
+    print(type(exc).__name__, getattr(exc, "errno", None), exc)
+print(len(seen), sum(name.startswith("shmload-") for name in os.listdir("/dev/shm")))
+"""
+
+
+def test_shm_too_small_is_said_before_anything_is_read(large, in_small_shm):
+    said, left = in_small_shm("-c", TRY, large).stdout.splitlines()
+    assert said.startswith(f"SharedMemoryFull {errno.ENOSPC} 19.08 MiB needed in shared memory")
+    for word in ("/dev/shm leaves 16.00 MiB", "shmload rm", "remount,size", "--shm-size"):
+        assert word in said
+    assert left == "0 0"  # neither bytes read nor names
+
+
+def test_shm_too_small_is_one_line_of_the_command(large, in_small_shm):
+    done = in_small_shm("-m", "shmload", "warm", large, "--dtype", "bf16", expected=1)
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "needed in shared memory but /dev/shm leaves 16.00 MiB" in done.stderr
+
+
+def test_shm_large_enough_is_enough(tmp_path, in_small_shm):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(8_000_000)}, path)  # 15.3 of 16 MiB
+    assert in_small_shm("-c", TRY, path).stdout.splitlines()[0] == "DONE"
+
+
+def test_shm_that_fills_up_in_the_middle(tmp_path, in_small_shm, configure):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(8_000_000)}, path)
+    said, left = in_small_shm("-c", TRY, path, "fill").stdout.splitlines()
+    assert said.startswith(f"SharedMemoryFull {errno.ENOSPC} ")
+    assert "shmload rm" in said
+    assert left == "1 0"  # one report, no names
+
+
+def test_shm_that_fills_up_before_a_worker_writes(tmp_path, in_small_shm, configure):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(8_000_000)}, path)
+    configure(inline_nbytes=0, workers=1)
+    code = (
+        "from shmload._coordinator import Coordinator\n"
+        "decode = Coordinator.decode\n"
+        "def fill_and_decode(*args):\n"
+        "    report(0, 0)\n"
+        "    return decode(*args)\n"
+        "Coordinator.decode = fill_and_decode\n"
+    )
+    code = TRY.replace("try:\n    shmload.warm", f"{code}try:\n    shmload.warm")
+    said, left = in_small_shm("-c", code, path, "fill").stdout.splitlines()
+    assert said.startswith(f"SharedMemoryFull {errno.ENOSPC} ")
+    assert left.endswith(" 0")
+
+
+@pytest.mark.parametrize("inodes", [1, 2])
+def test_shm_without_inodes_is_an_error_of_ours(checkpoint, in_small_shm, inodes):
+    code = TRY.replace("shmload.warm(", "next(iter(shmload.view(").replace(
+        "progress=report)", "progress=report).gen))"
+    )
+    options = f",nr_inodes={inodes}"  # the root takes one; the segment the second, the view a third
+    said, left = in_small_shm("-c", code, checkpoint, options=options).stdout.splitlines()
+    assert said.startswith("SharedMemoryFull ")
+    assert "inodes" in said
+    assert left.endswith(" 0")
+
+
+def never(done, total):
+    raise AssertionError("bytes were read")
+
+
+@decoding_door
+def test_no_room_in_the_control_group(large, door, cgroup):
+    cgroup(1 << 30, (1 << 30) - (50 << 20))  # less than the segment and the margin
+    error = refusal(
+        door,
+        large,
+        shmload.MemoryLimitExceeded,
+        "19.08 MiB needed",
+        "the memory control group leaves 50.00 MiB",
+        "raise the container's memory limit",
+        torch_dtype=torch.bfloat16,
+        progress=never,
+    )
+    assert (error.needed >> 20, error.available, error.errno) == (19, 50 << 20, errno.ENOSPC)
+    assert isinstance(error, OSError)
+
+
+def test_room_in_the_control_group(large, cgroup):
+    cgroup(1 << 30, (1 << 30) - (90 << 20))
+    state_dict(large, torch.bfloat16)
+
+
+@decoding_door
+def test_no_room_in_the_machine(large, door, tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 100000 kB\nMemAvailable: 51200 kB\n")
+    read = functools.partial(machine_free_nbytes, meminfo)
+    monkeypatch.setattr(_capacity, "machine_free_nbytes", read)
+    refusal(
+        door,
+        large,
+        shmload.MemoryLimitExceeded,
+        "the machine's memory leaves 50.00 MiB",
+        "shmload rm",
+        torch_dtype=torch.bfloat16,
+        progress=never,
+    )
+
+
+def test_what_takes_no_room_needs_none(checkpoint, evicts, monkeypatch):
+    shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
+    monkeypatch.setattr(_capacity, "shm_free_nbytes", lambda: 0)
+    shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
+    state_dict(checkpoint)  # maps the file
