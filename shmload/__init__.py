@@ -7,79 +7,61 @@ then attaches them in milliseconds and shares one copy. Importing this package i
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from shmload._errors import (
+    ArgumentError,
+    CapacityError,
+    CheckpointError,
+    IndexMalformed,
+    MemoryLimitExceeded,
+    ProtocolError,
+    SegmentBusy,
+    SegmentCorrupt,
+    SegmentError,
+    SegmentNotFound,
+    SegmentTimeout,
+    SegmentUntrusted,
+    ShardChanged,
+    ShardMalformed,
+    ShardMissing,
+    ShardTruncated,
+    ShardUnreadable,
+    SharedMemoryFull,
+    ShmloadError,
+    SourceNotFound,
+    UnknownComponent,
+    UnknownDtype,
+    WorkerDied,
+    WorkerError,
+    WorkerFailed,
+    WorkerStalled,
+)
 
 if TYPE_CHECKING:
-    from shmload._errors import (
-        ArgumentError,
-        CapacityError,
-        CheckpointError,
-        IndexMalformed,
-        MemoryLimitExceeded,
-        ProtocolError,
-        SegmentBusy,
-        SegmentCorrupt,
-        SegmentError,
-        SegmentNotFound,
-        SegmentTimeout,
-        SegmentUntrusted,
-        ShardChanged,
-        ShardMalformed,
-        ShardMissing,
-        ShardTruncated,
-        ShardUnreadable,
-        SharedMemoryFull,
-        ShmloadError,
-        SourceNotFound,
-        UnknownComponent,
-        UnknownDtype,
-        WorkerDied,
-        WorkerError,
-        WorkerFailed,
-        WorkerStalled,
-    )
     from shmload._plan import Action, Plan, ShardPlan
     from shmload._residency import SegmentInfo, collect_garbage, evict, segments, verify
     from shmload._state_dict import load_state_dict
     from shmload._warm import WarmReport, plan, view, warm
     from shmload.integrations.diffusers import load_pipeline
 
-_MODULES = {
-    "shmload._errors": (
-        "ArgumentError",
-        "CapacityError",
-        "CheckpointError",
-        "IndexMalformed",
-        "MemoryLimitExceeded",
-        "ProtocolError",
-        "SegmentBusy",
-        "SegmentCorrupt",
-        "SegmentError",
-        "SegmentNotFound",
-        "SegmentTimeout",
-        "SegmentUntrusted",
-        "ShardChanged",
-        "ShardMalformed",
-        "ShardMissing",
-        "ShardTruncated",
-        "ShardUnreadable",
-        "SharedMemoryFull",
-        "ShmloadError",
-        "SourceNotFound",
-        "UnknownComponent",
-        "UnknownDtype",
-        "WorkerDied",
-        "WorkerError",
-        "WorkerFailed",
-        "WorkerStalled",
-    ),
-    "shmload._plan": ("Action", "Plan", "ShardPlan"),
-    "shmload._residency": ("SegmentInfo", "collect_garbage", "evict", "segments", "verify"),
-    "shmload._state_dict": ("load_state_dict",),
-    "shmload._warm": ("WarmReport", "plan", "view", "warm"),
-    "shmload.integrations.diffusers": ("load_pipeline",),
+__version__ = "0.1.0"
+
+# Imported on first use, so that `import shmload` stays light; the same as above.
+_HOMES = {
+    "Action": "shmload._plan",
+    "Plan": "shmload._plan",
+    "SegmentInfo": "shmload._residency",
+    "ShardPlan": "shmload._plan",
+    "WarmReport": "shmload._warm",
+    "collect_garbage": "shmload._residency",
+    "evict": "shmload._residency",
+    "load_pipeline": "shmload.integrations.diffusers",
+    "load_state_dict": "shmload._state_dict",
+    "plan": "shmload._warm",
+    "segments": "shmload._residency",
+    "verify": "shmload._residency",
+    "view": "shmload._warm",
+    "warm": "shmload._warm",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Action",
@@ -125,13 +107,17 @@ __all__ = [
 ]
 
 
+for _name in set(__all__).difference(_HOMES):
+    globals()[_name].__module__ = __name__  # what tracebacks and help() show
+
+
 def __getattr__(name: str) -> Any:  # each name has its own type, see above
-    """Import a public name's module on first use, so that `import shmload` stays light."""
+    """Import a public name's module on first use."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(home), name)
-    value.__module__ = __name__  # what tracebacks and help() show
+    value.__module__ = __name__
     globals()[name] = value
     return value
 
