@@ -9,8 +9,8 @@ from shmload._collector import paused_gc
 from shmload._dtypes import NBITS, TORCH_NAMES, parse_dtype
 from shmload._errors import ArgumentError, ShardMalformed
 from shmload._header import read_header
-from shmload._load import Load
-from shmload._progress import Callback, Progress
+from shmload._load import complete_load
+from shmload._progress import Callback
 from shmload._resolve import resolve
 from shmload._rules import Rule
 
@@ -56,14 +56,10 @@ def load_state_dict(
     rules = {checkpoint.component: rule for checkpoint in source.checkpoints}
     with (
         paused_gc(),
-        Progress(progress, source.root.name) as counter,
-        Load(
-            source, rules, keep=keep, progress=counter, parent_is_busy=False, workers=workers
+        complete_load(
+            source, rules, keep=keep, workers=workers, verify=verify, progress=progress
         ) as load,
     ):
-        load.wait()
-        if verify:
-            load.verify()
         tensors: dict[str, torch.Tensor] = {}
         for name, fd in load.open_files():
             tensors.update(wrap(fd, name))

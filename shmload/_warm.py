@@ -13,9 +13,9 @@ from shmload._collector import paused_gc
 from shmload._errors import SourceNotFound
 from shmload._hub import find_source
 from shmload._linux import open_source
-from shmload._load import Load
+from shmload._load import complete_load
 from shmload._plan import Plan, plan_shard
-from shmload._progress import Callback, Progress
+from shmload._progress import Callback
 from shmload._resolve import Source
 from shmload._rules import Rule, rule_for
 from shmload._view import View
@@ -69,21 +69,10 @@ def warm(
     found = find_source(source, variant=variant, components=components, **hub_kwargs)
     if not found.checkpoints:
         raise SourceNotFound(source, "it has no safetensors weights to make resident")
-    with (
-        paused_gc(),
-        Progress(progress, found.root.name) as counter,
-        Load(
-            found,
-            derive_rules(found, torch_dtype),
-            keep=True,
-            progress=counter,
-            parent_is_busy=False,
-            workers=workers,
-        ) as load,
-    ):
-        load.wait()
-        if verify:
-            load.verify()
+    rules = derive_rules(found, torch_dtype)
+    with complete_load(
+        found, rules, keep=True, workers=workers, verify=verify, progress=progress
+    ) as load:
         held = load.segments()
         return WarmReport(
             source=str(source),
@@ -170,22 +159,14 @@ def view(
         As `warm`.
     """
     found = find_source(source, variant=variant, components=components, **hub_kwargs)
+    rules = derive_rules(found, torch_dtype)
     with (
-        Progress(progress, found.root.name) as counter,
-        Load(
-            found,
-            derive_rules(found, torch_dtype),
-            keep=keep,
-            progress=counter,
-            parent_is_busy=False,
-            workers=workers,
+        complete_load(
+            found, rules, keep=keep, workers=workers, verify=verify, progress=progress
         ) as load,
+        View(found.root, load.files()) as lent,
     ):
-        load.wait()
-        if verify:
-            load.verify()
-        with View(found.root, load.files()) as lent:
-            yield lent.path
+        yield lent.path
 
 
 def derive_rules(source: Source, torch_dtype: object) -> dict[str, Rule]:
@@ -194,6 +175,8 @@ def derive_rules(source: Source, torch_dtype: object) -> dict[str, Rule]:
     Raises:
         UnknownDtype: a dtype's name is none.
     """
-    return {
-        checkpoint.component: rule_for(checkpoint, torch_dtype) for checkpoint in source.checkpoints
-    }
+    with paused_gc():  # it may import the libraries
+        return {
+            checkpoint.component: rule_for(checkpoint, torch_dtype)
+            for checkpoint in source.checkpoints
+        }
