@@ -30,7 +30,7 @@ import tqdm
 from shmload._settings import settings
 
 # Their asserts say what was compared only if pytest knows the modules before they are imported.
-pytest.register_assert_rewrite("doors")
+pytest.register_assert_rewrite("comparing", "doors", "mappings")
 
 _SHM = Path("/dev/shm")
 _PREFIX = "shmload-"
@@ -79,6 +79,8 @@ def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.delenv("HF_PARALLEL_LOADING_WORKERS", raising=False)
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.setenv("SHMLOAD_CACHE_DIR", str(cache / "rules-cache"))
+        # Else what a load does would depend on the tests before it.
+        patch.setenv("SHMLOAD_SKELETONS", "0")
         settings.cache_clear()
         _silence_libraries()
         yield

@@ -1,0 +1,52 @@
+"""The memory that a pipeline's tensors lie in, as the kernel tells."""
+
+import bisect
+import math
+from pathlib import Path
+
+import torch
+
+
+class Mappings:
+    """What /proc/self/maps says now."""
+
+    def __init__(self):
+        self._lines = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            fields = line.split(None, 5)
+            first, _, last = fields[0].partition("-")
+            name = fields[5] if len(fields) > 5 else ""
+            self._lines.append((int(first, 16), int(last, 16), name))
+
+    def find(self, tensor):
+        """Return start and name of the mapping that a tensor lies in."""
+        address = tensor.data_ptr()
+        start, end, name = self._lines[bisect.bisect(self._lines, (address, math.inf)) - 1]
+        assert start <= address < end
+        return start, name
+
+
+def copied_nbytes(pipe):
+    """Return how many bytes of a pipeline's mappings this process has copied for itself.
+
+    The field is "Anonymous": a page of shared memory that only one process maps at the moment
+    counts as "Private_Dirty", although it is nobody's own.
+    """
+    starts = {start for start, _ in map(Mappings().find, state_of(pipe).values())}
+    total, is_counted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split()
+        if not fields[0].endswith(":"):
+            is_counted = int(fields[0].partition("-")[0], 16) in starts
+        elif is_counted and fields[0] == "Anonymous:":
+            total += int(fields[1]) * 1024
+    return total
+
+
+def state_of(pipe):
+    return {
+        f"{name}.{key}": tensor
+        for name, part in pipe.components.items()
+        if isinstance(part, torch.nn.Module)
+        for key, tensor in part.state_dict().items()
+    }

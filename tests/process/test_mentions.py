@@ -1,0 +1,107 @@
+"""Users meet their own paths and the libraries' messages, and never those of a view."""
+
+import logging
+import shutil
+import threading
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from comparing import assert_equal, assert_loads_equal, from_pretrained, reference
+from safetensors.torch import load_file, save_file
+from traces import Messages, mentions_of_view
+
+import shmload
+
+
+def test_the_search_for_mentions_finds_what_is_hidden():
+    secret = f"/dev/shm/{'shmload'}-view"
+    module = torch.nn.Linear(1, 1)
+    module.hidden = [{"a": (Path(secret),)}]
+    module.register_forward_hook(lambda *_: secret)
+    assert secret in mentions_of_view(module)
+    module.hidden = None
+    assert secret in mentions_of_view(module)
+    assert not mentions_of_view(torch.nn.Linear(1, 1))
+
+
+# Messages -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("bytes_come_last")
+def test_what_others_log_meanwhile_is_heard(copied, monkeypatch):
+    source = copied("stable-diffusion")
+    path = source / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    del tensors["mid_block.resnets.0.norm1.weight"]  # so that it has to be built twice
+    save_file(tensors, path, {"format": "pt"})
+    plain = diffusers.AutoencoderKL.from_pretrained
+
+    def load_beside_others(cls, *args, **kwargs):
+        calls.append(args)
+        other = threading.Thread(target=logging.getLogger("somebody.else").warning, args=("tick",))
+        other.start()
+        other.join()
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", classmethod(load_beside_others))
+    calls = []
+    with Messages() as said:
+        shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
+    assert len(calls) == 2
+    assert said.texts.count(("somebody.else", "tick")) == 2
+
+
+def test_message_that_cannot_be_formatted_is_no_error_of_the_load(saved, monkeypatch):
+    plain = diffusers.AutoencoderKL.from_pretrained
+
+    def load_and_log(cls, *args, **kwargs):
+        logging.getLogger("diffusers.models").debug("%d weights", "many")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", classmethod(load_and_log))
+    monkeypatch.setattr(logging.getLogger("diffusers"), "level", logging.DEBUG)
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    logging.getLogger("diffusers.models").manager._clear_cache()
+    shmload.load_pipeline(saved("flux"), torch_dtype=torch.bfloat16)
+
+
+# Names --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spelling", ["path", "slash", "relative", "dotted", "relative-path"])
+def test_source_is_named_as_the_library_would(saved, monkeypatch, spelling):
+    source = saved("wan")
+    monkeypatch.chdir(source.parent)
+    given = {
+        "path": source,
+        "slash": f"{source}/",
+        "relative": source.name,
+        "dotted": f"./{source.name}",
+        "relative-path": Path(source.name),
+    }[spelling]
+    got = shmload.load_pipeline(given, torch_dtype=torch.bfloat16)
+    wanted = reference(given, torch.bfloat16)
+    assert_equal(got, wanted)
+    assert not mentions_of_view(got)
+
+
+@pytest.mark.parametrize(
+    "name", ["v1.0 (final).fp16", "%s %d", "mod\N{LATIN SMALL LETTER E WITH GRAVE}le"]
+)
+def test_odd_name_of_the_directory_is_no_matter(saved, tmp_path, name):
+    # Whole paths are split at dots, formatted and printed by the libraries.
+    source = tmp_path / name
+    shutil.copytree(saved("flux", "float16", "fp16", sharded=True), source)
+    assert_loads_equal(source, "bf16", variant="fp16")
+
+
+def test_hub_id_is_named_as_the_library_would(saved, hub_cache):
+    hub_cache.add("tiny/wan", saved("wan"))
+    got = shmload.load_pipeline("tiny/wan", torch_dtype=torch.bfloat16, cache_dir=hub_cache.root)
+    wanted = from_pretrained(
+        diffusers.WanPipeline, "tiny/wan", torch.bfloat16, cache_dir=hub_cache.root
+    )
+    assert_equal(got, wanted)
+    assert not mentions_of_view(got)

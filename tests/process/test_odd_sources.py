@@ -1,0 +1,182 @@
+"""Pipelines as they are found, odd or broken: equal all the same, or the library's own error."""
+
+import json
+import math
+import re
+import shutil
+import traceback
+
+import pytest
+import torch
+from comparing import DTYPES, assert_equal, assert_loads_equal, reference
+from safetensors.torch import load_file, save_file
+from traces import Messages, mentions_of_view
+
+import shmload
+
+
+def change_json(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "none"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_nan_infinity_and_negative_zero_keep_their_bits(copied, stored, dtype):
+    source = copied("flux", stored)
+    given, meant = DTYPES[dtype]
+    for path in sorted(source.rglob("*.safetensors")):
+        tensors = load_file(path)
+        for number, tensor in enumerate(tensors.values()):
+            odd = [math.nan, -math.nan, math.inf, -math.inf, -0.0, 1e-40, -1e-7, 3e38, 65519.0]
+            flat = tensor.view(-1)
+            place = number % 7 if flat.numel() > 16 else 0
+            count = min(len(odd), flat.numel() - place)
+            flat[place : place + count] = torch.tensor(odd[:count], dtype=torch.float64)
+        save_file(tensors, path, {"format": "pt"})
+    got = shmload.load_pipeline(source, torch_dtype=given)
+    assert_equal(got, reference(source, meant))
+    assert got.transformer.proj_out.weight.isnan().any()
+
+
+@pytest.mark.usefixtures("either_order")
+@pytest.mark.parametrize("dtype", ["bf16", "none"])
+def test_missing_and_unexpected_keys_are_told_and_filled_alike(copied, dtype):
+    source = copied("stable-diffusion")
+    for path, missing in {
+        "unet/diffusion_pytorch_model.safetensors": "mid_block.resnets.0.norm1.weight",
+        "text_encoder/model.safetensors": ".mlp.fc1.weight",
+    }.items():
+        tensors = load_file(source / path)
+        del tensors[next(name for name in tensors if name.endswith(missing))]
+        tensors["unexpected.weight"] = torch.ones(3)
+        save_file(tensors, source / path, {"format": "pt"})
+    with Messages() as said:
+        reference(source)
+    assert str(said.texts).count("unexpected.weight") >= 2
+    assert "mlp.fc1.weight" in str(said.texts)
+    assert_loads_equal(source, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "none"])
+@pytest.mark.parametrize("family", ["stable-diffusion", "sdxl"])
+def test_clip_checkpoint_with_the_hubs_names_is_equal(copied, family, dtype):
+    # Those on the hub were saved by transformers 4 and older: a prefix, and a buffer that is gone.
+    source = copied(family)
+    for path in source.glob("text_encoder*/model.safetensors"):
+        tensors = {
+            name
+            if name.startswith(("text_model.", "text_projection."))
+            else f"text_model.{name}": t
+            for name, t in load_file(path).items()
+        }
+        tensors["text_model.embeddings.position_ids"] = torch.arange(77)[None]
+        save_file(tensors, path, {"format": "pt"})
+    assert_loads_equal(source, dtype)
+
+
+@pytest.mark.usefixtures("either_order")
+def test_component_listed_as_absent_is_not_loaded_from_its_directory(copied):
+    # How users take the safety checker out of a pipeline for good.
+    source = copied("stable-diffusion")
+    change_json(source / "model_index.json", safety_checker=[None, None])
+    assert assert_loads_equal(source, "bf16").safety_checker is None
+
+
+@pytest.mark.usefixtures("either_order")
+def test_component_that_the_class_does_not_know_is_ignored(copied):
+    source = copied("stable-diffusion")
+    shutil.copytree(source / "vae", source / "other_vae")
+    change_json(source / "model_index.json", other_vae=["diffusers", "AutoencoderKL"])
+    assert_loads_equal(source, "bf16")
+
+
+def test_variant_of_one_component_only_is_equal(copied):
+    source = copied("flux")
+    plain = source / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = {name: tensor.half() for name, tensor in load_file(plain).items()}
+    variant = plain.with_name("diffusion_pytorch_model.fp16.safetensors")
+    save_file(tensors, variant, {"format": "pt"})
+    assert_loads_equal(source, "bf16", variant="fp16")
+
+
+def test_component_that_is_a_link_to_another_place_is_equal(copied):
+    source = copied("flux")
+    for name in ("transformer", "tokenizer_2"):
+        (source / name).rename(source.parent / name)
+        (source / name).symlink_to(source.parent / name)
+    shard = source / "vae" / "diffusion_pytorch_model.safetensors"
+    shard.rename(source.parent / "blob")
+    shard.symlink_to("../../blob")
+    assert_loads_equal(source, "bf16")
+
+
+def test_component_stored_as_pickle_is_loaded_by_the_library(copied):
+    source = copied("flux")
+    path = source / "vae" / "diffusion_pytorch_model.safetensors"
+    torch.save(load_file(path), path.with_suffix(".bin"))
+    path.unlink()
+    got = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
+    assert_equal(got, reference(source, torch.bfloat16))
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+def break_configuration(source):
+    (source / "transformer" / "config.json").write_text("{")
+
+
+def break_shape(source):
+    change_json(source / "transformer" / "config.json", joint_attention_dim=32)
+
+
+def break_encoder_shape(source):
+    change_json(source / "text_encoder" / "config.json", intermediate_size=8)
+
+
+def break_tokenizer(source):
+    (source / "tokenizer" / "tokenizer_config.json").write_text("{")
+    (source / "tokenizer" / "tokenizer.json").unlink(missing_ok=True)
+
+
+def remove_scheduler(source):
+    shutil.rmtree(source / "scheduler")
+
+
+def remove_configuration(source):
+    (source / "vae" / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        break_configuration,
+        break_shape,
+        break_encoder_shape,
+        break_tokenizer,
+        remove_scheduler,
+        remove_configuration,
+    ],
+)
+def test_error_of_the_library_speaks_of_the_source(copied, damage):
+    source = copied("flux")
+    damage(source)
+    with Messages() as said, pytest.raises(Exception) as got:  # noqa: PT011  # see below
+        shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
+    with pytest.raises(Exception) as wanted:  # noqa: PT011
+        reference(source, torch.bfloat16)
+    if isinstance(got.value, shmload.ShmloadError):
+        assert str(source) in str(got.value)
+    else:
+        assert (type(got.value), str(got.value)) == (type(wanted.value), str(wanted.value))
+    text = "".join(traceback.format_exception(got.value))
+    assert not re.findall("shmload-[^ ]*", text)
+    assert not mentions_of_view([vars(got.value), got.value.args, [vars(r) for r in said.records]])
+
+
+def test_variant_that_is_not_there_is_the_librarys_error(saved):
+    with pytest.raises(ValueError, match="variant=fp16") as got:
+        shmload.load_pipeline(saved("flux"), variant="fp16")
+    with pytest.raises(ValueError, match="variant=fp16") as wanted:
+        reference(saved("flux"), variant="fp16")
+    assert str(got.value) == str(wanted.value)

@@ -1,0 +1,76 @@
+"""What is passed to `load_pipeline` means what it means to `from_pretrained`."""
+
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from comparing import assert_equal, assert_loads_equal, reference
+
+import shmload
+
+
+def test_optional_component_passed_in_is_the_one_used(saved, evicts):
+    source = saved("wan")
+    mine = diffusers.WanTransformer3DModel.from_pretrained(source / "transformer")
+    got = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, transformer=mine, keep=True)
+    assert got.transformer is mine
+    assert_equal(got, reference(source, torch.bfloat16, transformer=mine))
+    decoded = {Path(info.source).parent.name for info in shmload.segments()}
+    assert decoded == {"text_encoder", "vae"}
+
+
+def test_component_passed_as_none_is_left_out(saved, evicts):
+    source = saved("stable-diffusion")
+    got = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, safety_checker=None, keep=True)
+    assert got.safety_checker is None
+    decoded = {Path(info.source).parent.name for info in shmload.segments()}
+    assert decoded == {"text_encoder", "unet", "vae"}
+    assert_loads_equal(source, "bf16", safety_checker=None)
+
+
+def test_tokenizer_and_scheduler_passed_in_are_the_ones_used(saved):
+    source = saved("flux")
+    other = reference(source)
+    got = shmload.load_pipeline(
+        source, torch_dtype=torch.bfloat16, tokenizer=other.tokenizer, scheduler=other.scheduler
+    )
+    assert got.tokenizer is other.tokenizer
+    assert got.scheduler is other.scheduler
+
+
+@pytest.mark.usefixtures("either_order")
+@pytest.mark.filterwarnings("ignore:unclosed file")  # diffusers, with disable_mmap
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"low_cpu_mem_usage": False},
+        {"use_safetensors": True},
+        {"local_files_only": True},
+        {"dtype": torch.bfloat16},
+        {"device_map": "balanced"},
+        {"disable_mmap": True},
+    ],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+def test_other_arguments_reach_the_library(saved, kwargs):
+    source = saved("sd3")
+    dtype = None if "dtype" in kwargs else torch.bfloat16
+    got = shmload.load_pipeline(source, torch_dtype=dtype, **kwargs)
+    wanted = reference(
+        source, torch.bfloat16, **{key: value for key, value in kwargs.items() if key != "dtype"}
+    )
+    assert_equal(got, wanted)
+
+
+def test_float64_is_equal(saved):
+    source = saved("flux")
+    got = shmload.load_pipeline(source, torch_dtype=torch.float64)
+    assert_equal(got, reference(source, torch.float64))
+
+
+def test_float8_is_equal_where_the_library_can(saved):
+    # transformers cannot build a model in it.
+    dtype = {"transformer": torch.float8_e4m3fn, "default": torch.bfloat16}
+    source = saved("flux")
+    assert_equal(shmload.load_pipeline(source, torch_dtype=dtype), reference(source, dtype))

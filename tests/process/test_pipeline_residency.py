@@ -1,0 +1,118 @@
+"""What a pipeline keeps: attached by the next load, leased while in use, no more than is used."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from comparing import as_bytes, assert_equal, reference
+from mappings import Mappings, state_of
+
+import shmload
+
+
+def test_kept_segments_are_attached_and_nothing_is_read(saved, shm_names, evicts):
+    source = saved("wan")
+    before = shmload.plan(source, torch_dtype=torch.bfloat16)
+    assert {shard.action for shard in before.shards} == {shmload.Action.DECODE}
+    shmload.load_pipeline(source, torch_dtype=torch.bfloat16, keep=True)
+    assert shm_names() == sorted(shard.segment for shard in before.shards)
+    after = shmload.plan(source, torch_dtype=torch.bfloat16)
+    assert {shard.action for shard in after.shards} == {shmload.Action.ATTACH}
+    assert after.decode_nbytes == 0
+    assert after.resident_nbytes == sum(info.nbytes for info in shmload.segments())
+    progress = []
+    got = shmload.load_pipeline(
+        source, torch_dtype=torch.bfloat16, progress=lambda *args: progress.append(args)
+    )
+    assert progress == []
+    assert_equal(got, reference(source, torch.bfloat16))
+    assert shm_names() == sorted(shard.segment for shard in before.shards)
+    assert shmload.warm(source, torch_dtype=torch.bfloat16).read_nbytes == 0
+
+
+def test_resident_segments_are_attached_by_a_load_that_keeps_nothing(saved, shm_names, evicts):
+    source = saved("wan")
+    names = shmload.warm(source, torch_dtype=torch.bfloat16).segments
+    pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
+    assert shm_names() == sorted(names)
+    assert all(info.is_leased for info in shmload.segments())
+    assert Mappings().find(pipe.vae.encoder.conv_in.weight)[1].removeprefix("/dev/shm/") in names
+
+
+def test_verify_looks_at_what_was_resident(saved, shm_names, evicts):
+    source = saved("flux")
+    shmload.warm(source, torch_dtype=torch.bfloat16)
+    shmload.load_pipeline(source, torch_dtype=torch.bfloat16, verify=True)
+    path = Path("/dev/shm", shm_names()[0])
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x5a")
+    path.chmod(0o400)
+    with pytest.raises(shmload.SegmentCorrupt, match=path.name):
+        shmload.load_pipeline(source, torch_dtype=torch.bfloat16, verify=True)
+
+
+def test_progress_of_a_pipeline_counts_to_the_end(saved, configure):
+    configure(inline_nbytes=0)
+    source = saved("wan", sharded=True)
+    total = sum(shard.read_nbytes for shard in shmload.plan(source, torch_dtype="bf16").shards)
+    seen = []
+    shmload.load_pipeline(
+        source,
+        torch_dtype="bf16",
+        workers=2,
+        verify=True,
+        progress=lambda *counts: seen.append(counts),
+    )
+    assert seen[-1] == (total, total)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_lease_lasts_as_long_as_the_pipeline(saved, shm_names, evicts, attached):
+    source = saved("flux")
+    if attached:
+        shmload.warm(source, torch_dtype=torch.bfloat16)
+        assert not any(info.is_leased for info in shmload.segments())
+    pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, keep=True)
+    assert all(info.is_leased for info in shmload.segments())
+    names = shm_names()
+    with pytest.raises(shmload.SegmentBusy) as busy:
+        shmload.evict(str(source))
+    assert sorted(busy.value.names) == names == shm_names()
+    assert_equal(pipe, reference(source, torch.bfloat16))
+    del pipe
+    gc.collect()
+    assert not any(info.is_leased for info in shmload.segments())
+    assert len(shmload.evict(str(source))) == len(names)
+    assert shm_names() == []
+
+
+def test_one_tensor_that_lives_on_keeps_its_segments_lease(saved, evicts):
+    source = saved("flux")
+    pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, keep=True)
+    bias = pipe.vae.decoder.conv_out.bias
+    wanted = as_bytes(bias)
+    del pipe
+    gc.collect()
+    leased = [info.source for info in shmload.segments() if info.is_leased]
+    assert [Path(path).parent.name for path in leased] == ["vae"]
+    with pytest.raises(shmload.SegmentBusy):
+        shmload.evict(*(info.name for info in shmload.segments()))
+    assert [Path(info.source).parent.name for info in shmload.segments()] == ["vae"]
+    assert as_bytes(bias) == wanted
+    del bias
+    assert not any(info.is_leased for info in shmload.segments())
+
+
+def test_first_load_of_all_keeps_only_the_segments_it_uses(
+    saved, configure, tmp_path, shm_names, evicts, bytes_come_first
+):
+    # No rule is remembered yet, and Wan's is not the likely one.
+    configure(cache_dir=tmp_path)
+    source = saved("wan")
+    pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, keep=True)
+    used = {Path(name).name for _, name in map(Mappings().find, state_of(pipe).values())}
+    assert set(shm_names()) == used

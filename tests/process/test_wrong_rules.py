@@ -1,0 +1,63 @@
+"""A remembered rule that is wrong is found out: it costs time, and never a bit."""
+
+import pytest
+import torch
+from comparing import assert_equal, reference
+from traces import Messages, mentions_of_view
+
+import shmload
+from shmload._rules import Rule
+from shmload.integrations import rules
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Rule(target="BF16"),  # what Wan keeps in float32 is forgotten
+        Rule(target="F16"),
+        Rule(target="F8_E4M3"),
+        Rule(target="F32"),
+        Rule(target="BF16", fp32_parts=("norm1", "ffn", "to_q")),
+        Rule(target="BF16", only=frozenset({"patch_embedding.weight", "shared.weight"})),
+        Rule(),
+    ],
+    ids=lambda rule: rule.text.replace("/", "-"),
+)
+def test_remembered_rule_that_is_wrong_gives_a_right_pipeline(
+    saved, configure, monkeypatch, tmp_path, evicts, either_order, wrong, keep
+):
+    source = f"{saved('wan')}/"
+    configure(cache_dir=tmp_path)
+    right = shmload.plan(source, torch_dtype=torch.bfloat16)
+    configure(cache_dir=tmp_path / "wrong")
+    with monkeypatch.context() as patch:
+        patch.setattr(rules, "derive_rule", lambda *_: wrong)
+        planned = shmload.plan(source, torch_dtype=torch.bfloat16)
+        assert {shard.conversion for shard in planned.shards} <= {wrong.text, "raw"}
+    with Messages() as said:
+        got = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, keep=keep)
+    with Messages() as wanted_said:
+        wanted = reference(source, torch.bfloat16)
+    assert_equal(got, wanted)
+    own = [text for text in said.texts if text[0].startswith("shmload")]
+    assert [text for text in said.texts if text not in own] == wanted_said.texts
+    assert not mentions_of_view(got)
+    if own:
+        # What was found wrong is not used a second time.
+        again = shmload.plan(source, torch_dtype=torch.bfloat16)
+        changed = [s for s in again.shards if s.conversion != wrong.text]
+        assert set(changed) <= set(right.shards) or keep
+        assert changed
+
+
+def test_rule_that_narrows_what_the_model_keeps_is_found_out(
+    saved, configure, monkeypatch, tmp_path
+):
+    # With no torch_dtype diffusers' models are float32; bits lost on the way must not go unseen.
+    source = saved("flux")
+    configure(cache_dir=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(rules, "derive_rule", lambda *_: Rule(target="BF16"))
+        shmload.plan(source)
+    assert_equal(shmload.load_pipeline(source), reference(source))

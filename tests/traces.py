@@ -1,0 +1,85 @@
+"""What a load says meanwhile, and what its result still knows of the view it was loaded from."""
+
+import contextlib
+import gc
+import logging
+import types
+import warnings
+
+import torch
+
+_LIBRARIES = ("diffusers", "transformers", "huggingface_hub", "accelerate")
+
+
+class Messages(logging.Handler):
+    """Everything that is logged or warned of inside the block, by whatever library."""
+
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
+
+    @property
+    def texts(self):
+        """What was warned of. Remarks may differ: rules are derived with the libraries' help."""
+        return [
+            (record.name, record.getMessage())
+            for record in self.records
+            if record.levelno >= logging.WARNING
+        ] + [str(warning.message) for warning in self.warned]
+
+    def __enter__(self):
+        # "Once" means once per process, so the second of two equal loads would be silent.
+        for name in ("info_once", "warning_once"):
+            getattr(logging.Logger, name).cache_clear()
+        self._stack = contextlib.ExitStack()
+        self.warned = self._stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        for name in (None, *_LIBRARIES):
+            logger = logging.getLogger(name)
+            level = logger.level
+            self._stack.callback(logger.setLevel, level)
+            self._stack.callback(logger.removeHandler, self)
+            logger.addHandler(self)
+            logger.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *exc_info):
+        self._stack.close()
+
+
+# Mentions of a view -------------------------------------------------------------------------------
+
+
+_SKIPPED = (type, types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
+
+
+def strings_reachable_from(root):
+    """Walk what the garbage collector would, but not into classes, modules and frames."""
+    seen, waiting, found = set(), [root], set()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or isinstance(item, _SKIPPED):
+            continue
+        seen.add(id(item))
+        if isinstance(item, str):
+            found.add(item)
+        elif isinstance(item, bytes):
+            found.add(item.decode(errors="replace"))
+        elif isinstance(item, types.FunctionType):
+            # Its globals are a module.
+            cells = [
+                cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType()
+            ]
+            waiting += [item.__dict__, item.__defaults__, item.__kwdefaults__, *cells]
+        else:
+            if isinstance(item, torch.Tensor) and item.device.type == "cpu":
+                found.add(str(item.untyped_storage().filename))
+            waiting += gc.get_referents(item)
+    return found
+
+
+def mentions_of_view(root):
+    return sorted(text for text in strings_reachable_from(root) if "shmload-" in text)
