@@ -3,7 +3,6 @@
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 Callback = Callable[[int, int], None]
@@ -30,9 +29,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._bar is not None:
             self._bar.close()
 

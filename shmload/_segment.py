@@ -15,7 +15,6 @@ duplicate.
 import os
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from shmload._errors import SegmentCorrupt, SegmentTimeout, ShmloadError
@@ -51,9 +50,7 @@ class Segment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def close(self) -> None:
