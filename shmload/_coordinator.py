@@ -13,8 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import msgspec
 
@@ -60,7 +58,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Coordinator:
-    """A set of worker processes; a context that ends them.
+    """A set of worker processes, from here until `close`.
 
     Args:
         workers: how many to start; they start at once and in parallel. Zero decodes in the caller's
@@ -73,22 +71,14 @@ class Coordinator:
             for _ in range(workers):
                 self._workers.append(WorkerProcess())
         except BaseException:
-            self.close(kill=True)
+            self.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self.close(kill=exc is not None)
-
-    def close(self, *, kill: bool = False) -> None:
-        """End all workers; again is fine."""
+    def close(self) -> None:
+        """Kill all workers; again is fine."""
         with contextlib.ExitStack() as closing:
             while self._workers:
-                closing.callback(self._workers.pop().close, kill=kill)
+                closing.callback(self._workers.pop().close)
 
     @property
     def workers(self) -> int:
@@ -241,7 +231,7 @@ class _Decoding:
         now = time.monotonic()
         for worker in list(self._workers):
             if not worker.is_ready and now - worker.active_at > settings().start_timeout_s:
-                worker.close(kill=True)
+                worker.close()
                 raise WorkerFailed(f"a worker was not ready in {settings().start_timeout_s:g} s")
             is_silent = now - worker.active_at > settings().stall_timeout_s
             # What it has said may still be unread, where feeding another has taken that long.
@@ -260,7 +250,7 @@ class _Decoding:
             for position, task in enumerate(worker.tasks)
         ]
         self._workers.remove(worker)
-        worker.close(kill=True)
+        worker.close()
         self._lost_in_a_row += 1
         is_hopeless = self._lost_in_a_row >= max(_MAX_ATTEMPTS, self._most_workers)
         if is_hopeless or any(task.attempts >= _MAX_ATTEMPTS for task in tasks):

@@ -214,7 +214,7 @@ class Load:
             for held in self._held.values():
                 closing.callback(held.close)
             if self._coordinator:
-                closing.callback(self._coordinator.close, kill=True)
+                closing.callback(self._coordinator.close)
 
     def discard(self) -> None:
         """End the load and remove the segments that it has made, unless somebody uses them."""

@@ -47,7 +47,7 @@ class Task(NamedTuple):
 
 
 class WorkerProcess:
-    """A child that runs `shmload.workers.main`; a context for nothing but its own resources."""
+    """A child that runs `shmload.workers.main`, from here until `close`."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -157,23 +157,14 @@ class WorkerProcess:
             error.add_note("its output: " + tail.decode(errors="replace").strip())
         return error
 
-    def close(self, *, kill: bool) -> None:
-        """End the child and reap it; again is fine.
-
-        Args:
-            kill: at once, else by closing its socket, and by force if that takes too long.
-        """
+    def close(self) -> None:
+        """Kill the child and reap it; again is fine."""
         if self.pidfd < 0:
             return
-        if kill:
-            self._process.kill()
+        self._process.kill()
         self.channel.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_KILL_TIMEOUT_S)
         if self._process.returncode is None:
             # Killed, but inside the kernel, where a dead disk can hold a process for ever.
             logger.error("worker %d cannot be ended; it waits for a device", self._process.pid)
