@@ -50,6 +50,10 @@ def format_nbytes(nbytes: float) -> str:
 class ShmloadError(Exception):
     """The base of every error in this package."""
 
+    def __str__(self) -> str:
+        # Not that of OSError, which puts the errno before it, nor of KeyError, which quotes it.
+        return str(self.args[0]) if self.args else ""
+
 
 class ArgumentError(ShmloadError, ValueError):
     """An argument has a value that cannot work."""
@@ -78,9 +82,6 @@ class SourceNotFound(ShmloadError, FileNotFoundError):
         self.source = source
         super().__init__(f"{source}: {reason}")
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class CheckpointError(ShmloadError):
     """A checkpoint's files are not what they should be."""
@@ -94,9 +95,6 @@ class ShardMissing(CheckpointError, FileNotFoundError):
         by = f", named by {named_by}," if named_by else ""
         super().__init__(f"{path}{by} does not exist; download the checkpoint again")
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class ShardUnreadable(CheckpointError, OSError):
     """The kernel refused to open or read a shard."""
@@ -107,9 +105,6 @@ class ShardUnreadable(CheckpointError, OSError):
             f"{path} cannot be read: {reason}; check its permissions and the disk it is on"
         )
         self.errno = number
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class ShardMalformed(CheckpointError):
@@ -170,9 +165,6 @@ class CapacityError(ShmloadError, OSError):
         )
         self.errno = errno.ENOSPC
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class SharedMemoryFull(CapacityError):
     """The file system at /dev/shm is too small."""
@@ -225,9 +217,6 @@ class SegmentNotFound(SegmentError, KeyError):
     def __init__(self, what: str) -> None:
         super().__init__(f"no resident segment matches {what!r}; `shmload ls` lists them")
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class SegmentBusy(SegmentError):
     """A segment is leased by a process and was left alone."""
@@ -265,6 +254,3 @@ class SegmentTimeout(SegmentError, TimeoutError):
             f"segment {name} is still being decoded by another process after {timeout_s:g} s; "
             "raise SHMLOAD_WAIT_TIMEOUT_S or end that process"
         )
-
-    def __str__(self) -> str:
-        return str(self.args[0])
