@@ -30,7 +30,7 @@ import tqdm
 from shmload._settings import settings
 
 # Their asserts say what was compared only if pytest knows the modules before they are imported.
-pytest.register_assert_rewrite("comparing", "doors", "mappings")
+pytest.register_assert_rewrite("comparing", "doors", "mappings", "warming")
 
 _SHM = Path("/dev/shm")
 _PREFIX = "shmload-"

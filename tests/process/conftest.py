@@ -1,11 +1,43 @@
-"""The two orders in which the bytes of a pipeline and its modules can come."""
+"""Small checkpoints to be warmed, and the two orders in which a pipeline and its bytes can come."""
 
+import json
 import threading
 
 import pytest
+from safetensors.torch import save_file
+from warming import TENSORS
 
 from shmload._load import Load
 from shmload.workers.fill import Filler
+
+# Checkpoints --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path, evicts):
+    """A file of its own for each test."""
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    path.parent.mkdir()
+    save_file(TENSORS, path, {"format": "pt"})
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path, evicts):
+    """A component of three shards, with an index and a configuration that names no class."""
+    path = tmp_path / "component"
+    path.mkdir()
+    weight_map = {}
+    for number, (name, tensor) in enumerate(TENSORS.items()):
+        shard = f"model-{number + 1:05}-of-00003.safetensors"
+        save_file({name: tensor}, path / shard, {"format": "pt"})
+        weight_map[name] = shard
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (path / "config.json").write_text("{}")
+    return path
+
+
+# Orders -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,0 +1,139 @@
+"""Processes that want the same: one decodes, and the others wait or take over from the dead."""
+
+import signal
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from warming import CHILD, NBYTES, TENSORS, as_bf16, assert_same, begun
+
+import shmload
+
+
+def test_processes_that_race_decode_each_source_once(tmp_path, child, evicts, shm_names):
+    sources = []
+    for number in range(4):
+        sources.append(tmp_path / f"{number}.safetensors")
+        save_file(TENSORS | {"number": torch.tensor(float(number))}, sources[-1])
+    racers = [child(CHILD, "race", *sources) for _ in range(3)]
+    for racer in racers:
+        racer.expect("READY")
+    for _ in sources:
+        for racer in racers:
+            racer.say()
+        results = []
+        for racer in racers:
+            racer.expect("BEGUN")
+            results.append(racer.expect("READ").split())
+        assert sum(int(read) for read, _ in results) == NBYTES + 4
+        assert len({segment for _, segment in results}) == 1
+    assert len(shmload.verify()) == len(shm_names()) == len(sources)
+
+
+def test_second_process_waits_for_the_first(checkpoint, child):
+    first = child(CHILD, "warm", checkpoint)
+    assert "1 shards to decode" in begun(first)
+    first.expect("AT")
+    second = child(CHILD, "warm", checkpoint)
+    assert "1 awaited" in begun(second)
+    assert shmload.segments() == []
+    first.say()
+    read, name = first.expect("READ").split()
+    assert int(read) == NBYTES
+    assert second.expect("READ").split() == ["0", name]
+    assert [info.name for info in shmload.verify()] == [name]
+
+
+def test_part_of_a_killed_process_is_taken_over(checkpoint, child, shm_names):
+    first = child(CHILD, "warm", checkpoint)
+    begun(first)
+    first.expect("AT")
+    first.end()
+    (part,) = shm_names()
+    assert part.endswith(".part")
+    assert shmload.segments() == []
+    report = shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
+    assert report.read_nbytes == NBYTES
+    assert shm_names() == list(report.segments) == [part.removesuffix(".part")]
+    assert len(shmload.verify()) == 1
+    assert_same(shmload.load_state_dict(checkpoint, torch.bfloat16, keep=True), as_bf16(TENSORS))
+
+
+def test_part_of_a_process_killed_with_its_workers_at_work_is_taken_over(
+    tmp_path, child, configure, shm_names, evicts
+):
+    # Its workers hold the part too, until they notice.
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(8_000_000, dtype=torch.int32).view(torch.float32)}, path)
+    configure(inline_nbytes=0, workers=2)
+    first = child(CHILD, "warm", path)
+    begun(first)
+    first.expect("AT")
+    first.end()
+    assert len(shm_names()) == 1
+    report = shmload.warm(path, torch_dtype=torch.bfloat16)
+    assert report.read_nbytes == 32_000_000
+    assert shm_names() == list(report.segments)
+    assert len(shmload.verify()) == 1
+
+
+def test_waiting_process_takes_over_from_one_that_is_killed(checkpoint, child):
+    first, second = child(CHILD, "warm", checkpoint), None
+    begun(first)
+    first.expect("AT")
+    second = child(CHILD, "warm", checkpoint)
+    assert "1 awaited" in begun(second)
+    first.end()
+    second.expect("AT")
+    second.say()
+    assert int(second.expect("READ").split()[0]) == NBYTES
+    assert len(shmload.verify()) == 1
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_waiting_has_a_deadline(checkpoint, child, configure, stopped):
+    first = child(CHILD, "warm", checkpoint)
+    begun(first)
+    first.expect("AT")
+    if stopped:
+        first.process.send_signal(signal.SIGSTOP)
+    configure(wait_timeout_s=0.2)
+    with pytest.raises(shmload.SegmentTimeout, match="SHMLOAD_WAIT_TIMEOUT_S") as caught:
+        shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
+    assert caught.value.name in str(caught.value)
+    if not stopped:
+        first.say()
+        assert first.expect("READ").split()[1] == caught.value.name
+
+
+def test_warm_makes_resident_what_another_process_decodes_for_itself(checkpoint, child):
+    private = child(CHILD, "load", checkpoint)
+    begun(private)
+    private.expect("AT")
+    warming = child(CHILD, "warm", checkpoint)
+    assert "1 awaited" in begun(warming)
+    private.say()
+    private.expect("LOADED")
+    # It may attach the other's segment or decode on its own; resident it has to be.
+    line = warming._read_line()
+    if line.startswith("AT"):
+        warming.say()
+        line = warming._read_line()
+    assert line.startswith("READ ")
+    private.end()
+    assert warming.wait() == 0
+    assert [info.name for info in shmload.segments()] == line.split()[2:]
+    assert len(shmload.verify()) == 1
+
+
+def test_private_load_uses_what_another_process_warms(checkpoint, child):
+    warming = child(CHILD, "warm", checkpoint)
+    begun(warming)
+    warming.expect("AT")
+    private = child(CHILD, "load", checkpoint)
+    assert "1 awaited" in begun(private)
+    warming.say()
+    warming.expect("READ")
+    wanted = float(TENSORS["a.weight"].bfloat16().double().sum())
+    assert float(private.expect("LOADED")) == wanted
+    assert [info.is_leased for info in shmload.segments()] == [True]

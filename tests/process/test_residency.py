@@ -1,0 +1,300 @@
+"""Segments are served as long as they are true, listed, checked, and removed when asked for."""
+
+import contextlib
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from warming import CHILD, NBYTES, SHM, TENSORS, as_bf16, assert_same, begun
+
+import shmload
+from shmload._identity import name_prefix
+
+# A source that changes ----------------------------------------------------------------------------
+
+
+def replace_file(path, tensors):
+    fresh = path.with_suffix(".new")
+    save_file(tensors, fresh, {"format": "pt"})
+    fresh.replace(path)
+
+
+def overwrite_in_place(path, tensors):
+    fresh = path.with_suffix(".new")
+    save_file(tensors, fresh, {"format": "pt"})
+    with path.open("r+b") as file:
+        file.write(fresh.read_bytes())
+    fresh.unlink()
+
+
+def overwrite_and_set_the_clock_back(path, tensors):
+    before = path.stat()
+    overwrite_in_place(path, tensors)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "change", [replace_file, overwrite_in_place, overwrite_and_set_the_clock_back]
+)
+def test_changed_source_is_not_served(checkpoint, change):
+    old = shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
+    assert [info.is_current for info in shmload.segments()] == [True]
+    changed = {name: tensor + 1 for name, tensor in TENSORS.items()}
+    assert (len(changed), checkpoint.stat().st_size) == (3, checkpoint.stat().st_size)
+    change(checkpoint, changed)
+    assert [info.is_current for info in shmload.segments()] == [False]
+    (shard,) = shmload.plan(checkpoint, torch_dtype=torch.bfloat16).shards
+    assert shard.action is shmload.Action.DECODE
+    new = shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
+    assert new.read_nbytes == NBYTES
+    assert new.segments != old.segments
+    assert_same(shmload.load_state_dict(checkpoint, torch.bfloat16, keep=True), as_bf16(changed))
+    assert {info.name: info.is_current for info in shmload.segments()} == {
+        old.segments[0]: False,
+        new.segments[0]: True,
+    }
+
+
+def test_source_that_is_gone_is_not_current(checkpoint):
+    shmload.warm(checkpoint)
+    checkpoint.unlink()
+    assert [info.is_current for info in shmload.segments()] == [False]
+
+
+def test_copy_is_another_source_and_a_link_is_not(checkpoint, tmp_path):
+    name = shmload.warm(checkpoint).segments
+    shutil.copy2(checkpoint, tmp_path / "copy.safetensors")
+    assert shmload.warm(tmp_path / "copy.safetensors").segments != name
+    (tmp_path / "link.safetensors").symlink_to(checkpoint)
+    assert shmload.warm(tmp_path / "link.safetensors").segments == name
+
+
+# Listing and checking -----------------------------------------------------------------------------
+
+
+def test_segments_say_what_they_are(checkpoint, tmp_path):
+    before = time.time()
+    first = shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
+    other = tmp_path / "other.safetensors"
+    save_file(TENSORS, other)
+    shmload.warm(other)
+    listed = shmload.segments()
+    assert [info.source for info in listed] == [str(checkpoint), str(other)]
+    info = listed[0]
+    assert info.name == first.segments[0]
+    assert info.nbytes == first.resident_nbytes == (SHM / info.name).stat().st_size
+    assert [info.conversion for info in listed] == ["BF16", "raw"]
+    assert before - 1 < info.created_at < time.time() + 1
+    assert f"pid {os.getpid()}" in info.creator
+    assert shmload.__version__ in info.creator
+    assert len(info.digest) == 32
+    assert (info.is_leased, info.is_current) == (False, True)
+
+
+def test_what_is_no_segment_is_not_listed(checkpoint):
+    (name,) = shmload.warm(checkpoint).segments
+    for planted in (f"{name_prefix()}x", f"{name_prefix()}{'g' * 30}", f"{name}.bak", "sem.other"):
+        (SHM / planted).write_bytes(b"x")
+    (SHM / f"{name_prefix()}{'0' * 30}").symlink_to(SHM / name)
+    (SHM / f"{name_prefix()}{'1' * 30}").mkdir()
+    os.mkfifo(SHM / f"{name_prefix()}{'2' * 30}")
+    try:
+        assert [info.name for info in shmload.segments()] == [name]
+        assert [info.name for info in shmload.verify()] == [name]
+        assert shmload.collect_garbage() == []
+    finally:
+        (SHM / "sem.other").unlink()
+
+
+def damage(name, offset, value=None):
+    """Change one byte of a segment, as faulty memory would."""
+    path = SHM / name
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
+        old = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([old[0] ^ 1 if value is None else value]))
+    path.chmod(0o400)
+
+
+@pytest.mark.parametrize("offset", [4096, 4096 + 1000, -1])
+def test_flipped_byte_is_found(checkpoint, tmp_path, offset):
+    (name,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
+    other = tmp_path / "other.safetensors"
+    save_file(TENSORS, other)
+    shmload.warm(other)
+    assert [info.name for info in shmload.verify(name)] == [name]
+    damage(name, offset)
+    for check in (
+        shmload.verify,
+        lambda: shmload.verify(name),
+        lambda: shmload.verify(str(checkpoint)),
+        lambda: shmload.warm(checkpoint, torch_dtype=torch.bfloat16, verify=True),
+        lambda: shmload.load_state_dict(checkpoint, torch.bfloat16, verify=True),
+        lambda: shmload.view(checkpoint, torch_dtype=torch.bfloat16, verify=True).__enter__(),
+    ):
+        with pytest.raises(shmload.SegmentCorrupt, match=name) as caught:
+            check()
+        assert f"shmload rm {name}" in str(caught.value)
+    assert len(shmload.verify(str(other))) == 1
+    shmload.evict(name)
+    assert shmload.warm(checkpoint, torch_dtype=torch.bfloat16, verify=True).read_nbytes == NBYTES
+
+
+def cut(name):
+    (SHM / name).chmod(0o600)
+    os.truncate(SHM / name, 4096 + 64)
+
+
+def cut_into_the_header(name):
+    (SHM / name).chmod(0o600)
+    os.truncate(SHM / name, 100)
+
+
+def empty(name):
+    (SHM / name).chmod(0o600)
+    os.truncate(SHM / name, 0)
+
+
+def break_header(name):
+    damage(name, 8, ord("["))
+
+
+def break_metadata(name):
+    path = SHM / name
+    place = path.read_bytes().index(b'shmload.created_at":"') + len(b'shmload.created_at":"')
+    damage(name, place, ord("x"))
+
+
+@pytest.mark.parametrize("harm", [cut, cut_into_the_header, empty, break_header])
+def test_segment_with_a_broken_header_is_found_and_can_be_removed(checkpoint, shm_names, harm):
+    (name,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
+    harm(name)
+    shmload.segments()  # whether it lists it is its own affair
+    for check in (shmload.verify, lambda: shmload.verify(name)):
+        with pytest.raises(shmload.SegmentCorrupt, match=name):
+            check()
+    with pytest.raises(shmload.ShmloadError, match=name):
+        shmload.load_state_dict(checkpoint, torch.bfloat16)
+    shmload.evict(name)
+    assert shm_names() == []
+
+
+def test_segment_with_odd_metadata_is_no_crash(checkpoint):
+    (name,) = shmload.warm(checkpoint).segments
+    break_metadata(name)
+    with contextlib.suppress(shmload.SegmentCorrupt):
+        assert len(shmload.segments()) <= 1
+        shmload.verify()
+    shmload.evict(name)
+
+
+# Removing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda path, name: name,
+        lambda path, name: str(path),
+        lambda path, name: path,
+        lambda path, name: str(path.parent),
+        lambda path, name: f"{path.parent}/",
+        lambda path, name: os.path.relpath(path),
+        lambda path, name: f"{path.parent}/../{path.parent.name}/{path.name}",
+    ],
+    ids=["name", "source", "path", "directory", "slash", "relative", "roundabout"],
+)
+def test_evict_takes_names_and_sources(checkpoint, tmp_path, shm_names, spell):
+    (name,) = shmload.warm(checkpoint).segments
+    other = tmp_path / "checkpoint2" / "model.safetensors"  # not below "checkpoint"
+    other.parent.mkdir()
+    shutil.copy(checkpoint, other)
+    (kept,) = shmload.warm(other).segments
+    assert [info.name for info in shmload.evict(spell(checkpoint, name))] == [name]
+    assert shm_names() == [kept]
+
+
+def test_evict_wants_to_know_what(checkpoint, monkeypatch, shm_names):
+    shmload.warm(checkpoint)
+    before = shm_names()
+    with pytest.raises(ValueError, match="evict"):
+        shmload.evict()
+    with pytest.raises(shmload.SegmentNotFound, match="'nothing'"):
+        shmload.evict("nothing")
+    with pytest.raises(shmload.SegmentNotFound, match="'nothing'"):
+        shmload.verify("nothing")
+    # An empty shell variable is not the current directory.
+    monkeypatch.chdir(checkpoint.parent)
+    with pytest.raises((ValueError, shmload.SegmentNotFound)):
+        shmload.evict("")
+    assert shm_names() == before
+
+
+def test_evict_leaves_the_leased_and_takes_the_rest(folder, child):
+    names = shmload.warm(folder, torch_dtype=torch.bfloat16).segments
+    holder = child(CHILD, "load", folder / "model-00001-of-00003.safetensors")
+    begun(holder)
+    holder.expect("LOADED")
+    with pytest.raises(shmload.SegmentBusy) as caught:
+        shmload.evict(folder)
+    assert caught.value.names == names[:1]
+    assert names[0] in str(caught.value)
+    assert [info.name for info in shmload.segments()] == [names[0]]
+    holder.end()
+    assert [info.name for info in shmload.evict(folder)] == [names[0]]
+
+
+def test_garbage_is_what_nobody_can_use(checkpoint, tmp_path, child, shm_names):
+    (current,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
+    sources = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    for source in sources:
+        save_file(TENSORS, source)
+    (outdated,) = shmload.warm(sources[0]).segments
+    killed, alive = (child(CHILD, "warm", source) for source in sources[1:])
+    for process in (killed, alive):
+        begun(process)
+        process.expect("AT")
+    parts = set(shm_names()) - {current, outdated}
+    assert shmload.collect_garbage() == []
+    killed.end()
+    sources[0].unlink()
+    garbage = set(shmload.collect_garbage())
+    assert garbage == {outdated, *(parts - set(shm_names()))}
+    alive.say()
+    (living,) = alive.expect("READ").split()[1:]
+    assert f"{living}.part" in parts
+    assert shm_names() == sorted([current, living])
+
+
+def test_outdated_segment_in_use_is_no_garbage(checkpoint, child):
+    (name,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
+    holder = child(CHILD, "load", checkpoint)
+    begun(holder)
+    holder.expect("LOADED")
+    checkpoint.unlink()
+    assert shmload.collect_garbage() == []
+    holder.end()
+    assert shmload.collect_garbage() == [name]
+
+
+def test_view_of_a_killed_process_is_garbage_once_it_is_old(checkpoint, child, shm_names):
+    process = child(
+        "import sys, shmload\n"
+        "with shmload.view(sys.argv[1], torch_dtype='bfloat16') as path:\n"
+        "    print('PATH', path, flush=True)\n"
+        "    sys.stdin.read()\n",
+        checkpoint,
+    )
+    view = Path(process.expect("PATH")).parent
+    old = time.time() - 3600
+    os.utime(view, (old, old))
+    assert shmload.collect_garbage() == []  # it is in use
+    process.end()
+    assert shmload.collect_garbage() == [view.name]
+    assert shm_names() == []
