@@ -1,36 +1,30 @@
 """`load_pipeline`: a diffusion pipeline whose weights lie in shared memory.
 
 Guarantee: what it returns equals what `from_pretrained` gives with the same arguments, or it
-raises. The pipeline is built while workers still decode, by the library's own `from_pretrained`
-from a view. That nothing has looked at a byte too early is not hoped for but read off the kernel's
-page tables, and that the dtypes were guessed right is checked on the built models; otherwise it is
-built again.
+raises.
 """
 
 import contextlib
-import logging
+import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from shmload._collector import freeze_imports, paused_gc
-from shmload._dtypes import TORCH_NAMES, parse_dtype
 from shmload._errors import SourceNotFound
 from shmload._hub import find_source
 from shmload._load import Load
 from shmload._progress import Callback, Progress
 from shmload._resolve import Checkpoint, Source
-from shmload._rules import RAW, Rule, forget_rule, likely_rule, rule_for
-from shmload._view import View
-from shmload.integrations.mapped import Spans, hold_leases
-from shmload.integrations.paths import PathRepair
+from shmload._rules import RAW, Rule, likely_rule, rule_for
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-logger = logging.getLogger(__name__)
+Rules = dict[str, Rule]
+"""The rule of each component's checkpoint."""
+ChooseRule = Callable[[Checkpoint, object], Rule]
 
 _HUB_KWARGS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 # With these the library reads other files, or makes new tensors of what it reads.
@@ -85,39 +79,19 @@ def load_pipeline(
         raise SourceNotFound(
             source, "not a pipeline (no model_index.json); use load_state_dict or view for it"
         )
+    if device_map is not None:
+        kwargs["device_map"] = device_map
     is_bypassed = kwargs.get("use_safetensors") is False or any(map(kwargs.get, _BYPASSING_KWARGS))
-
-    def choose_rules(choose: Callable[[Checkpoint, object], Rule]) -> dict[str, Rule]:
-        return {
-            checkpoint.component: RAW if is_bypassed else choose(checkpoint, torch_dtype)
-            for checkpoint in found.checkpoints
-        }
-
-    rules = choose_rules(likely_rule)
+    choose = functools.partial(_choose_rules, found, torch_dtype, is_bypassed=is_bypassed)
     with (
         paused_gc(),
         Progress(progress, found.root.name) as counter,
-        contextlib.ExitStack() as loads,
+        _begin(found, choose, keep=keep, workers=workers, progress=counter) as (load, rules),
     ):
+        # Not at the top: torch takes a second, in which workers decode.
+        from shmload.integrations.build import Build
 
-        def begin() -> Load:
-            is_busy = "diffusers" not in sys.modules
-            load = Load(
-                found, rules, keep=keep, progress=counter, parent_is_busy=is_busy, workers=workers
-            )
-            return loads.enter_context(load)
-
-        load = begin()
-        is_cold = "diffusers" not in sys.modules
-        _import_classes(found)  # most of a cold process's time; workers decode meanwhile
-        if is_cold:
-            freeze_imports()
-        certain = choose_rules(rule_for)
-        if certain != rules:
-            load.discard()
-            rules = certain
-            load = begin()
-        return _Build(found, rules, load, torch_dtype, device_map, kwargs).run(verify=verify)
+        return Build(found, rules, load, torch_dtype, kwargs).run(verify=verify)
 
 
 def download(repo_id: str, **kwargs: Any) -> str:
@@ -137,150 +111,46 @@ def download(repo_id: str, **kwargs: Any) -> str:
     return str(DiffusionPipeline.download(repo_id, **kwargs))
 
 
-class _Build:
-    """Builds one pipeline from a view of a load."""
+def _choose_rules(
+    source: Source, torch_dtype: object, choose: ChooseRule, *, is_bypassed: bool
+) -> Rules:
+    """Return the rule of each component's checkpoint."""
+    return {
+        checkpoint.component: RAW if is_bypassed else choose(checkpoint, torch_dtype)
+        for checkpoint in source.checkpoints
+    }
 
-    def __init__(
-        self,
-        source: Source,
-        rules: Mapping[str, Rule],
-        load: Load,
-        torch_dtype: object,
-        device_map: str | None,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._source = source
-        self._rules = rules
-        self._load = load
-        self._torch_dtype = torch_dtype
-        self._said: set[tuple[str, int, str]] = set()
-        self._kwargs = kwargs | ({} if device_map is None else {"device_map": device_map})
 
-    def run(self, *, verify: bool) -> "DiffusionPipeline":
-        """Build it, while the load goes on where that is possible."""
-        import torch
+@contextlib.contextmanager
+def _begin(
+    source: Source, choose: Callable[[ChooseRule], Rules], **load_kwargs: Any
+) -> Iterator[tuple[Load, Rules]]:
+    """Begin to decode by the likely rules, and import the classes meanwhile.
 
-        unfinished = self._load.unfinished_components()
-        pipe = None
-        if self._can_build_early(unfinished):
-            generator_state = torch.get_rng_state()
-            try:
-                pipe = self._from_view()
-            except Exception:
-                if not unfinished:
-                    raise
-                # What it stumbled over may be bytes that are not there yet, or a worker's failure.
-            if pipe is None or not self._is_wholly_mapped(pipe, unfinished):
-                logger.info("%s: weights were wanted before they were there", self._source.given)
-                pipe = None
-                # Missing weights are drawn at random: the same again.
-                torch.set_rng_state(generator_state)
-        self._load.wait()
-        if verify:
-            self._load.verify()
-        if pipe is None:
-            pipe = self._from_view()
-        if self._has_other_dtypes(pipe):
-            pipe = self._from_view(decoded=False)
-            self._load.discard()
-        hold_leases(pipe.components.values(), self._load.segments())
-        return pipe
-
-    def _can_build_early(self, unfinished: set[str]) -> bool:
-        """Tell whether building is worth while before all bytes are there."""
-        if not unfinished:
-            return self._load.has_every_file
-        # Weights that the library casts, or copies to a device, are read at once.
-        reads_at_once = self._load.leaves_casts or "device_map" in self._kwargs
-        return self._load.has_every_file and not reads_at_once
-
-    def _from_view(self, *, decoded: bool = True) -> "DiffusionPipeline":
-        """Build it from a view, of the segments or else of the shards as they are."""
-        given = self._source.given
-        root = os.fspath(given) if os.path.exists(given) else str(self._source.root)
-        with View(self._source.root, self._load.files() if decoded else {}) as view:
-            repair = PathRepair(view.path, root, given, self._said)
-            with repair.in_messages():
-                pipe = self._from_path(view.path)
-            repair.repair(pipe)
-        return pipe
-
-    def _from_path(self, root: Path) -> "DiffusionPipeline":
-        """Let the library build the pipeline, as the class that the source names.
-
-        The base class would decide by its own list of optional components which of those passed in
-        are honoured; that of the concrete class is the right one.
-        """
-        import diffusers
-        from diffusers.pipelines import pipeline_utils
-
-        pipeline_class = diffusers.DiffusionPipeline
-        if "custom_pipeline" not in self._kwargs:
-            pipeline_class = getattr(diffusers, self._source.class_name, pipeline_class)
-        # The older name still works but warns.
-        keyword = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
-        dtype = {} if self._torch_dtype is None else {keyword: _as_torch(self._torch_dtype)}
-        pipe: DiffusionPipeline = pipeline_class.from_pretrained(str(root), **dtype, **self._kwargs)
-        return pipe
-
-    def _is_wholly_mapped(self, pipe: "DiffusionPipeline", components: set[str]) -> bool:
-        """Tell whether every stored tensor of some models is mapped, and none was read."""
-        if not components:
-            return True
-        spans = Spans(self._load.inodes())
-        modules = (getattr(pipe, component, None) for component in components)
-        tensors = (t for module in modules if module for t in module.state_dict().values())
-        return all(map(spans.holds_unread, tensors))
-
-    def _has_other_dtypes(self, pipe: "DiffusionPipeline") -> bool:
-        """Tell whether some model has a dtype that its rule did not foresee, and forget such rules.
-
-        A tensor that was stored in fewer bits than the model has in the end has lost some of them.
-        """
-        is_wrong = False
-        for checkpoint in self._source.checkpoints:
-            rule = self._rules[checkpoint.component]
-            module = getattr(pipe, checkpoint.component, None)
-            if rule.target is None or rule.is_widening or module is None:
-                continue
-            if not _agrees(rule, module):
-                logger.warning(
-                    "%s has dtypes that shmload did not foresee; loading it without conversion",
-                    checkpoint.class_name,
-                )
-                forget_rule(checkpoint, self._torch_dtype)
-                is_wrong = True
-        return is_wrong
+    Where those say otherwise what was decoded is discarded, and decoding begins anew.
+    """
+    is_cold = "diffusers" not in sys.modules
+    rules = choose(likely_rule)
+    with contextlib.ExitStack() as loads:
+        load = loads.enter_context(Load(source, rules, parent_is_busy=is_cold, **load_kwargs))
+        _import_classes(source)  # most of a cold process's time
+        if is_cold:
+            freeze_imports()
+        certain = choose(rule_for)
+        if certain != rules:
+            load.discard()
+            load = loads.enter_context(Load(source, certain, parent_is_busy=False, **load_kwargs))
+        yield load, certain
 
 
 def _import_classes(source: Source) -> None:
-    """Import what the pipeline is made of."""
+    """Import what the pipeline is made of, and what builds it."""
     import diffusers
     import transformers
+
+    import shmload.integrations.build  # noqa: F401 with it, torch
 
     libraries = {"diffusers": diffusers, "transformers": transformers}
     for checkpoint in source.checkpoints:
         if checkpoint.library in libraries:
             getattr(libraries[checkpoint.library], checkpoint.class_name, None)
-
-
-def _as_torch(dtype: object) -> object:
-    """Turn names of dtypes, alone or in a dict by component, into torch's objects."""
-    import torch
-
-    if isinstance(dtype, Mapping):
-        return {name: _as_torch(value) for name, value in dtype.items()}
-    return None if dtype is None else getattr(torch, TORCH_NAMES[parse_dtype(dtype)])
-
-
-def _agrees(rule: Rule, module: Any) -> bool:
-    import torch
-
-    target = getattr(torch, TORCH_NAMES[rule.target or "F32"])
-    return all(
-        tensor.dtype == target
-        or not tensor.is_floating_point()
-        or (rule.only is not None and name not in rule.only)
-        or not set(rule.fp32_parts).isdisjoint(name.split("."))
-        for name, tensor in module.state_dict().items()
-    )

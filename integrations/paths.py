@@ -7,9 +7,10 @@ import contextlib
 import logging
 import os
 import types
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
@@ -47,14 +48,20 @@ class PathRepair:
         self._given = given
         self._said = said
         self._saying: set[tuple[str, int, str]] = set()
+        self._silenced: str | None = None
 
     def text(self, text: str) -> str:
         """Repair a text that mentions paths."""
         return text.replace(self._view, self._root.rstrip("/") or "/")
 
-    def repair(self, pipe: object) -> None:
-        """Repair every string reachable from a pipeline through attributes and containers."""
-        seen: set[int] = set()
+    def repair(self, pipe: object, *, but: Iterable[object] = ()) -> None:
+        """Repair every string reachable from a pipeline through attributes and containers.
+
+        Args:
+            pipe: where to begin.
+            but: what need not be looked at.
+        """
+        seen = set(map(id, but))
         waiting = [pipe]
         while waiting:
             container = waiting.pop()
@@ -97,19 +104,49 @@ class PathRepair:
             waiting.append(value)
         return value
 
+    def silence(self, beginning: str) -> None:
+        """Keep from all handlers what the libraries log that begins so."""
+        self._silenced = beginning
+
     @contextlib.contextmanager
     def in_messages(self) -> Iterator[None]:
         """Repair what is logged and raised inside the block, in any thread."""
         _install_record_factory()
         _active.append(self)
         try:
-            yield
+            with self._in_warnings():
+                yield
         except Exception as exc:
             self._repair_errors(exc)
             raise
         finally:
             _active.remove(self)
             self._said |= self._saying
+
+    @contextlib.contextmanager
+    def _in_warnings(self) -> Iterator[None]:
+        """Repair and note what Python's `warnings` show."""
+        show = warnings.showwarning
+
+        def show_repaired(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            text = self.text(str(message))
+            self._saying.add((filename, logging.WARNING, text))
+            repaired = category(text) if text != str(message) else message
+            show(repaired, category, filename, lineno, file, line)
+
+        warnings.showwarning = show_repaired
+        try:
+            yield
+        finally:
+            if warnings.showwarning is show_repaired:
+                warnings.showwarning = show
 
     def repair_record(self, record: logging.LogRecord) -> None:
         """Repair a log record's message; one that was said before is kept from all handlers."""
@@ -120,7 +157,7 @@ class PathRepair:
         message = self.text(original)
         if record.name.startswith(_LIBRARIES):
             key = (record.name, record.levelno, message)
-            if key in self._said:
+            if key in self._said or (self._silenced and message.startswith(self._silenced)):
                 record.levelno = -1  # below the level of any handler
             self._saying.add(key)
         if message != original:

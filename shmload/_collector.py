@@ -4,6 +4,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+_has_frozen = False
+
 
 def freeze_imports() -> None:
     """Take all objects there are out of the collector's sight, for good.
@@ -11,6 +13,8 @@ def freeze_imports() -> None:
     After the imports of a cold process these are a million that live as long as it does: no later
     collection, nor those at its end, shall visit them (0.2 s each; a second at exit).
     """
+    global _has_frozen
+    _has_frozen = True
     gc.freeze()
 
 
@@ -26,7 +30,9 @@ def paused_gc() -> Iterator[None]:
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # or the undoing would undo the user's own
+        # The undoing would undo an earlier freeze too, ours or the user's own. Counting what is
+        # frozen walks it (0.05 s for what a cold process imports).
+        if not _has_frozen and gc.get_freeze_count() == 0:
             gc.freeze()
             gc.unfreeze()
         if was_enabled:

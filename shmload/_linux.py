@@ -55,6 +55,8 @@ class Mapping(NamedTuple):
 
     start: int
     end: int
+    offset: int
+    """Where in the file it starts, in bytes."""
     inode: Inode
 
 
@@ -322,11 +324,11 @@ def mappings(inodes: set[Inode]) -> list[Mapping]:
     wanted = {(f"{os.major(i.device):02x}:{os.minor(i.device):02x}", i.number): i for i in inodes}
     with open("/proc/self/maps") as lines:
         for line in lines:
-            addresses, _, _, device, number, *_ = line.split(None, 5)
+            addresses, _, offset, device, number, *_ = line.split(None, 5)
             inode = wanted.get((device, int(number)))
             if inode:
                 start, _, end = addresses.partition("-")
-                found.append(Mapping(int(start, 16), int(end, 16), inode))
+                found.append(Mapping(int(start, 16), int(end, 16), int(offset, 16), inode))
     return found
 
 

@@ -152,11 +152,14 @@ class Load:
         return [held for held in self._held.values() if isinstance(held, Segment)]
 
     def open_files(self) -> list[tuple[str, int]]:
-        """Return name and descriptor of what holds each shard's tensors: its segment, or itself."""
+        """Return name and descriptor of what has each shard's tensors, or will have them.
+
+        That is its segment or part, or the shard itself.
+        """
         found = []
         for shard in self._shards:
             held = self._held.get(shard.plan.segment)
-            if isinstance(held, Segment):
+            if isinstance(held, Segment | Part):
                 found.append((held.name, held.fd))
             else:
                 found.append((str(shard.plan.path), shard.fd))

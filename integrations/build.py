@@ -1,0 +1,263 @@
+"""Builds a pipeline while its weights are still being decoded.
+
+The libraries' own `from_pretrained` builds it, from a view; or, where these models were built
+before, only the rest around models from their skeleton. That nothing has looked at a byte too early
+is not hoped for but read off the kernel's page tables, and that the dtypes were guessed right is
+checked on the built models; otherwise it is built again.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shmload._dtypes import TORCH_NAMES, parse_dtype
+from shmload._load import Load
+from shmload._resolve import Source
+from shmload._rules import Rule, forget_rule
+from shmload._settings import settings
+from shmload._view import View
+from shmload.integrations.mapped import Spans, hold_leases
+from shmload.integrations.paths import PathRepair
+from shmload.integrations.pickling import Models
+from shmload.integrations.skeletons import load_skeleton, save_skeleton, skeleton_path
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+logger = logging.getLogger(__name__)
+
+# What diffusers warns of when a model of a class of its pipelines is passed in.
+_PASSED = "You have passed a non-standard module"
+# Arguments of from_pretrained that do not change what its models are.
+_NEUTRAL_KWARGS = frozenset(
+    {
+        "cache_dir",
+        "force_download",
+        "local_files_only",
+        "revision",
+        "token",
+        "use_safetensors",
+        "variant",
+    }
+)
+
+
+class Build:
+    """Builds one pipeline from a load.
+
+    Args:
+        source: the pipeline.
+        rules: by which its shards are decoded, by component.
+        load: of them; stays the caller's.
+        torch_dtype: for `from_pretrained`.
+        kwargs: its other arguments.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        rules: Mapping[str, Rule],
+        load: Load,
+        torch_dtype: object,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._source = source
+        self._rules = rules
+        self._load = load
+        self._torch_dtype = torch_dtype
+        self._kwargs = kwargs
+        self._said: set[tuple[str, int, str]] = set()
+        is_local = os.path.exists(source.given)
+        self._root = os.fspath(source.given) if is_local else str(source.root)
+
+    def run(self, *, verify: bool) -> "DiffusionPipeline":
+        """Build it, while the load goes on where that is possible."""
+        skeleton = self._skeleton_path()
+        models = None
+        if skeleton and self._load.has_every_file:
+            models = load_skeleton(skeleton, self._load.open_files())
+        if models is None:
+            return self._build_models(skeleton, verify=verify)
+        pipe = self._from_view(models)
+        self._finish_load(verify=verify)
+        return pipe
+
+    def _skeleton_path(self) -> Path | None:
+        """Return where the models' skeleton is, if these arguments allow for one."""
+        named = {key for key, value in self._kwargs.items() if value is not None}
+        if not (settings().skeletons and self._source.class_name and named <= _NEUTRAL_KWARGS):
+            return None
+        if self._kwargs.get("use_safetensors") is False:
+            return None
+        return skeleton_path(self._source, self._load, self._torch_dtype, self._root)
+
+    def _build_models(self, skeleton: Path | None, *, verify: bool) -> "DiffusionPipeline":
+        """Let the libraries build all of it."""
+        pipe = self._build_early(self._load.unfinished_components())
+        if pipe is None:
+            self._load.wait()
+            pipe = self._from_view()
+        is_foreseen = not self._has_other_dtypes(pipe)
+        if is_foreseen and skeleton and not any(map(_is_of_models, self._said)):
+            save_skeleton(skeleton, self._models_of(pipe), self._load.open_files())
+        self._finish_load(verify=verify)
+        if not is_foreseen:
+            pipe = self._from_view(decoded=False)
+            self._load.discard()
+        hold_leases(pipe.components.values(), self._load.segments())
+        return pipe
+
+    def _build_early(self, unfinished: set[str]) -> "DiffusionPipeline | None":
+        """Build it before all bytes are there; return None if that was not to be."""
+        if not self._can_build_early(unfinished):
+            return None
+        generator_state = torch.get_rng_state()
+        try:
+            pipe = self._from_view()
+        except Exception:
+            if not unfinished:
+                raise
+            # What it stumbled over may be bytes that are not there yet, or a worker's failure.
+        else:
+            if self._is_wholly_mapped(pipe, unfinished):
+                return pipe
+        logger.info("%s: weights were wanted before they were there", self._source.given)
+        # Missing weights are drawn at random: the same again.
+        torch.set_rng_state(generator_state)
+        return None
+
+    def _finish_load(self, *, verify: bool) -> None:
+        self._load.wait()
+        if verify:
+            self._load.verify()
+
+    @property
+    def _reads_at_once(self) -> bool:
+        """Whether the library casts weights, or copies them to a device, while it builds."""
+        return self._load.leaves_casts or "device_map" in self._kwargs
+
+    def _can_build_early(self, unfinished: set[str]) -> bool:
+        """Tell whether building is worth while before all bytes are there."""
+        return self._load.has_every_file and not (unfinished and self._reads_at_once)
+
+    def _from_view(
+        self, models: Models | None = None, *, decoded: bool = True
+    ) -> "DiffusionPipeline":
+        """Build it from a view, of the segments or else of the shards as they are.
+
+        Args:
+            models: from a skeleton; they are in order as they are.
+            decoded: whether the view leads to the segments.
+        """
+        given = self._source.given
+        with View(self._source.root, self._load.files() if decoded else {}) as view:
+            repair = PathRepair(view.path, self._root, given, self._said)
+            if models:
+                repair.silence(_PASSED)
+            with repair.in_messages():
+                pipe = self._from_path(view.path, models or {})
+            repair.repair(pipe, but=(models or {}).values())
+        return pipe
+
+    def _from_path(self, root: Path, models: Models) -> "DiffusionPipeline":
+        """Let the library build the pipeline, as the class that the source names.
+
+        The base class would decide by its own list of optional components which of those passed in
+        are honoured; that of the concrete class is the right one.
+        """
+        import diffusers
+        from diffusers.pipelines import pipeline_utils
+
+        pipeline_class = diffusers.DiffusionPipeline
+        if "custom_pipeline" not in self._kwargs:
+            pipeline_class = getattr(diffusers, self._source.class_name, pipeline_class)
+        # The older name still works but warns.
+        keyword = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
+        dtype = {} if self._torch_dtype is None else {keyword: _as_torch(self._torch_dtype)}
+        # Mapped weights are there at once: threads to fetch them are a sixth of the build's time.
+        threads = contextlib.nullcontext() if self._reads_at_once else _no_loading_threads()
+        with threads:
+            pipe: DiffusionPipeline = pipeline_class.from_pretrained(
+                str(root), **dtype, **self._kwargs, **models
+            )
+        return pipe
+
+    def _models_of(self, pipe: "DiffusionPipeline") -> Models:
+        """Return the models whose weights this load has."""
+        found = {
+            checkpoint.component: getattr(pipe, checkpoint.component, None)
+            for checkpoint in self._source.checkpoints
+        }
+        return {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
+
+    def _is_wholly_mapped(self, pipe: "DiffusionPipeline", components: set[str]) -> bool:
+        """Tell whether every stored tensor of some models is mapped, and none was read."""
+        if not components:
+            return True
+        spans = Spans(self._load.inodes())
+        models = (m for name, m in self._models_of(pipe).items() if name in components)
+        tensors = (tensor for model in models for tensor in model.state_dict().values())
+        return all(map(spans.holds_unread, tensors))
+
+    def _has_other_dtypes(self, pipe: "DiffusionPipeline") -> bool:
+        """Tell whether some model has a dtype that its rule did not foresee, and forget such rules.
+
+        A tensor that was stored in fewer bits than the model has in the end has lost some of them.
+        """
+        is_wrong = False
+        for checkpoint in self._source.checkpoints:
+            rule = self._rules[checkpoint.component]
+            module = getattr(pipe, checkpoint.component, None)
+            if rule.target is None or rule.is_widening or module is None:
+                continue
+            if not _agrees(rule, module):
+                logger.warning(
+                    "%s has dtypes that shmload did not foresee; loading it without conversion",
+                    checkpoint.class_name,
+                )
+                forget_rule(checkpoint, self._torch_dtype)
+                is_wrong = True
+        return is_wrong
+
+
+def _is_of_models(said: tuple[str, int, str]) -> bool:
+    """Tell whether something that was logged is a warning, and not one of the pipeline's code."""
+    name, level, _ = said
+    return level >= logging.WARNING and not name.rpartition(".")[2].startswith("pipeline_")
+
+
+@contextlib.contextmanager
+def _no_loading_threads() -> Iterator[None]:
+    """Set the variable that has transformers 5 fetch tensors in the calling thread."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def _as_torch(dtype: object) -> object:
+    """Turn names of dtypes, alone or in a dict by component, into torch's objects."""
+    if isinstance(dtype, Mapping):
+        return {name: _as_torch(value) for name, value in dtype.items()}
+    return None if dtype is None else getattr(torch, TORCH_NAMES[parse_dtype(dtype)])
+
+
+def _agrees(rule: Rule, module: Any) -> bool:
+    target = getattr(torch, TORCH_NAMES[rule.target or "F32"])
+    return all(
+        tensor.dtype == target
+        or not tensor.is_floating_point()
+        or (rule.only is not None and name not in rule.only)
+        or not set(rule.fp32_parts).isdisjoint(name.split("."))
+        for name, tensor in module.state_dict().items()
+    )

@@ -1,0 +1,282 @@
+"""Pickles models without their tensors, and makes them anew over tensors that are elsewhere.
+
+Guarantee: what is pickled holds classes and functions of the model libraries only, each tensor in
+it stands for one that a shard holds whole, or has its bytes with it; anything else is `Unfit`.
+"""
+
+import copy
+import functools
+import importlib
+import io
+import os
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from shmload._dtypes import TORCH_NAMES
+from shmload._header import TensorSpec, read_header
+from shmload._linux import Inode, inode_of
+from shmload._state_dict import wrap
+from shmload.integrations.mapped import Spans
+
+Models = dict[str, torch.nn.Module]
+"""The models of a pipeline by component."""
+Files = list[tuple[str, int]]
+"""Name and descriptor of what has each shard's tensors, in the order of the plan."""
+
+# Where the classes and functions of a model may come from.
+_PACKAGES = frozenset(
+    {"accelerate", "collections", "diffusers", "functools", "torch", "transformers"}
+)
+# And what of the standard library: harmless, whatever their arguments.
+_STANDARD = {
+    "builtins.bool",
+    "builtins.complex",
+    "builtins.dict",
+    "builtins.float",
+    "builtins.frozenset",
+    "builtins.getattr",
+    "builtins.int",
+    "builtins.list",
+    "builtins.range",
+    "builtins.set",
+    "builtins.slice",
+    "builtins.str",
+    "builtins.tuple",
+    "re._compile",
+}
+# What makes a model: a library's class in which one of these is replaced is not its own any more.
+_MAKERS = ("__init__", "from_pretrained", "_load_pretrained_model")
+# For tensors that are in no shard: tables that a model computes when it is built.
+_MAX_OWN_NBYTES = 4 << 20
+
+
+class Unfit(Exception):
+    """Raised when models cannot be pickled so, or when what was pickled does not fit."""
+
+
+class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What stands for one tensor of a model."""
+
+    file: int | None = None
+    """Which of the files has it; None for one that the model has computed."""
+    name: str = ""
+    """Its name there; of one that is in no file, torch's name of its dtype."""
+    shape: tuple[int, ...] = ()
+    """Of one that is in no file."""
+    content: bytes = b""
+    """Of one that is in no file."""
+    requires_grad: bool | None = None
+    """Of a parameter; None for a plain tensor."""
+    attributes: dict[str, bool] = {}
+    """What the libraries have noted on it."""
+
+
+class PickledModels(msgspec.Struct, frozen=True, kw_only=True):
+    """Models without their weights."""
+
+    stamps: dict[str, tuple[int, int]]
+    """Of each module that a class comes from, its file's time of change, in ns, and size."""
+    tensors: list[StoredTensor]
+    models: bytes
+    """The models by component, pickled; a persistent id is a place in `tensors`."""
+
+
+def pickle_models(models: Models, files: Files) -> PickledModels:
+    """Pickle models that were built from some files.
+
+    Raises:
+        Unfit: some tensor is neither in a file nor a small table, or is not simply laid out.
+        Exception: something in the models cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, files)
+    pickler.dump(models)
+    homes = sorted({base.__module__ for kind in pickler.kinds for base in kind.__mro__})
+    stamps = {home: stamp for home in homes if (stamp := _stamp(home))}
+    return PickledModels(stamps=stamps, tensors=pickler.tensors, models=buffer.getvalue())
+
+
+def unpickle_models(pickled: PickledModels, files: Files) -> Models:
+    """Make the models anew, over copy-on-write mappings of some files.
+
+    Args:
+        pickled: from `pickle_models`.
+        files: with the same tensors; stay the caller's. Their bytes need not be there yet.
+
+    Raises:
+        Unfit: a class is not a library's own, or has changed since.
+        Exception: the files lack a tensor.
+    """
+    for home, stamp in pickled.stamps.items():
+        if _stamp(home) != stamp:
+            raise Unfit(f"{home} has changed")
+    stored = [wrap(fd, name) for name, fd in files]
+    models: Models = _Unpickler(pickled, stored).load()
+    _register(module for model in models.values() for module in model.modules())
+    return models
+
+
+class _Pickler(pickle.Pickler):
+    """Takes out the tensors, and notes which classes there are."""
+
+    def __init__(self, buffer: io.BytesIO, files: Files) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self._places = _Places(files)
+        self._seen: dict[int, int] = {}
+        self._own_nbytes = 0
+        self.kinds: set[type] = set()
+        self.tensors: list[StoredTensor] = []
+
+    def persistent_id(self, obj: object) -> int | None:
+        if isinstance(obj, torch.Tensor):
+            place = self._seen.get(id(obj))
+            if place is None:
+                place = self._seen[id(obj)] = len(self.tensors)
+                self.tensors.append(self._describe(obj))
+            return place
+        self.kinds.add(obj if isinstance(obj, type) else type(obj))
+        return None
+
+    def _describe(self, tensor: torch.Tensor) -> StoredTensor:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_contiguous():
+            raise Unfit(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}")
+        attributes = vars(tensor)
+        if not all(isinstance(value, bool) for value in attributes.values()):
+            raise Unfit(f"a tensor with {attributes}")
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        requires_grad = tensor.requires_grad if is_parameter else None
+        place = self._places.find(tensor)
+        if place:
+            file, name = place
+            return StoredTensor(
+                file=file, name=name, requires_grad=requires_grad, attributes=attributes
+            )
+        self._own_nbytes += tensor.nbytes
+        if is_parameter or tensor.requires_grad or self._own_nbytes > _MAX_OWN_NBYTES:
+            raise Unfit("weights that are in no shard")
+        return StoredTensor(
+            name=_dtype_name(tensor),
+            shape=tuple(tensor.shape),
+            content=tensor.reshape(-1).view(torch.uint8).numpy().tobytes(),
+            attributes=attributes,
+        )
+
+
+class _Places:
+    """Where in which file the tensors of this process lie."""
+
+    def __init__(self, files: Files) -> None:
+        self._specs: dict[tuple[Inode, int], tuple[int, TensorSpec]] = {}
+        for number, (name, fd) in enumerate(files):
+            header = read_header(fd, name)
+            inode = inode_of(os.fstat(fd))
+            for spec in header.tensors:
+                if spec.nbytes:
+                    place = (inode, header.data_offset + spec.begin)
+                    self._specs.setdefault(place, (number, spec))
+        self._spans = Spans({inode for inode, _ in self._specs})
+
+    def find(self, tensor: torch.Tensor) -> tuple[int, str] | None:
+        """Return file and name of a tensor, or None if it lies in no file.
+
+        Raises:
+            Unfit: it lies in one, but is not what is stored there, whole and as it is.
+        """
+        mapping = self._spans.find(tensor)
+        if mapping is None:
+            return None
+        offset = mapping.offset + tensor.data_ptr() - mapping.start
+        found = self._specs.get((mapping.inode, offset))
+        shape = tuple(tensor.shape)
+        if found:
+            number, spec = found
+            if (TORCH_NAMES.get(spec.dtype), spec.shape) == (_dtype_name(tensor), shape):
+                return number, spec.name
+        raise Unfit(f"a tensor of shape {shape} that its shard has otherwise")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts given tensors in, and knows the libraries' own classes only."""
+
+    def __init__(self, pickled: PickledModels, stored: list[dict[str, torch.Tensor]]) -> None:
+        super().__init__(io.BytesIO(pickled.models))
+        self._tensors = pickled.tensors
+        self._stored = stored
+        self._made: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        tensor = self._made.get(pid)
+        if tensor is None:
+            tensor = self._made[pid] = _make_tensor(self._tensors[pid], self._stored)
+        return tensor
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" in _STANDARD:
+            return super().find_class(module, name)
+        if not _is_of_libraries(module):
+            raise Unfit(f"{module}.{name} is of another package")
+        found = super().find_class(module, name)
+        if not _is_pristine(found):
+            raise Unfit(f"{module}.{name} is patched")
+        return found
+
+
+def _make_tensor(tensor: StoredTensor, stored: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    if tensor.file is not None:
+        made = stored[tensor.file][tensor.name]
+    else:
+        dtype = getattr(torch, tensor.name)
+        content = bytearray(tensor.content)  # writable, as any buffer of a model is
+        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        made = flat.reshape(tensor.shape)
+    if tensor.requires_grad is not None:
+        made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    vars(made).update(tensor.attributes)
+    return made
+
+
+def _register(modules: Iterable[torch.nn.Module]) -> None:
+    """Have transformers know the classes of some modules.
+
+    The constructor that all its models share notes each class in a table of the process, by which
+    hidden states are captured; what is unpickled never runs it.
+    """
+    known = set()
+    for module in modules:
+        kind = type(module)
+        if isinstance(module, PreTrainedModel) and kind not in known:
+            known.add(kind)
+            unused = torch.nn.Module.__new__(kind)
+            PreTrainedModel.__init__(unused, copy.deepcopy(module.config))
+
+
+def _is_of_libraries(module: str) -> bool:
+    return module.partition(".")[0] in _PACKAGES
+
+
+def _is_pristine(found: object) -> bool:
+    """Tell whether a class or function, and what makes a class's instances, is a library's own."""
+    makers = [getattr(found, name, None) for name in _MAKERS] if isinstance(found, type) else []
+    homes = [getattr(part, "__module__", None) for part in (found, *makers)]
+    return all(home in (None, "builtins") or _is_of_libraries(home) for home in homes)
+
+
+@functools.cache
+def _stamp(home: str) -> tuple[int, int] | None:
+    """Return time of change, in ns, and size of the file of one of the libraries' modules."""
+    if not _is_of_libraries(home):
+        return None
+    try:
+        found = os.stat(importlib.import_module(home).__file__ or "")
+    except (ImportError, OSError):
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
