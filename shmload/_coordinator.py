@@ -147,6 +147,19 @@ def _error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadErro
             return error
 
 
+def _interleave(pieces: Sequence[int]) -> list[Task]:
+    """Return a task for each piece, such that those of each shard are spread over all the time.
+
+    The kernel lets one process at a time write to a file (tmpfs takes the inode's lock), so workers
+    had better not fill one part together while there are others.
+
+    Args:
+        pieces: how many each shard has.
+    """
+    tasks = [Task(shard, piece, 0) for shard, count in enumerate(pieces) for piece in range(count)]
+    return sorted(tasks, key=lambda task: (task.piece + 0.5) / pieces[task.shard])
+
+
 class _Decoding:
     """One run of `decode`: which pieces wait, are out, are done."""
 
@@ -156,11 +169,7 @@ class _Decoding:
         self._workers = workers
         self._jobs = jobs
         self._on_bytes = on_bytes
-        self._waiting = deque(
-            Task(shard, piece, 0)
-            for shard, job in enumerate(jobs)
-            for piece in range(len(job.layout.pieces))
-        )
+        self._waiting = deque(_interleave([len(job.layout.pieces) for job in jobs]))
         self._digests = [[b""] * len(job.layout.pieces) for job in jobs]
         self._left = len(self._waiting)
         self._most_workers = len(workers)

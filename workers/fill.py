@@ -7,6 +7,7 @@ is then a short read and not SIGBUS, and memory that runs out is ENOSPC.
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterable
 
 import xxhash
@@ -20,10 +21,11 @@ from shmload.workers.convert import Converter
 # 2.6.
 _BLOCK_NBYTES = 1 << 20
 
-_REPORT_NBYTES = 8 << 20
+# Often enough for a bar, and for slow disks; each report wakes the parent on a core that decodes.
+_REPORT_INTERVAL_S = 0.1
 
 Report = Callable[[int], None]
-"""Is told of every few MiB that were read, in bytes."""
+"""Is told now and then how much more was read, in bytes."""
 
 
 class FillError(Exception):
@@ -65,6 +67,7 @@ class Filler:
         """
         digest = xxhash.xxh3_128()
         pending = 0
+        report_at = 0.0  # the first block at once: the piece was begun
         for run in runs:
             source_nbytes, target_nbytes = NBITS[run.source] // 8, NBITS[run.target] // 8
             most = _BLOCK_NBYTES // max(source_nbytes, target_nbytes)
@@ -76,9 +79,10 @@ class Filler:
                 digest.update(written)
                 _write(target, written, run.target_offset + first * target_nbytes)
                 pending += len(read)
-                if pending >= _REPORT_NBYTES:
+                if pending >= _BLOCK_NBYTES and time.monotonic() > report_at:
                     report(pending)
                     pending = 0
+                    report_at = time.monotonic() + _REPORT_INTERVAL_S
         if pending:
             report(pending)
         return digest.digest()
