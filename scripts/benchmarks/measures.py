@@ -48,6 +48,7 @@ def measure_attach(bench: Bench) -> list[Figure]:
 
     ways: dict[str, Callable[[], Result]] = {
         "shmload": partial(_attach_resident, bench),
+        "built anew": partial(_attach_resident, bench, SHMLOAD_SKELETONS="0"),
         "sequential": bench.probe("attach", "diffusers", small, source),
         "parallel": bench.probe(
             "attach", "diffusers", small, source, HF_ENABLE_PARALLEL_LOADING="1"
@@ -69,6 +70,11 @@ def measure_attach(bench: Bench) -> list[Figure]:
             target=Target(6, is_least=True),
             beside=(
                 Line(label="shmload", sample=calls["shmload"], unit="s"),
+                Line(
+                    label="shmload, its models not remembered",
+                    sample=calls["built anew"],
+                    unit="s",
+                ),
                 Line(label="diffusers, the better", sample=calls[best], unit="s"),
                 Line(label="diffusers, sequential", sample=calls["sequential"], unit="s"),
                 Line(label="diffusers, parallel", sample=calls["parallel"], unit="s"),
@@ -96,7 +102,7 @@ def measure_first_load(bench: Bench) -> list[Figure]:
     """Row 3: a whole process when nothing is resident."""
     source = bench.sources.fp32
 
-    def without_rules() -> Result:
+    def without_memory() -> Result:
         code = _SHMLOAD.format(source=str(source))
         with tempfile.TemporaryDirectory(dir=bench.sources.work) as empty:
             return bench.processes.time_code(code, SHMLOAD_CACHE_DIR=empty)
@@ -106,7 +112,7 @@ def measure_first_load(bench: Bench) -> list[Figure]:
             "imports alone": bench.code(_IMPORTS),
             "shmload": bench.code(_SHMLOAD, source),
             "diffusers": bench.code(_DIFFUSERS, source),
-            "shmload, its dtype rules not yet remembered": without_rules,
+            "shmload, nothing remembered yet": without_memory,
         },
         source,
     )
@@ -336,12 +342,13 @@ MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
 """By the names that `--only` takes, in the order of the table."""
 
 
-def _attach_resident(bench: Bench) -> Result:
+def _attach_resident(bench: Bench, **variables: str) -> Result:
     """Measure an attach, and that it was one: somebody may clean up shared memory meanwhile."""
     for _ in range(_ATTACH_ATTEMPTS):
         bench.processes.probe("warm", bench.sources.fp32, _DTYPE, None)
         before = bench.resident()
-        result = bench.processes.probe("attach", "shmload", bench.sources.small, bench.sources.fp32)
+        small, source = bench.sources.small, bench.sources.fp32
+        result = bench.processes.probe("attach", "shmload", small, source, **variables)
         if bench.resident() == before:
             return result
         bench.announce("another program removed the segments; once more")

@@ -35,7 +35,7 @@ class Processes:
         """This process's environment without what would steer the libraries.
 
         Byte code is cached, as it is for any user after the first start, but below the working
-        directory; and so are the dtype rules that shmload remembers.
+        directory; and so is what shmload remembers.
         """
         kept = {
             name: value
