@@ -1,4 +1,4 @@
-"""The command line: `shmload warm | ls | rm | gc | plan | verify | demo`.
+"""The command line; that of the service is in `_cli_service`.
 
 Exit codes: 0 done, 1 failed (the error's own sentence on stderr), 2 wrong usage.
 """
@@ -17,7 +17,9 @@ import shmload
 from shmload._dtypes import dtype_by_component
 from shmload._errors import ShmloadError, format_nbytes
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program to read.")
+as_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON for a program to read."
+)
 
 
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +67,7 @@ def main(verbose: bool) -> None:
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
 @click.option("--verify", is_flag=True, help="Recompute the digests, also of what was resident.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
-@_as_json
+@as_json_option
 def warm(
     sources: tuple[str, ...],
     dtypes: tuple[str, ...],
@@ -101,19 +103,19 @@ def warm(
                 f"in {report.elapsed_s:.1f} s"
             )
     if as_json:
-        _print_json(reports)
+        print_json(reports)
 
 
 @main.command()
 @click.argument("source")
 @_source_options
 @click.option("--keep", is_flag=True, help="Plan for `warm`, and not for `load_pipeline`.")
-@_as_json
+@as_json_option
 def plan(source: str, dtypes: tuple[str, ...], keep: bool, as_json: bool, **where: Any) -> None:
     """Say what loading SOURCE would do; reads headers only."""
     found = shmload.plan(source, torch_dtype=dtype_by_component(dtypes), keep=keep, **_given(where))
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     rows = [
         (
@@ -128,7 +130,7 @@ def plan(source: str, dtypes: tuple[str, ...], keep: bool, as_json: bool, **wher
         for shard in found.shards
     ]
     titles = ("COMPONENT", "SHARD", "ACTION", "DTYPE", "TENSORS", "FILE", "SEGMENT")
-    _print_table(titles, rows, right=(4, 5, 6))
+    print_table(titles, rows, right=(4, 5, 6))
     click.echo(
         f"shared memory: {format_nbytes(found.decode_nbytes)} to be taken, "
         f"{format_nbytes(found.resident_nbytes)} resident"
@@ -136,12 +138,12 @@ def plan(source: str, dtypes: tuple[str, ...], keep: bool, as_json: bool, **wher
 
 
 @main.command("ls")
-@_as_json
+@as_json_option
 def list_segments(as_json: bool) -> None:
     """List resident segments."""
     found = shmload.segments()
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     now = time.time()
     rows = [
@@ -155,7 +157,7 @@ def list_segments(as_json: bool) -> None:
         )
         for info in found
     ]
-    _print_table(("SEGMENT", "SIZE", "DTYPE", "STATE", "AGE", "SOURCE"), rows, right=(1, 4))
+    print_table(("SEGMENT", "SIZE", "DTYPE", "STATE", "AGE", "SOURCE"), rows, right=(1, 4))
     click.echo(f"{len(found)} segments, {format_nbytes(sum(info.nbytes for info in found))}")
 
 
@@ -197,18 +199,31 @@ def demo(output: str) -> None:
     run_demo(output)
 
 
+def add_service_commands() -> None:
+    """Add the commands of `_cli_service`."""
+    from shmload import _cli_service
+
+    for command in (
+        _cli_service.serve_command,
+        _cli_service.status_command,
+        _cli_service.top_command,
+        _cli_service.shutdown_command,
+    ):
+        main.add_command(command)
+
+
 def _given(where: dict[str, Any]) -> dict[str, Any]:
     """Leave out options that were not given."""
     return {name: value for name, value in where.items() if value}
 
 
-def _print_json(value: object) -> None:
+def print_json(value: object) -> None:
     built = msgspec.to_builtins(value, enc_hook=str)
     json.dump(built, sys.stdout, indent=2)
     sys.stdout.write("\n")
 
 
-def _print_table(
+def print_table(
     titles: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
 ) -> None:
     table = [tuple(titles), *map(tuple, rows)]
@@ -219,3 +234,6 @@ def _print_table(
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         click.echo("  ".join(cells).rstrip())
+
+
+add_service_commands()

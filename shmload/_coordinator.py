@@ -8,15 +8,16 @@ once more on another.
 import contextlib
 import logging
 import os
+import select
 import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
 from shmload._digest import combine_digests
+from shmload._dtypes import NBITS
 from shmload._errors import (
     ProtocolError,
     ShardChanged,
@@ -28,10 +29,9 @@ from shmload._errors import (
     WorkerFailed,
     WorkerStalled,
 )
-from shmload._identity import is_unchanged
-from shmload._layout import Layout
+from shmload._identity import SourceStat, is_unchanged
 from shmload._linux import shm_free_nbytes
-from shmload._messages import Failed, Fill, Filled, FromWorker, Progress, Reason
+from shmload._messages import Failed, Fill, Filled, FromWorker, Progress, Reason, Run
 from shmload._settings import settings
 from shmload._worker_process import Task, WorkerProcess
 
@@ -49,12 +49,20 @@ OnBytes = Callable[[int], None]
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A shard to be decoded into a part; the descriptors belong to the caller."""
 
-    path: Path
+    path: str | os.PathLike[str]
     source_fd: int
-    source: os.stat_result
+    source: SourceStat
     """What fstat said of the shard when it was planned."""
     part_fd: int
-    layout: Layout
+    nbytes: int
+    """Size of the segment, in bytes."""
+    pieces: tuple[tuple[Run, ...], ...]
+    """As `Layout` has them."""
+
+    @property
+    def read_nbytes(self) -> int:
+        """Size of what is read of the shard, in bytes."""
+        return sum(run.count * NBITS[run.source] // 8 for piece in self.pieces for run in piece)
 
 
 class Coordinator:
@@ -79,6 +87,14 @@ class Coordinator:
         with contextlib.ExitStack() as closing:
             while self._workers:
                 closing.callback(self._workers.pop().close)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether every worker still lives."""
+        poll = select.poll()
+        for worker in self._workers:
+            poll.register(worker.pidfd, select.POLLIN)
+        return not poll.poll(0)
 
     @property
     def workers(self) -> int:
@@ -121,7 +137,7 @@ def _decode_here(job: Job, on_bytes: OnBytes, is_cancelled: Callable[[], bool]) 
     try:
         return combine_digests(
             filler.fill(job.source_fd, job.part_fd, runs, on_bytes)
-            for runs in job.layout.pieces
+            for runs in job.pieces
             if not is_cancelled()  # whoever cancels drops the digest
         )
     except FillError as exc:
@@ -136,7 +152,7 @@ def _error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadErro
             return ShardUnreadable(job.path, detail)
         case Reason.NO_SPACE:
             return SharedMemoryFull(
-                job.layout.nbytes,
+                job.nbytes,
                 shm_free_nbytes(),
                 "/dev/shm",
                 "another process took the room; free some with `shmload rm` or enlarge it",
@@ -169,8 +185,8 @@ class _Decoding:
         self._workers = workers
         self._jobs = jobs
         self._on_bytes = on_bytes
-        self._waiting = deque(_interleave([len(job.layout.pieces) for job in jobs]))
-        self._digests = [[b""] * len(job.layout.pieces) for job in jobs]
+        self._waiting = deque(_interleave([len(job.pieces) for job in jobs]))
+        self._digests = [[b""] * len(job.pieces) for job in jobs]
         self._left = len(self._waiting)
         self._most_workers = len(workers)
         self._lost_in_a_row = 0
@@ -209,7 +225,7 @@ class _Decoding:
             if not worker.is_ready:
                 raise worker.start_failure()
             how = worker.how_it_ended()
-            path = self._jobs[worker.tasks[0].shard].path if worker.tasks else Path("nothing")
+            path = self._jobs[worker.tasks[0].shard].path if worker.tasks else "nothing"
             self._replace(worker, WorkerDied(path, how))
 
     def _take(self, worker: WorkerProcess, message: FromWorker) -> None:
@@ -230,7 +246,7 @@ class _Decoding:
         while self._waiting and len(worker.tasks) < depth:
             task = self._waiting.popleft()
             job = self._jobs[task.shard]
-            fill = Fill(task.shard, task.piece, job.layout.pieces[task.piece])
+            fill = Fill(task.shard, task.piece, job.pieces[task.piece])
             try:
                 worker.give(task, fill, job.source_fd, job.part_fd)
             except OSError:

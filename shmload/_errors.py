@@ -22,6 +22,10 @@ and what to do about it.
     │   ├── WorkerDied
     │   ├── WorkerStalled
     │   └── WorkerFailed
+    ├── ServiceError
+    │   ├── ServiceUnavailable (ConnectionError)
+    │   ├── ServiceRunning
+    │   └── PeerRefused (PermissionError)
     ├── ProtocolError
     └── SegmentError
         ├── SegmentNotFound (KeyError)
@@ -201,6 +205,33 @@ class WorkerStalled(WorkerError):
 
 class WorkerFailed(WorkerError):
     """A worker could not start, or failed in its own code; its last output is a note."""
+
+
+class ServiceError(ShmloadError):
+    """The service cannot be used."""
+
+
+class ServiceUnavailable(ServiceError, ConnectionError):
+    """No service listens, or it went away."""
+
+    def __init__(self, path: _Path, reason: str) -> None:
+        self.path = path
+        super().__init__(f"no service answers at {path}: {reason}; start one with `shmload serve`")
+
+
+class ServiceRunning(ServiceError):
+    """A service of this user runs already."""
+
+    def __init__(self, path: _Path, pid: str) -> None:
+        self.path = path
+        super().__init__(
+            f"a service is running at {path} (process {pid or 'unknown'}); use it, or end it with "
+            "`shmload shutdown`"
+        )
+
+
+class PeerRefused(ServiceError, PermissionError):
+    """The other end of the service's socket, or its directory, is not this user's alone."""
 
 
 class ProtocolError(ShmloadError):

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from typing import Protocol
 
 import msgspec
 
@@ -13,6 +14,19 @@ FORMAT_VERSION = 1
 """Raised whenever a segment's layout or conversion changes: old segments are then not found."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class SourceStat(Protocol):
+    """What of `os.stat_result` tells whether a file has changed."""
+
+    @property
+    def st_size(self) -> int: ...
+    @property
+    def st_mtime_ns(self) -> int: ...
+    @property
+    def st_ctime_ns(self) -> int: ...
+    @property
+    def st_nlink(self) -> int: ...
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -45,7 +59,7 @@ def identify(path: str | os.PathLike[str], found: os.stat_result) -> Identity:
     return Identity(os.path.abspath(path), found.st_size, stamp)
 
 
-def is_unchanged(before: os.stat_result, after: os.stat_result) -> bool:
+def is_unchanged(before: SourceStat, after: SourceStat) -> bool:
     """Tell whether an open file still has the bytes it had.
 
     The inode's change time also moves when a new file is renamed over the old one; the descriptor

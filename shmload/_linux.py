@@ -185,6 +185,21 @@ def unlock(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
+def lock_holders() -> dict[Inode, set[int]]:
+    """Return which processes have taken flock locks, by file (proc_locks(5)).
+
+    A process that inherited the lock's descriptor is not named, only the one that took it.
+    """
+    holders: dict[Inode, set[int]] = {}
+    for line in Path("/proc/locks").read_text().splitlines():
+        fields = line.split()
+        if len(fields) == 8 and fields[1] == "FLOCK":  # waiters have an arrow and one field more
+            major, minor, number = fields[5].split(":")
+            inode = Inode(os.makedev(int(major, 16), int(minor, 16)), int(number))
+            holders.setdefault(inode, set()).add(int(fields[4]))
+    return holders
+
+
 def wait_lock(fd: int, *, exclusive: bool, timeout_s: float) -> bool:
     """Take a lock within a deadline; returns whether it was taken.
 
@@ -258,6 +273,12 @@ def shm_free_nbytes() -> int:
     return found.f_bavail * found.f_frsize
 
 
+def shm_total_nbytes() -> int:
+    """Return the size of the file system at /dev/shm, in bytes."""
+    found = os.statvfs(SHM_DIR)
+    return found.f_blocks * found.f_frsize
+
+
 def machine_free_nbytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Return the kernel's estimate of memory to be had without swapping, in bytes."""
     for line in meminfo.read_text().splitlines():
@@ -286,6 +307,17 @@ def cgroup_free_nbytes(
         if limit != "max" and int(limit) < 1 << 62:
             free.append(max(0, int(limit) - used + cached))
     return min(free, default=None)
+
+
+def cgroup_limit_nbytes(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """Return the least limit of this process's memory control groups, in bytes; None for none."""
+    limits = []
+    for group, names in _memory_groups(root, membership):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            limits.append(int((group / names[0]).read_text()))
+    return min((limit for limit in limits if limit < 1 << 62), default=None)
 
 
 def _memory_groups(

@@ -18,9 +18,10 @@ from types import TracebackType
 from typing import Self
 
 from shmload._capacity import require_room
+from shmload._client import Service, find_service
 from shmload._collector import paused_gc
 from shmload._coordinator import Coordinator, Job
-from shmload._errors import ArgumentError, CapacityError, format_nbytes
+from shmload._errors import ArgumentError, CapacityError, ServiceUnavailable, format_nbytes
 from shmload._linux import Inode, inode_of, is_cached, open_source, read_ahead
 from shmload._plan import Action, Plan, plan_shard
 from shmload._progress import Callback, Progress
@@ -59,7 +60,8 @@ class _Shard:
             source_fd=self.fd,
             source=self.source,
             part_fd=part.fd,
-            layout=self.layout,
+            nbytes=self.layout.nbytes,
+            pieces=self.layout.pieces,
         )
 
 
@@ -72,6 +74,8 @@ class Load:
         keep: whether the segments shall be resident afterwards.
         progress: is told of bytes.
         parent_is_busy: whether the caller computes meanwhile.
+        workers: worker processes of its own; None for as many as the settings say.
+        service: what decodes instead; None for the running one, if the settings allow for it.
 
     Raises:
         CheckpointError, CapacityError, SegmentError: before anything was decoded.
@@ -86,8 +90,10 @@ class Load:
         progress: Progress,
         parent_is_busy: bool,
         workers: int | None = None,
+        service: Service | None = None,
     ) -> None:
         self._source = source
+        self._service = service
         self._keep = keep
         self._progress = progress
         if workers is not None and workers < 1:
@@ -218,6 +224,8 @@ class Load:
                 closing.callback(held.close)
             if self._coordinator:
                 closing.callback(self._coordinator.close)
+            if self._service:
+                closing.callback(self._service.close)
 
     def discard(self) -> None:
         """End the load and remove the segments that it has made, unless somebody uses them."""
@@ -240,16 +248,49 @@ class Load:
                         mine.append(shard)
                     case Segment() as segment:
                         segment.read_header()  # whether it was damaged
+                        segment.touch()
+        self._find_service(mine)
         self._require_room(sum(shard.layout.nbytes for shard in mine))
         for shard in mine:
             self._part(shard).prepare(shard.layout)
         self._log(mine)
         if self.is_complete:
+            self._note()
             return
         self.read_nbytes = sum(shard.plan.read_nbytes for shard in mine)
         self._progress.start(self.read_nbytes)
         self._thread = threading.Thread(target=self._run, args=(mine,), name="shmload-decode")
         self._thread.start()
+
+    def _find_service(self, mine: list[_Shard]) -> None:
+        """Connect to a service where it is of use, and have it make room."""
+        if self._service is None and self._held:
+            self._service = find_service()
+        nbytes = sum(shard.layout.nbytes for shard in mine)
+        if self._service and nbytes:
+            with self._without_service():
+                self._service.reserve(nbytes)
+
+    @contextlib.contextmanager
+    def _without_service(self) -> Iterator[None]:
+        """Go on without the service where it goes away inside the block, unless it is required."""
+        try:
+            yield
+        except ServiceUnavailable as exc:
+            if settings().service == "require" or self._is_cancelled.is_set():
+                raise
+            logger.warning("%s; decoding without it", exc)
+            if self._service:
+                self._service.close()
+            self._service = None
+
+    def _note(self) -> None:
+        """Tell the service what it was good for."""
+        if self._service:
+            found = [n for n, h in self._held.items() if isinstance(h, Segment)]
+            made = set(self._made)
+            with self._without_service():
+                self._service.note([n for n in found if n not in made], self._made)
 
     def _require_room(self, nbytes: int) -> None:
         try:
@@ -285,6 +326,7 @@ class Load:
                 held = self._held.get(shard.plan.segment)
                 if isinstance(held, Awaited):
                     self._wait_for(shard, held)
+            self._note()
         except BaseException as exc:  # handed to whoever waits
             self._error = exc
 
@@ -306,18 +348,29 @@ class Load:
 
     def _decode(self, shards: list[_Shard]) -> None:
         nbytes = sum(shard.plan.read_nbytes for shard in shards)
-        workers = 0 if nbytes <= settings().inline_nbytes else self._workers
-        if self._coordinator is None or self._coordinator.workers < workers:
-            self._coordinator = Coordinator(workers)  # one without workers holds nothing
         jobs = [shard.job(self._part(shard)) for shard in shards]
-        digests = self._coordinator.decode(jobs, self._progress.add, self._is_cancelled.is_set)
+        digests: list[str] | None = None
+        if self._service and nbytes > settings().inline_nbytes:
+            with self._without_service():
+                digests = self._service.decode(jobs, self._progress.add, self._is_cancelled.is_set)
+        # What a service has decoded stays, within its budget.
+        keep = self._keep or digests is not None
+        if digests is None:
+            digests = self._decode_here(jobs, nbytes)
         if self._is_cancelled.is_set():
             return
         for shard, digest in zip(shards, digests, strict=True):
             name = shard.plan.segment
-            self._held[name] = self._part(shard).publish(digest, keep=self._keep)
-            if self._keep:
+            self._held[name] = self._part(shard).publish(digest, keep=keep)
+            if keep:
                 self._made.append(name)
+
+    def _decode_here(self, jobs: list[Job], nbytes: int) -> list[str]:
+        """Decode with workers of this load's own, or in this thread where that is quicker."""
+        workers = 0 if nbytes <= settings().inline_nbytes else self._workers
+        if self._coordinator is None or self._coordinator.workers < workers:
+            self._coordinator = Coordinator(workers)  # one without workers holds nothing
+        return self._coordinator.decode(jobs, self._progress.add, self._is_cancelled.is_set)
 
 
 @contextlib.contextmanager
@@ -329,6 +382,7 @@ def complete_load(
     workers: int | None,
     verify: bool,
     progress: Callback | bool | None,
+    service: Service | None = None,
 ) -> Iterator[Load]:
     """Do a whole load; a context that ends it.
 
@@ -339,6 +393,7 @@ def complete_load(
         workers: see there.
         verify: whether to recompute the digest of every segment.
         progress: as for `Progress`.
+        service: as for `Load`.
 
     Yields:
         The load, with every segment complete.
@@ -357,6 +412,7 @@ def complete_load(
                     progress=counter,
                     parent_is_busy=False,
                     workers=workers,
+                    service=service,
                 )
             )
             load.wait()

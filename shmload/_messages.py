@@ -13,6 +13,7 @@ A frame is a 4-byte big-endian length and that many bytes of MessagePack. Nothin
 """
 
 import enum
+import os
 import socket
 from typing import Final
 
@@ -113,14 +114,19 @@ _TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker
 _FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
-def send(channel: socket.socket, message: ToWorker | FromWorker, fds: tuple[int, ...] = ()) -> None:
+def to_frame(message: msgspec.Struct) -> bytes:
+    """Return a message as it goes over a socket."""
+    body = _ENCODER.encode(message)
+    return len(body).to_bytes(_LENGTH_NBYTES, "big") + body
+
+
+def send(channel: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
     """Send one message, descriptors with it; blocks until the socket takes it.
 
     Raises:
         OSError: the other side is gone, or the socket's timeout passed.
     """
-    body = _ENCODER.encode(message)
-    frame = len(body).to_bytes(_LENGTH_NBYTES, "big") + body
+    frame = to_frame(message)
     sent = socket.send_fds(channel, [frame], fds) if fds else 0
     channel.sendall(memoryview(frame)[sent:])
 
@@ -145,6 +151,16 @@ class Inbox:
         self.fds.extend(fds)
         self._buffer += received
         return bool(received)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no frame has begun to arrive."""
+        return not self._buffer
+
+    def close(self) -> None:
+        """Close the descriptors that nobody has taken."""
+        while self.fds:
+            os.close(self.fds.pop())
 
     def next_frame(self) -> bytes | None:
         """Take the next complete frame, or None if it is not there yet.

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 
@@ -50,6 +51,10 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether some process is attached."""
     is_current: bool
     """Whether the shard on disk is still the one that was decoded."""
+    used_at: float
+    """When it was last decoded or attached, in seconds since the epoch."""
+    is_pinned: bool
+    """Whether the service never evicts it to make room."""
 
 
 def make_metadata(source: str, identity: str, conversion: str) -> dict[str, str]:
@@ -180,6 +185,7 @@ def _describe(segment: Segment) -> SegmentInfo:
     except (OSError, ValueError):
         is_current = False
     unlock(segment.fd)  # our own lease is not what is asked for
+    stat_of = os.fstat(segment.fd)
     return SegmentInfo(
         name=segment.name,
         source=source,
@@ -190,6 +196,8 @@ def _describe(segment: Segment) -> SegmentInfo:
         digest=read_digest(metadata) or "",
         is_leased=not try_lock(segment.fd, exclusive=True),
         is_current=is_current,
+        used_at=stat_of.st_mtime,
+        is_pinned=bool(stat_of.st_mode & stat.S_ISVTX),
     )
 
 

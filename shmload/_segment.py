@@ -13,6 +13,7 @@ duplicate.
 """
 
 import os
+import stat
 import time
 from collections.abc import Callable
 from typing import Self
@@ -73,6 +74,17 @@ class Segment:
     def nbytes(self) -> int:
         """Size in bytes, header included."""
         return os.fstat(self.fd).st_size
+
+    def touch(self) -> None:
+        """Note that it is used now, for whoever evicts what was used least recently.
+
+        The time of modification tells: nothing writes to a segment, and reading leaves it alone.
+        """
+        os.utime(self.fd)
+
+    def pin(self) -> None:
+        """Keep it from being evicted to make room; the sticky bit tells."""
+        os.fchmod(self.fd, 0o400 | stat.S_ISVTX)
 
     def read_header(self) -> Header:
         """Read the header.

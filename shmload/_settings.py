@@ -4,9 +4,10 @@ Each field is read from the environment variable `SHMLOAD_` plus its name in cap
 """
 
 import os
+import re
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,12 +16,14 @@ from shmload._errors import ArgumentError
 _PREFIX = "SHMLOAD_"
 # The variable that huggingface users know for the same thing as our workers, which wins.
 _HUGGINGFACE_WORKERS = "HF_PARALLEL_LOADING_WORKERS"
+ServiceUse = Literal["auto", "off", "require"]
 # By a field's type.
 _EXPECTED: dict[object, str] = {
     bool: "true or false",
     int: "a whole number",
     int | None: "a whole number",
     float: "a number of seconds",
+    ServiceUse: "auto, off or require",
 }
 
 
@@ -44,6 +47,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     wait_timeout_s: float = 600.0
     """How long to wait for a segment that another process is decoding, in seconds."""
+
+    service: ServiceUse = "auto"
+    """Whether a running service decodes: if there is one, never, or it must."""
+
+    socket: Path | None = None
+    """Where the service listens; None for the usual place."""
+
+    service_timeout_s: float = 10.0
+    """How long the service may take for an answer that reads no weights, in seconds."""
 
     skeletons: bool = True
     """Whether built models are remembered, without their weights, to be built faster next time."""
@@ -71,7 +83,7 @@ def settings() -> Settings:
 
 def _parse(variable: str, kind: object) -> Any:
     text = os.environ[variable]
-    if kind is Path:
+    if kind in (Path, Path | None):
         return Path(text).expanduser()
     try:
         return msgspec.convert(text, kind, strict=False)
@@ -79,6 +91,19 @@ def _parse(variable: str, kind: object) -> Any:
         raise ArgumentError(
             f"the environment variable {variable} is {text!r}; it must be {_EXPECTED[kind]}"
         ) from exc
+
+
+def parse_nbytes(text: str) -> int:
+    """Read a size in bytes, such as `40GiB`, `16e9` or `512 MB`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if not found:
+        raise ValueError(f"{text!r} is no size; write it like 40GiB or 16e9")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
 
 
 def _user_cache_dir() -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from shmload._client import Service
 from shmload._collector import paused_gc
 from shmload._errors import SourceNotFound
 from shmload._hub import find_source
@@ -44,6 +45,7 @@ def warm(
     workers: int | None = None,
     verify: bool = False,
     progress: Callback | bool | None = None,
+    service: Service | None = None,
     **hub_kwargs: Any,
 ) -> WarmReport:
     """Decode a source into segments that stay, for whoever loads it next with the same arguments.
@@ -59,6 +61,7 @@ def warm(
         workers: worker processes; None for as many as the settings say.
         verify: recompute the digests, of segments that were resident before too.
         progress: as for `load_state_dict`.
+        service: what decodes; None for the running service, if there is one.
         hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `subfolder`.
 
     Raises:
@@ -71,7 +74,13 @@ def warm(
         raise SourceNotFound(source, "it has no safetensors weights to make resident")
     rules = derive_rules(found, torch_dtype)
     with complete_load(
-        found, rules, keep=True, workers=workers, verify=verify, progress=progress
+        found,
+        rules,
+        keep=True,
+        workers=workers,
+        verify=verify,
+        progress=progress,
+        service=service,
     ) as load:
         held = load.segments()
         return WarmReport(

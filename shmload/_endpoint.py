@@ -1,0 +1,154 @@
+"""Where the service listens, and who may: a socket in a directory of this user's alone.
+
+    no service --lock--> locked --bind--> listening --process ends--> stale socket, lock free
+                            ^                                               |
+                            +------------- the next start takes over -------+
+
+Guarantee: at most one service per directory, held by a lock that the kernel drops with its process;
+and no connection to or from another user, whatever lies at the path.
+"""
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from shmload._errors import PeerRefused, ServiceRunning, ServiceUnavailable
+from shmload._linux import try_lock
+from shmload._settings import settings
+
+_SOCKET_NAME = "service.sock"
+_LOCK_NAME = "service.lock"
+# sd_listen_fds(3): the first descriptor that systemd passes.
+_FIRST_LISTEN_FD = 3
+# struct ucred in socket(7): pid, uid, gid.
+_UCRED = struct.Struct("3i")
+
+
+def socket_path() -> Path:
+    """Return where the service of this user listens."""
+    chosen = settings().socket
+    if chosen is not None:
+        return chosen
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) / "shmload" if runtime else Path(f"/tmp/shmload-{os.geteuid()}")
+    return folder / _SOCKET_NAME
+
+
+class Endpoint:
+    """A listening socket and the lock that goes with it; a context that gives both up.
+
+    Raises:
+        ServiceRunning: another service has the lock.
+        PeerRefused: the directory is not this user's alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_fd = -1
+        _make_private_folder(path.parent)
+        lock_path = path.with_name(_LOCK_NAME)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock_fd = os.open(lock_path, flags, 0o600)
+        try:
+            if not try_lock(self._lock_fd, exclusive=True):
+                raise ServiceRunning(
+                    path, os.pread(self._lock_fd, 20, 0).decode("ascii", "replace")
+                )
+            os.ftruncate(self._lock_fd, 0)
+            os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
+            self.listener = _inherited_socket() or _bind(path)
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        self.is_inherited = self.listener.getsockname() != str(path)
+
+    def close(self) -> None:
+        """Stop listening and let the next service start; again is fine."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            self.listener.close()
+            if not self.is_inherited:
+                self.path.unlink(missing_ok=True)
+            os.close(fd)
+
+
+def connect(path: Path, timeout_s: float) -> socket.socket:
+    """Connect to the service, and make sure that it is this user's.
+
+    Raises:
+        ServiceUnavailable: nobody listens there.
+        PeerRefused: somebody else does.
+    """
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        client.settimeout(timeout_s)
+        client.connect(str(path))
+        require_same_user(client)
+    except BaseException as exc:
+        client.close()
+        if isinstance(exc, OSError) and not isinstance(exc, PeerRefused):
+            raise ServiceUnavailable(path, exc.strerror or str(exc)) from exc
+        raise
+    return client
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return process and user at the other end, as the kernel noted them when it connected."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(packed)
+    return pid, uid
+
+
+def require_same_user(connection: socket.socket) -> int:
+    """Return the process at the other end.
+
+    Raises:
+        PeerRefused: it is another user's.
+    """
+    pid, uid = peer_of(connection)
+    if uid != os.geteuid():
+        raise PeerRefused(f"process {pid} of user {uid} is at the other end of the socket")
+    return pid
+
+
+def _make_private_folder(folder: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        raise PeerRefused(f"{folder} is not a directory")
+    if found.st_uid != os.geteuid():
+        raise PeerRefused(
+            f"{folder} belongs to user {found.st_uid}; remove it, or set SHMLOAD_SOCKET"
+        )
+    if found.st_mode & 0o077:
+        raise PeerRefused(f"{folder} lets others in; `chmod 700 {folder}`")
+
+
+def _bind(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)  # of a service that is dead: the lock is ours
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(128)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _inherited_socket() -> socket.socket | None:
+    """Return the socket that systemd has opened for this very process, if it has."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS") != "1":
+        return None
+    listener = socket.socket(fileno=_FIRST_LISTEN_FD)
+    os.set_inheritable(_FIRST_LISTEN_FD, False)
+    is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if listener.family != socket.AF_UNIX or listener.type != socket.SOCK_STREAM or not is_listening:
+        listener.detach()
+        raise PeerRefused("the descriptor that LISTEN_FDS names is no listening Unix socket")
+    return listener

@@ -1,0 +1,62 @@
+"""The service's numbers for Prometheus, on a port of this machine."""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from shmload._errors import ArgumentError
+from shmload._protocol import Status
+
+# Name after Prometheus' conventions, kind, attribute of the status, help.
+_METRICS = (
+    ("shmload_resident_bytes", GaugeMetricFamily, "resident_nbytes", "Shared memory of segments."),
+    ("shmload_budget_bytes", GaugeMetricFamily, "budget_nbytes", "What may be resident."),
+    ("shmload_segments", GaugeMetricFamily, "segments", "Resident segments."),
+    ("shmload_pinned_segments", GaugeMetricFamily, "pinned", "Segments that are never evicted."),
+    ("shmload_workers", GaugeMetricFamily, "workers", "Worker processes."),
+    ("shmload_waiting_decodes", GaugeMetricFamily, "waiting", "Decodes that wait for workers."),
+    ("shmload_clients", GaugeMetricFamily, "clients", "Connections."),
+    ("shmload_hits", CounterMetricFamily, "hits", "Segments that loads found resident."),
+    ("shmload_misses", CounterMetricFamily, "misses", "Segments that loads had to make."),
+    ("shmload_evictions", CounterMetricFamily, "evictions", "Segments evicted to make room."),
+    ("shmload_read_bytes", CounterMetricFamily, "read_nbytes", "Bytes of weights read."),
+    ("shmload_decode_seconds", CounterMetricFamily, "decode_s", "Time spent on decoding."),
+)
+
+
+class _StatusCollector(Collector):
+    """Asks for the status whenever somebody scrapes."""
+
+    def __init__(self, status: Callable[[], Status]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        for name, kind, attribute, text in _METRICS:
+            metric = kind(name, text)
+            metric.add_metric([], getattr(status, attribute))
+            yield metric
+        leases = GaugeMetricFamily("shmload_leased_segments", "Segments in use.")
+        leases.add_metric([], len(status.leases))
+        yield leases
+
+
+def serve_metrics(address: str, status: Callable[[], Status]) -> None:
+    """Serve metrics over HTTP, in a thread of its own, until the process ends.
+
+    Args:
+        address: `HOST:PORT`.
+        status: returns how the service is; called from that thread.
+
+    Raises:
+        ArgumentError: the address is none, or somebody listens there.
+    """
+    host, _, port = address.rpartition(":")
+    registry = CollectorRegistry()
+    registry.register(_StatusCollector(status))
+    try:
+        start_http_server(int(port), host or "127.0.0.1", registry)
+    except (ValueError, OSError) as exc:
+        raise ArgumentError(f"metrics cannot be served at {address!r}: {exc}") from exc

@@ -1,0 +1,257 @@
+"""What the service and its clients say to each other.
+
+    client                               service
+       |  <- Welcome                        |     at once
+       |  Lend + two descriptors ->         |     for each shard: what a decode will need
+       |  Decode ->                         |
+       |  <- Progress ...                   |     while its workers fill the parts
+       |  <- Decoded | Refused              |     and forget what was lent
+       |  any other request ->              |
+       |  <- its answer | Refused           |     one request at a time
+       |  (end of file)                     |     whoever goes first: what was lent is closed
+
+Frames are those of `_messages`. Nothing is unpickled; what is no message ends the connection.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from shmload import _errors
+from shmload._errors import ProtocolError, ShmloadError
+from shmload._messages import Run
+from shmload._residency import SegmentInfo
+
+VERSION: Final = 1
+MAX_FRAME_NBYTES: Final = 64 << 20
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The service has accepted."""
+
+    version: int
+    pid: int
+
+
+class Stat(msgspec.Struct, frozen=True, array_like=True):
+    """What fstat said of a shard when it was planned; see `os.stat_result`."""
+
+    st_size: int
+    st_mtime_ns: int
+    st_ctime_ns: int
+    st_nlink: int
+
+
+class Lend(msgspec.Struct, frozen=True, tag=True):
+    """A shard to be decoded; the descriptors of the shard and of its part come with it."""
+
+    path: str
+    source: Stat
+    nbytes: int
+    """Size of the segment, in bytes."""
+    pieces: tuple[tuple[Run, ...], ...]
+
+
+class Decode(msgspec.Struct, frozen=True, tag=True):
+    """Fill the parts that were lent."""
+
+
+class Reserve(msgspec.Struct, frozen=True, tag=True):
+    """Make room in the budget, by evicting what was used least recently."""
+
+    nbytes: int
+
+
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """Say which segments a load found resident, and which it has made; there is no answer."""
+
+    found: tuple[str, ...]
+    made: tuple[str, ...]
+
+
+class Warm(msgspec.Struct, frozen=True, tag=True):
+    """Make a source resident; its arguments are those of `shmload.warm`."""
+
+    source: str
+    dtype: str | dict[str, str] | None = None
+    components: tuple[str, ...] | None = None
+    variant: str | None = None
+    is_pinned: bool = False
+    verify: bool = False
+    revision: str | None = None
+    cache_dir: str | None = None
+    subfolder: str | None = None
+
+
+class ListSegments(msgspec.Struct, frozen=True, tag=True):
+    """List resident segments."""
+
+
+class Evict(msgspec.Struct, frozen=True, tag=True):
+    """Remove resident segments, as `shmload.evict` does."""
+
+    patterns: tuple[str, ...]
+
+
+class Verify(msgspec.Struct, frozen=True, tag=True):
+    """Recompute digests, as `shmload.verify` does."""
+
+    patterns: tuple[str, ...]
+
+
+class GetStatus(msgspec.Struct, frozen=True, tag=True):
+    """Say how the service is."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End the service once what it decodes is done; segments stay."""
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """So many bytes are read, of so many."""
+
+    done: int
+    total: int
+
+
+class Decoded(msgspec.Struct, frozen=True, tag=True):
+    """All parts are filled."""
+
+    digests: tuple[str, ...]
+    """Of each segment, in the order of the loans."""
+
+
+class Reserved(msgspec.Struct, frozen=True, tag=True):
+    """There is room now."""
+
+    evicted: tuple[str, ...]
+
+
+class Segments(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ListSegments`, `Evict` and `Verify`."""
+
+    segments: tuple[SegmentInfo, ...]
+
+
+class Warmed(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Warm`; see `shmload.WarmReport`."""
+
+    segments: tuple[str, ...]
+    resident_nbytes: int
+    read_nbytes: int
+    elapsed_s: float
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Which processes hold a segment."""
+
+    segment: str
+    pids: tuple[int, ...]
+
+
+class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """How the service is."""
+
+    pid: int
+    uptime_s: float
+    budget_nbytes: int
+    resident_nbytes: int
+    segments: int
+    pinned: int
+    workers: int
+    is_decoding: bool
+    waiting: int
+    """Decodes that wait for the workers."""
+    clients: int
+    """Connections, this one among them."""
+    hits: int
+    """Segments that loads found resident."""
+    misses: int
+    """Segments that loads had to make."""
+    evictions: int
+    read_nbytes: int
+    """Bytes of weights read since the start."""
+    decode_s: float
+    """Time spent on that, in seconds."""
+    leases: tuple[Lease, ...]
+
+
+class Stopping(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Shutdown`."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A request failed with an error of this package."""
+
+    kind: str
+    """Name of its class."""
+    message: str
+    fields: dict[str, str | int | float | None]
+    """Its attributes."""
+    notes: tuple[str, ...] = ()
+
+
+Request = (
+    Lend | Decode | Reserve | Attached | Warm | ListSegments | Evict | Verify | GetStatus | Shutdown
+)
+Answer = Welcome | Progress | Decoded | Reserved | Segments | Warmed | Status | Stopping | Refused
+
+_REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def decode_request(frame: bytes) -> Request:
+    """Read what a client sent.
+
+    Raises:
+        ProtocolError: it is no request of this version.
+    """
+    try:
+        return _REQUEST.decode(frame)
+    except (ValueError, RecursionError) as exc:
+        raise ProtocolError(f"the service got a request that it does not know: {exc}") from exc
+
+
+def decode_answer(frame: bytes) -> Answer:
+    """Read what the service sent.
+
+    Raises:
+        ProtocolError: it is no answer of this version.
+    """
+    try:
+        return _ANSWER.decode(frame)
+    except (ValueError, RecursionError) as exc:
+        raise ProtocolError(
+            f"the service sent an answer that this version does not know: {exc}; "
+            "restart it with `shmload shutdown` and `shmload serve`"
+        ) from exc
+
+
+def refuse(error: ShmloadError) -> Refused:
+    """Make the message that carries an error to the client."""
+    fields = {
+        name: str(value) if isinstance(value, object) and hasattr(value, "__fspath__") else value
+        for name, value in vars(error).items()
+        if value is None or isinstance(value, str | int | float) or hasattr(value, "__fspath__")
+    }
+    notes = tuple(getattr(error, "__notes__", ()))
+    return Refused(type(error).__name__, str(error), fields, notes)
+
+
+def revive(refused: Refused) -> ShmloadError:
+    """Make the error that a message carries; one of an unknown kind becomes the base class."""
+    kind = vars(_errors).get(refused.kind)
+    if not (isinstance(kind, type) and issubclass(kind, ShmloadError)):
+        kind = ShmloadError
+    error: ShmloadError = kind.__new__(kind)
+    error.args = (refused.message,)
+    for name, value in refused.fields.items():
+        setattr(error, name, value)
+    for note in refused.notes:
+        error.add_note(note)
+    return error
+
+
+def to_builtins(value: object) -> Any:
+    """Turn an answer into what `json` can write."""
+    return msgspec.to_builtins(value, enc_hook=str)

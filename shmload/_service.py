@@ -1,0 +1,266 @@
+"""The service: warm workers behind a socket, and a budget for what stays resident.
+
+Guarantee: it holds nothing that a new one could not find again. Segments lie in /dev/shm under
+their names, uses and pins are noted on the files, leases are the kernel's locks; so `kill -9` loses
+what was being decoded, and nothing else.
+"""
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shmload._budget import choose_victims
+from shmload._client import Service
+from shmload._coordinator import Job, OnBytes
+from shmload._endpoint import Endpoint
+from shmload._linux import inode_of, lock_holders
+from shmload._pool import WorkerPool
+from shmload._protocol import Lease, Status, Warm, Warmed
+from shmload._residency import remove_if_free, segments
+from shmload._segment import attach
+from shmload._session import Session
+from shmload._warm import warm
+
+logger = logging.getLogger(__name__)
+
+_MAX_CLIENTS = 256
+_JOIN_TIMEOUT_S = 10.0
+
+
+class ServiceState:
+    """What all sessions share; may be used from any thread. Owns the workers.
+
+    Args:
+        workers: how many.
+        budget_nbytes: how much may be resident, in bytes.
+    """
+
+    def __init__(self, workers: int, budget_nbytes: int) -> None:
+        self.budget_nbytes = budget_nbytes
+        self._pool = WorkerPool(workers)
+        self._began_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._reserved = 0
+        self._hits = self._misses = self._evictions = self._read_nbytes = 0
+        self._stopping = threading.Event()
+        self._wake, self._woken = socket.socketpair()
+        self.clients = 0
+        self._background: list[threading.Thread] = []
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the service is about to end."""
+        return self._stopping.is_set()
+
+    @property
+    def wake_fd(self) -> int:
+        """Becomes readable when the service shall end."""
+        return self._woken.fileno()
+
+    def stop(self) -> None:
+        """Have the service end; again is fine. May be called from a signal handler."""
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x", socket.MSG_DONTWAIT)
+
+    def close(self) -> None:
+        """End what runs in the background, and the workers."""
+        self.stop()
+        while self._background:
+            self._background.pop().join()
+        self._pool.close()
+        self._wake.close()
+        self._woken.close()
+
+    def reserve(self, nbytes: int) -> list[str]:
+        """Make room in the budget; returns the names of what was evicted for it.
+
+        Raises:
+            SharedMemoryFull: what is in use or pinned leaves too little.
+        """
+        with self._lock:
+            wanted = nbytes + self._reserved
+            victims = choose_victims(segments(), wanted, self.budget_nbytes)
+            evicted = [info.name for info in victims if remove_if_free(info.name)]
+            self._evictions += len(evicted)
+            if len(evicted) < len(victims):  # somebody attached one meanwhile
+                choose_victims(segments(), wanted, self.budget_nbytes)
+            self._reserved += nbytes
+        for name in evicted:
+            logger.info("evicted %s", name)
+        return evicted
+
+    def release(self, nbytes: int) -> None:
+        """Give back room that was reserved: it is used now, or will not be."""
+        with self._lock:
+            self._reserved -= nbytes
+
+    def note(self, found: Sequence[str], made: Sequence[str]) -> None:
+        """Count the segments that a load found resident, and those that it has made."""
+        with self._lock:
+            self._hits += len(found)
+            self._misses += len(made)
+
+    def decode(
+        self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
+    ) -> list[str]:
+        """Fill parts with the workers, when it is their turn."""
+
+        def count(nbytes: int) -> None:
+            with self._lock:
+                self._read_nbytes += nbytes
+            on_bytes(nbytes)
+
+        return self._pool.decode(jobs, count, is_cancelled)
+
+    def warm(
+        self, request: Warm, report: Callable[[int, int], None], is_cancelled: Callable[[], bool]
+    ) -> Warmed:
+        """Make a source resident."""
+        hub: dict[str, Any] = {
+            "revision": request.revision,
+            "cache_dir": request.cache_dir,
+            "subfolder": request.subfolder,
+        }
+        made = warm(
+            request.source,
+            torch_dtype=request.dtype,
+            components=request.components,
+            variant=request.variant,
+            verify=request.verify,
+            progress=report,
+            service=_InProcess(self, is_cancelled),
+            **{name: value for name, value in hub.items() if value is not None},
+        )
+        if request.is_pinned:
+            for name in made.segments:
+                segment = attach(name)
+                if segment:
+                    with segment:
+                        segment.pin()
+        return Warmed(made.segments, made.resident_nbytes, made.read_nbytes, made.elapsed_s)
+
+    def as_service(self) -> Service:
+        """Return what a load in this process decodes with."""
+        return _InProcess(self, lambda: self.is_stopping)
+
+    def run_in_background(self, work: Callable[[], None]) -> None:
+        """Run something that ends when the service stops, in a thread of its own."""
+        thread = threading.Thread(target=work, name="shmload-background")
+        thread.start()
+        self._background.append(thread)
+
+    def status(self) -> Status:
+        """Say how the service is."""
+        found = segments()
+        with self._lock:
+            return Status(
+                pid=os.getpid(),
+                uptime_s=time.monotonic() - self._began_at,
+                budget_nbytes=self.budget_nbytes,
+                resident_nbytes=sum(info.nbytes for info in found),
+                segments=len(found),
+                pinned=sum(info.is_pinned for info in found),
+                workers=self._pool.workers,
+                is_decoding=self._pool.is_decoding,
+                waiting=self._pool.waiting,
+                clients=self.clients,
+                hits=self._hits,
+                misses=self._misses,
+                evictions=self._evictions,
+                read_nbytes=self._read_nbytes,
+                decode_s=self._pool.decode_s,
+                leases=tuple(_leases(info.name for info in found)),
+            )
+
+
+class _InProcess:
+    """The service as a load in its own process sees it."""
+
+    def __init__(self, state: ServiceState, is_cancelled: Callable[[], bool]) -> None:
+        self._state = state
+        self._is_cancelled = is_cancelled
+        self._reserved = 0
+
+    def reserve(self, nbytes: int) -> None:
+        self._state.reserve(nbytes)
+        self._reserved += nbytes
+
+    def decode(
+        self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
+    ) -> list[str]:
+        def is_given_up() -> bool:
+            return is_cancelled() or self._is_cancelled()
+
+        return self._state.decode(jobs, on_bytes, is_given_up)
+
+    def note(self, found: Sequence[str], made: Sequence[str]) -> None:
+        self._state.note(found, made)
+
+    def close(self) -> None:
+        self._state.release(self._reserved)
+        self._reserved = 0
+
+
+def serve(endpoint: Endpoint, state: ServiceState, when_ready: Callable[[], None]) -> None:
+    """Serve clients, each in a thread, until `state.stop` is called; blocks until then.
+
+    Args:
+        endpoint: stays the caller's.
+        state: stays the caller's.
+        when_ready: is called once clients can connect.
+    """
+    threads: list[threading.Thread] = []
+    connections: set[socket.socket] = set()
+    with selectors.DefaultSelector() as selector:
+        selector.register(endpoint.listener, selectors.EVENT_READ)
+        selector.register(state.wake_fd, selectors.EVENT_READ)
+        when_ready()
+        while not state.is_stopping:
+            ready = {key.fileobj for key, _ in selector.select()}
+            threads = [thread for thread in threads if thread.is_alive()]
+            if endpoint.listener in ready and len(threads) < _MAX_CLIENTS:
+                threads.append(_start_session(endpoint, state, connections))
+    for connection in list(connections):
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RD)  # answers may still go out
+    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    for thread in threads:
+        thread.join(max(0, deadline - time.monotonic()))
+
+
+def _start_session(
+    endpoint: Endpoint, state: ServiceState, connections: set[socket.socket]
+) -> threading.Thread:
+    connection, _ = endpoint.listener.accept()
+    connections.add(connection)
+
+    def run() -> None:
+        state.clients += 1
+        try:
+            Session(connection, state).run()
+        finally:
+            state.clients -= 1
+            connections.discard(connection)
+
+    thread = threading.Thread(target=run, name="shmload-session", daemon=True)
+    thread.start()
+    return thread
+
+
+def _leases(names: Iterator[str]) -> Iterator[Lease]:
+    """Yield who holds each segment that somebody holds, this process aside."""
+    holders = lock_holders()
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            inode = inode_of((Path("/dev/shm") / name).stat())
+            pids = holders.get(inode, set()) - {os.getpid()}
+            if pids:
+                yield Lease(name, tuple(sorted(pids)))

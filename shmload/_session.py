@@ -1,0 +1,233 @@
+"""One client of the service: reads its requests, answers them, gives back what it lent.
+
+Guarantee: a client that is slow, silent or gone holds up nobody else: what it does not take within
+a deadline ends its session and cancels what runs for it.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import time
+from typing import TYPE_CHECKING, assert_never
+
+from shmload._coordinator import Job
+from shmload._endpoint import require_same_user
+from shmload._errors import PeerRefused, ProtocolError, ShmloadError
+from shmload._messages import Inbox, send, to_frame
+from shmload._protocol import (
+    VERSION,
+    Answer,
+    Attached,
+    Decode,
+    Decoded,
+    Evict,
+    GetStatus,
+    Lend,
+    ListSegments,
+    Progress,
+    Request,
+    Reserve,
+    Reserved,
+    Segments,
+    Shutdown,
+    Stopping,
+    Verify,
+    Warm,
+    Welcome,
+    decode_request,
+    refuse,
+)
+from shmload._residency import evict, segments, verify
+from shmload._settings import settings
+
+if TYPE_CHECKING:
+    from shmload._service import ServiceState
+
+logger = logging.getLogger(__name__)
+
+# Often enough that a client can tell a busy service from a dead one.
+_HEARTBEAT_S = 0.5
+
+
+class Session:
+    """Serves one connection, in the thread that calls `run`; owns the socket and what was lent."""
+
+    def __init__(self, connection: socket.socket, state: "ServiceState") -> None:
+        self._connection = connection
+        self._state = state
+        self._inbox = Inbox(connection)
+        self._lent: list[Job] = []
+        self._reserved = 0
+        self._progress = _ProgressStream(connection)
+
+    def run(self) -> None:
+        """Serve until the client leaves, breaks the rules, or the service ends."""
+        try:
+            require_same_user(self._connection)
+            self._connection.settimeout(settings().service_timeout_s)
+            send(self._connection, Welcome(VERSION, os.getpid()))
+            while (request := self._next_request()) is not None:
+                self._serve(request)
+        except (PeerRefused, ProtocolError, OSError) as exc:
+            logger.info("a session ended: %s", exc)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give everything back; again is fine."""
+        self._forget_loans()
+        self._release()
+        self._inbox.close()
+        self._connection.close()
+
+    def _next_request(self) -> Request | None:
+        """Wait for the next request; a client may be idle, but not in the middle of one."""
+        while (frame := self._inbox.next_frame()) is None:
+            try:
+                if not self._inbox.receive():
+                    return None
+            except TimeoutError:
+                if not self._inbox.is_empty:
+                    raise
+        return decode_request(frame)
+
+    def _serve(self, request: Request) -> None:
+        try:
+            answer = self._answer(request)
+        except ShmloadError as exc:
+            self._forget_loans()
+            answer = refuse(exc)
+        except Exception:  # the outermost loop of this client: it must learn of it
+            logger.exception("a request failed")
+            self._forget_loans()
+            answer = refuse(ShmloadError("the service failed; its log says why; please report it"))
+        if answer is not None:
+            self._progress.finish()
+            send(self._connection, answer)
+
+    def _answer(self, request: Request) -> Answer | None:
+        match request:
+            case Lend():
+                self._borrow(request)
+                return None
+            case Decode():
+                return self._decode()
+            case Reserve(nbytes):
+                evicted = self._state.reserve(nbytes)
+                self._reserved += nbytes
+                return Reserved(tuple(evicted))
+            case Attached(found, made):
+                self._state.note(found, made)
+                self._release()
+                return None
+            case Warm():
+                return self._state.warm(request, self._progress.report, self._is_gone)
+            case ListSegments():
+                return Segments(tuple(segments()))
+            case Evict(patterns):
+                return Segments(tuple(evict(*patterns)))
+            case Verify(patterns):
+                return Segments(tuple(verify(*patterns)))
+            case GetStatus():
+                return self._state.status()
+            case Shutdown():
+                self._state.stop()
+                return Stopping()
+            case _:
+                assert_never(request)
+
+    def _borrow(self, lend: Lend) -> None:
+        if len(self._inbox.fds) < 2:
+            raise ProtocolError("a shard was lent without its two descriptors")
+        source_fd, part_fd = self._inbox.fds.pop(0), self._inbox.fds.pop(0)
+        self._lent.append(
+            Job(
+                path=lend.path,
+                source_fd=source_fd,
+                source=lend.source,
+                part_fd=part_fd,
+                nbytes=lend.nbytes,
+                pieces=lend.pieces,
+            )
+        )
+
+    def _decode(self) -> Decoded:
+        total = sum(job.read_nbytes for job in self._lent)
+        done = 0
+
+        def add(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            self._progress.report(done, total)
+
+        try:
+            digests = self._state.decode(self._lent, add, self._is_gone)
+        finally:
+            self._forget_loans()
+        return Decoded(tuple(digests))
+
+    def _is_gone(self) -> bool:
+        """Tell whether the client has left or takes nothing; and show it that the service lives."""
+        self._progress.beat()
+        return self._progress.is_stuck or has_hung_up(self._connection) or self._state.is_stopping
+
+    def _forget_loans(self) -> None:
+        while self._lent:
+            job = self._lent.pop()
+            os.close(job.source_fd)
+            os.close(job.part_fd)
+
+    def _release(self) -> None:
+        """Give back room that was reserved."""
+        self._state.release(self._reserved)
+        self._reserved = 0
+
+
+class _ProgressStream:
+    """Sends progress without ever waiting for the client: what it does not take is left out."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._unsent = b""
+        self._latest = Progress(0, 0)
+        self._sent_at = 0.0
+        self._took_at = time.monotonic()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the client has taken nothing for too long."""
+        waited_s = time.monotonic() - self._took_at
+        return bool(self._unsent) and waited_s > settings().service_timeout_s
+
+    def report(self, done: int, total: int) -> None:
+        self._latest = Progress(done, total)
+        self._send()
+
+    def beat(self) -> None:
+        """Say the same again if nothing was said for a while."""
+        if time.monotonic() - self._sent_at > _HEARTBEAT_S:
+            self._send()
+
+    def _send(self) -> None:
+        if not self._unsent:
+            self._unsent = to_frame(self._latest)
+            self._took_at = time.monotonic()
+        with contextlib.suppress(BlockingIOError):
+            sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._unsent = self._unsent[sent:]
+            self._took_at = self._sent_at = time.monotonic()
+
+    def finish(self) -> None:
+        """Send the rest of what was begun, with the socket's own deadline."""
+        unsent, self._unsent = self._unsent, b""
+        if unsent:
+            self._connection.sendall(unsent)
+
+
+def has_hung_up(connection: socket.socket) -> bool:
+    """Tell whether the other end is closed; what it has sent before stays to be read."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))
