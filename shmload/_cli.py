@@ -3,23 +3,18 @@
 Exit codes: 0 done, 1 failed (the error's own sentence on stderr), 2 wrong usage.
 """
 
-import json
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import click
-import msgspec
 
 import shmload
+from shmload import _cli_service
+from shmload._cli_output import as_json_option, print_json, print_table
 from shmload._dtypes import dtype_by_component
 from shmload._errors import ShmloadError, format_nbytes
-
-as_json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON for a program to read."
-)
 
 
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,9 +195,7 @@ def demo(output: str) -> None:
 
 
 def add_service_commands() -> None:
-    """Add the commands of `_cli_service`."""
-    from shmload import _cli_service
-
+    """Add the commands that stand in modules of their own."""
     for command in (
         _cli_service.serve_command,
         _cli_service.status_command,
@@ -215,25 +208,6 @@ def add_service_commands() -> None:
 def _given(where: dict[str, Any]) -> dict[str, Any]:
     """Leave out options that were not given."""
     return {name: value for name, value in where.items() if value}
-
-
-def print_json(value: object) -> None:
-    built = msgspec.to_builtins(value, enc_hook=str)
-    json.dump(built, sys.stdout, indent=2)
-    sys.stdout.write("\n")
-
-
-def print_table(
-    titles: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
-) -> None:
-    table = [tuple(titles), *map(tuple, rows)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(titles))]
-    for row in table:
-        cells = (
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        click.echo("  ".join(cells).rstrip())
 
 
 add_service_commands()

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from shmload._budget import default_budget
-from shmload._cli import as_json_option, print_json, print_table
+from shmload._cli_output import as_json_option, print_json, print_table
 from shmload._client import Client
 from shmload._endpoint import Endpoint, socket_path
 from shmload._errors import ShmloadError, format_nbytes

@@ -21,6 +21,7 @@ from shmload._protocol import (
     Decode,
     Decoded,
     Lend,
+    Noted,
     Progress,
     Refused,
     Request,
@@ -152,7 +153,7 @@ class Client:
         return list(answer.digests)
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
-        self._send(Attached(tuple(found), tuple(made)))
+        self.ask(Attached(tuple(found), tuple(made)), Noted)
 
     def _send(self, request: Request, fds: tuple[int, ...] = ()) -> None:
         self._channel.settimeout(self._timeout_s)

@@ -37,6 +37,11 @@ def socket_path() -> Path:
     return folder / _SOCKET_NAME
 
 
+def lock_path(path: Path) -> Path:
+    """Return the file that the service at `path` holds locked; its process id is in it."""
+    return path.with_name(_LOCK_NAME)
+
+
 class Endpoint:
     """A listening socket and the lock that goes with it; a context that gives both up.
 
@@ -49,9 +54,8 @@ class Endpoint:
         self.path = path
         self._lock_fd = -1
         _make_private_folder(path.parent)
-        lock_path = path.with_name(_LOCK_NAME)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._lock_fd = os.open(lock_path, flags, 0o600)
+        self._lock_fd = os.open(lock_path(path), flags, 0o600)
         try:
             if not try_lock(self._lock_fd, exclusive=True):
                 raise ServiceRunning(
@@ -59,18 +63,19 @@ class Endpoint:
                 )
             os.ftruncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
-            self.listener = _inherited_socket() or _bind(path)
+            inherited = _inherited_socket()
+            self._is_inherited = inherited is not None
+            self.listener = inherited or _bind(path)
         except BaseException:
             os.close(self._lock_fd)
             raise
-        self.is_inherited = self.listener.getsockname() != str(path)
 
     def close(self) -> None:
         """Stop listening and let the next service start; again is fine."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             self.listener.close()
-            if not self.is_inherited:
+            if not self._is_inherited:
                 self.path.unlink(missing_ok=True)
             os.close(fd)
 

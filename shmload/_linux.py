@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import stat
 import time
 from collections.abc import Iterator
@@ -48,6 +49,20 @@ class Inode(NamedTuple):
 
     device: int
     number: int
+
+
+class FileSystem(NamedTuple):
+    """A mounted file system."""
+
+    kind: str
+    """Its type, such as `ext4`."""
+    options: tuple[str, ...]
+    """Of the file system, such as `huge=always`; not those of one mount of it."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is a network or user-space file system."""
+        return self.kind.startswith(_REMOTE_FILE_SYSTEMS)
 
 
 class Mapping(NamedTuple):
@@ -235,15 +250,23 @@ def open_source(path: str | os.PathLike[str]) -> int:
     return fd
 
 
+def file_system(device: int, mountinfo: Path = Path("/proc/self/mountinfo")) -> FileSystem | None:
+    """Return the file system that a device number belongs to, or None where that is hidden."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError), mountinfo.open() as mounts:
+        for line in mounts:
+            # proc_pid_mountinfo(5): ... (3) major:minor ... "-" (9) file system type, device,
+            # (11) options of the file system
+            if line.split(" ", 3)[2] == wanted:
+                kind, *_, options = line.split(" - ", 1)[1].split()
+                return FileSystem(kind, tuple(options.split(",")))
+    return None
+
+
 def is_remote(device: int) -> bool:
     """Tell whether a device number belongs to a network or user-space file system."""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
-        for line in mounts:
-            # proc_pid_mountinfo(5): ... (3) major:minor ... "-" (9) file system type ...
-            if line.split(" ", 3)[2] == wanted:
-                return line.split(" - ", 1)[1].split(" ", 1)[0].startswith(_REMOTE_FILE_SYSTEMS)
-    return False
+    found = file_system(device)
+    return found is not None and found.is_remote
 
 
 def is_cached(fd: int, nbytes: int) -> bool:
@@ -345,6 +368,38 @@ def _memory_groups(
             if group == base:
                 break
             group = group.parent
+
+
+def huge_page_policy(
+    path: Path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+) -> str | None:
+    """Return what the kernel does for huge pages in shared memory; None if it knows of none."""
+    try:
+        return path.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return None
+
+
+# The process and its kernel -----------------------------------------------------------------------
+
+
+def resource_limits(kind: int) -> tuple[int, int]:
+    """Return the soft and the hard limit of one of the kinds in `resource`; -1 for none."""
+    return resource.getrlimit(kind)
+
+
+def kernel_release() -> str:
+    """Return the kernel's version, such as `6.8.0-45-generic`."""
+    return os.uname().release
+
+
+def has_pidfds() -> bool:
+    """Tell whether processes can be watched by descriptor; a sandbox may forbid it."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 # This process's mappings --------------------------------------------------------------------------

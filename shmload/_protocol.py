@@ -63,7 +63,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """Say which segments a load found resident, and which it has made; there is no answer."""
+    """Say which segments a load found resident, and which it has made."""
 
     found: tuple[str, ...]
     made: tuple[str, ...]
@@ -176,6 +176,10 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     leases: tuple[Lease, ...]
 
 
+class Noted(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Attached`: what was reserved counts as resident now."""
+
+
 class Stopping(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Shutdown`."""
 
@@ -194,7 +198,18 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 Request = (
     Lend | Decode | Reserve | Attached | Warm | ListSegments | Evict | Verify | GetStatus | Shutdown
 )
-Answer = Welcome | Progress | Decoded | Reserved | Segments | Warmed | Status | Stopping | Refused
+Answer = (
+    Welcome
+    | Progress
+    | Decoded
+    | Reserved
+    | Noted
+    | Segments
+    | Warmed
+    | Status
+    | Stopping
+    | Refused
+)
 
 _REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

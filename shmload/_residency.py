@@ -157,15 +157,31 @@ def collect_garbage() -> list[str]:
     removed = [
         info.name for info in segments() if not info.is_current and remove_if_free(info.name)
     ]
-    views = [n for n in os.listdir(SHM_DIR) if n.startswith(name_prefix() + VIEW_INFIX)]
-    return [*removed, *remove_dead_parts(), *filter(_remove_view, views)]
+    return [*removed, *remove_dead_parts(), *filter(_remove_view, _names_of_views())]
+
+
+def find_garbage() -> list[str]:
+    """Return the names that `collect_garbage` would remove, and leave them.
+
+    What is looked at is held for a moment, so whoever wants it then waits as long.
+    """
+    outdated = (info.name for info in segments() if not info.is_current and not info.is_leased)
+    parts = filter(_is_free, _names_of_parts())
+    return [*outdated, *parts, *filter(_is_dead_view, _names_of_views())]
 
 
 def remove_dead_parts() -> list[str]:
     """Remove the parts whose builder died, and return their names."""
+    return list(filter(remove_if_free, _names_of_parts()))
+
+
+def _names_of_parts() -> list[str]:
     names = os.listdir(SHM_DIR)
-    parts = [n for n in names if n.startswith(name_prefix()) and n.endswith(PART_SUFFIX)]
-    return list(filter(remove_if_free, parts))
+    return [n for n in names if n.startswith(name_prefix()) and n.endswith(PART_SUFFIX)]
+
+
+def _names_of_views() -> list[str]:
+    return [n for n in os.listdir(SHM_DIR) if n.startswith(name_prefix() + VIEW_INFIX)]
 
 
 def _resident_names() -> Iterator[str]:
@@ -229,33 +245,58 @@ def _matches(info: SegmentInfo, pattern: str) -> bool:
 
 def remove_if_free(name: str) -> bool:
     """Remove a segment or part unless somebody holds it; returns whether it was removed."""
+    with _hold(name) as is_mine:
+        if is_mine:
+            shm_unlink(name)
+    return is_mine
+
+
+def _is_free(name: str) -> bool:
+    with _hold(name) as is_mine:
+        return is_mine
+
+
+@contextlib.contextmanager
+def _hold(name: str) -> Iterator[bool]:
+    """Keep others from a segment or part; yields whether it is there and nobody holds it."""
     try:
         fd = shm_open(name)
     except SegmentUntrusted:
-        return False
+        fd = None
     if fd is None:
-        return False
+        yield False
+        return
     try:
         # Whoever lists segments holds each for a moment.
-        if not wait_lock(fd, exclusive=True, timeout_s=0.2) or not is_named(fd, name):
-            return False
-        shm_unlink(name)
+        yield wait_lock(fd, exclusive=True, timeout_s=0.2) and is_named(fd, name)
     finally:
         os.close(fd)
-    return True
 
 
 def _remove_view(name: str) -> bool:
+    with _hold_view(name) as is_mine:
+        if is_mine:
+            shutil.rmtree(SHM_DIR / name, ignore_errors=True)
+    return is_mine
+
+
+def _is_dead_view(name: str) -> bool:
+    with _hold_view(name) as is_mine:
+        return is_mine
+
+
+@contextlib.contextmanager
+def _hold_view(name: str) -> Iterator[bool]:
+    """Keep others from a view; yields whether it is of this user and its process has died."""
     try:
         fd = os.open(SHM_DIR / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return False
+        yield False
+        return
     try:
         found = os.fstat(fd)
         is_young = time.time() - found.st_mtime < _VIEW_GRACE_S
-        if found.st_uid != os.geteuid() or is_young or not try_lock(fd, exclusive=True):
-            return False
-        shutil.rmtree(SHM_DIR / name, ignore_errors=True)
+        is_ours = found.st_uid == os.geteuid()
+        yield is_ours and not is_young and try_lock(fd, exclusive=True)
     finally:
         os.close(fd)
-    return True

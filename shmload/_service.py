@@ -86,12 +86,12 @@ class ServiceState:
             SharedMemoryFull: what is in use or pinned leaves too little.
         """
         with self._lock:
-            wanted = nbytes + self._reserved
-            victims = choose_victims(segments(), wanted, self.budget_nbytes)
+            budget = self.budget_nbytes - self._reserved
+            victims = choose_victims(segments(), nbytes, budget)
             evicted = [info.name for info in victims if remove_if_free(info.name)]
             self._evictions += len(evicted)
             if len(evicted) < len(victims):  # somebody attached one meanwhile
-                choose_victims(segments(), wanted, self.budget_nbytes)
+                choose_victims(segments(), nbytes, budget)
             self._reserved += nbytes
         for name in evicted:
             logger.info("evicted %s", name)

@@ -26,6 +26,7 @@ from shmload._protocol import (
     GetStatus,
     Lend,
     ListSegments,
+    Noted,
     Progress,
     Request,
     Reserve,
@@ -121,7 +122,7 @@ class Session:
             case Attached(found, made):
                 self._state.note(found, made)
                 self._release()
-                return None
+                return Noted()
             case Warm():
                 return self._state.warm(request, self._progress.report, self._is_gone)
             case ListSegments():

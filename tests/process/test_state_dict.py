@@ -350,7 +350,9 @@ def test_second_process_attaches_what_the_first_kept(single, child, evicts):
     gc.collect()
     first.end()  # by SIGKILL, and the kernel takes the lease back
     assert not shmload.segments()[0].is_leased
-    assert shmload.evict(info.name) == [shmload.SegmentInfo(**as_dict(info) | {"is_leased": False})]
+    (evicted,) = shmload.evict(info.name)
+    assert evicted.used_at > info.used_at  # by the second process
+    assert as_dict(evicted) == as_dict(info) | {"is_leased": False, "used_at": evicted.used_at}
 
 
 def as_dict(info):

@@ -1,0 +1,254 @@
+"""What each part of the machine should be like for loads through shared memory.
+
+Each check turns values into one finding, and asks nobody; `_doctor` has the values.
+"""
+
+import re
+import resource
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from shmload._endpoint import lock_path
+from shmload._errors import PeerRefused, ServiceUnavailable, ShmloadError, format_nbytes
+from shmload._linux import FileSystem
+from shmload._protocol import VERSION, Status
+from shmload._settings import ServiceUse
+from shmload._speed import CopySpeed, ReadSpeed
+
+# Below the first hardly a model fits, docker's default of 64 MiB for /dev/shm in particular; the
+# second is what Stable Diffusion 1.5 takes in 16 bits.
+_LEAST_NBYTES = 256 << 20
+_SMALL_PIPELINE_NBYTES = 2_700_000_000
+# A lease takes a descriptor, a shard that is being decoded two; pipelines have up to some 30.
+_LEAST_FILES, _ENOUGH_FILES = 128, 1024
+# The kernel's own default since 5.16.
+_ENOUGH_LOCKED_NBYTES = 8 << 20
+_LEAST_KERNEL = (5, 4)
+_SLOW_ANSWER_S = 1.0
+# A plain SATA disk reads so much; memory that is copied slower is short of something else.
+_SLOW_DISK_BYTES_PER_S, _SLOW_CACHE_BYTES_PER_S = 0.5e9, 1e9
+# Less is read too quickly to say anything.
+_TELLING_NBYTES = 16 << 20
+# PCIe 3 with eight lanes gives 6 to 7 GB/s.
+_SLOW_COPY_BYTES_PER_S = 5e9
+
+_REMOUNT = "sudo mount -o remount,{} /dev/shm"
+_MAKE_ROOM = "shmload gc; shmload rm --all"
+
+State = Literal["ok", "warn", "bad"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What one check found."""
+
+    name: str
+    state: State
+    detail: str
+    remedy: str | None = None
+    """A command; None if all is well."""
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def check_shared_memory(
+    found: FileSystem | None, total: int, free: int, is_writable: bool
+) -> Finding:
+    """Check the file system at /dev/shm; sizes in bytes."""
+    if found is not None and found.kind != "tmpfs":
+        remedy = "sudo mkdir -p /dev/shm && sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
+        return Finding("shared memory", "bad", f"{found.kind} at /dev/shm, not tmpfs", remedy)
+    if not is_writable:
+        remedy = "sudo chmod 1777 /dev/shm"
+        return Finding("shared memory", "bad", "this user may not write to /dev/shm", remedy)
+    remedy = _REMOUNT.format("size=90%") + "  # a container: docker run --shm-size=16g"
+    if _room(total) == "ok":
+        remedy = f"{_MAKE_ROOM}; du -ah /dev/shm | sort -h | tail"
+    detail = f"{format_nbytes(free)} free of {format_nbytes(total)} at /dev/shm"
+    return _finding("shared memory", _room(free), detail, remedy)
+
+
+def check_huge_pages(found: FileSystem | None, policy: str | None) -> Finding:
+    """Check whether what is written to /dev/shm gets huge pages.
+
+    Writing 512 MiB ran at 12 GiB/s with them and at 2.3 without, once the kernel had such pages at
+    hand (2 cores of a virtual AMD EPYC, Linux 6.18, 2026-11-20).
+    """
+    if found is None or policy is None:
+        return Finding("huge pages", "ok", "this kernel does not say")
+    options = (option.removeprefix("huge=") for option in found.options if "huge=" in option)
+    chosen = "always" if policy == "force" else next(options, "never")
+    # Segments are written through descriptors, which takes no advice.
+    state: State = "ok" if chosen in ("always", "within_size") else "warn"
+    slow = "" if state == "ok" else ": segments are written several times slower"
+    remedy = _REMOUNT.format("huge=within_size")
+    return _finding("huge pages", state, f"huge={chosen} at /dev/shm{slow}", remedy)
+
+
+def check_huge_page_policy(policy: str | None) -> Finding:
+    """Check the kernel's word on huge pages in shared memory, which can overrule /dev/shm's."""
+    name = "shmem_enabled"
+    if policy is None:
+        return Finding(name, "ok", "this kernel has no huge pages in shared memory")
+    if policy == "deny":
+        remedy = f"echo never | sudo tee /sys/kernel/mm/transparent_hugepage/{name}"
+        return Finding(name, "warn", "deny: huge= at /dev/shm has no effect", remedy)
+    return Finding(name, "ok", f"{policy}: /dev/shm goes by its own huge=")
+
+
+def check_leftovers(names: Sequence[str]) -> Finding:
+    """Check what `shmload gc` would remove."""
+    detail = f"{len(names)} for `shmload gc` to remove" if names else "none"
+    return _finding("leftovers", "warn" if names else "ok", detail, "shmload gc")
+
+
+def check_control_group(free: int | None, limit: int | None) -> Finding:
+    """Check what the memory control groups leave, in bytes; None for no limit."""
+    if free is None or limit is None:
+        return Finding("control group", "ok", "no memory limit")
+    detail = f"{format_nbytes(free)} free of {format_nbytes(limit)}"
+    remedy = f"{_MAKE_ROOM}  # or docker update --memory=16g --memory-swap=16g CONTAINER"
+    return _finding("control group", _room(free), detail, remedy)
+
+
+def check_machine_memory(available: int) -> Finding:
+    """Check the machine's memory to be had without swapping, in bytes."""
+    remedy = f"{_MAKE_ROOM}; ps -eo rss,pid,args --sort=-rss | head"
+    detail = f"{format_nbytes(available)} available"
+    return _finding("machine memory", _room(available), detail, remedy)
+
+
+def _room(nbytes: int) -> State:
+    if nbytes < _LEAST_NBYTES:
+        return "bad"
+    return "warn" if nbytes < _SMALL_PIPELINE_NBYTES else "ok"
+
+
+# Limits and kernel --------------------------------------------------------------------------------
+
+
+def check_locked_memory(soft: int) -> Finding:
+    """Check how much memory a process may lock, in bytes; -1 for any amount. shmload locks none."""
+    name, remedy = "locked memory", "sudo prlimit --pid $$ --memlock=unlimited"
+    if soft == resource.RLIM_INFINITY:
+        return Finding(name, "ok", "no limit")
+    state: State = "ok" if soft >= _ENOUGH_LOCKED_NBYTES else "warn"
+    hint = "" if state == "ok" else ", less than the kernel's default; pinning may fail"
+    return _finding(name, state, f"at most {format_nbytes(soft)}{hint}", remedy)
+
+
+def check_open_files(soft: int, hard: int) -> Finding:
+    """Check how many descriptors a process may have; -1 for any number."""
+    if soft == resource.RLIM_INFINITY:
+        return Finding("open files", "ok", "no limit")
+    state: State = "ok" if soft >= _ENOUGH_FILES else "warn" if soft >= _LEAST_FILES else "bad"
+    remedy = "sudo prlimit --pid $$ --nofile=65536"
+    if hard == resource.RLIM_INFINITY or hard >= _ENOUGH_FILES:
+        remedy = f"ulimit -Sn {_ENOUGH_FILES if hard == resource.RLIM_INFINITY else hard}"
+    return _finding("open files", state, f"at most {soft} a process", remedy)
+
+
+def check_kernel(release: str, has_pidfds: bool) -> Finding:
+    """Check that processes can be watched by descriptor."""
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    if numbers and tuple(map(int, numbers.groups())) < _LEAST_KERNEL:
+        remedy = "sudo apt-get install linux-generic && sudo reboot  # of the host"
+        return Finding("kernel", "bad", f"Linux {release}; workers need 5.4 or later", remedy)
+    if not has_pidfds:
+        remedy = "sudo apt-get install --only-upgrade libseccomp2 containerd.io  # on the host"
+        return Finding("kernel", "bad", f"Linux {release}; a sandbox forbids pidfd_open", remedy)
+    return Finding("kernel", "ok", f"Linux {release}")
+
+
+# Service ------------------------------------------------------------------------------------------
+
+
+def check_service(
+    path: Path, use: ServiceUse, found: Status | ShmloadError | None, elapsed_s: float
+) -> Finding:
+    """Check the service.
+
+    Args:
+        path: of its socket.
+        use: whether loads use it.
+        found: its answer, why there was none, or None if there is no socket.
+        elapsed_s: how long that took, in seconds.
+    """
+    kill = f'kill -9 "$(cat {shlex.quote(str(lock_path(path)))})"'
+    match found:
+        case None:
+            state: State = "bad" if use == "require" else "ok"
+            detail, remedy = "none runs", "shmload serve &"
+        case Status():
+            state = "ok" if elapsed_s < _SLOW_ANSWER_S else "warn"
+            detail = f"process {found.pid}, protocol {VERSION}, answers in {elapsed_s:.3f} s"
+            remedy = "shmload top"
+        case ServiceUnavailable() if isinstance(found.__cause__, ConnectionRefusedError):
+            state = "bad" if use == "require" else "warn"
+            detail, remedy = f"none runs, and {path} is stale", f"rm {shlex.quote(str(path))}"
+        case PeerRefused():
+            state, detail = "bad", str(found)
+            remedy = "export SHMLOAD_SOCKET=$HOME/.shmload/service.sock"
+        case _:
+            state, detail, remedy = "bad", str(found), f"{kill}; shmload serve &"
+    return _finding("service", state, detail, remedy)
+
+
+# Source -------------------------------------------------------------------------------------------
+
+
+def check_source(
+    source: str, sizes: Sequence[int], file_systems: Iterable[FileSystem | None]
+) -> Finding:
+    """Check where a source's weight files lie; their sizes in bytes."""
+    if not sizes:
+        remedy = f"ls -lRL {shlex.quote(source)}"
+        return Finding("source", "bad", f"no safetensors weights in {source}", remedy)
+    known = [found for found in file_systems if found is not None]
+    is_remote = any(found.is_remote for found in known)
+    kinds = " and ".join(sorted({found.kind for found in known})) or "an unknown file system"
+    place = "remote" if is_remote else "local" if known else "local or remote"
+    detail = f"{format_nbytes(sum(sizes))} in {len(sizes)} files on {kinds}, {place}"
+    return _finding("source", "warn" if is_remote else "ok", detail, _warm(source))
+
+
+def check_read_speed(source: str, speed: ReadSpeed, cached: int, files: int) -> Finding:
+    """Check how fast a source is read, and how many of its files are in the page cache."""
+    slow = _SLOW_CACHE_BYTES_PER_S if speed.was_cached else _SLOW_DISK_BYTES_PER_S
+    is_slow = speed.nbytes >= _TELLING_NBYTES and speed.bytes_per_s < slow
+    origin = "from the page cache" if speed.was_cached else "not from the page cache"
+    detail = (
+        f"{speed.bytes_per_s / 1e9:.2f} GB/s, {format_nbytes(speed.nbytes)} {origin}; "
+        f"{cached} of {files} files are in it"
+    )
+    return _finding("read speed", "warn" if is_slow else "ok", detail, _warm(source))
+
+
+def _warm(source: str) -> str:
+    return f"shmload warm {shlex.quote(source)}"
+
+
+# Devices ------------------------------------------------------------------------------------------
+
+
+def check_devices(speeds: Sequence[CopySpeed]) -> Iterator[Finding]:
+    """Check how fast weights get to each CUDA device."""
+    if not speeds:
+        yield Finding("devices", "ok", "no CUDA device")
+    for number, speed in enumerate(speeds):
+        detail = (
+            f"{speed.device}, copies at {speed.pageable_bytes_per_s / 1e9:.1f} GB/s from pageable "
+            f"and {speed.pinned_bytes_per_s / 1e9:.1f} GB/s from pinned memory"
+        )
+        state: State = "warn" if speed.pinned_bytes_per_s < _SLOW_COPY_BYTES_PER_S else "ok"
+        query = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current"
+        remedy = f"nvidia-smi --id={number} --query-gpu={query},pcie.link.width.max --format=csv"
+        yield _finding(f"device {number}", state, detail, remedy)
+
+
+def _finding(name: str, state: State, detail: str, remedy: str) -> Finding:
+    return Finding(name, state, detail, None if state == "ok" else remedy)

@@ -1,0 +1,128 @@
+"""What of this machine stands in the way of loads through shared memory.
+
+Guarantee: nothing is changed, save that what is read is in the page cache afterwards; what waits
+for `shmload gc` is named and left.
+"""
+
+import importlib.util
+import os
+import resource
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shmload._checks import (
+    Finding,
+    check_control_group,
+    check_devices,
+    check_huge_page_policy,
+    check_huge_pages,
+    check_kernel,
+    check_leftovers,
+    check_locked_memory,
+    check_machine_memory,
+    check_open_files,
+    check_read_speed,
+    check_service,
+    check_shared_memory,
+    check_source,
+)
+from shmload._client import Client
+from shmload._endpoint import socket_path
+from shmload._errors import ProtocolError, ServiceError, ShmloadError
+from shmload._hub import find_source
+from shmload._linux import (
+    SHM_DIR,
+    cgroup_free_nbytes,
+    cgroup_limit_nbytes,
+    file_system,
+    has_pidfds,
+    huge_page_policy,
+    kernel_release,
+    machine_free_nbytes,
+    resource_limits,
+    shm_free_nbytes,
+    shm_total_nbytes,
+)
+from shmload._protocol import GetStatus, Status
+from shmload._residency import find_garbage
+from shmload._settings import settings
+from shmload._speed import is_file_cached, measure_copies, measure_reading
+
+
+def diagnose(source: str | None = None) -> Iterator[Finding]:
+    """Examine this machine as this process sees it; a few seconds, most of it torch's import.
+
+    Args:
+        source: a path or a hub id, to be examined too; is not downloaded. Of one of its files 256
+            MiB are read.
+    """
+    yield from _diagnose_shared_memory()
+    yield check_control_group(cgroup_free_nbytes(), cgroup_limit_nbytes())
+    yield check_machine_memory(machine_free_nbytes())
+    yield check_locked_memory(resource_limits(resource.RLIMIT_MEMLOCK)[0])
+    yield check_open_files(*resource_limits(resource.RLIMIT_NOFILE))
+    yield check_kernel(kernel_release(), has_pidfds())
+    yield _diagnose_service(socket_path())
+    if source is not None:
+        yield from _diagnose_source(source)
+    yield from _diagnose_devices()
+
+
+def _diagnose_shared_memory() -> Iterator[Finding]:
+    policy = huge_page_policy()
+    if SHM_DIR.is_dir():
+        found = file_system(SHM_DIR.stat().st_dev)
+        is_writable = os.access(SHM_DIR, os.W_OK | os.X_OK)
+        yield check_shared_memory(found, shm_total_nbytes(), shm_free_nbytes(), is_writable)
+        yield check_huge_pages(found, policy)
+        yield check_leftovers(find_garbage())
+    else:
+        yield check_shared_memory(FileSystem("no file system", ()), 0, 0, False)
+    yield check_huge_page_policy(policy)
+
+
+def _diagnose_service(path: Path) -> Finding:
+    found: Status | ShmloadError | None = None
+    began_at = time.monotonic()
+    if os.path.lexists(path):
+        try:
+            with Client(path) as client:
+                found = client.ask(GetStatus(), Status)
+        except (ServiceError, ProtocolError) as exc:
+            found = exc
+    return check_service(path, settings().service, found, time.monotonic() - began_at)
+
+
+def _diagnose_source(source: str) -> Iterator[Finding]:
+    try:
+        checkpoints = find_source(source, local_files_only=True).checkpoints
+        shards = [shard for checkpoint in checkpoints for shard in checkpoint.shards]
+        found = {shard: os.stat(shard) for shard in shards}
+        cached = sum(map(is_file_cached, shards))
+        largest = max(shards, key=lambda shard: found[shard].st_size, default=None)
+        speed = measure_reading(largest) if largest else None
+    except (ShmloadError, OSError) as exc:
+        yield Finding("source", "bad", str(exc), f"ls -lL {shlex.quote(source)}")
+        return
+    kinds = {stat.st_dev: file_system(stat.st_dev) for stat in found.values()}
+    yield check_source(source, [stat.st_size for stat in found.values()], kinds.values())
+    if speed:
+        yield check_read_speed(source, speed, cached, len(shards))
+
+
+def _diagnose_devices() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        yield Finding("devices", "ok", "torch is not installed")
+        return
+    try:
+        speeds = measure_copies()
+    except (ImportError, OSError) as exc:
+        reason = str(exc).partition("\n")[0]
+        remedy = "pip install --force-reinstall torch"
+        yield Finding("devices", "bad", f"torch cannot be imported: {reason}", remedy)
+    except RuntimeError as exc:
+        yield Finding("devices", "bad", str(exc).partition("\n")[0], "nvidia-smi")
+    else:
+        yield from check_devices(speeds)

@@ -1,0 +1,344 @@
+"""Loads through the service: the same result, one copy, within a budget."""
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from comparing import assert_loads_equal
+from safetensors.torch import save_file
+from serving import service, status, workers_of  # noqa: F401 a fixture
+from warming import NBYTES, TENSORS, as_bf16, assert_same
+
+import shmload
+from shmload._client import Client
+from shmload._endpoint import socket_path
+from shmload._errors import ServiceUnavailable, SharedMemoryFull
+from shmload._protocol import (
+    Evict,
+    ListSegments,
+    Reserve,
+    Reserved,
+    Segments,
+    Shutdown,
+    Stopping,
+    Verify,
+    Warm,
+    Warmed,
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    return path
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Four files of 1 MiB in bfloat16 each."""
+    paths = []
+    for number in range(4):
+        paths.append(tmp_path / f"{number}.safetensors")
+        save_file({"weight": torch.full((1 << 19,), float(number))}, paths[-1])
+    return paths
+
+
+def ask(request, kind):
+    with Client(socket_path()) as client:
+        return client.ask(request, kind, on_progress=lambda done, total: None)
+
+
+# Loading ------------------------------------------------------------------------------------------
+
+
+def test_load_is_the_same_and_stays(service, checkpoint, worker_pids, shm_names):  # noqa: F811
+    service()
+    seen = []
+    state = shmload.load_state_dict(
+        checkpoint, "bfloat16", progress=lambda done, total: seen.append((done, total))
+    )
+    assert_same(state, as_bf16(TENSORS))
+    assert seen[-1] == (NBYTES, NBYTES)
+    assert worker_pids() == []
+    assert len(shm_names()) == 1
+    seen.clear()
+    assert_same(shmload.load_state_dict(checkpoint, "bfloat16"), as_bf16(TENSORS))
+    assert seen == []
+    found = status()
+    assert (found.misses, found.hits, found.read_nbytes) == (1, 1, NBYTES)
+
+
+def test_pipeline_is_the_same(service, saved, worker_pids):  # noqa: F811
+    service()
+    source = saved("stable-diffusion")
+    for _ in range(2):
+        assert_loads_equal(source, "bf16")
+    assert worker_pids() == []
+    assert (status().misses, status().hits) == (4, 4)
+
+
+def test_warm_through_the_service_keeps_workers(service, shards):  # noqa: F811
+    process = service()
+    before = workers_of(process)
+    for path in shards:
+        shmload.warm(path, torch_dtype="bfloat16")
+    assert workers_of(process) == before
+
+
+def test_requests_do_what_the_functions_do(service, checkpoint):  # noqa: F811
+    service()
+    first = ask(Warm(str(checkpoint), "bfloat16", is_pinned=True), Warmed)
+    again = ask(Warm(str(checkpoint), "bfloat16"), Warmed)
+    assert (first.read_nbytes, again.read_nbytes) == (NBYTES, 0)
+    assert first.segments == again.segments
+    (info,) = ask(ListSegments(), Segments).segments
+    assert info == shmload.segments()[0]
+    assert info.is_pinned
+    assert ask(Verify(()), Segments).segments == (info,)
+    assert ask(Evict((info.name,)), Segments).segments == (info,)
+    assert shmload.segments() == []
+
+
+def test_error_of_the_service_is_the_error_of_the_function(service, tmp_path):  # noqa: F811
+    service()
+    with pytest.raises(shmload.SegmentNotFound, match="no resident segment matches 'nothing'"):
+        ask(Evict(("nothing",)), Segments)
+    missing = tmp_path / "missing"
+    with pytest.raises(shmload.SourceNotFound) as caught:
+        ask(Warm(str(missing)), Warmed)
+    assert caught.value.source == str(missing)
+    truncated = tmp_path / "truncated.safetensors"
+    save_file(TENSORS, truncated)
+    os.truncate(truncated, truncated.stat().st_size - 1)
+    with pytest.raises(shmload.ShardTruncated):
+        ask(Warm(str(truncated)), Warmed)
+
+
+def test_many_clients_at_once_share_one_decode(service, checkpoint, child):  # noqa: F811
+    service()
+    code = (
+        "import sys, shmload\n"
+        "print('READY', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "state = shmload.load_state_dict(sys.argv[1], 'bfloat16')\n"
+        "print('SUM', float(state['a.weight'].double().sum()), flush=True)"
+    )
+    clients = [child(code, checkpoint) for _ in range(4)]
+    for each in clients:
+        each.expect("READY")
+    for each in clients:
+        each.say()
+    wanted = float(TENSORS["a.weight"].bfloat16().double().sum())
+    assert {float(each.expect("SUM")) for each in clients} == {wanted}
+    assert (status().misses, status().read_nbytes) == (1, NBYTES)
+
+
+def test_leases_say_who_holds_what(service, checkpoint):  # noqa: F811
+    service()
+    state = shmload.load_state_dict(checkpoint, "bfloat16")
+    (lease,) = status().leases
+    assert (lease.segment, lease.pids) == (shmload.segments()[0].name, (os.getpid(),))
+    del state
+    gc.collect()
+    assert status().leases == ()
+
+
+# The budget ---------------------------------------------------------------------------------------
+
+_SEGMENT = (1 << 20) + 4096
+
+
+def names_of(paths):
+    return [info.name for path in paths for info in shmload.segments() if info.source == str(path)]
+
+
+def test_least_recently_used_goes_first(service, shards):  # noqa: F811
+    service("--budget", str(3 * _SEGMENT))
+    for path in shards[:3]:
+        shmload.warm(path, torch_dtype="bfloat16")
+    shmload.warm(shards[0], torch_dtype="bfloat16")  # used again
+    shmload.warm(shards[3], torch_dtype="bfloat16")
+    assert {Path(info.source) for info in shmload.segments()} == {shards[0], shards[2], shards[3]}
+    assert status().evictions == 1
+
+
+def test_leased_and_pinned_segments_stay(service, shards):  # noqa: F811
+    service("--budget", str(3 * _SEGMENT))
+    state = shmload.load_state_dict(shards[0], "bfloat16")
+    ask(Warm(str(shards[1]), "bfloat16", is_pinned=True), Warmed)
+    shmload.warm(shards[2], torch_dtype="bfloat16")
+    shmload.warm(shards[3], torch_dtype="bfloat16")
+    assert {Path(info.source) for info in shmload.segments()} == {shards[0], shards[1], shards[3]}
+    assert state["weight"].eq(0).all()
+
+
+def test_what_exceeds_the_budget_is_refused_before_a_byte_is_read(service, shards):  # noqa: F811
+    service("--budget", str(2 * _SEGMENT))
+    state = shmload.load_state_dict(shards[0], "bfloat16")
+    ask(Warm(str(shards[1]), "bfloat16", is_pinned=True), Warmed)
+    read = status().read_nbytes
+    with pytest.raises(SharedMemoryFull, match="the service's budget leaves 0 B") as caught:
+        shmload.load_state_dict(shards[2], "bfloat16", progress=pytest.fail)
+    assert (caught.value.needed, caught.value.available) == (_SEGMENT, 0)
+    assert status().read_nbytes == read
+    assert len(shmload.segments()) == 2
+    del state
+
+
+def test_room_is_reserved_for_one_client_only(service, shards):  # noqa: F811
+    service("--budget", str(3 * _SEGMENT))
+    with Client(socket_path()) as first:
+        first.ask(Reserve(2 * _SEGMENT), Reserved)
+        with Client(socket_path()) as second, pytest.raises(SharedMemoryFull):
+            second.ask(Reserve(2 * _SEGMENT), Reserved)
+    while status().clients > 1:  # the first one's end is noticed in another thread
+        pass
+    ask(Reserve(3 * _SEGMENT), Reserved)
+
+
+# Starting and ending ------------------------------------------------------------------------------
+
+
+def test_second_start_says_that_one_is_running(service, child):  # noqa: F811
+    process = service()
+    other = child("from shmload._cli import main; main(['serve'])")
+    assert other.wait() == 1
+    assert f"(process {process.pid})" in other.errors
+    assert other.errors.count("\n") == 1
+    assert status().pid == process.pid
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "shutdown"])
+def test_service_ends_and_segments_stay(service, checkpoint, how):  # noqa: F811
+    process = service()
+    shmload.warm(checkpoint, torch_dtype="bfloat16")
+    if how == "shutdown":
+        ask(Shutdown(), Stopping)
+    else:
+        process.process.send_signal(signal.Signals[how])
+    process.expect("ENDED")
+    assert process.wait() == 0
+    assert not socket_path().exists()
+    assert len(shmload.segments()) == 1
+    service()
+    assert shmload.warm(checkpoint, torch_dtype="bfloat16").read_nbytes == 0
+
+
+def test_idle_client_does_not_keep_the_service(service):  # noqa: F811
+    process = service()
+    with Client(socket_path()):
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+
+
+def test_without_a_service_a_load_does_without(service, checkpoint, configure):  # noqa: F811
+    assert_same(shmload.load_state_dict(checkpoint, "bfloat16"), as_bf16(TENSORS))
+    assert shmload.segments() == []
+    configure(service="require")
+    with pytest.raises(ServiceUnavailable, match="start one with `shmload serve`"):
+        shmload.load_state_dict(checkpoint, "bfloat16")
+
+
+def test_setting_turns_it_off(service, checkpoint, configure):  # noqa: F811
+    service()
+    configure(service="off")
+    assert_same(shmload.load_state_dict(checkpoint, "bfloat16"), as_bf16(TENSORS))
+    configure(service="auto")
+    assert status().misses == 0
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_directory_that_lets_others_in_is_refused(service, child, mode):  # noqa: F811
+    socket_path().parent.mkdir()
+    socket_path().parent.chmod(mode)
+    process = child("from shmload._cli import main; main(['serve'])")
+    assert process.wait() == 1
+    assert "chmod 700" in process.errors
+
+
+def test_default_directory_is_the_users(monkeypatch, configure, tmp_path):
+    configure(socket="")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert socket_path() == tmp_path / "shmload" / "service.sock"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert socket_path() == Path(f"/tmp/shmload-{os.geteuid()}/service.sock")
+
+
+def test_systemd_gets_its_message_and_gives_a_socket(service, child, tmp_path):  # noqa: F811
+    code = (
+        "import os, sys\n"
+        "os.dup2(int(sys.argv[1]), 3)\n"
+        "os.environ['LISTEN_PID'], os.environ['LISTEN_FDS'] = str(os.getpid()), '1'\n"
+        "from shmload._cli import main\n"
+        "main(['serve'])"
+    )
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
+    ):
+        notified.bind(str(tmp_path / "notify"))
+        notified.settimeout(60)
+        socket_path().parent.mkdir(mode=0o700)
+        listener.bind(str(socket_path()))
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(listener.fileno())],
+            pass_fds=[listener.fileno()],
+            env=os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify")},
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            assert notified.recv(100) == b"READY=1"
+            assert status().pid == process.pid
+            ask(Shutdown(), Stopping)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
+        assert socket_path().exists()  # it is systemd's
+
+
+def test_preload_makes_resident_what_it_can(service, shards, tmp_path):  # noqa: F811
+    listing = tmp_path / "preload"
+    listing.write_text(f"# sources\n{shards[0]} bfloat16\n{tmp_path}/missing\n{shards[1]}\n")
+    process = service("--preload", str(listing))
+    while status().segments < 2:
+        pass
+    ask(Shutdown(), Stopping)
+    assert process.wait() == 0
+    assert {info.conversion for info in shmload.segments()} == {"BF16", "raw"}
+    assert "missing" in process.errors
+
+
+def test_metrics_are_served(service, checkpoint):  # noqa: F811
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    service("--metrics", f"127.0.0.1:{port}")
+    shmload.warm(checkpoint, torch_dtype="bfloat16")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    assert f"shmload_read_bytes_total {NBYTES:.1f}" in [
+        line.replace(f"{NBYTES}.0", f"{NBYTES:.1f}") for line in lines
+    ]
+    assert "shmload_misses_total 1.0" in lines
+
+
+def test_status_can_be_read_by_people_and_programs(service, checkpoint):  # noqa: F811
+    process = service()
+    shmload.warm(checkpoint, torch_dtype="bfloat16")
+    command = [sys.executable, "-m", "shmload", "status"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert f"process {process.pid}" in text
+    assert "0 hits, 1 misses" in text
+    found = subprocess.run([*command, "--json"], check=True, capture_output=True, timeout=60).stdout
+    assert json.loads(found)["misses"] == 1

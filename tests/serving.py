@@ -1,0 +1,60 @@
+"""A service of a test's own, in a process of its own."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from shmload._client import Client
+from shmload._endpoint import socket_path
+from shmload._protocol import GetStatus, Status
+
+# Says when it is ready, and that it has ended.
+SERVE = """
+import sys
+from shmload import _cli_service
+from shmload._cli import main
+_cli_service._notify_systemd = lambda message: print(message, flush=True)
+main(["serve", *sys.argv[1:]], standalone_mode=False)
+print("ENDED", flush=True)
+"""
+_DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def service(child, configure, tmp_path, evicts):
+    """Start a service and wait until it serves: `service("--budget", "1MB")`; loads then use it."""
+    configure(service="auto", socket=tmp_path / "run" / "service.sock", inline_nbytes=0, workers=1)
+
+    def start(*arguments):
+        process = child(SERVE, *arguments)
+        process.expect("READY=1")
+        return process
+
+    return start
+
+
+def status():
+    with Client(socket_path()) as client:
+        return client.ask(GetStatus(), Status)
+
+
+def workers_of(process):
+    """Return the processes that a service has started."""
+    children = Path(f"/proc/{process.pid}/task").glob("*/children")
+    return sorted({int(pid) for path in children for pid in path.read_text().split()})
+
+
+@contextlib.contextmanager
+def stopped(*pids):
+    """Let processes stand still inside the block."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
