@@ -37,7 +37,7 @@ _TELLING_NBYTES = 16 << 20
 _SLOW_COPY_BYTES_PER_S = 5e9
 
 _REMOUNT = "sudo mount -o remount,{} /dev/shm"
-_MAKE_ROOM = "shmload gc; shmload rm --all"
+_MAKE_ROOM = "shmload gc; shmload ls"  # which says what `shmload rm` can remove
 
 State = Literal["ok", "warn", "bad"]
 
@@ -67,7 +67,7 @@ def check_shared_memory(
         return Finding("shared memory", "bad", "this user may not write to /dev/shm", remedy)
     remedy = _REMOUNT.format("size=90%") + "  # a container: docker run --shm-size=16g"
     if _room(total) == "ok":
-        remedy = f"{_MAKE_ROOM}; du -ah /dev/shm | sort -h | tail"
+        remedy = f"{_MAKE_ROOM}; du -ah /dev/shm | sort -h | tail -n 5"
     detail = f"{format_nbytes(free)} free of {format_nbytes(total)} at /dev/shm"
     return _finding("shared memory", _room(free), detail, remedy)
 
@@ -111,7 +111,7 @@ def check_control_group(free: int | None, limit: int | None) -> Finding:
     if free is None or limit is None:
         return Finding("control group", "ok", "no memory limit")
     detail = f"{format_nbytes(free)} free of {format_nbytes(limit)}"
-    remedy = f"{_MAKE_ROOM}  # or docker update --memory=16g --memory-swap=16g CONTAINER"
+    remedy = f"{_MAKE_ROOM}  # and docker update --memory=16g --memory-swap=16g CONTAINER"
     return _finding("control group", _room(free), detail, remedy)
 
 
@@ -132,7 +132,10 @@ def _room(nbytes: int) -> State:
 
 
 def check_locked_memory(soft: int) -> Finding:
-    """Check how much memory a process may lock, in bytes; -1 for any amount. shmload locks none."""
+    """Check how much memory a process may lock, in bytes; -1 for any amount.
+
+    shmload locks none; the drivers of some devices do.
+    """
     name, remedy = "locked memory", "sudo prlimit --pid $$ --memlock=unlimited"
     if soft == resource.RLIM_INFINITY:
         return Finding(name, "ok", "no limit")
@@ -148,7 +151,7 @@ def check_open_files(soft: int, hard: int) -> Finding:
     state: State = "ok" if soft >= _ENOUGH_FILES else "warn" if soft >= _LEAST_FILES else "bad"
     remedy = "sudo prlimit --pid $$ --nofile=65536"
     if hard == resource.RLIM_INFINITY or hard >= _ENOUGH_FILES:
-        remedy = f"ulimit -Sn {_ENOUGH_FILES if hard == resource.RLIM_INFINITY else hard}"
+        remedy = f"ulimit -Sn {65536 if hard == resource.RLIM_INFINITY else hard}"
     return _finding("open files", state, f"at most {soft} a process", remedy)
 
 
@@ -187,10 +190,10 @@ def check_service(
             state = "ok" if elapsed_s < _SLOW_ANSWER_S else "warn"
             detail = f"process {found.pid}, protocol {VERSION}, answers in {elapsed_s:.3f} s"
             remedy = "shmload top"
-        case ServiceUnavailable() if isinstance(found.__cause__, ConnectionRefusedError):
+        case ServiceUnavailable(__cause__=ConnectionRefusedError()):
             state = "bad" if use == "require" else "warn"
             detail, remedy = f"none runs, and {path} is stale", f"rm {shlex.quote(str(path))}"
-        case PeerRefused():
+        case PeerRefused() | ServiceUnavailable(__cause__=PermissionError()):
             state, detail = "bad", str(found)
             remedy = "export SHMLOAD_SOCKET=$HOME/.shmload/service.sock"
         case _:
@@ -212,7 +215,7 @@ def check_source(
     is_remote = any(found.is_remote for found in known)
     kinds = " and ".join(sorted({found.kind for found in known})) or "an unknown file system"
     place = "remote" if is_remote else "local" if known else "local or remote"
-    detail = f"{format_nbytes(sum(sizes))} in {len(sizes)} files on {kinds}, {place}"
+    detail = f"{format_nbytes(sum(sizes))} in {_count(len(sizes))} on {kinds}, {place}"
     return _finding("source", "warn" if is_remote else "ok", detail, _warm(source))
 
 
@@ -223,9 +226,13 @@ def check_read_speed(source: str, speed: ReadSpeed, cached: int, files: int) -> 
     origin = "from the page cache" if speed.was_cached else "not from the page cache"
     detail = (
         f"{speed.bytes_per_s / 1e9:.2f} GB/s, {format_nbytes(speed.nbytes)} {origin}; "
-        f"{cached} of {files} files are in it"
+        f"{cached} of {_count(files)} {'is' if files == 1 else 'are'} in it"
     )
     return _finding("read speed", "warn" if is_slow else "ok", detail, _warm(source))
+
+
+def _count(files: int) -> str:
+    return "1 file" if files == 1 else f"{files} files"
 
 
 def _warm(source: str) -> str:

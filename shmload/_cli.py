@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 import shmload
-from shmload import _cli_service
+from shmload import _cli_doctor, _cli_service
 from shmload._cli_output import as_json_option, print_json, print_table
 from shmload._dtypes import dtype_by_component
 from shmload._errors import ShmloadError, format_nbytes
@@ -201,6 +201,7 @@ def add_service_commands() -> None:
         _cli_service.status_command,
         _cli_service.top_command,
         _cli_service.shutdown_command,
+        _cli_doctor.doctor_command,
     ):
         main.add_command(command)
 

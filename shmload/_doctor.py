@@ -34,6 +34,7 @@ from shmload._errors import ProtocolError, ServiceError, ShmloadError
 from shmload._hub import find_source
 from shmload._linux import (
     SHM_DIR,
+    FileSystem,
     cgroup_free_nbytes,
     cgroup_limit_nbytes,
     file_system,
@@ -77,10 +78,10 @@ def _diagnose_shared_memory() -> Iterator[Finding]:
         is_writable = os.access(SHM_DIR, os.W_OK | os.X_OK)
         yield check_shared_memory(found, shm_total_nbytes(), shm_free_nbytes(), is_writable)
         yield check_huge_pages(found, policy)
+        yield check_huge_page_policy(policy)
         yield check_leftovers(find_garbage())
     else:
-        yield check_shared_memory(FileSystem("no file system", ()), 0, 0, False)
-    yield check_huge_page_policy(policy)
+        yield check_shared_memory(FileSystem("no directory", ()), 0, 0, is_writable=False)
 
 
 def _diagnose_service(path: Path) -> Finding:

@@ -97,6 +97,8 @@ class Session:
     def _serve(self, request: Request) -> None:
         try:
             answer = self._answer(request)
+        except ProtocolError:
+            raise  # whoever sends that is not to be answered
         except ShmloadError as exc:
             self._forget_loans()
             answer = refuse(exc)

@@ -26,6 +26,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 import hypothesis
 import pytest
 import tqdm
+from serving import service  # noqa: F401 a fixture for all
 
 from shmload._settings import settings
 

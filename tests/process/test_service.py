@@ -14,7 +14,7 @@ import pytest
 import torch
 from comparing import assert_loads_equal
 from safetensors.torch import save_file
-from serving import service, status, workers_of  # noqa: F401 a fixture
+from serving import status, workers_of
 from warming import NBYTES, TENSORS, as_bf16, assert_same
 
 import shmload
@@ -60,7 +60,7 @@ def ask(request, kind):
 # Loading ------------------------------------------------------------------------------------------
 
 
-def test_load_is_the_same_and_stays(service, checkpoint, worker_pids, shm_names):  # noqa: F811
+def test_load_is_the_same_and_stays(service, checkpoint, worker_pids, shm_names):
     service()
     seen = []
     state = shmload.load_state_dict(
@@ -77,7 +77,7 @@ def test_load_is_the_same_and_stays(service, checkpoint, worker_pids, shm_names)
     assert (found.misses, found.hits, found.read_nbytes) == (1, 1, NBYTES)
 
 
-def test_pipeline_is_the_same(service, saved, worker_pids):  # noqa: F811
+def test_pipeline_is_the_same(service, saved, worker_pids):
     service()
     source = saved("stable-diffusion")
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_pipeline_is_the_same(service, saved, worker_pids):  # noqa: F811
     assert (status().misses, status().hits) == (4, 4)
 
 
-def test_warm_through_the_service_keeps_workers(service, shards):  # noqa: F811
+def test_warm_through_the_service_keeps_workers(service, shards):
     process = service()
     before = workers_of(process)
     for path in shards:
@@ -94,7 +94,7 @@ def test_warm_through_the_service_keeps_workers(service, shards):  # noqa: F811
     assert workers_of(process) == before
 
 
-def test_requests_do_what_the_functions_do(service, checkpoint):  # noqa: F811
+def test_requests_do_what_the_functions_do(service, checkpoint):
     service()
     first = ask(Warm(str(checkpoint), "bfloat16", is_pinned=True), Warmed)
     again = ask(Warm(str(checkpoint), "bfloat16"), Warmed)
@@ -108,7 +108,7 @@ def test_requests_do_what_the_functions_do(service, checkpoint):  # noqa: F811
     assert shmload.segments() == []
 
 
-def test_error_of_the_service_is_the_error_of_the_function(service, tmp_path):  # noqa: F811
+def test_error_of_the_service_is_the_error_of_the_function(service, tmp_path):
     service()
     with pytest.raises(shmload.SegmentNotFound, match="no resident segment matches 'nothing'"):
         ask(Evict(("nothing",)), Segments)
@@ -123,7 +123,7 @@ def test_error_of_the_service_is_the_error_of_the_function(service, tmp_path):  
         ask(Warm(str(truncated)), Warmed)
 
 
-def test_many_clients_at_once_share_one_decode(service, checkpoint, child):  # noqa: F811
+def test_many_clients_at_once_share_one_decode(service, checkpoint, child):
     service()
     code = (
         "import sys, shmload\n"
@@ -142,7 +142,7 @@ def test_many_clients_at_once_share_one_decode(service, checkpoint, child):  # n
     assert (status().misses, status().read_nbytes) == (1, NBYTES)
 
 
-def test_leases_say_who_holds_what(service, checkpoint):  # noqa: F811
+def test_leases_say_who_holds_what(service, checkpoint):
     service()
     state = shmload.load_state_dict(checkpoint, "bfloat16")
     (lease,) = status().leases
@@ -161,7 +161,7 @@ def names_of(paths):
     return [info.name for path in paths for info in shmload.segments() if info.source == str(path)]
 
 
-def test_least_recently_used_goes_first(service, shards):  # noqa: F811
+def test_least_recently_used_goes_first(service, shards):
     service("--budget", str(3 * _SEGMENT))
     for path in shards[:3]:
         shmload.warm(path, torch_dtype="bfloat16")
@@ -171,7 +171,7 @@ def test_least_recently_used_goes_first(service, shards):  # noqa: F811
     assert status().evictions == 1
 
 
-def test_leased_and_pinned_segments_stay(service, shards):  # noqa: F811
+def test_leased_and_pinned_segments_stay(service, shards):
     service("--budget", str(3 * _SEGMENT))
     state = shmload.load_state_dict(shards[0], "bfloat16")
     ask(Warm(str(shards[1]), "bfloat16", is_pinned=True), Warmed)
@@ -181,7 +181,7 @@ def test_leased_and_pinned_segments_stay(service, shards):  # noqa: F811
     assert state["weight"].eq(0).all()
 
 
-def test_what_exceeds_the_budget_is_refused_before_a_byte_is_read(service, shards):  # noqa: F811
+def test_what_exceeds_the_budget_is_refused_before_a_byte_is_read(service, shards):
     service("--budget", str(2 * _SEGMENT))
     state = shmload.load_state_dict(shards[0], "bfloat16")
     ask(Warm(str(shards[1]), "bfloat16", is_pinned=True), Warmed)
@@ -194,7 +194,7 @@ def test_what_exceeds_the_budget_is_refused_before_a_byte_is_read(service, shard
     del state
 
 
-def test_room_is_reserved_for_one_client_only(service, shards):  # noqa: F811
+def test_room_is_reserved_for_one_client_only(service, shards):
     service("--budget", str(3 * _SEGMENT))
     with Client(socket_path()) as first:
         first.ask(Reserve(2 * _SEGMENT), Reserved)
@@ -208,7 +208,7 @@ def test_room_is_reserved_for_one_client_only(service, shards):  # noqa: F811
 # Starting and ending ------------------------------------------------------------------------------
 
 
-def test_second_start_says_that_one_is_running(service, child):  # noqa: F811
+def test_second_start_says_that_one_is_running(service, child):
     process = service()
     other = child("from shmload._cli import main; main(['serve'])")
     assert other.wait() == 1
@@ -218,7 +218,7 @@ def test_second_start_says_that_one_is_running(service, child):  # noqa: F811
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "shutdown"])
-def test_service_ends_and_segments_stay(service, checkpoint, how):  # noqa: F811
+def test_service_ends_and_segments_stay(service, checkpoint, how):
     process = service()
     shmload.warm(checkpoint, torch_dtype="bfloat16")
     if how == "shutdown":
@@ -233,14 +233,14 @@ def test_service_ends_and_segments_stay(service, checkpoint, how):  # noqa: F811
     assert shmload.warm(checkpoint, torch_dtype="bfloat16").read_nbytes == 0
 
 
-def test_idle_client_does_not_keep_the_service(service):  # noqa: F811
+def test_idle_client_does_not_keep_the_service(service):
     process = service()
     with Client(socket_path()):
         process.process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
 
 
-def test_without_a_service_a_load_does_without(service, checkpoint, configure):  # noqa: F811
+def test_without_a_service_a_load_does_without(service, checkpoint, configure):
     assert_same(shmload.load_state_dict(checkpoint, "bfloat16"), as_bf16(TENSORS))
     assert shmload.segments() == []
     configure(service="require")
@@ -248,7 +248,7 @@ def test_without_a_service_a_load_does_without(service, checkpoint, configure): 
         shmload.load_state_dict(checkpoint, "bfloat16")
 
 
-def test_setting_turns_it_off(service, checkpoint, configure):  # noqa: F811
+def test_setting_turns_it_off(service, checkpoint, configure):
     service()
     configure(service="off")
     assert_same(shmload.load_state_dict(checkpoint, "bfloat16"), as_bf16(TENSORS))
@@ -257,7 +257,7 @@ def test_setting_turns_it_off(service, checkpoint, configure):  # noqa: F811
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777])
-def test_directory_that_lets_others_in_is_refused(service, child, mode):  # noqa: F811
+def test_directory_that_lets_others_in_is_refused(service, child, mode):
     socket_path().parent.mkdir()
     socket_path().parent.chmod(mode)
     process = child("from shmload._cli import main; main(['serve'])")
@@ -273,7 +273,7 @@ def test_default_directory_is_the_users(monkeypatch, configure, tmp_path):
     assert socket_path() == Path(f"/tmp/shmload-{os.geteuid()}/service.sock")
 
 
-def test_systemd_gets_its_message_and_gives_a_socket(service, child, tmp_path):  # noqa: F811
+def test_systemd_gets_its_message_and_gives_a_socket(service, child, tmp_path):
     code = (
         "import os, sys\n"
         "os.dup2(int(sys.argv[1]), 3)\n"
@@ -307,7 +307,7 @@ def test_systemd_gets_its_message_and_gives_a_socket(service, child, tmp_path): 
         assert socket_path().exists()  # it is systemd's
 
 
-def test_preload_makes_resident_what_it_can(service, shards, tmp_path):  # noqa: F811
+def test_preload_makes_resident_what_it_can(service, shards, tmp_path):
     listing = tmp_path / "preload"
     listing.write_text(f"# sources\n{shards[0]} bfloat16\n{tmp_path}/missing\n{shards[1]}\n")
     process = service("--preload", str(listing))
@@ -319,7 +319,7 @@ def test_preload_makes_resident_what_it_can(service, shards, tmp_path):  # noqa:
     assert "missing" in process.errors
 
 
-def test_metrics_are_served(service, checkpoint):  # noqa: F811
+def test_metrics_are_served(service, checkpoint):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -333,7 +333,7 @@ def test_metrics_are_served(service, checkpoint):  # noqa: F811
     assert "shmload_misses_total 1.0" in lines
 
 
-def test_status_can_be_read_by_people_and_programs(service, checkpoint):  # noqa: F811
+def test_status_can_be_read_by_people_and_programs(service, checkpoint):
     process = service()
     shmload.warm(checkpoint, torch_dtype="bfloat16")
     command = [sys.executable, "-m", "shmload", "status"]
