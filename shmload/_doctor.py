@@ -16,7 +16,6 @@ from shmload._checks import (
     Finding,
     check_control_group,
     check_devices,
-    check_huge_page_policy,
     check_huge_pages,
     check_kernel,
     check_leftovers,
@@ -72,13 +71,11 @@ def diagnose(source: str | None = None) -> Iterator[Finding]:
 
 
 def _diagnose_shared_memory() -> Iterator[Finding]:
-    policy = huge_page_policy()
     if SHM_DIR.is_dir():
         found = file_system(SHM_DIR.stat().st_dev)
         is_writable = os.access(SHM_DIR, os.W_OK | os.X_OK)
         yield check_shared_memory(found, shm_total_nbytes(), shm_free_nbytes(), is_writable)
-        yield check_huge_pages(found, policy)
-        yield check_huge_page_policy(policy)
+        yield check_huge_pages(found, huge_page_policy())
         yield check_leftovers(find_garbage())
     else:
         yield check_shared_memory(FileSystem("no directory", ()), 0, 0, is_writable=False)

@@ -3,6 +3,7 @@
 import fcntl
 import mmap
 import os
+import resource
 import secrets
 import stat
 import subprocess
@@ -15,14 +16,19 @@ from shmload._identity import name_prefix
 from shmload._linux import (
     PAGE_NBYTES,
     SHM_DIR,
+    FileSystem,
+    file_system,
+    has_pidfds,
     inode_of,
     is_cached,
     is_named,
     is_remote,
     is_touched,
+    kernel_release,
     mappings,
     open_source,
     read_ahead,
+    resource_limits,
     shm_open,
     shm_rename,
     shm_unlink,
@@ -244,22 +250,37 @@ def test_local_directory_is_not_remote(tmp_path):
     assert not is_remote(os.makedev(4095, 1))  # nothing is mounted from there
 
 
+@pytest.fixture
+def mountinfo(tmp_path):
+    path = tmp_path / "mountinfo"
+    path.write_text(
+        "24 1 0:23 / / rw,relatime shared:1 - overlay overlay rw,lowerdir=/a\\040b\n"
+        "25 24 0:24 / /dev/shm rw - tmpfs  rw,size=64k,huge=within_size\n"
+        "26 24 0:51 / /mnt rw master:1 propagate_from:2 - nfs4 host:/x rw,vers=4.2\n"
+        "27 24 8:1 / /home rw - ext4 /dev/sda1 rw\n"
+        "28 24 0:52 / /net\\040drive rw - fuse.sshfs server:/x rw\n"
+    )
+    return path
+
+
 @pytest.mark.parametrize(
-    ("kind", "wanted"), [("nfs4", True), ("fuse.sshfs", True), ("ext4", False)]
+    ("device", "kind", "options", "remote"),
+    [
+        (os.makedev(0, 24), "tmpfs", ("rw", "size=64k", "huge=within_size"), False),
+        (os.makedev(0, 51), "nfs4", ("rw", "vers=4.2"), True),
+        (os.makedev(0, 52), "fuse.sshfs", ("rw",), True),
+        (os.makedev(8, 1), "ext4", ("rw",), False),
+    ],
 )
-def test_file_system_is_told_by_its_kind(monkeypatch, tmp_path, kind, wanted):
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        "21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
-        f"22 21 0:99 / /net\\040drive rw,relatime shared:2 master:3 - {kind} server:/x rw\n"
-    )
-    really_open = open
-    monkeypatch.setattr(
-        "builtins.open",
-        lambda path, *args: really_open(mounts if path == "/proc/self/mountinfo" else path, *args),
-    )
-    assert is_remote(os.makedev(0, 99)) is wanted
-    assert not is_remote(os.makedev(8, 1))
+def test_file_system_is_found_by_its_device(mountinfo, device, kind, options, remote):
+    found = file_system(device, mountinfo)
+    assert found == FileSystem(kind, options)
+    assert found.is_remote == remote
+
+
+def test_file_system_that_is_not_listed_is_none(mountinfo, tmp_path):
+    assert file_system(os.makedev(9, 9), mountinfo) is None
+    assert file_system(os.makedev(8, 1), tmp_path / "hidden") is None
 
 
 def test_file_just_written_is_cached(tmp_path):
@@ -270,6 +291,21 @@ def test_file_just_written_is_cached(tmp_path):
     assert is_cached(fd, 0)
     read_ahead(fd)
     os.close(fd)
+
+
+# The process and its kernel -----------------------------------------------------------------------
+
+
+def test_process_and_kernel_are_asked(monkeypatch):
+    assert kernel_release() == os.uname().release
+    assert resource_limits(resource.RLIMIT_NOFILE) == resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert has_pidfds()
+
+    def forbid(*_):
+        raise PermissionError
+
+    monkeypatch.setattr("os.pidfd_open", forbid)
+    assert not has_pidfds()
 
 
 # Mappings -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from shmload._errors import ShmloadError
 from shmload._linux import (
     cgroup_free_nbytes,
+    huge_page_policy,
     machine_free_nbytes,
     shm_free_nbytes,
 )
@@ -115,3 +116,10 @@ def test_group_outside_the_namespace_is_no_error(cgroups):
 def test_real_group_can_be_read():
     free = cgroup_free_nbytes()
     assert free is None or free >= 0
+
+
+def test_huge_page_policy_is_the_word_in_brackets(tmp_path):
+    path = tmp_path / "shmem_enabled"
+    assert huge_page_policy(path) is None
+    path.write_text("always within_size advise [never] deny force\n")
+    assert huge_page_policy(path) == "never"
