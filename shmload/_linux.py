@@ -104,7 +104,8 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
             raise SegmentUntrusted(name, "it is a symbolic link") from exc
         if exc.errno == errno.ENOSPC:
             raise no_inodes() from exc
-        raise ShmloadError(f"/dev/shm/{name} cannot be opened: {exc.strerror}") from exc
+        # posix_ipc has sentences of its own where there are too many open files.
+        raise ShmloadError(f"/dev/shm/{name} cannot be opened: {exc.strerror or exc}") from exc
     found = os.fstat(opened.fd)
     reason = None
     if found.st_uid != os.geteuid():

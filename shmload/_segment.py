@@ -222,9 +222,13 @@ def begin(name: str) -> Segment | Part | Awaited:
             continue
         if not is_mine:
             return Awaited(name, fd)
-        os.ftruncate(fd, 0)  # what a dead builder left takes room, and must not shine through
         part = Part(name, fd)
-        segment = attach(name)
+        try:
+            os.ftruncate(fd, 0)  # what a dead builder left takes room, and must not shine through
+            segment = attach(name)
+        except BaseException:
+            part.close()  # or whoever wants it next, in this process too, would wait for its lock
+            raise
         if segment:
             part.close()
             return segment

@@ -5,6 +5,7 @@ reads this one. It lies in /dev/shm because some libraries split whole paths at 
 sharded variants), and a temporary directory's path may have one.
 """
 
+import contextlib
 import errno
 import os
 import secrets
@@ -35,9 +36,10 @@ class View:
     def __init__(self, root: Path, files: Mapping[Path, Path]) -> None:
         self.folder = SHM_DIR / f"{name_prefix()}{VIEW_INFIX}{secrets.token_hex(8)}"
         self._fd = -1
+        self._made: list[Path] = []
         root = Path(os.path.abspath(root))
         try:
-            self.folder.mkdir(mode=0o700)
+            self._make_folder(self.folder)
             self._fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try_lock(self._fd, exclusive=True)
             self.path = self._link(root, {Path(os.path.abspath(f)): to for f, to in files.items()})
@@ -52,14 +54,36 @@ class View:
         path = self.folder
         if not root.is_dir():
             path /= root.name
-            path.symlink_to(files.get(root, root))
+            self._make_link(path, files.get(root, root))
             return path
         if root.parent.name == "snapshots":
             # transformers reads a commit's hash off the path of a file in a hub cache.
-            path = path / "snapshots" / root.name
-            path.mkdir(mode=0o700, parents=True)
-        _mirror(root, path, files)
+            for name in ("snapshots", root.name):
+                path /= name
+                self._make_folder(path)
+        self._mirror(root, path, files)
         return path
+
+    def _mirror(self, source: Path, target: Path, files: Mapping[Path, Path]) -> None:
+        """Link every entry; only directories with a replaced file are made anew."""
+        folders = {parent for file in files for parent in file.parents}
+        with os.scandir(source) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                link = target / entry.name
+                if path in folders:
+                    self._make_folder(link)
+                    self._mirror(path, link, files)
+                else:
+                    self._make_link(link, files.get(path, path))
+
+    def _make_folder(self, path: Path) -> None:
+        path.mkdir(mode=0o700)
+        self._made.append(path)
+
+    def _make_link(self, path: Path, target: Path) -> None:
+        path.symlink_to(target)
+        self._made.append(path)
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +93,12 @@ class View:
 
     def close(self) -> None:
         """Remove the directory; again is fine. What was mapped through it stays mapped."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # One by one: rmtree takes descriptors, and a process may have run out of them.
+        while self._made:
+            path = self._made.pop()
+            with contextlib.suppress(OSError):
+                path.unlink() if path.is_symlink() else path.rmdir()
+        shutil.rmtree(self.folder, ignore_errors=True)  # what a library has put there
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -81,17 +110,3 @@ def descriptor_path(fd: int) -> Path:
     Unlike its name this works before the file has its final name and after it has none.
     """
     return Path(f"/proc/{os.getpid()}/fd/{fd}")
-
-
-def _mirror(source: Path, target: Path, files: Mapping[Path, Path]) -> None:
-    """Link every entry; only directories with a replaced file are made anew."""
-    folders = {parent for file in files for parent in file.parents}
-    with os.scandir(source) as entries:
-        for entry in entries:
-            path = Path(entry.path)
-            link = target / entry.name
-            if path in folders:
-                link.mkdir(mode=0o700)
-                _mirror(path, link, files)
-            else:
-                link.symlink_to(files.get(path, path))

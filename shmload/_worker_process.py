@@ -50,45 +50,46 @@ class WorkerProcess:
     """A child that runs `shmload.workers.main`, from here until `close`."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        # A worker that has stopped reading must not hold up whoever feeds it.
-        ours.settimeout(settings().stall_timeout_s)
-        self.channel = ours
-        self._inbox = Inbox(ours)
-        self._output_fd = os.memfd_create("shmload-worker-output", os.MFD_CLOEXEC)
         self._opened: set[int] = set()
         self.tasks: deque[Task] = deque()
         """Handed out and not yet answered, oldest first."""
         self.is_ready = False
         self.active_at = time.monotonic()
         """When it last showed life, by the monotonic clock, in seconds."""
+        with contextlib.ExitStack() as undoing:
+            try:
+                self._start(undoing)
+            except OSError as exc:
+                raise WorkerFailed(
+                    f"a worker could not be started: {exc}; sys.executable must be a Python "
+                    "interpreter, with processes, memory and descriptors to spare"
+                ) from exc
+            undoing.pop_all()
+
+    def _start(self, undoing: contextlib.ExitStack) -> None:
+        """Start the child; `undoing` gets what gives all back if that fails half-way."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        undoing.enter_context(ours)
+        # A worker that has stopped reading must not hold up whoever feeds it.
+        ours.settimeout(settings().stall_timeout_s)
+        self.channel = ours
+        self._inbox = Inbox(ours)
         # -P: a json.py in the user's directory must not be imported. Not multiprocessing: its spawn
         # imports the user's main module, its fork copies torch's threads.
         command = [sys.executable, "-P", "-m", "shmload.workers.main"]
         with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [*command, str(theirs.fileno()), str(os.getpid())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._output_fd,
-                    stderr=self._output_fd,
-                    pass_fds=(theirs.fileno(),),
-                )
-            except OSError as exc:
-                ours.close()
-                os.close(self._output_fd)
-                raise WorkerFailed(
-                    f"a worker could not be started: {exc}; sys.executable must be a Python "
-                    "interpreter, with processes and memory to spare"
-                ) from exc
-        try:
-            self.pidfd = os.pidfd_open(self._process.pid)
-        except OSError:
-            self._process.kill()
-            self._process.wait(_KILL_TIMEOUT_S)
-            ours.close()
-            os.close(self._output_fd)
-            raise
+            self._output_fd = os.memfd_create("shmload-worker-output", os.MFD_CLOEXEC)
+            undoing.callback(os.close, self._output_fd)
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output_fd,
+                stderr=self._output_fd,
+                pass_fds=(theirs.fileno(),),
+            )
+        undoing.callback(self._process.wait, _KILL_TIMEOUT_S)
+        undoing.callback(self._process.kill)
+        self.pidfd = os.pidfd_open(self._process.pid)
 
     @property
     def pid(self) -> int:

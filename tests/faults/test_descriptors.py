@@ -1,0 +1,60 @@
+"""A process with few descriptors to spare: an error that says so, and nothing is left."""
+
+import json
+
+import pytest
+
+# Raises the limit one by one from no descriptor at all until a load gets through.
+SQUEEZE = """
+import errno, json, os, resource, sys
+import shmload
+source, how, is_resident = sys.argv[1], sys.argv[2], sys.argv[3] == "resident"
+def view(source, **kwargs):
+    with shmload.view(source, **kwargs):
+        pass
+def state_dict(source, torch_dtype):
+    shmload.load_state_dict(source, torch_dtype)
+door = {"warm": shmload.warm, "view": view, "state_dict": state_dict}[how]
+def descriptors():
+    return sorted(os.listdir("/proc/self/fd"), key=int)[:-1]  # without the list's own
+def names():
+    return sorted(name for name in os.listdir("/dev/shm") if name.startswith("shmload-"))
+def children():
+    return open(f"/proc/self/task/{os.getpid()}/children").read()
+door(source, torch_dtype="bfloat16")  # imports what it imports
+for info in shmload.segments():
+    shmload.evict(info.name)
+if is_resident:
+    shmload.warm(source, torch_dtype="bfloat16")
+hard, refusals = resource.getrlimit(resource.RLIMIT_NOFILE)[1], []
+for limit in range(int(descriptors()[-1]) + 1, 256):
+    before = descriptors(), names(), children()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        door(source, torch_dtype="bfloat16")
+        error = None
+    except (shmload.ShmloadError, OSError) as exc:
+        assert isinstance(exc, shmload.ShmloadError) or exc.errno == errno.EMFILE
+        error = exc
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if error is None:
+        break
+    refusals.append(str(error))
+    assert (descriptors(), names(), children()) == before
+print("REFUSALS", json.dumps(refusals), flush=True)
+"""
+
+
+@pytest.mark.parametrize("inline_nbytes", [0, 1 << 30], ids=["workers", "inline"])
+@pytest.mark.parametrize("where", ["absent", "resident"])
+@pytest.mark.parametrize("door", ["warm", "view", "state_dict"])
+def test_too_few_descriptors(checkpoint, child, configure, evicts, door, where, inline_nbytes):
+    # A load that waits for a lock which it has lost itself would say so by this.
+    configure(inline_nbytes=inline_nbytes, workers=2, wait_timeout_s=1, service="off")
+    process = child(SQUEEZE, checkpoint, door, where)
+    refusals = json.loads(process.expect("REFUSALS"))
+    assert refusals
+    for refusal in refusals:
+        # The second is posix_ipc's sentence.
+        assert "Too many open files" in refusal or "maximum number of files open" in refusal
