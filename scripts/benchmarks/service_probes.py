@@ -1,0 +1,115 @@
+"""What clients of the service measure, each in a process: `service_probes.py NAME ARGUMENTS`.
+
+As in `probes`, only the standard library is imported at the top.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Numbers = dict[str, float]
+
+_TICK_S = 0.01
+
+
+def attach_part(source: str) -> Numbers:
+    """Attach a resident source as a load does, and time only what the service has to do with it.
+
+    It does so once for each line on stdin, so that many of these begin at once, and prints each
+    time, in seconds.
+    """
+    from shmload._client import find_service
+    from shmload._residency import segments
+
+    names = [info.name for info in segments() if info.source.startswith(source + os.sep)]
+    print("READY", flush=True)
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        service = find_service()
+        assert service
+        service.note(names, ())
+        service.close()
+        print(time.perf_counter() - began, flush=True)
+    return {}
+
+
+def ticker_gap(source: str) -> Numbers:
+    """Load a source while another thread of the process wakes up every 10 ms.
+
+    Returns:
+        `gap_s`, the longest that it overslept; `load_s` of the load.
+    """
+    import shmload
+
+    gaps: list[float] = []
+    is_done = threading.Event()
+
+    def tick() -> None:
+        while not is_done.is_set():
+            began = time.perf_counter()
+            time.sleep(_TICK_S)
+            gaps.append(time.perf_counter() - began - _TICK_S)
+
+    import torch  # noqa: F401 its import is not what is measured
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    began = time.perf_counter()
+    report = shmload.warm(source, torch_dtype="bfloat16")
+    load_s = time.perf_counter() - began
+    is_done.set()
+    ticker.join()
+    shmload.evict(*report.segments)
+    return {"gap_s": max(gaps), "load_s": load_s}
+
+
+def rounds(source: str, count: int) -> Numbers:
+    """Load a source and let it go, many times.
+
+    Returns:
+        How much more there is after the last than after the first, of `descriptors`, `children`,
+        `names` in /dev/shm, and `private_nbytes` of memory.
+    """
+    import gc
+
+    import shmload
+
+    def once() -> None:
+        state = shmload.load_state_dict(source, "bfloat16")
+        del state
+        gc.collect()
+
+    for _ in range(3):  # what is imported or allocated once does not count
+        once()
+    before = _held()
+    for _ in range(count):
+        once()
+    after = _held()
+    return {name: after[name] - before[name] for name in before}
+
+
+def _held() -> Numbers:
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    private = next(line for line in rollup if line.startswith("Anonymous:"))
+    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "children": sum(map(len, children)),
+        "names": sum(name.startswith("shmload-") for name in os.listdir("/dev/shm")),
+        "private_nbytes": int(private.split()[1]) * 1024,
+    }
+
+
+_PROBES: dict[str, Callable[..., Numbers]] = {
+    "attach_part": attach_part,
+    "ticker_gap": ticker_gap,
+    "rounds": rounds,
+}
+
+if __name__ == "__main__":
+    name, arguments = sys.argv[1:]
+    print(json.dumps(_PROBES[name](*json.loads(arguments))))
