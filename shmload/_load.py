@@ -260,7 +260,11 @@ class Load:
         self.read_nbytes = sum(shard.plan.read_nbytes for shard in mine)
         self._progress.start(self.read_nbytes)
         self._thread = threading.Thread(target=self._run, args=(mine,), name="shmload-decode")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads are to be had, and one that never ran has no end
+            self._thread = None
+            raise
 
     def _find_service(self, mine: list[_Shard]) -> None:
         """Connect to a service where it is of use, and have it make room."""

@@ -1,0 +1,191 @@
+"""Loaders that are killed: their workers leave, their memory goes, and threads may come and go."""
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from warming import CHILD, TENSORS, begun
+
+import shmload
+from shmload._coordinator import Coordinator
+
+_END_TIMEOUT_MS = 20_000  # they take about 10 ms
+
+
+class Workers:
+    """The workers of another process, watched from here."""
+
+    def __init__(self, parent):
+        self.pids = list(find_workers(parent))
+        self._pidfds = [os.pidfd_open(pid) for pid in self.pids]
+
+    def wait_for_the_end(self):
+        poll = select.poll()
+        for pidfd in self._pidfds:
+            poll.register(pidfd, select.POLLIN)
+        while self._pidfds:
+            ended = poll.poll(_END_TIMEOUT_MS)
+            assert ended, f"of {self.pids} {len(self._pidfds)} live on"
+            for pidfd, _ in ended:
+                poll.unregister(pidfd)
+                self._pidfds.remove(pidfd)
+                os.close(pidfd)
+
+
+def find_workers(parent):
+    for task in Path(f"/proc/{parent}/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            if b"shmload.workers.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                yield int(pid)
+
+
+def users_of(name):
+    """Return the processes that have a shared memory object open or mapped, named or not."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            opened = [os.readlink(path) for path in (process / "fd").iterdir()]
+            if name in "\n".join([*opened, (process / "maps").read_text()]):
+                found.add(int(process.name))
+    return found
+
+
+@pytest.mark.parametrize("how", ["warm", "load"])
+def test_workers_leave_a_killed_loader_and_its_part_is_garbage(
+    large, child, configure, shm_names, how
+):
+    configure(inline_nbytes=0, workers=2)
+    loader = child(CHILD, how, large)
+    begun(loader)
+    loader.expect("AT")
+    workers = Workers(loader.pid)
+    assert len(workers.pids) == 2
+    (part,) = shm_names()
+    assert users_of(part) <= {loader.pid, *workers.pids}
+    loader.end()
+    workers.wait_for_the_end()
+    assert users_of(part) == set()
+    assert shmload.segments() == []
+    assert shmload.collect_garbage() == [part]
+    assert shm_names() == []
+
+
+def test_memory_of_a_killed_process_goes_with_it(tmp_path, child, shm_names):
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    holder = child(CHILD, "load", path)
+    begun(holder)
+    holder.expect("AT")
+    (part,) = shm_names()
+    holder.say()
+    holder.expect("LOADED")
+    assert shm_names() == []
+    assert users_of(part) == {holder.pid}
+    holder.end()
+    assert users_of(part) == set()
+
+
+# Its child inherits all descriptors: the sockets of the workers, and the part with its lock.
+FORKER = """
+import os, signal, sys
+import shmload
+def fork_and_stop(done, total):
+    sleeper = os.fork()
+    if sleeper == 0:
+        while True:
+            signal.pause()
+    print("FORKED", sleeper, flush=True)
+    sys.stdin.readline()
+shmload.warm(sys.argv[1], torch_dtype="bfloat16", progress=fork_and_stop)
+"""
+
+
+def test_workers_leave_a_killed_loader_whose_forked_child_has_their_sockets(
+    large, child, configure, shm_names
+):
+    configure(inline_nbytes=0, workers=2, wait_timeout_s=0.2)
+    loader = child(FORKER, large)
+    sleeper = int(loader.expect("FORKED"))
+    try:
+        workers = Workers(loader.pid)
+        assert len(workers.pids) == 2
+        (part,) = shm_names()
+        loader.end()
+        workers.wait_for_the_end()
+        # What a process forks has its locks too: for all that is known it is still decoding.
+        assert users_of(part) == {sleeper}
+        assert shmload.collect_garbage() == []
+        with pytest.raises(shmload.SegmentTimeout):
+            shmload.warm(large, torch_dtype=torch.bfloat16)
+    finally:
+        pidfd = os.pidfd_open(sleeper)
+        os.kill(sleeper, signal.SIGKILL)
+        assert select.select([pidfd], [], [], 20)[0]
+        os.close(pidfd)
+    assert shmload.collect_garbage() == [part]
+    assert shm_names() == []
+
+
+# Threads ------------------------------------------------------------------------------------------
+
+
+def run_in_a_thread(action):
+    """Run something in a thread that has ended when this returns, and return what it gave."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(action()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_workers_outlive_the_thread_that_started_them(checkpoint, configure, monkeypatch):
+    # With PR_SET_PDEATHSIG, for one, they would not.
+    configure(inline_nbytes=0, workers=1)
+    coordinator = run_in_a_thread(lambda: Coordinator(1))
+    monkeypatch.setattr("shmload._load.Coordinator", lambda _: coordinator)
+    got = shmload.load_state_dict(checkpoint, torch.bfloat16)
+    assert torch.equal(got["a"], load_file(checkpoint)["a"].bfloat16())
+
+
+def test_tensors_outlive_the_thread_that_loaded_them(checkpoint, configure):
+    configure(inline_nbytes=0, workers=1)
+    got = run_in_a_thread(lambda: shmload.load_state_dict(checkpoint, torch.bfloat16))
+    assert torch.equal(got["a"], load_file(checkpoint)["a"].bfloat16())
+
+
+@pytest.mark.parametrize("inline_nbytes", [0, 1 << 30], ids=["workers", "inline"])
+def test_threads_that_load_the_same_read_it_once(checkpoint, configure, evicts, inline_nbytes):
+    configure(inline_nbytes=inline_nbytes, workers=1, wait_timeout_s=20)
+    barrier = threading.Barrier(4)
+    reports = []
+
+    def warm():
+        barrier.wait()
+        reports.append(shmload.warm(checkpoint, torch_dtype=torch.bfloat16))
+
+    threads = [threading.Thread(target=warm) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    read = sorted(report.read_nbytes for report in reports)
+    assert read == [0, 0, 0, shmload.plan(checkpoint, keep=True).shards[0].read_nbytes]
+    assert len({report.segments for report in reports}) == len(shmload.verify()) == 1
+
+
+def test_thread_that_cannot_be_started_leaves_nothing(checkpoint, monkeypatch, shm_names):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            shmload.load_state_dict(checkpoint, torch.bfloat16)
+    assert shm_names() == []
+    assert len(shmload.load_state_dict(checkpoint, torch.bfloat16)) == 2
