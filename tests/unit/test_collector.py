@@ -1,0 +1,38 @@
+"""The garbage collector is off while anybody loads, and afterwards as it was before."""
+
+import contextlib
+import gc
+
+import pytest
+
+from shmload._collector import paused_gc
+
+
+@pytest.fixture
+def given_back():
+    was_enabled = gc.isenabled()
+    yield
+    (gc.enable if was_enabled else gc.disable)()
+
+
+@pytest.mark.usefixtures("given_back")
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_collector_is_off_until_the_last_of_several_pauses_ends(was_enabled):
+    # As two threads have them: neither ends inside the other.
+    (gc.enable if was_enabled else gc.disable)()
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    for _ in range(2):
+        first.enter_context(paused_gc())
+        second.enter_context(paused_gc())
+        first.close()
+        assert not gc.isenabled()
+        second.close()
+        assert gc.isenabled() is was_enabled
+
+
+@pytest.mark.usefixtures("given_back")
+def test_collector_is_on_again_after_an_error():
+    gc.enable()
+    with pytest.raises(ZeroDivisionError), paused_gc():
+        raise ZeroDivisionError
+    assert gc.isenabled()
