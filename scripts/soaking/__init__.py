@@ -1,0 +1,1 @@
+"""What `scripts/soak` is made of: sources that change, clients that load, faults, and a judge."""

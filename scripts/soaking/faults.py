@@ -1,0 +1,154 @@
+"""What is done to a soak: signals, changed sources, full memory.
+
+Each fault is a generator that yields the seconds until it goes on, and undoes itself at its end.
+"""
+
+import contextlib
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+
+from soaking.changes import IN_PLACE, Pauses, replace
+from soaking.processes import Client, children, hold
+from soaking.report import Report
+from soaking.service import Service
+from soaking.sources import Shard, Source
+from soaking.stage import ballast
+
+_INTERVAL_S = 0.25
+_LONGEST_STOP_S = 8.0
+_LEFT_NBYTES = (0, 100_000, 1_000_000, 4_000_000)
+
+
+class Faults:
+    """Chooses faults; the same seed gives the same choices in the same order."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        report: Report,
+        clients: Sequence[Client],
+        service: Service | None,
+        sources: Sequence[Source],
+    ) -> None:
+        self._rng = rng
+        self._report = report
+        self._clients = clients
+        self._service = service
+        self._shards = [(source, shard) for source in sources for shard in source.shards]
+        self._changing: set[int] = set()
+        self._is_full = False
+        self._kinds: list[Callable[[random.Random], Pauses]] = [
+            *[self._change] * 10,
+            self._kill_client,
+            *[self._stop_client] * 2,
+            *[self._harm_worker] * 4,
+        ]
+        if service:
+            self._kinds += [self._kill_service, self._stop_service, *[self._harm_worker] * 3]
+        if report.has_own_shm:
+            self._kinds += [self._fill] * 2
+
+    def pause_s(self) -> float:
+        """Return how long to wait for the next fault, in seconds."""
+        return self._rng.expovariate(1 / _INTERVAL_S)
+
+    def choose(self) -> Pauses:
+        """Return the next fault; nothing of it has been done yet."""
+        # With numbers of its own, so that what it does in the end changes no later choice.
+        return self._rng.choice(self._kinds)(random.Random(self._rng.random()))
+
+    def _change(self, rng: random.Random) -> Pauses:
+        source, shard = rng.choice(self._shards)
+        change = rng.choice((replace, *IN_PLACE)) if source.changes_in_place else replace
+        if id(shard) in self._changing:
+            return
+        self._report.count_fault(change.__name__, str(shard.path))
+        yield from self._while_changing(shard, change(shard, rng))
+
+    def _while_changing(self, shard: Shard, change: Pauses) -> Pauses:
+        self._changing.add(id(shard))
+        try:
+            yield from change
+        finally:
+            self._changing.discard(id(shard))
+
+    def _kill_client(self, rng: random.Random) -> Pauses:
+        client = rng.choice(self._clients)
+        client.kill()
+        self._report.count_fault("kill client", client.name)
+        yield from ()
+
+    def _stop_client(self, rng: random.Random) -> Pauses:
+        client, seconds = rng.choice(self._clients), _stop_s(rng)
+        client.note_stop(seconds)
+        self._report.count_fault("stop client", f"{client.name} for {seconds:.1f} s")
+        yield from _stop(client.pid, seconds)
+
+    def _harm_worker(self, rng: random.Random) -> Pauses:
+        pids = {client.name: client.pid for client in self._clients}
+        if self._service and self._service.pid and rng.random() < 0.5:
+            pids = {"service": self._service.pid}
+        owner = rng.choice(sorted(pids))
+        workers = children(pids[owner])
+        if not workers:
+            return
+        worker, seconds = rng.choice(workers), _stop_s(rng)
+        whose = "a service's" if owner == "service" else "a client's"
+        if rng.random() < 0.5:
+            self._report.count_fault(f"kill {whose} worker", owner)
+            _kill(worker, pids[owner])
+        else:
+            self._report.count_fault(f"stop {whose} worker", f"{owner} for {seconds:.1f} s")
+            yield from _stop(worker, seconds, pids[owner])
+
+    def _kill_service(self, rng: random.Random) -> Pauses:
+        assert self._service
+        if self._service.pid is None:
+            return
+        self._report.count_fault("kill service", "")
+        self._service.kill()
+        yield rng.uniform(0, 2)
+        self._service.start()
+
+    def _stop_service(self, rng: random.Random) -> Pauses:
+        assert self._service
+        if self._service.pid is None:
+            return
+        seconds = _stop_s(rng)
+        self._report.count_fault("stop service", f"for {seconds:.1f} s")
+        yield from _stop(self._service.pid, seconds)
+
+    def _fill(self, rng: random.Random) -> Pauses:
+        if self._is_full:
+            return
+        left = rng.choice(_LEFT_NBYTES)
+        self._report.count_fault("fill shared memory", f"up to {left} bytes")
+        self._is_full = True
+        try:
+            with ballast(left):
+                yield rng.uniform(0.2, 2)
+        finally:
+            self._is_full = False
+
+
+def _stop_s(rng: random.Random) -> float:
+    return rng.choice((0.1, 1.0, _LONGEST_STOP_S)) * rng.uniform(0.2, 1)
+
+
+def _stop(pid: int, seconds: float, parent: int | None = None) -> Iterator[float]:
+    """Have a process stand still; of no use against a child that is another's by now."""
+    with contextlib.suppress(ProcessLookupError), hold(pid) as fd:
+        if parent is not None and pid not in children(parent):
+            return
+        signal.pidfd_send_signal(fd, signal.SIGSTOP)
+        try:
+            yield seconds
+        finally:
+            signal.pidfd_send_signal(fd, signal.SIGCONT)
+
+
+def _kill(pid: int, parent: int) -> None:
+    with contextlib.suppress(ProcessLookupError), hold(pid) as fd:
+        if pid in children(parent):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)

@@ -1,0 +1,97 @@
+"""Whether what a client answers may be."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from soaking.history import State
+from soaking.operations import Asked
+from soaking.sources import Shard
+
+# Nothing that a soak does can be the cause of these.
+_NEVER = {
+    "ArgumentError",
+    "PeerRefused",
+    "ProtocolError",
+    "SegmentCorrupt",
+    "SegmentUntrusted",
+    "ServiceRunning",
+    "SourceNotFound",
+}
+# These only where a segment was named.
+_OF_NAMES = {"SegmentBusy", "SegmentNotFound"}
+
+
+@dataclass(slots=True)
+class Judge:
+    """Says what an answer comes to; what is wrong it remembers in `held` for the next check."""
+
+    held: dict[str, dict[str, str]] = field(default_factory=dict)
+    """What each client has loaded, by its name."""
+
+    def outcome(self, client: str, asked: Asked, answer: dict[str, Any]) -> tuple[str, str]:
+        """Return the outcome's name, and what is wrong with it or nothing."""
+        do = asked.operation["do"]
+        if do in ("load", "view", "leftovers"):
+            self.held.pop(client, None)
+        if "errors" in answer:
+            return answer["errors"][0], _wrong_error(asked, answer)
+        if do in ("load", "view"):
+            self.held[client] = answer["tensors"]
+            return _judge_tensors(asked, answer["tensors"])
+        if do == "check" and answer["tensors"] != self.held.get(client, {}):
+            return "ok", "what the client held has changed"
+        if do == "leftovers" and answer["left"]:
+            return "ok", f"the client has left open {answer['left']}"
+        return "ok", ""
+
+
+def _wrong_error(asked: Asked, answer: dict[str, Any]) -> str:
+    kinds = set(answer["errors"])
+    if "ShmloadError" not in kinds:
+        return "an error of another kind"
+    if kinds & _NEVER:
+        return "an error without a cause"
+    if kinds & _OF_NAMES and asked.operation["do"] != "evict":
+        return "an error about a segment that nobody named"
+    if "CheckpointError" in kinds and not (asked.source and _has_changed(asked)):
+        return "an error about a source that was sound all the time"
+    return ""
+
+
+def _has_changed(asked: Asked) -> bool:
+    assert asked.source
+    seen = [shard.history.between(asked.begin_s, asked.end_s) for shard in asked.source.shards]
+    return any(len(periods) > 1 or isinstance(periods[0].holds, State) for periods in seen)
+
+
+def _judge_tensors(asked: Asked, tensors: dict[str, str]) -> tuple[str, str]:
+    assert asked.source
+    outcome = "ok"
+    names = {name for shard in asked.source.shards for name in shard.names}
+    if names != set(tensors):
+        return "ok", f"tensors are missing or too many: {sorted(names ^ set(tensors))}"
+    for shard in asked.source.shards:
+        got = {name: tensors[name] for name in shard.names}
+        seen = [period.holds for period in shard.history.between(asked.begin_s, asked.end_s)]
+        target = asked.operation["dtype"]
+        wanted = {
+            version.number: version.digests[target]
+            for version in seen
+            if not isinstance(version, State)
+        }
+        if got in wanted.values():
+            continue
+        if State.TORN in seen:
+            # EXCLUDED: a load that begins and ends between two writes of a program that overwrites
+            # the shard has what the shard held then, as `from_pretrained` would.
+            outcome = "ok, of a shard half written"
+            continue
+        return "ok", _describe_mismatch(shard, got, wanted)
+    return outcome, ""
+
+
+def _describe_mismatch(shard: Shard, got: dict[str, str], wanted: dict[int, dict[str, str]]) -> str:
+    return (
+        f"{shard.path} gave what it never held between begin and end\n"
+        f"got: {got}\nit held: {wanted or 'no whole version'}"
+    )

@@ -1,0 +1,205 @@
+"""The processes of a soak: started in one environment, marked, signalled, and found again."""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+_MARK = "SHMLOAD_SOAK_MARK"
+_CLIENT = Path(__file__).with_name("client.py")
+_SCRIPTS = Path(__file__).parents[1]
+_TAIL_NBYTES = 6000
+
+# Small, so that what stands still is given up soon. A worker takes some seconds to start where
+# other processes have the cores.
+TIMEOUTS_S = {"STALL": 3.0, "START": 15.0, "WAIT": 6.0, "SERVICE": 3.0}
+
+
+class Surroundings:
+    """Where processes of one soak run: their environment, their logs, and how to find them all."""
+
+    def __init__(self, work: Path, *, has_service: bool) -> None:
+        self.work = work
+        self._mark = secrets.token_hex(8)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("SHMLOAD")}
+        self._environment = kept | {
+            _MARK: self._mark,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(_SCRIPTS), os.getenv("PYTHONPATH")])),
+            "SHMLOAD_CACHE_DIR": str(work / "cache"),
+            "SHMLOAD_INLINE_NBYTES": "0",
+            "SHMLOAD_SERVICE": "auto" if has_service else "off",
+            "SHMLOAD_SOCKET": str(work / "run" / "service.sock"),
+            **{f"SHMLOAD_{name}_TIMEOUT_S": str(value) for name, value in TIMEOUTS_S.items()},
+        }
+
+    def start(self, name: str, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+        """Start a Python process whose stderr goes to a log of that name."""
+        with self.log(name).open("ab") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-W", "ignore", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=self._environment | variables,
+            )
+
+    def run(self, *arguments: str) -> str:
+        """Run the command line of shmload and return what it says.
+
+        Raises:
+            subprocess.SubprocessError: it failed, or hung.
+        """
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "shmload", *arguments],
+            env=self._environment | {"SHMLOAD_SERVICE": "off"},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout
+
+    def log(self, name: str) -> Path:
+        return self.work / f"{name}.log"
+
+    def tail(self, name: str) -> str:
+        """Return the end of a process's log."""
+        path = self.log(name)
+        return path.read_text(errors="replace")[-_TAIL_NBYTES:] if path.exists() else ""
+
+    def alive(self) -> dict[int, str]:
+        """Return the command line of every process of this soak, whoever its parent is now."""
+        wanted = f"{_MARK}={self._mark}".encode()
+        found = {}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(pid)] = line.decode(errors="replace")
+        return found
+
+    def kill_all(self) -> None:
+        """End whatever is left, however it stands."""
+        for pid in self.alive():
+            with contextlib.suppress(ProcessLookupError), hold(pid) as fd:
+                if pid in self.alive():  # and not another process of that number
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+
+
+class Client:
+    """A client process and what it is doing."""
+
+    def __init__(self, surroundings: Surroundings, number: int) -> None:
+        self.name = f"client-{number}"
+        self._surroundings = surroundings
+        self._received = b""
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, or another in its place; it is busy until it says so."""
+        self.process = self._surroundings.start(self.name, str(_CLIENT))
+        self.asked: dict[str, Any] | None = {"do": "start"}
+        self.asked_at = time.monotonic()
+        self.is_killed = False
+        self._stopped_s = 0.0
+        self._stands_until = 0.0
+        self._received = b""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def answers(self) -> IO[bytes]:
+        """Readable when it has answered or ended."""
+        assert self.process.stdout
+        return self.process.stdout
+
+    @property
+    def busy_s(self) -> float:
+        """How long it is at it, but for the time that it was made to stand still, in seconds."""
+        return time.monotonic() - self.asked_at - self._stopped_s
+
+    def note_stop(self, seconds: float) -> None:
+        """Say that it stands still from now on for so long."""
+        self._stopped_s += seconds
+        self._stands_until = time.monotonic() + seconds
+
+    def ask(self, operation: dict[str, Any]) -> None:
+        self.asked, self.asked_at = operation, time.monotonic()
+        self._stopped_s = max(0, self._stands_until - self.asked_at)
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):  # its end is noticed where it answers
+            self.process.stdin.write(json.dumps(operation).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def hear(self) -> dict[str, Any] | None:
+        """Read its answer, as far as it is there.
+
+        Raises:
+            EOFError: the process has ended.
+        """
+        got = os.read(self.answers.fileno(), 1 << 16)
+        if not got:
+            raise EOFError(self.name)
+        self._received += got
+        if b"\n" not in self._received:
+            return None
+        line, _, self._received = self._received.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def kill(self) -> None:
+        self.is_killed = True
+        self.process.kill()
+
+    def end(self) -> int:
+        """Kill it if need be, and reap it; returns how it ended."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        try:
+            return self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait(10)
+
+
+def children(pid: int) -> list[int]:
+    """Return the children of a process, oldest first."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            found.update(map(int, path.read_text().split()))
+    return sorted(found)
+
+
+def open_weights(pid: int) -> list[str]:
+    """Return what a process has open of shards and of shared memory."""
+    found = []
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{number}")
+                if target.startswith("/dev/shm/") or ".safetensors" in target:
+                    found.append(f"{pid} {target}")
+    return found
+
+
+@contextlib.contextmanager
+def hold(pid: int) -> Iterator[int]:
+    """Yield a pidfd, so that a signal never meets another process of the same number."""
+    fd = os.pidfd_open(pid)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

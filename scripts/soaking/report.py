@@ -1,0 +1,107 @@
+"""What a soak has counted and found."""
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+_EVENTS_KEPT = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that must not be."""
+
+    step: int
+    what: str
+    detail: str
+    events: tuple[str, ...]
+    """What happened before it."""
+
+
+@dataclass(slots=True)
+class Report:
+    """Counts of one soak, and what its judge found."""
+
+    seed: int
+    processes: int
+    has_service: bool
+    has_own_shm: bool
+    began_s: float = field(default_factory=time.monotonic)
+    step: int = 0
+    operations: Counter[str] = field(default_factory=Counter)
+    """By what was done and what came of it."""
+    faults: Counter[str] = field(default_factory=Counter)
+    longest_s: float = 0.0
+    longest: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    events: deque[str] = field(default_factory=lambda: deque(maxlen=_EVENTS_KEPT))
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    def note(self, event: str) -> None:
+        """Remember an event; whoever reads of a finding wants to know what went before."""
+        self.step += 1
+        self.events.append(f"{self.elapsed_s:8.3f} s  step {self.step:5}  {event}")
+
+    def count_fault(self, kind: str, detail: str) -> None:
+        self.faults[kind] += 1
+        self.note(f"FAULT {kind}: {detail}")
+
+    def count_operation(self, do: str, outcome: str, took_s: float, detail: str) -> None:
+        self.operations[f"{do}: {outcome}"] += 1
+        if took_s > self.longest_s:
+            self.longest_s, self.longest = took_s, f"{detail}: {outcome}"
+        self.note(f"{outcome} after {took_s:.3f} s: {detail}")
+
+    def find(self, what: str, detail: str) -> None:
+        self.findings.append(Finding(self.step, what, detail, tuple(self.events)))
+
+    def failures(self) -> int:
+        """Return how many operations ended otherwise than well."""
+        return sum(n for name, n in self.operations.items() if ": ok" not in name)
+
+    def line(self) -> str:
+        """Return where the soak stands, in one line."""
+        return (
+            f"{self.elapsed_s:5.0f} s  step {self.step}: {self.operations.total()} operations, "
+            f"{self.failures()} failed; {self.faults.total()} faults; "
+            f"longest {self.longest_s:.1f} s; {len(self.findings)} findings"
+        )
+
+    def summary(self) -> str:
+        """Return all counts, and all findings with what it takes to repeat them."""
+        lines = [self.line(), "operations:", *_rows(self.operations), "faults:"]
+        lines += [*_rows(self.faults), f"longest: {self.longest_s:.2f} s, {self.longest}"]
+        for finding in self.findings:
+            lines += ["", f"FOUND at step {finding.step}: {finding.what}", finding.detail]
+            lines += ["before it:", *finding.events]
+        if self.findings:
+            service = "" if self.has_service else " --without-service"
+            lines += ["", "to repeat it:"]
+            lines += [f"  scripts/soak --seed {self.seed} --processes {self.processes}{service}"]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "processes": self.processes,
+            "has_service": self.has_service,
+            "has_own_shm": self.has_own_shm,
+            "elapsed_s": round(self.elapsed_s, 3),
+            "steps": self.step,
+            "operations": dict(sorted(self.operations.items())),
+            "faults": dict(sorted(self.faults.items())),
+            "longest_s": round(self.longest_s, 3),
+            "longest": self.longest,
+            "findings": [
+                {"step": f.step, "what": f.what, "detail": f.detail, "events": f.events}
+                for f in self.findings
+            ],
+        }
+
+
+def _rows(counts: Counter[str]) -> list[str]:
+    return [f"  {count:6}  {name}" for name, count in sorted(counts.items())]

@@ -1,0 +1,85 @@
+"""The service of a soak: started, killed, started again, and ended in the end."""
+
+import signal
+import time
+from typing import TYPE_CHECKING
+
+from soaking.processes import Surroundings, children, open_weights
+
+if TYPE_CHECKING:
+    import subprocess
+
+_NAME = "service"
+_READY = b"serving at"
+_DEADLINE_S = 40.0
+
+
+class Service:
+    """A service process; there is none while it is killed."""
+
+    def __init__(self, surroundings: Surroundings, budget_nbytes: int) -> None:
+        self._surroundings = surroundings
+        self._budget = str(budget_nbytes)
+        self._log_begin = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process else None
+
+    @property
+    def log(self) -> str:
+        return self._surroundings.tail(_NAME)
+
+    def start(self) -> None:
+        path = self._surroundings.log(_NAME)
+        self._log_begin = path.stat().st_size if path.exists() else 0
+        self.process = self._surroundings.start(
+            _NAME, "-m", "shmload", "serve", "--budget", self._budget, "--workers", "2"
+        )
+
+    def wait_until_ready(self) -> None:
+        """Block until it serves.
+
+        Raises:
+            TimeoutError: it does not.
+        """
+        deadline = time.monotonic() + _DEADLINE_S
+        path = self._surroundings.log(_NAME)
+        while _READY not in path.read_bytes()[self._log_begin :]:
+            if time.monotonic() > deadline or self.has_ended():
+                raise TimeoutError(f"the service does not serve:\n{self.log}")
+            time.sleep(0.05)
+
+    def has_ended(self) -> bool:
+        """Tell whether it ended by itself."""
+        return self.process is not None and self.process.poll() is not None
+
+    def left_open(self, timeout_s: float) -> list[str]:
+        """Return what it and its workers still have open of any load, after a time to end it."""
+        assert self.process
+        deadline = time.monotonic() + timeout_s
+        while True:
+            pids = (self.process.pid, *children(self.process.pid))
+            left = [line for pid in pids for line in open_weights(pid)]
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def end(self) -> int:
+        """Have it end as an operator does; returns its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it does not end.
+        """
+        assert self.process
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(_DEADLINE_S)
+        self.process = None
+        return code

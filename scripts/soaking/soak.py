@@ -1,0 +1,126 @@
+"""One soak: clients with histories of their own, faults meanwhile, and order again at the end.
+
+The seed decides what each client does and in which order faults come. Which of them meet is up to
+the machine, so a finding may take several runs to be seen again.
+"""
+
+import random
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from soaking import operations
+from soaking.changes import Pauses
+from soaking.driver import Driver
+from soaking.faults import Faults
+from soaking.processes import Client, Surroundings
+from soaking.report import Report
+from soaking.service import Service
+from soaking.sources import Source, make_sources
+from soaking.stage import age_views, names
+
+_END_TIMEOUT_S = 10.0
+
+
+class Soak:
+    """A soak, from here until `close`."""
+
+    def __init__(self, report: Report, budget_nbytes: int, announce: Callable[[str], None]) -> None:
+        self._report = report
+        self._folder = tempfile.TemporaryDirectory(prefix="shmload-soak-")
+        work = Path(self._folder.name)
+        self._names_before = names()
+        self._surroundings = Surroundings(work, has_service=report.has_service)
+        self._sources = make_sources(work / "sources", random.Random(f"{report.seed} sources"))
+        self._service = Service(self._surroundings, budget_nbytes) if report.has_service else None
+        if self._service:
+            self._service.start()
+        self._clients = [Client(self._surroundings, n) for n in range(report.processes)]
+        self._driver = Driver(self._clients, self._surroundings, report, announce)
+
+    def close(self) -> None:
+        """End every process, whatever it does, and remove the sources."""
+        self._surroundings.kill_all()
+        for client in self._clients:
+            client.end()
+        if self._service:
+            self._service.kill()
+        self._folder.cleanup()
+
+    def run(self, seconds: float) -> None:
+        """Soak for so long, and look what is left."""
+        if self._service:
+            self._service.wait_until_ready()
+        self._driver.drive(lambda client: operations.leave())  # until all have started
+        end_s = time.monotonic() + seconds
+        rngs = {c.name: random.Random(f"{self._report.seed} {c.name}") for c in self._clients}
+        self._driver.resume(self._inject(end_s))
+        self._driver.drive(lambda c: operations.choose(rngs[c.name], self._sources), end_s)
+        if self._service:
+            self._service.wait_until_ready()
+        self._load_in_peace()
+        self._end()
+
+    def _inject(self, end_s: float) -> Pauses:
+        """Have one fault after the other begin; a fault itself, as far as the driver knows."""
+        rng = random.Random(f"{self._report.seed} faults")
+        faults = Faults(rng, self._report, self._clients, self._service, self._sources)
+        while time.monotonic() < end_s:
+            self._driver.resume(faults.choose())
+            yield faults.pause_s()
+            if self._service and self._service.has_ended():
+                self._report.find("the service has ended", self._service.log)
+                self._service.start()
+
+    def _load_in_peace(self) -> None:
+        """Have every client load every source: without a fault all must go well."""
+        failed_before = self._report.failures()
+        for source in self._sources:
+            self._load_everywhere(source)
+        failed = self._report.failures() - failed_before
+        if failed:
+            self._report.find("loads fail without a fault", f"{failed} of them")
+
+    def _load_everywhere(self, source: Source) -> None:
+        """Have it read once and attached by all; nothing else is in shared memory then."""
+        self._driver.drive_once(lambda client: operations.leave())  # or they had leases
+        self._surroundings.run("rm", "--all")
+        self._driver.drive_once(lambda client: operations.load_kept(source))
+
+    def _end(self) -> None:
+        """End all processes as a user would, and look what is left of them."""
+        self._driver.drive_once(lambda client: operations.leave())
+        for client in self._clients:
+            if code := client.end():
+                self._report.find("a client ended badly", f"{client.name}: {code}")
+        try:
+            self._end_service()
+            age_views()
+            self._surroundings.run("gc")
+            self._surroundings.run("rm", "--all")
+        except subprocess.SubprocessError as exc:
+            self._report.find("the end went wrong", f"{exc}\n{getattr(exc, 'stderr', '')}")
+        left = names() - self._names_before
+        if left:
+            self._report.find("left in shared memory", "\n".join(sorted(left)))
+        self._look_for_processes()
+
+    def _end_service(self) -> None:
+        if self._service is None:
+            return
+        if left := self._service.left_open(_END_TIMEOUT_S):
+            self._report.find("the service has left open", "\n".join(left))
+        if code := self._service.end():
+            self._report.find(f"the service ended with {code}", self._service.log)
+        if "Traceback" in self._service.log:
+            self._report.find("the service had an error of its own", self._service.log)
+
+    def _look_for_processes(self) -> None:
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while (alive := self._surroundings.alive()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if alive:
+            lines = [f"{pid} {command}" for pid, command in alive.items()]
+            self._report.find("processes are left", "\n".join(lines))

@@ -1,0 +1,129 @@
+"""Made-up checkpoints: small, of mixed dtypes, some of them sharded, in ever new versions."""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from soaking.digests import digest_tensors
+from soaking.history import History, Version
+
+TARGETS = (None, "float32", "bfloat16", "float16")
+"""The dtypes that loads ask for."""
+
+_FLOATS = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_OTHERS = (torch.int64, torch.uint8, torch.bool)
+_LARGEST = 1 << 20
+_BASES = ("model", "diffusion_pytorch_model")
+
+Form = dict[str, tuple[torch.dtype, int]]
+"""Dtype and number of elements of every tensor."""
+
+
+@dataclass(slots=True)
+class Shard:
+    """A file, and what it was since it was made. Versions differ in values, and most in form."""
+
+    path: Path
+    names: tuple[str, ...]
+    rng: random.Random
+    is_odd: bool
+    """Whether every version has a tensor that each dtype asked for converts."""
+    form: Form = field(default_factory=dict)
+    history: History = field(init=False)
+    versions: int = 0
+    """How many there were."""
+
+    def __post_init__(self) -> None:
+        version, content = self.make_version()
+        self.path.write_bytes(content)
+        self.history = History(version)
+
+    def make_version(self, *, same_form: bool = False) -> tuple[Version, bytes]:
+        """Return a version that never was, and its file's content.
+
+        Args:
+            same_form: of the same dtypes and sizes as the last one, and so of the same length.
+        """
+        if not same_form:
+            self.form = {name: self._choose_form() for name in self.names}
+            if self.is_odd:
+                self.form[self.names[0]] = (torch.float64, 1000)
+        self.versions += 1
+        generator = torch.Generator().manual_seed(self.rng.getrandbits(60))
+        tensors = {name: _fill(*form, generator) for name, form in self.form.items()}
+        digests = {target: digest_tensors(_convert(tensors, target)) for target in TARGETS}
+        return Version(self.versions, digests), save(tensors)
+
+    def _choose_form(self) -> tuple[torch.dtype, int]:
+        dtype = self.rng.choice(_FLOATS if self.rng.random() < 0.8 else _OTHERS)
+        return dtype, int(_LARGEST ** self.rng.uniform(0.2, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint: what is loaded by one path."""
+
+    path: Path
+    shards: tuple[Shard, ...]
+    changes_in_place: bool
+    """Else it is only ever replaced, by rename."""
+
+    def must_keep(self, target: str | None) -> bool:
+        """Tell whether a load has to keep segments, or else some shard would be mapped itself.
+
+        EXCLUDED: a shard that is mapped as it is shows what is written to it in place, and SIGBUS
+        where it is cut short, as under safetensors itself. `load_state_dict` says so.
+        """
+        return self.changes_in_place and target is None
+
+
+def make_sources(folder: Path, rng: random.Random) -> list[Source]:
+    """Make all sources of a soak: of one shard to three, half of them to be changed in place."""
+    sources = []
+    for number, count in enumerate((1, 1, 1, 1, 2, 2, 3, 3)):
+        path = folder / f"source-{number}"
+        path.mkdir(parents=True)
+        base = _BASES[number % 2]
+        changes_in_place = number % 4 > 1
+        shards = tuple(_make_shards(path, base, count, rng, is_odd=changes_in_place))
+        if count > 1:
+            _write_index(path / f"{base}.safetensors.index.json", shards)
+        given = shards[0].path if number < 2 else path
+        sources.append(Source(given, shards, changes_in_place))
+    return sources
+
+
+def _make_shards(
+    folder: Path, base: str, count: int, rng: random.Random, *, is_odd: bool
+) -> Iterator[Shard]:
+    for number in range(count):
+        part = "" if count == 1 else f"-{number + 1:05}-of-{count:05}"
+        names = tuple(f"layers.{number}.{tensor}.weight" for tensor in range(rng.randint(2, 6)))
+        own = random.Random(rng.random())
+        yield Shard(folder / f"{base}{part}.safetensors", names, own, is_odd)
+
+
+def _write_index(path: Path, shards: tuple[Shard, ...]) -> None:
+    weight_map = {name: shard.path.name for shard in shards for name in shard.names}
+    path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _fill(dtype: torch.dtype, count: int, generator: torch.Generator) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator).to(dtype)
+    return torch.randint(0, 2 if dtype is torch.bool else 200, (count,), generator=generator).to(
+        dtype
+    )
+
+
+def _convert(tensors: dict[str, torch.Tensor], target: str | None) -> dict[str, torch.Tensor]:
+    """Do what a load shall do, by torch alone."""
+    if target is None:
+        return tensors
+    dtype = getattr(torch, target)
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}

@@ -1,0 +1,29 @@
+"""The soak of `scripts/soak`, for a few seconds: nothing that must not be is found."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_SOAK = Path(__file__).parents[2] / "scripts" / "soak"
+
+
+@pytest.mark.parametrize("how", ["with the service", "without"])
+def test_soak_finds_nothing(tmp_path, how):
+    without = ["--without-service"] if how == "without" else []
+    result = tmp_path / "result.json"
+    options = ["--seed", "1", "--seconds", "5", "--processes", "2", "--json", str(result)]
+    run = subprocess.run(
+        [sys.executable, str(_SOAK), *options, *without],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(result.read_text())
+    assert found["findings"] == []
+    assert any(name.startswith("load: ok") for name in found["operations"])
+    assert found["faults"]
