@@ -139,7 +139,7 @@ def write_at(fd: int, content: bytes, offset: int) -> None:
         try:
             done += os.pwrite(fd, memoryview(content)[done:], offset + done)
         except OSError as exc:
-            if exc.errno != errno.ENOSPC:
+            if exc.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise
             remedy = "free some with `shmload rm` and `shmload gc`, or enlarge it"
             raise SharedMemoryFull(len(content), 0, "/dev/shm", remedy) from exc

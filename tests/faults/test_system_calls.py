@@ -1,0 +1,231 @@
+"""System calls that fail, and processes that die at one: what is there is complete, or is garbage.
+
+strace makes it happen, in real processes at the very call; so nothing in the product has to know.
+"""
+
+import errno
+import json
+import shutil
+import subprocess
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from warming import SHM
+
+import shmload
+from shmload.workers import fill
+
+
+def can_trace():
+    return (
+        bool(shutil.which("strace"))
+        and not subprocess.run(
+            ["strace", "-f", "-o", "/dev/null", "true"],
+            capture_output=True,
+            timeout=60,
+            check=False,
+        ).returncode
+    )
+
+
+needs_strace = pytest.mark.skipif(not can_trace(), reason="strace is missing or forbidden")
+
+# Warms its source, or maps it into a view; says what it read or why it could not.
+LOADER = """
+import sys
+import shmload
+door, source = sys.argv[1:]
+try:
+    if door == "warm":
+        print("DONE", shmload.warm(source, torch_dtype="bfloat16").read_nbytes, flush=True)
+    else:
+        with shmload.view(source, torch_dtype="bfloat16"):
+            print("DONE", flush=True)
+except shmload.ShmloadError as exc:
+    assert "\\n" not in str(exc)
+    fields = [getattr(exc, name, None) for name in ("errno", "wanted", "got")]
+    print("REFUSED", type(exc).__name__, *fields, exc, flush=True)
+"""
+
+
+@pytest.fixture
+def inject(child):
+    """Load a source in a process to which something happens at its calls on some files."""
+
+    def start(source, calls, what, *files, door="warm"):
+        return child(LOADER, door, source, prefix=tracing(calls, what, *files))
+
+    return start
+
+
+def tracing(calls, what, *files):
+    paths = [word for path in files for word in ("-P", str(path))]
+    log = f"{files[0]}.strace" if "/dev/shm" not in str(files[0]) else "/dev/null"
+    return (
+        *("strace", "-f", "-qq", "-o", log, *paths),
+        *("-e", f"trace={calls}", "-e", f"inject={calls}:{what}"),
+    )
+
+
+def part_of(source):
+    (shard,) = shmload.plan(source, torch_dtype=torch.bfloat16, keep=True).shards
+    return SHM / f"{shard.segment}.part"
+
+
+WORKERS = pytest.mark.parametrize("inline_nbytes", [0, 1 << 30], ids=["worker", "inline"])
+READS = "preadv,preadv2"
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+
+@needs_strace
+@WORKERS
+@pytest.mark.parametrize(
+    ("calls", "what", "said"),
+    [
+        ("pread64", "error=EIO:when=1", f"ShardUnreadable {errno.EIO} "),
+        ("pread64", "error=EIO:when=2", f"ShardUnreadable {errno.EIO} "),
+        (READS, "error=EIO:when=2", f"ShardUnreadable {errno.EIO} "),
+        # After two blocks of 1 MiB the file ends, whatever fstat says.
+        (READS, "retval=0:when=3", "ShardTruncated None {size} {there} "),
+    ],
+    ids=["length", "header", "weights", "end"],
+)
+def test_disk_that_fails_at_a_call(
+    large, inject, configure, shm_names, calls, what, said, inline_nbytes
+):
+    configure(inline_nbytes=inline_nbytes, workers=1)
+    process = inject(large, calls, what, large)
+    answer = process.expect("REFUSED")
+    size = large.stat().st_size
+    assert answer.startswith(said.format(size=size, there=size - 40_000_000 + (2 << 20)))
+    assert str(large) in answer
+    assert process.wait() == 0
+    assert shm_names() == []
+
+
+@needs_strace
+@WORKERS
+def test_interrupted_reads_and_writes_go_on(large, inject, configure, evicts, inline_nbytes):
+    configure(inline_nbytes=inline_nbytes, workers=1)
+    process = inject(large, f"{READS},pwrite64", "error=EINTR:when=2+3", large, part_of(large))
+    assert process.expect("DONE") == str(40_000_000)
+    shmload.verify()
+    got = shmload.load_state_dict(large, torch.bfloat16)
+    assert torch.equal(got["a"], load_file(large)["a"].bfloat16())
+
+
+def test_reads_and_writes_in_small_portions_add_up(checkpoint, evicts, monkeypatch):
+    preadv, pwrite = fill.os.preadv, fill.os.pwrite
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            fill.os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:1001]], offset)
+        )
+        patch.setattr(fill.os, "pwrite", lambda fd, buffer, offset: pwrite(fd, buffer[:77], offset))
+        shmload.warm(checkpoint, torch_dtype=torch.bfloat16, verify=True)
+    got = shmload.load_state_dict(checkpoint, torch.bfloat16)
+    assert torch.equal(got["a"], load_file(checkpoint)["a"].bfloat16())
+    assert torch.equal(got["b"], load_file(checkpoint)["b"])
+
+
+# Writing ------------------------------------------------------------------------------------------
+
+
+@needs_strace
+@pytest.mark.parametrize("error", ["ENOSPC", "ENOMEM", "EDQUOT"])
+@pytest.mark.parametrize(
+    ("inline_nbytes", "when"),
+    [(1 << 30, 1), (1 << 30, 2), (1 << 30, 3), (0, 2)],
+    ids=["header", "weights", "digest", "worker"],
+)
+def test_memory_that_runs_out_at_a_write(
+    checkpoint, inject, configure, shm_names, error, inline_nbytes, when
+):
+    configure(inline_nbytes=inline_nbytes, workers=1)
+    process = inject(checkpoint, "pwrite64", f"error={error}:when={when}", part_of(checkpoint))
+    answer = process.expect("REFUSED")
+    assert answer.startswith(f"SharedMemoryFull {errno.ENOSPC} ")
+    assert "shmload rm" in answer
+    assert process.wait() == 0
+    assert shm_names() == []
+
+
+@needs_strace
+@WORKERS
+def test_memory_that_runs_out_at_the_second_shard_frees_the_first(
+    tmp_path, inject, configure, shm_names, inline_nbytes
+):
+    configure(inline_nbytes=inline_nbytes, workers=1)
+    weight_map = {"a": "1.safetensors", "b": "2.safetensors"}
+    for name, shard in weight_map.items():
+        save_file({name: torch.ones(1 << 20)}, tmp_path / shard)  # written in four blocks
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    part = part_of(tmp_path / "2.safetensors")
+    process = inject(tmp_path, "pwrite64", "error=ENOSPC:when=3", part)
+    assert process.expect("REFUSED").startswith(f"SharedMemoryFull {errno.ENOSPC} ")
+    assert process.wait() == 0
+    assert shm_names() == []
+
+
+# Dying --------------------------------------------------------------------------------------------
+
+
+@needs_strace
+def test_workers_killed_at_their_third_read(large, inject, configure, shm_names):
+    # strace counts for each process alone: the one that takes over dies there too.
+    configure(inline_nbytes=0, workers=1)
+    process = inject(large, READS, "signal=SIGKILL:when=3", large)
+    answer = process.expect("REFUSED")
+    assert answer.startswith("WorkerDied ")
+    assert "SIGKILL" in answer
+    assert process.wait() == 0
+    assert shm_names() == []
+
+
+# What a loader does with a part, and then with its segment, in this order.
+STEPS = {
+    "looks for the segment": "openat:when=1",
+    "makes the part": "openat:when=2",
+    "locks it": "flock:when=1",
+    "empties it": "ftruncate:when=1",
+    "looks once more": "openat:when=3",
+    "gives it its length": "ftruncate:when=2",
+    "writes its header": "pwrite64:when=1",
+    "writes weights": "pwrite64:when=2",
+    "writes its digest": "pwrite64:when=3",
+    "gives it its name": "rename:when=1",
+    "takes its name away": "unlink:when=1",
+    "makes it read-only": "fchmod:when=1",
+    "closes it": "close:when=1",
+}
+
+
+# What is kept gets its name, and what is not loses the one it had.
+NOT_DONE = {("warm", "takes its name away"), ("view", "gives it its name")}
+
+
+@needs_strace
+@pytest.mark.parametrize(
+    ("door", "step"),
+    sorted({(door, step) for door in ("warm", "view") for step in STEPS} - NOT_DONE),
+)
+def test_killed_at_any_step_it_leaves_a_segment_or_garbage(
+    checkpoint, inject, evicts, shm_names, door, step
+):
+    call, when = STEPS[step].split(":", 1)
+    part = part_of(checkpoint)
+    segment = part.with_suffix("")
+    process = inject(checkpoint, call, f"signal=SIGKILL:{when}", part, segment, door=door)
+    assert process.wait() != 0, "it does not come to that step"
+    # What has a final name is whole, and nothing that is there is in the way of the next load.
+    assert set(shm_names()) <= {part.name, segment.name}
+    is_there = [info.name for info in shmload.verify()] == [segment.name]
+    assert is_there == segment.exists()
+    report = shmload.warm(checkpoint, torch_dtype=torch.bfloat16, verify=True)
+    assert report.segments == (segment.name,)
+    assert (report.read_nbytes == 0) == is_there
+    assert shm_names() == [segment.name]
+    got = shmload.load_state_dict(checkpoint, torch.bfloat16)
+    assert torch.equal(got["a"], load_file(checkpoint)["a"].bfloat16())
