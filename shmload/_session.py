@@ -61,7 +61,7 @@ class Session:
         self._inbox = Inbox(connection)
         self._lent: list[Job] = []
         self._reserved = 0
-        self._progress = _ProgressStream(connection)
+        self._progress = ProgressStream(connection)
 
     def run(self) -> None:
         """Serve until the client leaves, breaks the rules, or the service ends."""
@@ -188,7 +188,7 @@ class Session:
         self._reserved = 0
 
 
-class _ProgressStream:
+class ProgressStream:
     """Sends progress without ever waiting for the client: what it does not take is left out."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -217,7 +217,8 @@ class _ProgressStream:
         if not self._unsent:
             self._unsent = to_frame(self._latest)
             self._took_at = time.monotonic()
-        with contextlib.suppress(BlockingIOError):
+        # One that has left takes nothing either; whoever asks `has_hung_up` learns of it.
+        with contextlib.suppress(OSError):
             sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             self._unsent = self._unsent[sent:]
             self._took_at = self._sent_at = time.monotonic()

@@ -19,6 +19,7 @@ from shmload._endpoint import socket_path
 from shmload._errors import PeerRefused, ProtocolError, ServiceUnavailable
 from shmload._messages import to_frame
 from shmload._protocol import GetStatus, Lend, Stat, Status, Warm, Warmed
+from shmload._session import ProgressStream, has_hung_up
 
 _VALUES = torch.randn(1 << 20, generator=torch.Generator().manual_seed(3))
 _LOAD = """
@@ -208,6 +209,16 @@ def test_client_killed_in_the_middle_holds_up_nobody(at_work, other, checkpoint)
     )
     assert_right(shmload.load_state_dict(checkpoint, "bfloat16"))
     assert status().pid == process.pid
+
+
+def test_telling_a_client_that_has_left_is_no_failure():
+    # Else its load's end would be logged as an error of the service, by chance.
+    ours, theirs = socket.socketpair()
+    with ours:
+        stream = ProgressStream(ours)
+        theirs.close()
+        stream.report(1, 2)
+        assert has_hung_up(ours)
 
 
 def test_worker_that_died_while_idle_is_replaced(service, checkpoint):
