@@ -4,16 +4,17 @@ import os
 import random
 from collections.abc import Callable, Iterator
 
-from soaking.history import State
 from soaking.sources import Shard
 
 Pauses = Iterator[float]
 _BLOCKS = 5
+_PAUSES_S = (0, 0.05, 0.3)
 
 
 def replace(shard: Shard, rng: random.Random) -> Pauses:
     """Rename a new version over the old one."""
-    version, content = shard.make_version(same_form=rng.random() < 0.5)
+    content = shard.make_content(same_form=rng.random() < 0.5)
+    version = shard.version(content)
     fresh = shard.path.with_suffix(".new")
     fresh.write_bytes(content)
     with shard.history.turning(version):
@@ -23,38 +24,42 @@ def replace(shard: Shard, rng: random.Random) -> Pauses:
 
 def rewrite(shard: Shard, rng: random.Random) -> Pauses:
     """Cut the file to nothing and write a new version into it, as `cp` does."""
-    version, content = shard.make_version()
-    with shard.history.turning(State.BROKEN):
+    content = shard.make_content()
+    version = shard.version(content)
+    with shard.history.turning(None):
         os.truncate(shard.path, 0)
     with shard.path.open("r+b", buffering=0) as file:
         *blocks, last = _split(content)
         for block in blocks:
-            yield rng.choice((0, 0.05, 0.3))
+            yield rng.choice(_PAUSES_S)
             file.write(block)
         with shard.history.turning(version):
             file.write(last)
 
 
 def overwrite(shard: Shard, rng: random.Random) -> Pauses:
-    """Write a version of the same form over the old one, at the same length."""
-    version, content = shard.make_version(same_form=True)
-    first, *others, last = _split(content)
+    """Write a version of the same form over the old one, at the same length.
+
+    Between two writes the file is a version like another, half new and half old: whoever begins and
+    ends there has read what was there.
+    """
+    old, new = shard.path.read_bytes(), shard.make_content(same_form=True)
+    blocks, written = _split(new), 0
     with shard.path.open("r+b", buffering=0) as file:
-        with shard.history.turning(State.TORN):
-            file.write(first)
-        for block in others:
-            yield rng.choice((0, 0.05, 0.3))
-            file.write(block)
-        yield 0
-        with shard.history.turning(version):
-            file.write(last)
+        for number, block in enumerate(blocks, 1):
+            written += len(block)
+            version = shard.version(new[:written] + old[written:])
+            with shard.history.turning(version):
+                file.write(block)
+            if number < len(blocks):
+                yield rng.choice(_PAUSES_S)
 
 
 def truncate(shard: Shard, rng: random.Random) -> Pauses:
     """Cut the file short, and restore it later."""
-    version, content = shard.history.now, shard.path.read_bytes()
-    assert not isinstance(version, State)
-    with shard.history.turning(State.BROKEN):
+    content = shard.path.read_bytes()
+    version = shard.version(content)
+    with shard.history.turning(None):
         os.truncate(shard.path, rng.randrange(len(content)))
     yield rng.uniform(0.1, 1.5)
     with shard.path.open("r+b", buffering=0) as file:

@@ -113,6 +113,8 @@ class Driver:
             outcome, wrong = self._judge.outcome(client.name, asked, answer)
             detail = f"{client.name} {client.asked}"
             self._report.count_operation(asked.operation["do"], outcome, took_s, detail)
+            if "message" in answer:
+                self._report.messages.setdefault(outcome, answer["message"])
             if wrong:
                 self._find(wrong, client, answer.get("traceback", ""))
         client.asked = None

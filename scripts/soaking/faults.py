@@ -39,7 +39,8 @@ class Faults:
         self._changing: set[int] = set()
         self._is_full = False
         self._kinds: list[Callable[[random.Random], Pauses]] = [
-            *[self._change] * 10,
+            *[self._change] * 8,
+            *[self._change_under_way] * 4,
             self._kill_client,
             *[self._stop_client] * 2,
             *[self._harm_worker] * 4,
@@ -59,19 +60,32 @@ class Faults:
         return self._rng.choice(self._kinds)(random.Random(self._rng.random()))
 
     def _change(self, rng: random.Random) -> Pauses:
-        source, shard = rng.choice(self._shards)
+        source, shard = rng.choice((rng.random() < 0.7 and self._shards_in_use()) or self._shards)
         change = rng.choice((replace, *IN_PLACE)) if source.changes_in_place else replace
         if id(shard) in self._changing:
             return
         self._report.count_fault(change.__name__, str(shard.path))
-        yield from self._while_changing(shard, change(shard, rng))
-
-    def _while_changing(self, shard: Shard, change: Pauses) -> Pauses:
         self._changing.add(id(shard))
         try:
-            yield from change
+            yield from change(shard, rng)
         finally:
             self._changing.discard(id(shard))
+
+    def _change_under_way(self, rng: random.Random) -> Pauses:
+        """Change sources whose bytes are being read: all workers of somebody stand still."""
+        owner, parent = self._choose_parent(rng)
+        with contextlib.ExitStack() as stops:
+            for worker in children(parent):
+                stops.enter_context(_stopped(worker, parent))
+            self._report.note(f"the workers of {owner} stand still")
+            yield rng.uniform(0.1, 0.5)  # loads begin meanwhile
+            for _ in range(4):
+                yield from self._change(rng)
+
+    def _shards_in_use(self) -> list[tuple[Source, Shard]]:
+        """Return what clients load right now, where a change does most harm."""
+        paths = {client.asked.get("path") for client in self._clients if client.asked}
+        return [(source, shard) for source, shard in self._shards if str(source.path) in paths]
 
     def _kill_client(self, rng: random.Random) -> Pauses:
         client = rng.choice(self._clients)
@@ -86,21 +100,25 @@ class Faults:
         yield from _stop(client.pid, seconds)
 
     def _harm_worker(self, rng: random.Random) -> Pauses:
-        pids = {client.name: client.pid for client in self._clients}
-        if self._service and self._service.pid and rng.random() < 0.5:
-            pids = {"service": self._service.pid}
-        owner = rng.choice(sorted(pids))
-        workers = children(pids[owner])
+        owner, parent = self._choose_parent(rng)
+        workers = children(parent)
         if not workers:
             return
         worker, seconds = rng.choice(workers), _stop_s(rng)
         whose = "a service's" if owner == "service" else "a client's"
         if rng.random() < 0.5:
             self._report.count_fault(f"kill {whose} worker", owner)
-            _kill(worker, pids[owner])
+            _kill(worker, parent)
         else:
             self._report.count_fault(f"stop {whose} worker", f"{owner} for {seconds:.1f} s")
-            yield from _stop(worker, seconds, pids[owner])
+            yield from _stop(worker, seconds, parent)
+
+    def _choose_parent(self, rng: random.Random) -> tuple[str, int]:
+        """Return the name and number of a process that may have workers."""
+        if self._service and self._service.pid and rng.random() < 0.5:
+            return "service", self._service.pid
+        client = rng.choice(self._clients)
+        return client.name, client.pid
 
     def _kill_service(self, rng: random.Random) -> Pauses:
         assert self._service
@@ -136,16 +154,26 @@ def _stop_s(rng: random.Random) -> float:
     return rng.choice((0.1, 1.0, _LONGEST_STOP_S)) * rng.uniform(0.2, 1)
 
 
-def _stop(pid: int, seconds: float, parent: int | None = None) -> Iterator[float]:
-    """Have a process stand still; of no use against a child that is another's by now."""
-    with contextlib.suppress(ProcessLookupError), hold(pid) as fd:
-        if parent is not None and pid not in children(parent):
-            return
-        signal.pidfd_send_signal(fd, signal.SIGSTOP)
-        try:
-            yield seconds
-        finally:
-            signal.pidfd_send_signal(fd, signal.SIGCONT)
+def _stop(pid: int, seconds: float, parent: int | None = None) -> Pauses:
+    with _stopped(pid, parent):
+        yield seconds
+
+
+@contextlib.contextmanager
+def _stopped(pid: int, parent: int | None = None) -> Iterator[None]:
+    """Have a process stand still inside the block, unless it has gone or is another's child."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ProcessLookupError):
+            fd = stack.enter_context(hold(pid))
+            if parent is None or pid in children(parent):
+                signal.pidfd_send_signal(fd, signal.SIGSTOP)
+                stack.callback(_go_on, fd)
+        yield
+
+
+def _go_on(fd: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(fd, signal.SIGCONT)
 
 
 def _kill(pid: int, parent: int) -> None:

@@ -9,16 +9,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
-
-
-class State(Enum):
-    """What a shard is while it is no whole version."""
-
-    BROKEN = "broken"
-    """Too short: nobody may load it."""
-    TORN = "torn"
-    """Being overwritten in place: who reads it now gets some of each version, as from any file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +24,8 @@ class Version:
 class Period:
     """A span of time in which a shard was the same."""
 
-    holds: Version | State
+    holds: Version | None
+    """None while the file is too short: nobody may load it."""
     begin_s: float
     end_s: float = math.inf
 
@@ -45,13 +36,8 @@ class History:
     def __init__(self, version: Version) -> None:
         self._periods = [Period(version, time.monotonic())]
 
-    @property
-    def now(self) -> Version | State:
-        """What the shard holds."""
-        return self._periods[-1].holds
-
     @contextlib.contextmanager
-    def turning(self, holds: Version | State) -> Iterator[None]:
+    def turning(self, holds: Version | None) -> Iterator[None]:
         """Note that the block makes the shard something else."""
         before = self._periods[-1]
         self._periods.append(Period(holds, time.monotonic()))

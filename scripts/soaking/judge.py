@@ -3,9 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from soaking.history import State
 from soaking.operations import Asked
-from soaking.sources import Shard
 
 # Nothing that a soak does can be the cause of these.
 _NEVER = {
@@ -37,7 +35,9 @@ class Judge:
             return answer["errors"][0], _wrong_error(asked, answer)
         if do in ("load", "view"):
             self.held[client] = answer["tensors"]
-            return _judge_tensors(asked, answer["tensors"])
+            return "ok", _wrong_tensors(asked, answer["tensors"])
+        if do == "warm" and not _could_succeed(asked):
+            return "ok", "a shard was made resident that was never whole"
         if do == "check" and answer["tensors"] != self.held.get(client, {}):
             return "ok", "what the client held has changed"
         if do == "leftovers" and answer["left"]:
@@ -61,37 +61,28 @@ def _wrong_error(asked: Asked, answer: dict[str, Any]) -> str:
 def _has_changed(asked: Asked) -> bool:
     assert asked.source
     seen = [shard.history.between(asked.begin_s, asked.end_s) for shard in asked.source.shards]
-    return any(len(periods) > 1 or isinstance(periods[0].holds, State) for periods in seen)
+    return any(len(periods) > 1 or periods[0].holds is None for periods in seen)
 
 
-def _judge_tensors(asked: Asked, tensors: dict[str, str]) -> tuple[str, str]:
+def _could_succeed(asked: Asked) -> bool:
     assert asked.source
-    outcome = "ok"
+    seen = [shard.history.between(asked.begin_s, asked.end_s) for shard in asked.source.shards]
+    return all(any(period.holds for period in periods) for periods in seen)
+
+
+def _wrong_tensors(asked: Asked, tensors: dict[str, str]) -> str:
+    assert asked.source
     names = {name for shard in asked.source.shards for name in shard.names}
     if names != set(tensors):
-        return "ok", f"tensors are missing or too many: {sorted(names ^ set(tensors))}"
+        return f"tensors are missing or too many: {sorted(names ^ set(tensors))}"
     for shard in asked.source.shards:
         got = {name: tensors[name] for name in shard.names}
         seen = [period.holds for period in shard.history.between(asked.begin_s, asked.end_s)]
         target = asked.operation["dtype"]
-        wanted = {
-            version.number: version.digests[target]
-            for version in seen
-            if not isinstance(version, State)
-        }
-        if got in wanted.values():
-            continue
-        if State.TORN in seen:
-            # EXCLUDED: a load that begins and ends between two writes of a program that overwrites
-            # the shard has what the shard held then, as `from_pretrained` would.
-            outcome = "ok, of a shard half written"
-            continue
-        return "ok", _describe_mismatch(shard, got, wanted)
-    return outcome, ""
-
-
-def _describe_mismatch(shard: Shard, got: dict[str, str], wanted: dict[int, dict[str, str]]) -> str:
-    return (
-        f"{shard.path} gave what it never held between begin and end\n"
-        f"got: {got}\nit held: {wanted or 'no whole version'}"
-    )
+        wanted = {version.number: version.digests[target] for version in seen if version}
+        if got not in wanted.values():
+            return (
+                f"{shard.path} gave what it never held between begin and end\n"
+                f"got: {got}\nit held: {wanted or 'no whole version'}"
+            )
+    return ""

@@ -32,6 +32,8 @@ class Report:
     operations: Counter[str] = field(default_factory=Counter)
     """By what was done and what came of it."""
     faults: Counter[str] = field(default_factory=Counter)
+    messages: dict[str, str] = field(default_factory=dict)
+    """The first one of every kind of error."""
     longest_s: float = 0.0
     longest: str = ""
     findings: list[Finding] = field(default_factory=list)
@@ -61,7 +63,7 @@ class Report:
 
     def failures(self) -> int:
         """Return how many operations ended otherwise than well."""
-        return sum(n for name, n in self.operations.items() if ": ok" not in name)
+        return sum(n for name, n in self.operations.items() if not name.endswith(": ok"))
 
     def line(self) -> str:
         """Return where the soak stands, in one line."""
@@ -74,7 +76,9 @@ class Report:
     def summary(self) -> str:
         """Return all counts, and all findings with what it takes to repeat them."""
         lines = [self.line(), "operations:", *_rows(self.operations), "faults:"]
-        lines += [*_rows(self.faults), f"longest: {self.longest_s:.2f} s, {self.longest}"]
+        lines += [*_rows(self.faults), "the first errors:"]
+        lines += [f"  {kind}: {message}" for kind, message in sorted(self.messages.items())]
+        lines += [f"longest: {self.longest_s:.2f} s, {self.longest}"]
         for finding in self.findings:
             lines += ["", f"FOUND at step {finding.step}: {finding.what}", finding.detail]
             lines += ["before it:", *finding.events]
@@ -94,6 +98,7 @@ class Report:
             "steps": self.step,
             "operations": dict(sorted(self.operations.items())),
             "faults": dict(sorted(self.faults.items())),
+            "first_errors": self.messages,
             "longest_s": round(self.longest_s, 3),
             "longest": self.longest,
             "findings": [

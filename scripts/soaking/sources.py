@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 from soaking.digests import digest_tensors
 from soaking.history import History, Version
@@ -39,12 +39,12 @@ class Shard:
     """How many there were."""
 
     def __post_init__(self) -> None:
-        version, content = self.make_version()
+        content = self.make_content()
         self.path.write_bytes(content)
-        self.history = History(version)
+        self.history = History(self.version(content))
 
-    def make_version(self, *, same_form: bool = False) -> tuple[Version, bytes]:
-        """Return a version that never was, and its file's content.
+    def make_content(self, *, same_form: bool = False) -> bytes:
+        """Return the content of a file that never was.
 
         Args:
             same_form: of the same dtypes and sizes as the last one, and so of the same length.
@@ -53,11 +53,15 @@ class Shard:
             self.form = {name: self._choose_form() for name in self.names}
             if self.is_odd:
                 self.form[self.names[0]] = (torch.float64, 1000)
-        self.versions += 1
         generator = torch.Generator().manual_seed(self.rng.getrandbits(60))
-        tensors = {name: _fill(*form, generator) for name, form in self.form.items()}
+        return save({name: _fill(*form, generator) for name, form in self.form.items()})
+
+    def version(self, content: bytes) -> Version:
+        """Return what a load of such a file must give."""
+        self.versions += 1
+        tensors = load(content)
         digests = {target: digest_tensors(_convert(tensors, target)) for target in TARGETS}
-        return Version(self.versions, digests), save(tensors)
+        return Version(self.versions, digests)
 
     def _choose_form(self) -> tuple[torch.dtype, int]:
         dtype = self.rng.choice(_FLOATS if self.rng.random() < 0.8 else _OTHERS)
