@@ -113,8 +113,9 @@ def test_misspelled_argument_is_refused(checkpoint, call):
 def test_interrupt_leaves_nothing(checkpoint, child, shm_names):
     process = child(
         """
-import sys, shmload
+import signal, sys, shmload
 from shmload._load import Load
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 close = Load.close
 def say_and_close(load):
     load._is_cancelled.set()
