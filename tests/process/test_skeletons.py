@@ -320,3 +320,25 @@ def test_directory_of_skeletons_stays_small(tmp_path):
     left = {path.name for path in folder.iterdir()}
     assert len(left) == 64
     assert {"last", "69", "7"} <= left
+
+
+_LOAD = """
+import sys, torch, shmload
+from shmload.integrations.build import Build
+build_models = Build._build_models
+def say(*args, **kwargs):
+    print("BUILDS", flush=True)
+    return build_models(*args, **kwargs)
+Build._build_models = say
+shmload.load_pipeline(sys.argv[1], torch_dtype=torch.bfloat16)
+print("LOADED", flush=True)
+"""
+
+
+def test_process_that_loads_once_remembers_for_the_next(saved, child):
+    # What the libraries say when they are imported is not said of the models.
+    source = saved("stable-diffusion")
+    first = child(_LOAD, source)
+    first.expect("BUILDS")
+    first.expect("LOADED")
+    child(_LOAD, source).expect("LOADED")
