@@ -44,6 +44,9 @@ def load_pipeline(
 ) -> "DiffusionPipeline":
     """Load a diffusion pipeline through shared memory.
 
+    May be called from several threads: decoding is parallel, building is not, because the libraries
+    are not made for it.
+
     Args:
         source: what `DiffusionPipeline.from_pretrained` takes: a directory, or a hub id.
         torch_dtype: a `torch.dtype`, its name, a dict of these by component (with a `default`), or

@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     wait_timeout_s: float = 600.0
     """How long to wait for a segment that another process is decoding, in seconds."""
 
-    skeletons: bool = True
+    skeletons: bool = False
     """Whether built models are remembered, without their weights, to be built faster next time."""
 
     cache_dir: Path = msgspec.field(default_factory=lambda: _user_cache_dir() / "shmload")

@@ -188,7 +188,7 @@ def _find(
         raise TypeError(f"unknown argument {min(unknown)!r}")
     found = find_source(source, variant=variant, components=components, **hub_kwargs)
     shards = [shard for checkpoint in found.checkpoints for shard in checkpoint.shards]
-    if variant and shards and not any(f".{variant}." in shard.name for shard in shards):
+    if variant and shards and variant not in map(_variant_of, shards):
         raise SourceNotFound(source, f"it has no weights of variant {variant!r}{_hint(found)}")
     if isinstance(torch_dtype, Mapping) and found.is_pipeline:
         for name in torch_dtype.keys() - {"default", *found.components}:
@@ -200,9 +200,13 @@ def _hint(source: Source) -> str:
     """Name the variants that a source has, for an error."""
     if not source.root.is_dir():
         return ""
-    names = (path.name for path in source.root.glob("**/*.safetensors"))
-    variants = {match[1] for match in map(_VARIANT.search, names) if match}
-    return f"; it has variant {', '.join(sorted(variants))}" if variants else ""
+    found = set(map(_variant_of, source.root.glob("**/*.safetensors"))) - {None}
+    return f"; it has variant {', '.join(sorted(map(str, found)))}" if found else ""
+
+
+def _variant_of(shard: Path) -> str | None:
+    match = _VARIANT.search(shard.name)
+    return match[1] if match else None
 
 
 def derive_rules(source: Source, torch_dtype: object) -> dict[str, Rule]:

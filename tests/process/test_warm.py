@@ -182,6 +182,11 @@ def test_variant_that_is_not_there_is_said(folder, tmp_path):
         shmload.warm(other)
 
 
+def test_sharded_variant_is_found(saved):
+    source = saved("flux", "float16", "fp16", sharded=True)
+    assert len(shmload.plan(source, variant="fp16").shards) > 4
+
+
 def test_dtype_of_an_unknown_component_is_an_error(saved):
     with pytest.raises(shmload.UnknownComponent, match="no component 'foo'"):
         shmload.plan(saved("flux"), torch_dtype={"foo": "float32"})
