@@ -9,6 +9,7 @@ checked on the built models; otherwise it is built again.
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_building = threading.RLock()
+_has_ever_warned = False
 # What diffusers warns of when a model of a class of its pipelines is passed in.
 _PASSED = "You have passed a non-standard module"
 # Arguments of from_pretrained that do not change what its models are.
@@ -78,19 +81,33 @@ class Build:
     def run(self, *, verify: bool) -> "DiffusionPipeline":
         """Build it, while the load goes on where that is possible."""
         skeleton = self._skeleton_path()
-        models = None
-        if skeleton and self._load.has_every_file:
-            models = load_skeleton(skeleton, self._load.open_files())
-        if models is None:
+        pipe = self._build_around(skeleton) if skeleton else None
+        if pipe is None:
             return self._build_models(skeleton, verify=verify)
-        pipe = self._from_view(models)
         self._finish_load(verify=verify)
         return pipe
+
+    def _build_around(self, skeleton: Path) -> "DiffusionPipeline | None":
+        """Build it around models from their skeleton, or return None if that was not to be."""
+        unfinished = self._load.unfinished_components()
+        if not self._load.has_every_file:
+            return None
+        models = load_skeleton(skeleton, self._load.open_files())
+        if models is None:
+            return None
+        generator_state = torch.get_rng_state()
+        pipe = self._from_view(models)
+        if self._is_wholly_mapped(pipe, unfinished):
+            return pipe
+        torch.set_rng_state(generator_state)
+        return None
 
     def _skeleton_path(self) -> Path | None:
         """Return where the models' skeleton is, if these arguments allow for one."""
         named = {key for key, value in self._kwargs.items() if value is not None}
         if not (settings().skeletons and self._source.class_name and named <= _NEUTRAL_KWARGS):
+            return None
+        if torch.is_inference_mode_enabled():  # it makes other tensors
             return None
         if self._kwargs.get("use_safetensors") is False:
             return None
@@ -98,12 +115,15 @@ class Build:
 
     def _build_models(self, skeleton: Path | None, *, verify: bool) -> "DiffusionPipeline":
         """Let the libraries build all of it."""
+        generator_state = torch.get_rng_state()
         pipe = self._build_early(self._load.unfinished_components())
         if pipe is None:
             self._load.wait()
             pipe = self._from_view()
         is_foreseen = not self._has_other_dtypes(pipe)
-        if is_foreseen and skeleton and not any(map(_is_of_models, self._said)):
+        # Who draws random numbers has to draw them each time.
+        draws = not torch.equal(generator_state, torch.get_rng_state())
+        if is_foreseen and skeleton and not draws and not self._has_warned():
             save_skeleton(skeleton, self._models_of(pipe), self._load.open_files())
         self._finish_load(verify=verify)
         if not is_foreseen:
@@ -155,7 +175,8 @@ class Build:
             decoded: whether the view leads to the segments.
         """
         given = self._source.given
-        with View(self._source.root, self._load.files() if decoded else {}) as view:
+        # The libraries' loading is not made for threads, nor is the repair of messages.
+        with _building, View(self._source.root, self._load.files() if decoded else {}) as view:
             repair = PathRepair(view.path, self._root, given, self._said)
             if models:
                 repair.silence(_PASSED)
@@ -180,12 +201,25 @@ class Build:
         keyword = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
         dtype = {} if self._torch_dtype is None else {keyword: _as_torch(self._torch_dtype)}
         # Mapped weights are there at once: threads to fetch them are a sixth of the build's time.
-        threads = contextlib.nullcontext() if self._reads_at_once else _no_loading_threads()
+        # In inference mode those threads, which are outside of it, make other tensors.
+        is_theirs = self._reads_at_once or torch.is_inference_mode_enabled()
+        threads = contextlib.nullcontext() if is_theirs else _no_loading_threads()
         with threads:
             pipe: DiffusionPipeline = pipeline_class.from_pretrained(
                 str(root), **dtype, **self._kwargs, **models
             )
         return pipe
+
+    def _has_warned(self) -> bool:
+        """Tell whether this process may have warned, or kept silent, of what others must hear.
+
+        Many warnings come once in a process, so one is enough for all that it builds later.
+        """
+        global _has_ever_warned
+        loggers = (logging.getLogger(name) for name in ("diffusers", "transformers", "accelerate"))
+        is_muted = not all(logger.isEnabledFor(logging.WARNING) for logger in loggers)
+        _has_ever_warned |= is_muted or any(map(_is_of_models, self._said))
+        return _has_ever_warned
 
     def _models_of(self, pipe: "DiffusionPipeline") -> Models:
         """Return the models whose weights this load has."""

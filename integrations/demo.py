@@ -46,7 +46,7 @@ def run_demo(output: str) -> None:
             if resident:
                 shmload.evict(*resident)
     _print_results(results)
-    click.echo(f"image: {target / 'image.png'}")
+    click.echo(f"image: {target / 'image.png'} (noise: the weights are random)")
 
 
 def _make_checkpoint(folder: Path) -> Path:
@@ -88,7 +88,7 @@ def _run_child(way: str, source: Path, target: Path) -> dict[str, Any]:
 
 
 def _print_results(results: dict[str, dict[str, Any]]) -> None:
-    click.echo(f"\n{'':28}{'process':>9}{'once more':>11}{'private memory':>16}")
+    click.echo(f"\n{'':28}{'started':>9}{'again':>11}{'private memory':>16}")
     for way, title in _WAYS.items():
         result = results[way]
         click.echo(

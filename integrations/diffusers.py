@@ -44,6 +44,9 @@ def load_pipeline(
 ) -> "DiffusionPipeline":
     """Load a diffusion pipeline through shared memory.
 
+    May be called from several threads: decoding is parallel, building is not, because the libraries
+    are not made for it.
+
     Args:
         source: what `DiffusionPipeline.from_pretrained` takes: a directory, or a hub id.
         torch_dtype: a `torch.dtype`, its name, a dict of these by component (with a `default`), or
@@ -150,6 +153,8 @@ def _import_classes(source: Source) -> None:
 
     import shmload.integrations.build  # noqa: F401 with it, torch
 
+    # What its module warns of when it is imported is not about these models.
+    getattr(diffusers, source.class_name or "DiffusionPipeline", None)
     libraries = {"diffusers": diffusers, "transformers": transformers}
     for checkpoint in source.checkpoints:
         if checkpoint.library in libraries:

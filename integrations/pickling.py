@@ -5,12 +5,13 @@ it stands for one that a shard holds whole, or has its bytes with it; anything e
 """
 
 import copy
+import enum
 import functools
 import importlib
 import io
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -28,18 +29,18 @@ Models = dict[str, torch.nn.Module]
 Files = list[tuple[str, int]]
 """Name and descriptor of what has each shard's tensors, in the order of the plan."""
 
-# Where the classes and functions of a model may come from.
+# Where the classes and functions of a model may come from. This is for models to be whole, not for
+# safety: a pickle of these classes can still do harm, and only its owner is to be trusted.
 _PACKAGES = frozenset(
     {"accelerate", "collections", "diffusers", "functools", "torch", "transformers"}
 )
-# And what of the standard library: harmless, whatever their arguments.
+# And what of the standard library.
 _STANDARD = {
     "builtins.bool",
     "builtins.complex",
     "builtins.dict",
     "builtins.float",
     "builtins.frozenset",
-    "builtins.getattr",
     "builtins.int",
     "builtins.list",
     "builtins.range",
@@ -49,6 +50,8 @@ _STANDARD = {
     "builtins.tuple",
     "re._compile",
 }
+# Whose wrappers the libraries put around those.
+_WRAPPERS = _PACKAGES | {"huggingface_hub"}
 # What makes a model: a library's class in which one of these is replaced is not its own any more.
 _MAKERS = ("__init__", "from_pretrained", "_load_pretrained_model")
 # For tensors that are in no shard: tables that a model computes when it is built.
@@ -93,6 +96,9 @@ def pickle_models(models: Models, files: Files) -> PickledModels:
         Unfit: some tensor is neither in a file nor a small table, or is not simply laid out.
         Exception: something in the models cannot be pickled.
     """
+    for config in _hashed_configs(m for model in models.values() for m in model.modules()):
+        if config._original_object_hash != hash(config):
+            raise Unfit("a generation config that was changed")
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, files)
     pickler.dump(models)
@@ -117,7 +123,10 @@ def unpickle_models(pickled: PickledModels, files: Files) -> Models:
             raise Unfit(f"{home} has changed")
     stored = [wrap(fd, name) for name, fd in files]
     models: Models = _Unpickler(pickled, stored).load()
-    _register(module for model in models.values() for module in model.modules())
+    modules = [module for model in models.values() for module in model.modules()]
+    _register(modules)
+    for config in _hashed_configs(modules):
+        config._original_object_hash = hash(config)
     return models
 
 
@@ -216,6 +225,8 @@ class _Unpickler(pickle.Unpickler):
         return tensor
 
     def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" == "builtins.getattr":
+            return _bound_method
         if f"{module}.{name}" in _STANDARD:
             return super().find_class(module, name)
         if not _is_of_libraries(module):
@@ -240,6 +251,14 @@ def _make_tensor(tensor: StoredTensor, stored: list[dict[str, torch.Tensor]]) ->
     return made
 
 
+def _hashed_configs(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
+    """Yield the generation configs that remember their own hash, which each process salts anew."""
+    for module in modules:
+        config = vars(module).get("generation_config")
+        if hasattr(config, "_original_object_hash"):
+            yield config
+
+
 def _register(modules: Iterable[torch.nn.Module]) -> None:
     """Have transformers know the classes of some modules.
 
@@ -259,11 +278,29 @@ def _is_of_libraries(module: str) -> bool:
     return module.partition(".")[0] in _PACKAGES
 
 
+def _bound_method(owner: object, name: str) -> Any:
+    """Stand for `getattr`, by which a method bound to an object is pickled."""
+    if not isinstance(owner, torch.nn.Module | type | enum.Enum):
+        raise Unfit(f"{name} of a {type(owner).__name__}")
+    return getattr(owner, name)
+
+
 def _is_pristine(found: object) -> bool:
     """Tell whether a class or function, and what makes a class's instances, is a library's own."""
-    makers = [getattr(found, name, None) for name in _MAKERS] if isinstance(found, type) else []
-    homes = [getattr(part, "__module__", None) for part in (found, *makers)]
-    return all(home in (None, "builtins") or _is_of_libraries(home) for home in homes)
+    if not isinstance(found, type):
+        return _is_of_libraries(_home_of(found))
+    is_layer = found.__module__.startswith("torch.nn.modules.")
+    if is_layer and getattr(torch.nn, found.__name__, found) is not found:
+        return False  # somebody has put another in its place
+    makers = (getattr(found, name, None) for name in _MAKERS)
+    return all(_home_of(maker).partition(".")[0] in _WRAPPERS | {"builtins"} for maker in makers)
+
+
+def _home_of(function: object) -> str:
+    """Return the module whose code it is; of a wrapper, that of the wrapper."""
+    bare = getattr(function, "__func__", function)
+    known = getattr(bare, "__globals__", None)
+    return str(known["__name__"] if known else getattr(bare, "__module__", None) or "builtins")
 
 
 @functools.cache

@@ -52,7 +52,8 @@ def main(
                 verify=verify,
             )
         except Exception as exc:  # whatever it is, the other sources have their turn
-            click.echo(f"warmup: {exc or type(exc).__name__}", err=True)
+            reason = str(exc) if isinstance(exc, shmload.ShmloadError) else f"{source}: {exc!r}"
+            click.echo(f"warmup: {reason}", err=True)
             failed += 1
             continue
         if report.read_nbytes:

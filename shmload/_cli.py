@@ -5,7 +5,7 @@ Exit codes: 0 done, 1 failed (the error's own sentence on stderr), 2 wrong usage
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -15,6 +15,7 @@ from shmload import _cli_doctor, _cli_service
 from shmload._cli_output import as_json_option, print_json, print_table
 from shmload._dtypes import dtype_by_component
 from shmload._errors import ShmloadError, format_nbytes
+from shmload._residency import SegmentInfo
 
 
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,16 +77,22 @@ def warm(
 
     A source is a pipeline's directory, one component's, a safetensors file, or a hub id.
     """
-    reports = []
+    reports: list[object] = []
+    torch_dtype = dtype_by_component(dtypes)
     for source in sources:
-        report = shmload.warm(
-            source,
-            torch_dtype=dtype_by_component(dtypes),
-            workers=workers,
-            verify=verify,
-            progress=False if quiet else None,
-            **_given(where),
-        )
+        try:
+            report = shmload.warm(
+                source,
+                torch_dtype=torch_dtype,
+                workers=workers,
+                verify=verify,
+                progress=False if quiet else None,
+                **_given(where),
+            )
+        except ShmloadError as exc:  # the other sources have their turn
+            click.echo(f"shmload: {exc}", err=True)
+            reports.append({"source": source, "error": str(exc)})
+            continue
         reports.append(report)
         if as_json:
             continue
@@ -99,6 +106,8 @@ def warm(
             )
     if as_json:
         print_json(reports)
+    if any(isinstance(report, dict) for report in reports):
+        sys.exit(1)
 
 
 @main.command()
@@ -153,19 +162,23 @@ def list_segments(as_json: bool) -> None:
         for info in found
     ]
     print_table(("SEGMENT", "SIZE", "DTYPE", "STATE", "AGE", "SOURCE"), rows, right=(1, 4))
-    click.echo(f"{len(found)} segments, {format_nbytes(sum(info.nbytes for info in found))}")
+    click.echo(_amount(found))
 
 
 @main.command("rm")
 @click.argument("patterns", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="Every segment of this user.")
-def remove(patterns: tuple[str, ...], everything: bool) -> None:
+@as_json_option
+def remove(patterns: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Remove segments by name, or by the path of their source or of a directory above it."""
     if bool(patterns) == everything:
         raise click.UsageError("give names or sources, or --all")
     chosen = patterns or tuple(info.name for info in shmload.segments())
     removed = shmload.evict(*chosen) if chosen else []
-    click.echo(f"removed {len(removed)} segments, {format_nbytes(sum(i.nbytes for i in removed))}")
+    if as_json:
+        print_json(removed)
+    else:
+        click.echo(f"removed {_amount(removed)}")
 
 
 @main.command("gc")
@@ -179,10 +192,14 @@ def collect() -> None:
 
 @main.command()
 @click.argument("patterns", nargs=-1)
-def verify(patterns: tuple[str, ...]) -> None:
+@as_json_option
+def verify(patterns: tuple[str, ...], as_json: bool) -> None:
     """Recompute the digests of segments, by name or source; all of them if none is given."""
     checked = shmload.verify(*patterns)
-    click.echo(f"{len(checked)} segments are sound")
+    if as_json:
+        print_json(checked)
+    else:
+        click.echo(f"sound: {_amount(checked)}")
 
 
 @main.command()
@@ -204,6 +221,12 @@ def add_service_commands() -> None:
         _cli_doctor.doctor_command,
     ):
         main.add_command(command)
+
+
+def _amount(found: Sequence[SegmentInfo]) -> str:
+    """Say how many segments there are and how large they are together."""
+    count = f"{len(found)} segment{'' if len(found) == 1 else 's'}"
+    return f"{count}, {format_nbytes(sum(info.nbytes for info in found))}"
 
 
 def _given(where: dict[str, Any]) -> dict[str, Any]:

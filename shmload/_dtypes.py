@@ -6,7 +6,7 @@ Inside shmload a dtype is its safetensors name (`"BF16"`); users give torch's (`
 
 from collections.abc import Sequence
 
-from shmload._errors import UnknownDtype
+from shmload._errors import ArgumentError, UnknownDtype
 
 # Bits per element of every dtype that safetensors 0.8 knows
 # (github.com/huggingface/safetensors, safetensors/src/tensor.rs, `Dtype::bitsize`).
@@ -87,11 +87,17 @@ def dtype_by_component(texts: Sequence[str]) -> str | dict[str, str] | None:
 
     Returns:
         What `torch_dtype` takes: None for no text, a name for all, or a dict by component.
+
+    Raises:
+        ArgumentError: one is given twice.
     """
     by_component = {}
     for text in texts:
         component, separator, dtype = text.rpartition("=")
-        by_component[component if separator else "default"] = dtype
+        name = component if separator else "default"
+        if name in by_component:
+            raise ArgumentError(f"the dtype of {name!r} is given twice")
+        by_component[name] = dtype
     if set(by_component) <= {"default"}:
         return by_component.get("default")
     return by_component

@@ -78,7 +78,7 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
             raise ShardTruncated(path, _LENGTH_NBYTES, file_nbytes)
         length = int.from_bytes(start, "little")
         if length > _MAX_HEADER_NBYTES:
-            raise ShardMalformed(path, f"its header claims {length} bytes")
+            raise ShardMalformed(path, f"its first 8 bytes claim a header of {length} bytes")
         if _LENGTH_NBYTES + length > file_nbytes:
             raise ShardTruncated(path, _LENGTH_NBYTES + length, file_nbytes)
         raw = os.pread(fd, length, _LENGTH_NBYTES)

@@ -130,5 +130,8 @@ def _download(repo_id: str, variant: str | None, hub_kwargs: dict[str, Any]) -> 
     module = importlib.import_module("shmload.integrations.diffusers")
     try:
         return Path(module.download(repo_id, variant=variant, **hub_kwargs))
-    except (OSError, ValueError) as exc:
-        raise SourceNotFound(repo_id, f"it cannot be downloaded: {exc}") from exc
+    except Exception as exc:  # of the hub's HTTP client too, which changes with its version
+        reason = next(iter(str(exc).splitlines()), type(exc).__name__)
+        raise SourceNotFound(
+            repo_id, f"no such file or directory, and it cannot be downloaded: {reason}"
+        ) from exc

@@ -22,7 +22,7 @@ from shmload._client import Service, find_service
 from shmload._collector import paused_gc
 from shmload._coordinator import Coordinator, Job
 from shmload._errors import ArgumentError, CapacityError, ServiceUnavailable, format_nbytes
-from shmload._linux import Inode, inode_of, is_cached, open_source, read_ahead
+from shmload._linux import Inode, inode_of, is_cached, open_source, read_ahead, unlock
 from shmload._plan import Action, Plan, plan_shard
 from shmload._progress import Callback, Progress
 from shmload._residency import check_digest, remove_dead_parts, remove_if_free
@@ -213,10 +213,7 @@ class Load:
 
     def close(self) -> None:
         """End the load: stop what still runs, remove its parts, give all leases back."""
-        self._is_cancelled.set()
-        if self._thread:
-            self._thread.join()
-            self._thread = None
+        self._cancel()
         with contextlib.ExitStack() as closing:  # each, whatever becomes of the others
             while self._shards:
                 closing.callback(os.close, self._shards.pop().fd)
@@ -227,8 +224,19 @@ class Load:
             if self._service:
                 closing.callback(self._service.close)
 
+    def _cancel(self) -> None:
+        self._is_cancelled.set()
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
     def discard(self) -> None:
         """End the load and remove the segments that it has made, unless somebody uses them."""
+        self._cancel()
+        for name in self._made:
+            held = self._held[name]
+            if isinstance(held, Segment) and held.fd >= 0:
+                unlock(held.fd)  # of mappings of this load that are still around
         self.close()
         while self._made:
             remove_if_free(self._made.pop())

@@ -148,6 +148,7 @@ class Part:
         if fd >= 0:
             if is_named(fd, self.name + PART_SUFFIX):
                 shm_unlink(self.name + PART_SUFFIX)
+            unlock(fd)  # a mapping that is still around would keep the lock
             os.close(fd)
 
 

@@ -57,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     service_timeout_s: float = 10.0
     """How long the service may take for an answer that reads no weights, in seconds."""
 
-    skeletons: bool = True
+    skeletons: bool = False
     """Whether built models are remembered, without their weights, to be built faster next time."""
 
     cache_dir: Path = msgspec.field(default_factory=lambda: _user_cache_dir() / "shmload")

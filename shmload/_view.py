@@ -37,12 +37,14 @@ class View:
         self.folder = SHM_DIR / f"{name_prefix()}{VIEW_INFIX}{secrets.token_hex(8)}"
         self._fd = -1
         self._made: list[Path] = []
-        root = Path(os.path.abspath(root))
+        root = _absolute(root)
         try:
             self._make_folder(self.folder)
             self._fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try_lock(self._fd, exclusive=True)
-            self.path = self._link(root, {Path(os.path.abspath(f)): to for f, to in files.items()})
+            # A link is followed from where it lies, so it must not lead to a relative path.
+            paths = {_absolute(path): _absolute(to) for path, to in files.items()}
+            self.path = self._link(root, paths)
         except BaseException as exc:
             self.close()
             if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
@@ -110,3 +112,8 @@ def descriptor_path(fd: int) -> Path:
     Unlike its name this works before the file has its final name and after it has none.
     """
     return Path(f"/proc/{os.getpid()}/fd/{fd}")
+
+
+def _absolute(path: Path) -> Path:
+    """Return the path from the root on; links in it stay what they are."""
+    return Path(os.path.abspath(path))

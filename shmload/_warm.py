@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 
 from shmload._client import Service
 from shmload._collector import paused_gc
-from shmload._errors import SourceNotFound
+from shmload._errors import SourceNotFound, UnknownComponent
 from shmload._hub import find_source
 from shmload._linux import open_source
 from shmload._load import complete_load
@@ -20,6 +21,12 @@ from shmload._progress import Callback
 from shmload._resolve import Source
 from shmload._rules import Rule, rule_for
 from shmload._view import View
+
+_HUB_KWARGS = frozenset(
+    {"cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"}
+)
+# As in `model.fp16.safetensors` and `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`.
+_VARIANT = re.compile(r"^[a-z_]+\.([A-Za-z]\w*)(?:-\d+-of-\d+)?\.safetensors$")
 
 
 class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,10 +76,9 @@ def warm(
         SegmentError: nothing of this call is left in shared memory then.
     """
     began = time.monotonic()
-    found = find_source(source, variant=variant, components=components, **hub_kwargs)
+    found, rules = _find(source, torch_dtype, components, variant, hub_kwargs)
     if not found.checkpoints:
-        raise SourceNotFound(source, "it has no safetensors weights to make resident")
-    rules = derive_rules(found, torch_dtype)
+        raise SourceNotFound(source, f"it has no safetensors weights{_hint(found)}")
     with complete_load(
         found,
         rules,
@@ -117,8 +123,7 @@ def plan(
     Raises:
         SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
     """
-    found = find_source(source, variant=variant, components=components, **hub_kwargs)
-    rules = derive_rules(found, torch_dtype)
+    found, rules = _find(source, torch_dtype, components, variant, hub_kwargs)
     shards = []
     for checkpoint in found.checkpoints:
         for path in checkpoint.shards:
@@ -167,8 +172,7 @@ def view(
     Raises:
         As `warm`.
     """
-    found = find_source(source, variant=variant, components=components, **hub_kwargs)
-    rules = derive_rules(found, torch_dtype)
+    found, rules = _find(source, torch_dtype, components, variant, hub_kwargs)
     with (
         complete_load(
             found, rules, keep=keep, workers=workers, verify=verify, progress=progress
@@ -176,6 +180,42 @@ def view(
         View(found.root, load.files()) as lent,
     ):
         yield lent.path
+
+
+def _find(
+    source: str | os.PathLike[str],
+    torch_dtype: object,
+    components: Collection[str] | None,
+    variant: str | None,
+    hub_kwargs: dict[str, Any],
+) -> tuple[Source, dict[str, Rule]]:
+    """Find a source and the rules of its checkpoints; what is asked for must be there."""
+    if torch_dtype is None:
+        torch_dtype = hub_kwargs.pop("dtype", None)  # the newer name in diffusers
+    unknown = hub_kwargs.keys() - _HUB_KWARGS
+    if unknown:
+        raise TypeError(f"unknown argument {min(unknown)!r}")
+    found = find_source(source, variant=variant, components=components, **hub_kwargs)
+    shards = [shard for checkpoint in found.checkpoints for shard in checkpoint.shards]
+    if variant and shards and variant not in map(_variant_of, shards):
+        raise SourceNotFound(source, f"it has no weights of variant {variant!r}{_hint(found)}")
+    if isinstance(torch_dtype, Mapping) and found.is_pipeline:
+        for name in torch_dtype.keys() - {"default", *found.components}:
+            raise UnknownComponent(name, source, found.components)
+    return found, derive_rules(found, torch_dtype)
+
+
+def _hint(source: Source) -> str:
+    """Name the variants that a source has, for an error."""
+    if not source.root.is_dir():
+        return ""
+    found = set(map(_variant_of, source.root.glob("**/*.safetensors"))) - {None}
+    return f"; it has variant {', '.join(sorted(map(str, found)))}" if found else ""
+
+
+def _variant_of(shard: Path) -> str | None:
+    match = _VARIANT.search(shard.name)
+    return match[1] if match else None
 
 
 def derive_rules(source: Source, torch_dtype: object) -> dict[str, Rule]:

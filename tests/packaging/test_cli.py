@@ -62,13 +62,13 @@ def test_plan_names_what_would_be_done(checkpoint):
 
 def test_remove_by_source(checkpoint):
     _shmload("warm", checkpoint)
-    assert "removed 1 segments" in _shmload("rm", checkpoint).stdout
+    assert "removed 1 segment," in _shmload("rm", checkpoint).stdout
     assert all(info.source != str(checkpoint) for info in shmload.segments())
 
 
 def test_verify_and_gc(checkpoint):
     _shmload("warm", checkpoint)
-    assert "1 segments are sound" in _shmload("verify", checkpoint).stdout
+    assert "sound: 1 segment, " in _shmload("verify", checkpoint).stdout
     checkpoint.write_bytes(checkpoint.read_bytes())  # another file now, as far as anyone can tell
     assert "removed 1" in _shmload("gc").stdout
 

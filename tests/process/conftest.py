@@ -3,6 +3,7 @@
 import json
 import threading
 
+import diffusers
 import pytest
 from safetensors.torch import save_file
 from warming import TENSORS
@@ -83,3 +84,17 @@ def bytes_come_first(monkeypatch):
 @pytest.fixture(params=["bytes_come_first", "bytes_come_last"])
 def either_order(request):
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def large_pipeline(tmp_path):
+    """A pipeline with tensors of several pages, of which the kernel can tell who has read them."""
+    source = tmp_path / "large"
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(64, 128),
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(source)
+    return source

@@ -48,20 +48,6 @@ def test_pipeline_built_before_any_byte_is_there_is_equal(saved, family, dtype):
     assert_loads_equal(saved(family), dtype)
 
 
-@pytest.fixture
-def large_pipeline(tmp_path):
-    """A pipeline with tensors of several pages, of which the kernel can tell who has read them."""
-    source = tmp_path / "large"
-    unet = diffusers.UNet2DModel(
-        sample_size=8,
-        block_out_channels=(64, 128),
-        down_block_types=("DownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-    )
-    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(source)
-    return source
-
-
 def note_sum(model):
     model.note = sum(p.detach().double().sum().item() for p in model.parameters())
 

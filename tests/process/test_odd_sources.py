@@ -180,3 +180,11 @@ def test_variant_that_is_not_there_is_the_librarys_error(saved):
     with pytest.raises(ValueError, match="variant=fp16") as wanted:
         reference(saved("flux"), variant="fp16")
     assert str(got.value) == str(wanted.value)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "none"])
+def test_relative_path_is_found_from_anywhere(copied, monkeypatch, dtype):
+    source = copied("stable-diffusion")
+    (source.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(source.parent / "elsewhere")
+    assert_loads_equal(f"../{source.name}", dtype)

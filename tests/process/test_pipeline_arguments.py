@@ -1,5 +1,7 @@
 """What is passed to `load_pipeline` means what it means to `from_pretrained`."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import diffusers
@@ -74,3 +76,11 @@ def test_float8_is_equal_where_the_library_can(saved):
     dtype = {"transformer": torch.float8_e4m3fn, "default": torch.bfloat16}
     source = saved("flux")
     assert_equal(shmload.load_pipeline(source, torch_dtype=dtype), reference(source, dtype))
+
+
+def test_threads_that_load_at_once_get_what_they_asked_for(saved):
+    sources = [saved("stable-diffusion"), saved("wan"), saved("flux")] * 2
+    with ThreadPoolExecutor(len(sources)) as pool:
+        load = partial(shmload.load_pipeline, torch_dtype=torch.bfloat16)
+        for source, pipe in zip(sources, pool.map(load, sources), strict=True):
+            assert_equal(pipe, reference(source, torch.bfloat16))

@@ -76,3 +76,10 @@ def test_view_of_a_pipeline_replaces_the_weights_of_some_components(tmp_path, ev
     assert len(shmload.segments()) == 1
     with pytest.raises(shmload.UnknownComponent, match=r"'vea'.*unet, vae"):
         shmload.warm(source, components=["vea"])
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_view_of_a_relative_path_leads_somewhere(checkpoint, monkeypatch, dtype):
+    monkeypatch.chdir(checkpoint.parent)
+    with shmload.view(checkpoint.name, torch_dtype=dtype) as path:
+        assert_same(load_file(path), as_bf16(TENSORS) if dtype else TENSORS)

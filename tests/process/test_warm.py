@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from warming import NBYTES, SHM, TENSORS, as_bf16, assert_same
 
 import shmload
+from shmload._dtypes import dtype_by_component
 from shmload._identity import name_prefix
 
 # Warm ---------------------------------------------------------------------------------------------
@@ -113,8 +116,9 @@ def test_misspelled_argument_is_refused(checkpoint, call):
 def test_interrupt_leaves_nothing(checkpoint, child, shm_names):
     process = child(
         """
-import sys, shmload
+import signal, sys, shmload
 from shmload._load import Load
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 close = Load.close
 def say_and_close(load):
     load._is_cancelled.set()
@@ -163,3 +167,59 @@ def test_plan_links_what_needs_no_segment(checkpoint):
     assert (shard.action, shard.segment_nbytes) == (shmload.Action.LINK, 0)
     (shard,) = shmload.plan(checkpoint, torch_dtype=torch.float32, keep=True).shards
     assert shard.action is shmload.Action.DECODE
+
+
+def test_variant_that_is_not_there_is_said(folder, tmp_path):
+    with pytest.raises(shmload.SourceNotFound, match="no weights of variant 'fp16'"):
+        shmload.warm(folder, variant="fp16")
+    other = tmp_path / "other"
+    (other / "unet").mkdir(parents=True)
+    (other / "model_index.json").write_text(
+        json.dumps({"_class_name": "DDPMPipeline", "unet": ["diffusers", "UNet2DModel"]})
+    )
+    save_file(TENSORS, other / "unet" / "diffusion_pytorch_model.fp16.safetensors")
+    with pytest.raises(shmload.SourceNotFound, match="it has variant fp16"):
+        shmload.warm(other)
+
+
+def test_sharded_variant_is_found(saved):
+    source = saved("flux", "float16", "fp16", sharded=True)
+    assert len(shmload.plan(source, variant="fp16").shards) > 4
+
+
+def test_dtype_of_an_unknown_component_is_an_error(saved):
+    with pytest.raises(shmload.UnknownComponent, match="no component 'foo'"):
+        shmload.plan(saved("flux"), torch_dtype={"foo": "float32"})
+    with pytest.raises(shmload.ArgumentError, match="given twice"):
+        dtype_by_component(["bfloat16", "vae=float32", "float16"])
+
+
+def test_newer_name_of_the_dtype_is_known(checkpoint):
+    assert shmload.plan(checkpoint, dtype="bfloat16").shards[0].conversion == "BF16"
+    with pytest.raises(TypeError, match="unknown argument 'dytpe'"):
+        shmload.plan(checkpoint, dytpe="bfloat16")
+
+
+def test_command_goes_on_after_a_bad_source(checkpoint, tmp_path):
+    command = [sys.executable, "-m", "shmload", "warm", "--json", str(tmp_path / "missing")]
+    run = subprocess.run(
+        [*command, str(checkpoint)], capture_output=True, text=True, timeout=60, check=False
+    )
+    failed, warmed = json.loads(run.stdout)
+    assert run.returncode == 1
+    assert "no such file" in failed["error"]
+    assert len(warmed["segments"]) == 1
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [OSError("no network"), RuntimeError("Name unknown\nlong story")])
+def test_hub_that_cannot_be_reached_is_one_sentence(monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("shmload._hub._is_offline", lambda hub_kwargs: False)
+    monkeypatch.setattr("shmload.integrations.diffusers.download", fail)
+    with pytest.raises(shmload.SourceNotFound) as caught:
+        shmload.warm("models/sd")
+    assert str(caught.value).startswith("models/sd: no such file or directory, and it cannot be")
+    assert "\n" not in str(caught.value)
