@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 failed (the error's own sentence on stderr), 2 wrong usage
 """
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
