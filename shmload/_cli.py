@@ -63,6 +63,7 @@ def main(verbose: bool) -> None:
 @_source_options
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
 @click.option("--verify", is_flag=True, help="Recompute the digests, also of what was resident.")
+@click.option("--pin", is_flag=True, help="Have the service never evict it to make room.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @as_json_option
 def warm(
@@ -70,6 +71,7 @@ def warm(
     dtypes: tuple[str, ...],
     workers: int | None,
     verify: bool,
+    pin: bool,
     quiet: bool,
     as_json: bool,
     **where: Any,
@@ -87,6 +89,7 @@ def warm(
                 torch_dtype=torch_dtype,
                 workers=workers,
                 verify=verify,
+                pin=pin,
                 progress=False if quiet else None,
                 **_given(where),
             )

@@ -24,7 +24,6 @@ from shmload._linux import inode_of, lock_holders
 from shmload._pool import WorkerPool
 from shmload._protocol import Lease, Status, Warm, Warmed
 from shmload._residency import remove_if_free, segments
-from shmload._segment import attach
 from shmload._session import Session
 from shmload._warm import warm
 
@@ -135,16 +134,11 @@ class ServiceState:
             components=request.components,
             variant=request.variant,
             verify=request.verify,
+            pin=request.is_pinned,
             progress=report,
             service=_InProcess(self, is_cancelled),
             **{name: value for name, value in hub.items() if value is not None},
         )
-        if request.is_pinned:
-            for name in made.segments:
-                segment = attach(name)
-                if segment:
-                    with segment:
-                        segment.pin()
         return Warmed(made.segments, made.resident_nbytes, made.read_nbytes, made.elapsed_s)
 
     def as_service(self) -> Service:

@@ -52,6 +52,7 @@ def warm(
     workers: int | None = None,
     verify: bool = False,
     progress: Callback | bool | None = None,
+    pin: bool = False,
     service: Service | None = None,
     **hub_kwargs: Any,
 ) -> WarmReport:
@@ -68,6 +69,7 @@ def warm(
         workers: worker processes; None for as many as the settings say.
         verify: recompute the digests, of segments that were resident before too.
         progress: as for `load_state_dict`.
+        pin: have the service never evict the segments to make room.
         service: what decodes; None for the running service, if there is one.
         hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `subfolder`.
 
@@ -89,6 +91,8 @@ def warm(
         service=service,
     ) as load:
         held = load.segments()
+        for segment in held if pin else ():
+            segment.pin()
         return WarmReport(
             source=str(source),
             segments=tuple(segment.name for segment in held),

@@ -177,7 +177,7 @@ def test_least_recently_used_goes_first(service, shards):
 def test_leased_and_pinned_segments_stay(service, shards):
     service("--budget", str(3 * _SEGMENT))
     state = shmload.load_state_dict(shards[0], "bfloat16")
-    ask(Warm(str(shards[1]), "bfloat16", is_pinned=True), Warmed)
+    shmload.warm(shards[1], torch_dtype="bfloat16", pin=True)
     shmload.warm(shards[2], torch_dtype="bfloat16")
     shmload.warm(shards[3], torch_dtype="bfloat16")
     assert {Path(info.source) for info in shmload.segments()} == {shards[0], shards[1], shards[3]}
