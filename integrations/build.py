@@ -9,7 +9,6 @@ checked on the built models; otherwise it is built again.
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from shmload._view import View
 from shmload.integrations.mapped import Spans, hold_leases
 from shmload.integrations.paths import PathRepair
 from shmload.integrations.pickling import Models
+from shmload.integrations.rules import libraries
 from shmload.integrations.skeletons import load_skeleton, save_skeleton, skeleton_path
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_building = threading.RLock()
 _has_ever_warned = False
 # What diffusers warns of when a model of a class of its pipelines is passed in.
 _PASSED = "You have passed a non-standard module"
@@ -176,7 +175,7 @@ class Build:
         """
         given = self._source.given
         # The libraries' loading is not made for threads, nor is the repair of messages.
-        with _building, View(self._source.root, self._load.files() if decoded else {}) as view:
+        with libraries, View(self._source.root, self._load.files() if decoded else {}) as view:
             repair = PathRepair(view.path, self._root, given, self._said)
             if models:
                 repair.silence(_PASSED)

@@ -7,6 +7,7 @@ transformers, `_load_state_dict_into_meta_model` (4.57) and `convert_and_load_st
 
 import importlib
 import logging
+import threading
 from typing import Any
 
 from packaging import version
@@ -16,6 +17,9 @@ from shmload._resolve import Checkpoint
 from shmload._rules import RAW, Rule
 
 logger = logging.getLogger(__name__)
+
+libraries = threading.RLock()
+"""Held while models are made: the libraries change torch's own classes meanwhile."""
 
 # For no torch_dtype: parameters take the dtype of the fresh model, float32, but nothing says so of
 # every buffer. Widening loses nothing, whatever cast follows.
@@ -33,6 +37,11 @@ def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
         A rule that is right or raw: a class that is unknown here or cannot be asked gets the raw
         one.
     """
+    with libraries:
+        return _derive(checkpoint, target)
+
+
+def _derive(checkpoint: Checkpoint, target: str | None) -> Rule:
     import transformers
     from diffusers import ModelMixin
     from transformers import PreTrainedModel

@@ -78,9 +78,11 @@ def test_float8_is_equal_where_the_library_can(saved):
     assert_equal(shmload.load_pipeline(source, torch_dtype=dtype), reference(source, dtype))
 
 
-def test_threads_that_load_at_once_get_what_they_asked_for(saved):
+def test_threads_that_load_at_once_get_what_they_asked_for(saved, configure, tmp_path):
+    configure(cache_dir=tmp_path)  # so that the rules have to be derived, too
     sources = [saved("stable-diffusion"), saved("wan"), saved("flux")] * 2
     with ThreadPoolExecutor(len(sources)) as pool:
         load = partial(shmload.load_pipeline, torch_dtype=torch.bfloat16)
-        for source, pipe in zip(sources, pool.map(load, sources), strict=True):
-            assert_equal(pipe, reference(source, torch.bfloat16))
+        pipes = list(pool.map(load, sources))
+    for source, pipe in zip(sources, pipes, strict=True):
+        assert_equal(pipe, reference(source, torch.bfloat16))
