@@ -106,6 +106,7 @@ class Load:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_cancelled = threading.Event()
+        self._is_over = threading.Event()
         self.read_nbytes = 0
         """Bytes of weights that this load reads."""
         try:
@@ -205,18 +206,19 @@ class Load:
         Raises:
             CheckpointError, CapacityError, WorkerError, SegmentError: what went wrong.
         """
-        if self._thread:
-            self._thread.join()
-            self._thread = None
+        self._join()
         if self._error:
             raise self._error
 
     def close(self) -> None:
         """End the load: stop what still runs, remove its parts, give all leases back."""
         self._is_cancelled.set()
-        if self._thread:
-            self._thread.join()
-            self._thread = None
+        interrupt = None
+        while self._thread:
+            try:
+                self._join()
+            except KeyboardInterrupt as exc:  # later: the thread still uses what is closed next
+                interrupt = exc
         with contextlib.ExitStack() as closing:  # each, whatever becomes of the others
             while self._shards:
                 closing.callback(os.close, self._shards.pop().fd)
@@ -226,12 +228,24 @@ class Load:
                 closing.callback(self._coordinator.close)
             if self._service:
                 closing.callback(self._service.close)
+        if interrupt:
+            raise interrupt
 
     def discard(self) -> None:
         """End the load and remove the segments that it has made, unless somebody uses them."""
-        self.close()
-        while self._made:
-            remove_if_free(self._made.pop())
+        try:
+            self.close()
+        finally:
+            while self._made:
+                remove_if_free(self._made.pop())
+
+    def _join(self) -> None:
+        """Wait for the thread to end, if there is one."""
+        if self._thread:
+            # Up to Python 3.12 a join that Ctrl-C interrupts takes the thread for ended.
+            self._is_over.wait()
+            self._thread.join()
+            self._thread = None
 
     def _begin(self) -> None:
         """Take the locks and start to decode; other processes' parts are waited for at the end."""
@@ -333,6 +347,8 @@ class Load:
             self._note()
         except BaseException as exc:  # handed to whoever waits
             self._error = exc
+        finally:
+            self._is_over.set()
 
     def _wait_for(self, shard: _Shard, awaited: Awaited) -> None:
         """Wait for another process's part, or decode it here if that process dies."""
