@@ -1,12 +1,12 @@
 """Ctrl-C at the terminal: KeyboardInterrupt where the load was called, and nothing is left."""
 
 import os
-import select
 import signal
 import time
 from pathlib import Path
 
 import pytest
+from watching import Watched, workers_of
 
 # In a process group of its own, as a shell starts it; says when it is told to end the load.
 LOADER = """
@@ -28,8 +28,7 @@ def say_and_wait(load):
 Load.close, Load.wait = say_and_close, say_and_wait
 def stop(done, total):
     if not has_stopped.is_set():
-        children = open(f"/proc/self/task/{threading.get_native_id()}/children").read()
-        print("AT", children, flush=True)
+        print("AT", flush=True)
         has_stopped.set()
         sys.stdin.readline()
         opened = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")]
@@ -55,8 +54,8 @@ def wait_until_asleep(pid):
 
 def interrupt(process, times):
     """Send SIGINT to all processes of a group, as the terminal does, and await their end."""
-    workers = process.expect("AT").split()
-    pidfds = [os.pidfd_open(int(pid)) for pid in workers]
+    process.expect("AT")
+    workers = Watched(workers_of(process.pid))
     process.expect("WAITING")
     os.killpg(process.pid, signal.SIGINT)
     process.expect("CLOSING")
@@ -68,13 +67,11 @@ def interrupt(process, times):
     # process may have its number next.
     assert int(process.expect("HAS")) > 0
     code = process.wait()
-    for pidfd in pidfds:
-        assert select.select([pidfd], [], [], 20)[0]
-        os.close(pidfd)
+    workers.wait_for_the_end()
     assert "KeyboardInterrupt" in process.errors
     assert "Exception ignored" not in process.errors
     assert code == -signal.SIGINT
-    return len(workers)
+    return len(workers.pids)
 
 
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
