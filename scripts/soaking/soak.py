@@ -85,6 +85,8 @@ class Soak:
     def _load_in_peace(self) -> None:
         """Have every client load every source: without a fault all must go well."""
         failed_before = self._report.failures()
+        self._driver.drive_once(lambda client: operations.leave())  # or they had leases
+        self._surroundings.evict()
         for source in self._sources:
             self._load_everywhere(source)
         failed = self._report.failures() - failed_before
@@ -92,10 +94,7 @@ class Soak:
             self._report.find("loads fail without a fault", f"{failed} of them")
 
     def _load_everywhere(self, source: Source) -> None:
-        """Have it read once and attached by all; nothing else is in shared memory then."""
-        self._driver.drive_once(lambda client: operations.leave())  # or they had leases
-        self._surroundings.evict()
-        self._driver.drive_once(lambda client: operations.load_kept(source))
+        self._driver.drive_once(lambda client: operations.load_checked(source))
 
     def _end(self) -> None:
         """End all processes as a user would, and look what is left of them."""
