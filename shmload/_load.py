@@ -106,6 +106,7 @@ class Load:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_cancelled = threading.Event()
+        self._is_over = threading.Event()
         self.read_nbytes = 0
         """Bytes of weights that this load reads."""
         try:
@@ -205,15 +206,13 @@ class Load:
         Raises:
             CheckpointError, CapacityError, WorkerError, SegmentError: what went wrong.
         """
-        if self._thread:
-            self._thread.join()
-            self._thread = None
+        self._join()
         if self._error:
             raise self._error
 
     def close(self) -> None:
         """End the load: stop what still runs, remove its parts, give all leases back."""
-        self._cancel()
+        interrupt = self._cancel()
         with contextlib.ExitStack() as closing:  # each, whatever becomes of the others
             while self._shards:
                 closing.callback(os.close, self._shards.pop().fd)
@@ -223,23 +222,45 @@ class Load:
                 closing.callback(self._coordinator.close)
             if self._service:
                 closing.callback(self._service.close)
+        if interrupt:
+            raise interrupt
 
-    def _cancel(self) -> None:
+    def _cancel(self) -> KeyboardInterrupt | None:
+        """Stop the thread; returns a Ctrl-C that came meanwhile, for later.
+
+        What is closed next is still in use by the thread.
+        """
         self._is_cancelled.set()
-        if self._thread:
-            self._thread.join()
-            self._thread = None
+        interrupt = None
+        while self._thread:
+            try:
+                self._join()
+            except KeyboardInterrupt as exc:
+                interrupt = exc
+        return interrupt
 
     def discard(self) -> None:
         """End the load and remove the segments that it has made, unless somebody uses them."""
-        self._cancel()
+        interrupt = self._cancel()
         for name in self._made:
             held = self._held[name]
             if isinstance(held, Segment) and held.fd >= 0:
                 unlock(held.fd)  # of mappings of this load that are still around
-        self.close()
-        while self._made:
-            remove_if_free(self._made.pop())
+        try:
+            self.close()
+        finally:
+            while self._made:
+                remove_if_free(self._made.pop())
+        if interrupt:
+            raise interrupt
+
+    def _join(self) -> None:
+        """Wait for the thread to end, if there is one."""
+        if self._thread:
+            # Up to Python 3.12 a join that Ctrl-C interrupts takes the thread for ended.
+            self._is_over.wait()
+            self._thread.join()
+            self._thread = None
 
     def _begin(self) -> None:
         """Take the locks and start to decode; other processes' parts are waited for at the end."""
@@ -341,6 +362,8 @@ class Load:
             self._note()
         except BaseException as exc:  # handed to whoever waits
             self._error = exc
+        finally:
+            self._is_over.set()
 
     def _wait_for(self, shard: _Shard, awaited: Awaited) -> None:
         """Wait for another process's part, or decode it here if that process dies."""

@@ -295,7 +295,8 @@ def _hold_view(name: str) -> Iterator[bool]:
         return
     try:
         found = os.fstat(fd)
-        is_young = time.time() - found.st_mtime < _VIEW_GRACE_S
+        # One from the future is old: the clock was set back.
+        is_young = 0 <= time.time() - found.st_mtime < _VIEW_GRACE_S
         is_ours = found.st_uid == os.geteuid()
         yield is_ours and not is_young and try_lock(fd, exclusive=True)
     finally:

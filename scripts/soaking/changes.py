@@ -41,7 +41,8 @@ def overwrite(shard: Shard, rng: random.Random) -> Pauses:
     """Write a version of the same form over the old one, at the same length.
 
     Between two writes the file is a version like another, half new and half old: whoever begins and
-    ends there has read what was there.
+    ends there has read what was there. A single write is taken to be one step, which it is but for
+    microseconds.
     """
     old, new = shard.path.read_bytes(), shard.make_content(same_form=True)
     blocks, written = _split(new), 0

@@ -40,9 +40,9 @@ def choose(rng: random.Random, sources: Sequence[Source]) -> Asked:
             return Asked({"do": do})
 
 
-def load_kept(source: Source) -> Asked:
-    """Return a load that reads the source's bytes and leaves its segments."""
-    given = {"path": str(source.path), "dtype": "bfloat16", "keep": True, "verify": True}
+def load_checked(source: Source) -> Asked:
+    """Return a load that converts, and checks what it gets."""
+    given = {"path": str(source.path), "dtype": "bfloat16", "keep": False, "verify": True}
     return Asked({"do": "load", **given}, source)
 
 

@@ -16,6 +16,7 @@ _MARK = "SHMLOAD_SOAK_MARK"
 _CLIENT = Path(__file__).with_name("client.py")
 _SCRIPTS = Path(__file__).parents[1]
 _TAIL_NBYTES = 6000
+_COMMAND_TIMEOUT_S = 60.0
 
 # Small, so that what stands still is given up soon. A worker takes some seconds to start where
 # other processes have the cores.
@@ -64,8 +65,20 @@ class Surroundings:
             check=True,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=_COMMAND_TIMEOUT_S,
         ).stdout
+
+    def evict(self) -> None:
+        """Remove every segment of this soak, and none of anybody else.
+
+        Raises:
+            subprocess.SubprocessError: some is still in use.
+        """
+        try:
+            self.run("rm", str(self.work))
+        except subprocess.CalledProcessError as exc:
+            if "no resident segment matches" not in exc.stderr:
+                raise
 
     def log(self, name: str) -> Path:
         return self.work / f"{name}.log"
@@ -74,6 +87,13 @@ class Surroundings:
         """Return the end of a process's log."""
         path = self.log(name)
         return path.read_text(errors="replace")[-_TAIL_NBYTES:] if path.exists() else ""
+
+    def errors(self) -> Iterator[tuple[str, str]]:
+        """Yield the log's name and the text of what nobody caught, once for each log."""
+        for path in sorted(self.work.glob("*.log")):
+            _, mark, rest = path.read_text(errors="replace").partition("Traceback")
+            if mark:
+                yield path.stem, mark + rest[:_TAIL_NBYTES]
 
     def alive(self) -> dict[int, str]:
         """Return the command line of every process of this soak, whoever its parent is now."""

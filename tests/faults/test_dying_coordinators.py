@@ -1,59 +1,17 @@
 """Loaders that are killed: their workers leave, their memory goes, and threads may come and go."""
 
-import contextlib
 import os
-import select
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from warming import CHILD, TENSORS, begun
+from watching import Watched, users_of, workers_of
 
 import shmload
 from shmload._coordinator import Coordinator
-
-_END_TIMEOUT_MS = 20_000  # they take about 10 ms
-
-
-class Workers:
-    """The workers of another process, watched from here."""
-
-    def __init__(self, parent):
-        self.pids = list(find_workers(parent))
-        self._pidfds = [os.pidfd_open(pid) for pid in self.pids]
-
-    def wait_for_the_end(self):
-        poll = select.poll()
-        for pidfd in self._pidfds:
-            poll.register(pidfd, select.POLLIN)
-        while self._pidfds:
-            ended = poll.poll(_END_TIMEOUT_MS)
-            assert ended, f"of {self.pids} {len(self._pidfds)} live on"
-            for pidfd, _ in ended:
-                poll.unregister(pidfd)
-                self._pidfds.remove(pidfd)
-                os.close(pidfd)
-
-
-def find_workers(parent):
-    for task in Path(f"/proc/{parent}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            if b"shmload.workers.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                yield int(pid)
-
-
-def users_of(name):
-    """Return the processes that have a shared memory object open or mapped, named or not."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            opened = [os.readlink(path) for path in (process / "fd").iterdir()]
-            if name in "\n".join([*opened, (process / "maps").read_text()]):
-                found.add(int(process.name))
-    return found
 
 
 @pytest.mark.parametrize("how", ["warm", "load"])
@@ -64,7 +22,7 @@ def test_workers_leave_a_killed_loader_and_its_part_is_garbage(
     loader = child(CHILD, how, large)
     begun(loader)
     loader.expect("AT")
-    workers = Workers(loader.pid)
+    workers = Watched(workers_of(loader.pid))
     assert len(workers.pids) == 2
     (part,) = shm_names()
     assert users_of(part) <= {loader.pid, *workers.pids}
@@ -113,7 +71,7 @@ def test_workers_leave_a_killed_loader_whose_forked_child_has_their_sockets(
     loader = child(FORKER, large)
     sleeper = int(loader.expect("FORKED"))
     try:
-        workers = Workers(loader.pid)
+        workers = Watched(workers_of(loader.pid))
         assert len(workers.pids) == 2
         (part,) = shm_names()
         loader.end()
@@ -124,10 +82,9 @@ def test_workers_leave_a_killed_loader_whose_forked_child_has_their_sockets(
         with pytest.raises(shmload.SegmentTimeout):
             shmload.warm(large, torch_dtype=torch.bfloat16)
     finally:
-        pidfd = os.pidfd_open(sleeper)
+        watched = Watched([sleeper])
         os.kill(sleeper, signal.SIGKILL)
-        assert select.select([pidfd], [], [], 20)[0]
-        os.close(pidfd)
+        watched.wait_for_the_end()
     assert shmload.collect_garbage() == [part]
     assert shm_names() == []
 

@@ -135,6 +135,7 @@ def test_worker_that_prints_disturbs_nothing(checkpoint, workers_that, capfd):
 RUBBISH = {
     "rubbish": "os.write(channel_fd, b'\\0\\0\\0\\5hello')",
     "huge length": "os.write(channel_fd, b'\\xff' * 4)",
+    "most of a huge frame": "os.write(channel_fd, (1 << 26).to_bytes(4, 'big') + b'x' * 100_000)",
     "half a frame": "os.write(channel_fd, b'\\0\\0\\1\\0' + b'x' * 9)",
     "no UTF-8": "os.write(channel_fd, b'\\0\\0\\0\\x09\\x81\\xa4type\\xa2\\xff\\xfe')",
     "another version": "say(Ready(VERSION + 1, os.getpid()))",

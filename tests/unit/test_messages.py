@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -152,6 +153,19 @@ def test_absurd_length_is_refused_before_anything_is_kept(pair):
     assert inbox.receive()
     with pytest.raises(ProtocolError, match="4294967295 bytes"):
         inbox.next_frame()
+
+
+def test_length_that_is_only_claimed_takes_no_memory(pair):
+    ours, theirs = pair
+    inbox = Inbox(theirs)
+    ours.sendall((64 << 20).to_bytes(4, "big") + b"x")
+    tracemalloc.start()
+    try:
+        assert inbox.receive()
+        assert inbox.next_frame() is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_half_a_frame_is_no_message(pair):

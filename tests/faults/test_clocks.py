@@ -1,0 +1,95 @@
+"""A clock that jumps: deadlines follow the monotonic one, and times of files need only differ."""
+
+import itertools
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harm import STOP_ONCE
+from safetensors.torch import load_file
+from warming import CHILD, begun
+
+import shmload
+
+YEAR_S = 365 * 86400
+
+
+@pytest.fixture
+def jumping_clock(monkeypatch):
+    """Let the wall clock of this process go ten years forth, and ten years back, each time."""
+    real, jumps = time.time, itertools.cycle([10 * YEAR_S, 0, -10 * YEAR_S, 0])
+    monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
+
+
+@pytest.mark.usefixtures("jumping_clock")
+def test_load_takes_no_jump_for_a_stall(large, configure, caplog, evicts):
+    configure(inline_nbytes=0, workers=2, stall_timeout_s=60, start_timeout_s=60)
+    got = shmload.load_state_dict(large, torch.bfloat16, keep=True, verify=True)
+    assert torch.equal(got["a"], load_file(large)["a"].bfloat16())
+    assert caplog.messages == []
+    assert [info.is_leased for info in shmload.segments()] == [True]
+
+
+@pytest.mark.usefixtures("jumping_clock")
+def test_stall_is_noticed_whatever_the_clock_says(checkpoint, workers_that):
+    starts = workers_that(STOP_ONCE, stall_timeout_s=1)
+    assert len(shmload.load_state_dict(checkpoint, torch.bfloat16)) == 2
+    assert starts() == 2
+
+
+@pytest.mark.usefixtures("jumping_clock")
+def test_wait_for_another_process_ends_by_the_monotonic_clock(checkpoint, child, configure, evicts):
+    other = child(CHILD, "warm", checkpoint)
+    begun(other)
+    other.expect("AT")
+    configure(wait_timeout_s=0.2)
+    began = time.monotonic()
+    with pytest.raises(shmload.SegmentTimeout):
+        shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
+    assert time.monotonic() - began >= 0.2
+    other.say()
+    (name,) = other.expect("READ").split()[1:]
+    assert shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments == (name,)
+
+
+@pytest.mark.parametrize("age_s", [10 * YEAR_S, -10 * YEAR_S], ids=["past", "future"])
+def test_view_in_use_is_no_garbage_whatever_its_age(checkpoint, age_s):
+    with shmload.view(checkpoint, torch_dtype=torch.bfloat16) as path:
+        when = time.time() - age_s
+        os.utime(path.parent, (when, when))
+        assert shmload.collect_garbage() == []
+        assert len(load_file(path)) == 2
+
+
+def test_view_of_a_killed_process_is_garbage_after_the_clock_was_set_back(
+    checkpoint, child, shm_names
+):
+    holder = child(
+        "import sys, shmload\n"
+        "with shmload.view(sys.argv[1], torch_dtype='bfloat16') as path:\n"
+        "    print('PATH', path, flush=True)\n"
+        "    sys.stdin.read()\n",
+        checkpoint,
+    )
+    view = Path(holder.expect("PATH")).parent
+    holder.end()
+    assert shmload.collect_garbage() == []  # it is young, and could be about to get its lock
+    when = time.time() + YEAR_S
+    os.utime(view, (when, when))
+    assert shmload.collect_garbage() == [view.name]
+    assert shm_names() == []
+
+
+@pytest.mark.parametrize("at", [0, 1, -YEAR_S, 100 * YEAR_S], ids="{} s".format)
+def test_shard_of_any_age_is_served_until_it_changes(checkpoint, evicts, at):
+    os.utime(checkpoint, (at, at))
+    first = shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
+    assert shmload.warm(checkpoint, torch_dtype=torch.bfloat16).read_nbytes == 0
+    assert [info.is_current for info in shmload.segments()] == [True]
+    # The clock was set back, and the file written anew: older now, and another all the same.
+    os.utime(checkpoint, (at - 1, at - 1))
+    again = shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
+    assert again.read_nbytes == first.read_nbytes > 0
+    assert again.segments != first.segments

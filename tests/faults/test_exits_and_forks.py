@@ -1,0 +1,235 @@
+"""Processes that end, or fork, with tensors alive or a load under way: no crash, no loose ends.
+
+What could crash here runs in a child, whose exit code and stderr tell.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from warming import TENSORS
+from watching import Watched, workers_of
+
+import shmload
+
+# The ways to have tensors over a segment, or over the file itself.
+KINDS = {
+    "private": "shmload.load_state_dict(source, 'bfloat16')",
+    "resident": "shmload.load_state_dict(source, 'bfloat16', keep=True)",
+    "file": "shmload.load_state_dict(source)",
+    "view": "load_view(source)",
+}
+HOLDER = """
+import gc, os, signal, sys
+import safetensors.torch, torch
+import shmload
+source, expression = sys.argv[1:]
+def load_view(source):
+    with shmload.view(source, torch_dtype="bfloat16") as path:
+        return safetensors.torch.load_file(path)
+def total(state):
+    return sum(tensor.double().sum().item() for tensor in state.values())
+"""
+LOAD = HOLDER + "state = eval(expression)\n"
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    return path
+
+
+def total(source, kind):
+    tensors = load_file(source).values()
+    if kind != "file":
+        tensors = [t.bfloat16() if t.is_floating_point() else t for t in tensors]
+    return sum(tensor.double().sum().item() for tensor in tensors)
+
+
+def assert_quiet_end(process):
+    assert process.wait() == 0, process.errors
+    assert process.errors == ""
+
+
+# Ends ---------------------------------------------------------------------------------------------
+
+
+# In a module, in a cycle, and in an object that looks at them when it goes.
+END = """
+class Last:
+    def __del__(self):
+        print("LAST", total(self.state), flush=True)
+last = Last()
+last.state, last.cycle = state, last
+torch.kept = list(state.values())
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_process_ends_with_tensors_alive(source, child, evicts, shm_names, kind):
+    assert_quiet_end(child(LOAD + END, source, KINDS[kind]))
+    assert len(shm_names()) == (kind == "resident")
+    assert not any(info.is_leased for info in shmload.segments())
+
+
+PIPELINE = """
+import sys
+import shmload
+source, keep = sys.argv[1:]
+pipe = shmload.load_pipeline(source, torch_dtype="bfloat16", keep=keep == "True")
+print("LOADED", flush=True)
+"""
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_process_ends_with_a_pipeline_alive(saved, child, evicts, shm_names, keep):
+    process = child(PIPELINE, saved("flux"), keep)
+    process.expect("LOADED")
+    assert process.wait() == 0
+    assert "Traceback" not in process.errors
+    assert bool(shm_names()) == keep
+    assert not any(info.is_leased for info in shmload.segments())
+
+
+LOAD_ASIDE = """
+import sys, threading
+import shmload
+def stop(done, total):
+    print("AT", flush=True)
+    threading.Event().wait()
+def load():
+    shmload.load_state_dict(sys.argv[1], "bfloat16", progress=stop)
+threading.Thread(target=load, daemon=True).start()
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("inline_nbytes", [0, 1 << 30], ids=["worker", "inline"])
+def test_process_ends_while_a_daemon_thread_loads(
+    large, child, configure, shm_names, inline_nbytes
+):
+    configure(inline_nbytes=inline_nbytes, workers=1)
+    process = child(LOAD_ASIDE, large)
+    process.expect("AT")
+    workers = Watched(workers_of(process.pid))
+    process.say()
+    assert_quiet_end(process)
+    workers.wait_for_the_end()
+    # Nobody waits for such a thread: it is as if the process had been killed.
+    (part,) = shm_names()
+    assert shmload.collect_garbage() == [part]
+    assert shm_names() == []
+
+
+# Forks --------------------------------------------------------------------------------------------
+
+
+FORK = """
+print("TOTAL", total(state), flush=True)
+if os.fork() == 0:
+    found = total(state)
+    state["a.weight"].fill_(7)  # private to each of the two
+    print("FORKED", os.getpid(), found, flush=True)
+    sys.stdin.readline()
+    del state
+    gc.collect()
+    sys.exit()  # as processes usually end, with all finalizers
+"""
+USE_AFTER_FORK = """
+print("ENDED", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+sys.stdin.readline()
+print("STILL", total(state), flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forked_child_uses_the_tensors_and_its_end_disturbs_nobody(source, child, evicts, kind):
+    process = child(LOAD + FORK + USE_AFTER_FORK, source, KINDS[kind])
+    wanted = total(source, kind)
+    assert float(process.expect("TOTAL")) == wanted
+    assert float(process.expect("FORKED").split()[1]) == wanted
+    process.say()
+    assert process.expect("ENDED") == "0"
+    # The lock is one for both, and the child has only let go of its own descriptors.
+    for info in shmload.segments():
+        assert info.is_leased
+        with pytest.raises(shmload.SegmentBusy):
+            shmload.evict(info.name)
+    process.say()
+    assert float(process.expect("STILL")) == wanted
+    assert_quiet_end(process)
+    assert not any(info.is_leased for info in shmload.segments())
+
+
+def test_forked_child_keeps_the_lease_of_its_dead_parent(source, child, evicts):
+    process = child(LOAD + FORK + "signal.pause()", source, KINDS["resident"])
+    process.expect("TOTAL")
+    forked = Watched([int(process.expect("FORKED").split()[0])])
+    process.process.kill()
+    process.wait()
+    (info,) = shmload.segments()
+    assert info.is_leased
+    process.say()  # to the child, which has the same stdin
+    forked.wait_for_the_end()
+    assert not shmload.segments()[0].is_leased
+    assert [removed.name for removed in shmload.evict(info.name)] == [info.name]
+
+
+FORK_AND_LOAD = """
+if os.fork() == 0:
+    print("AGAIN", total(eval(expression)), flush=True)
+    sys.exit()
+print("ENDED", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("inline_nbytes", [0, 1 << 30], ids=["worker", "inline"])
+def test_forked_child_loads_by_itself(source, child, configure, shm_names, inline_nbytes):
+    configure(inline_nbytes=inline_nbytes, workers=1)
+    process = child(LOAD + FORK_AND_LOAD, source, KINDS["private"])
+    assert float(process.expect("AGAIN")) == total(source, "private")
+    assert process.expect("ENDED") == "0"
+    assert_quiet_end(process)
+    assert shm_names() == []
+
+
+# Closed segments ----------------------------------------------------------------------------------
+
+
+CLOSE = """
+from shmload._segment import attach
+from shmload._state_dict import wrap
+segment = attach(expression)
+state = wrap(segment.fd, segment.name)
+segment.close()
+segment.close()
+del segment
+gc.collect()
+print("CLOSED", total(state), flush=True)
+sys.stdin.readline()
+kept = state["a.weight"][7:9]
+del state
+gc.collect()
+print("KEPT", total({"": kept}), flush=True)
+sys.stdin.readline()
+del kept
+gc.collect()
+print("FREE", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_closing_a_segment_leaves_its_tensors_valid_and_leased(source, child, evicts):
+    (name,) = shmload.warm(source, torch_dtype=torch.bfloat16).segments
+    process = child(HOLDER + CLOSE, source, name)
+    assert float(process.expect("CLOSED")) == total(source, "resident")
+    assert shmload.segments()[0].is_leased
+    process.say()
+    wanted = load_file(source)["a.weight"].bfloat16()[7:9].double().sum().item()
+    assert float(process.expect("KEPT")) == wanted
+    assert shmload.segments()[0].is_leased
+    process.say()
+    process.expect("FREE")
+    assert not shmload.segments()[0].is_leased
+    process.say()
+    assert_quiet_end(process)

@@ -1,0 +1,90 @@
+"""Ctrl-C at the terminal: KeyboardInterrupt where the load was called, and nothing is left."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from watching import Watched, workers_of
+
+# In a process group of its own, as a shell starts it; says when it is told to end the load.
+LOADER = """
+import os, sys, threading
+os.setpgid(0, 0)
+import shmload
+from shmload._load import Load
+has_stopped = threading.Event()
+close, wait = Load.close, Load.wait
+def say_and_close(load):
+    if not load._is_cancelled.is_set():
+        load._is_cancelled.set()
+        print("CLOSING", flush=True)
+    close(load)
+def say_and_wait(load):
+    has_stopped.wait()
+    print("WAITING", flush=True)
+    wait(load)
+Load.close, Load.wait = say_and_close, say_and_wait
+def stop(done, total):
+    if not has_stopped.is_set():
+        print("AT", flush=True)
+        has_stopped.set()
+        sys.stdin.readline()
+        opened = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")]
+        print("HAS", sum(path.endswith(".part") for path in opened), flush=True)
+def view(source, **kwargs):
+    with shmload.view(source, **kwargs):
+        pass
+def state_dict(source, torch_dtype, **kwargs):
+    shmload.load_state_dict(source, torch_dtype, **kwargs)
+doors = {"warm": shmload.warm, "view": view, "state_dict": state_dict}
+doors["pipeline"] = shmload.load_pipeline
+door, source = sys.argv[1:]
+doors[door](source, torch_dtype="bfloat16", progress=stop)
+"""
+
+
+def wait_until_asleep(pid):
+    """Wait until a process's main thread waits for something, here for the thread that decodes."""
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(") ")[2][0] != "S":
+        assert time.monotonic() < deadline
+
+
+def interrupt(process, times):
+    """Send SIGINT to all processes of a group, as the terminal does, and await their end."""
+    process.expect("AT")
+    workers = Watched(workers_of(process.pid))
+    process.expect("WAITING")
+    os.killpg(process.pid, signal.SIGINT)
+    process.expect("CLOSING")
+    for _ in range(times - 1):
+        wait_until_asleep(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+    process.say()
+    # What the thread that decodes writes to is open for as long as it runs: another file of the
+    # process may have its number next.
+    assert int(process.expect("HAS")) > 0
+    code = process.wait()
+    workers.wait_for_the_end()
+    assert "KeyboardInterrupt" in process.errors
+    assert "Exception ignored" not in process.errors
+    assert code == -signal.SIGINT
+    return len(workers.pids)
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("door", ["warm", "view", "state_dict"])
+def test_interrupted_load_leaves_nothing(large, child, configure, shm_names, door, workers, times):
+    configure(inline_nbytes=0 if workers else 1 << 30, workers=workers or 1)
+    assert interrupt(child(LOADER, door, large), times) == workers
+    assert shm_names() == []
+
+
+def test_interrupted_pipeline_leaves_nothing(saved, child, configure, shm_names):
+    # When it is built and waits for its weights: the libraries' imports catch whatever they meet.
+    configure(inline_nbytes=0, workers=1)
+    assert interrupt(child(LOADER, "pipeline", saved("flux")), 1) == 1
+    assert shm_names() == []
