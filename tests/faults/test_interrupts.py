@@ -15,17 +15,17 @@ os.setpgid(0, 0)
 import shmload
 from shmload._load import Load
 has_stopped = threading.Event()
-close, wait = Load.close, Load.wait
-def say_and_close(load):
+cancel, wait = Load._cancel, Load.wait
+def say_and_cancel(load):
     if not load._is_cancelled.is_set():
         load._is_cancelled.set()
         print("CLOSING", flush=True)
-    close(load)
+    return cancel(load)
 def say_and_wait(load):
     has_stopped.wait()
     print("WAITING", flush=True)
     wait(load)
-Load.close, Load.wait = say_and_close, say_and_wait
+Load._cancel, Load.wait = say_and_cancel, say_and_wait
 def stop(done, total):
     if not has_stopped.is_set():
         print("AT", flush=True)

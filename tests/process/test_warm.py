@@ -119,12 +119,13 @@ def test_interrupt_leaves_nothing(checkpoint, child, shm_names):
 import signal, sys, shmload
 from shmload._load import Load
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-close = Load.close
-def say_and_close(load):
-    load._is_cancelled.set()
-    print("CLOSING", flush=True)
-    close(load)
-Load.close = say_and_close
+cancel = Load._cancel
+def say_and_cancel(load):
+    if not load._is_cancelled.is_set():
+        load._is_cancelled.set()
+        print("CLOSING", flush=True)
+    return cancel(load)
+Load._cancel = say_and_cancel
 def stop(done, total):
     print("AT", flush=True)
     sys.stdin.readline()
