@@ -24,6 +24,7 @@ class Report:
     """Counts of one soak, and what its judge found."""
 
     seed: int
+    seconds: float
     processes: int
     has_service: bool
     has_own_shm: bool
@@ -85,12 +86,14 @@ class Report:
         if self.findings:
             service = "" if self.has_service else " --without-service"
             lines += ["", "to repeat it:"]
-            lines += [f"  scripts/soak --seed {self.seed} --processes {self.processes}{service}"]
+            options = f"--seed {self.seed} --seconds {self.seconds:g} --processes {self.processes}"
+            lines += [f"  scripts/soak {options}{service}"]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
+            "seconds": self.seconds,
             "processes": self.processes,
             "has_service": self.has_service,
             "has_own_shm": self.has_own_shm,

@@ -49,10 +49,10 @@ class Soak:
             self._service.kill()
         self._folder.cleanup()
 
-    def run(self, seconds: float) -> None:
+    def run(self) -> None:
         """Soak for so long, and look what is left."""
         try:
-            self._soak(seconds)
+            self._soak()
             self._load_in_peace()
             self._end()
         except (subprocess.SubprocessError, TimeoutError) as exc:
@@ -60,11 +60,11 @@ class Soak:
         for name, error in self._surroundings.errors():
             self._report.find(f"{name} had an error of its own", error)
 
-    def _soak(self, seconds: float) -> None:
+    def _soak(self) -> None:
         if self._service:
             self._service.wait_until_ready()
         self._driver.drive(lambda client: operations.leave())  # until all have started
-        end_s = time.monotonic() + seconds
+        end_s = time.monotonic() + self._report.seconds
         rngs = {c.name: random.Random(f"{self._report.seed} {c.name}") for c in self._clients}
         self._driver.resume(self._inject(end_s))
         self._driver.drive(lambda c: operations.choose(rngs[c.name], self._sources), end_s)

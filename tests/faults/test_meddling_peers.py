@@ -95,10 +95,11 @@ def resident(checkpoint, evicts):
     (info,) = shmload.segments()
     assert info.is_leased
     yield SHM / info.name
+    # Before the tensors: to touch one whose segment was cut would kill this process.
+    assert shmload.verify() == [info]
     wanted = load_file(checkpoint)
     assert torch.equal(state["a"], wanted["a"].bfloat16())
     assert torch.equal(state["b"], wanted["b"])
-    assert shmload.verify() == [info]
     assert (SHM / info.name).stat().st_mode & 0o7777 == 0o400
 
 

@@ -106,6 +106,47 @@ def test_shm_that_fills_up_before_a_worker_writes(tmp_path, in_small_shm, config
     assert left.endswith(" 0")
 
 
+BESIDE_ANOTHER = """
+import os, signal, sys
+import shmload
+how, first, second = sys.argv[1:]
+readable, writable = os.pipe()
+def report(done, total):
+    os.write(writable, b"x")
+    os.kill(os.getpid(), signal.SIGKILL if how == "dead" else signal.SIGSTOP)
+other = os.fork()
+if other == 0:
+    shmload.warm(first, torch_dtype="bfloat16", progress=report)
+os.read(readable, 1)
+if how == "dead":
+    os.waitpid(other, 0)
+try:
+    shmload.warm(second, torch_dtype="bfloat16")
+    print("DONE")
+except shmload.SharedMemoryFull as exc:
+    print("FULL", exc)
+print(sorted(name.endswith(".part") for name in os.listdir("/dev/shm")))
+if how == "alive":
+    os.kill(other, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said", "parts"),
+    [("dead", "DONE", [False]), ("alive", "FULL 15.26 MiB needed", [True])],
+)
+def test_part_of_a_dead_loader_gives_way_and_that_of_a_living_one_does_not(
+    tmp_path, in_small_shm, how, said, parts
+):
+    # Of the 16 MiB the first has taken one, and is promised as much as the second needs.
+    paths = [tmp_path / name for name in ("first.safetensors", "second.safetensors")]
+    for path in paths:
+        save_file({"a": torch.ones(8_000_000)}, path)
+    answer, left = in_small_shm("-c", BESIDE_ANOTHER, how, *paths).stdout.splitlines()
+    assert answer.startswith(said)
+    assert left == str(parts)
+
+
 @pytest.mark.parametrize("inodes", [1, 2])
 def test_shm_without_inodes_is_an_error_of_ours(checkpoint, in_small_shm, inodes):
     code = TRY.replace("shmload.warm(", "next(iter(shmload.view(").replace(
