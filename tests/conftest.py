@@ -11,6 +11,7 @@ import hashlib
 import os
 import selectors
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -55,6 +56,8 @@ hypothesis.settings.load_profile("default")
 
 def pytest_configure() -> None:
     _take_own_shared_memory()
+    # Ignored, as in a job that a shell runs in the background, it would be so in every child.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Its thread would look like one that a test left behind.
     tqdm.tqdm.monitor_interval = 0
 
