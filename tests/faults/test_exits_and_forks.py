@@ -95,7 +95,7 @@ LOAD_ASIDE = """
 import os, sys, threading
 import shmload
 def stop(done, total):
-    os.write(1, b"AT\n")  # print holds a lock a moment longer, which the end of Python wants
+    os.write(1, b"AT\\n")  # print holds a lock a moment longer, which the end of Python wants
     threading.Event().wait()
 def load():
     shmload.load_state_dict(sys.argv[1], "bfloat16", progress=stop)
