@@ -16,6 +16,7 @@ import click
 from shmload._budget import default_budget
 from shmload._cli_output import as_json_option, print_json, print_table
 from shmload._client import Client
+from shmload._coordinator import DecodeCancelled
 from shmload._endpoint import Endpoint, socket_path
 from shmload._errors import ShmloadError, format_nbytes
 from shmload._protocol import GetStatus, Shutdown, Status, Stopping
@@ -90,6 +91,8 @@ def _preload(path: Path, state: ServiceState) -> None:
         try:
             report = warm(source, torch_dtype=dtype, progress=False, service=state.as_service())
             logger.info("preloaded %s: %s", source, format_nbytes(report.resident_nbytes))
+        except DecodeCancelled:
+            return  # the service ends
         except ShmloadError as exc:  # the others are of use without it
             logger.error("cannot preload %s: %s", source, exc)
 

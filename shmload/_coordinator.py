@@ -46,6 +46,10 @@ OnBytes = Callable[[int], None]
 """Is told of bytes read, in order, from the thread that decodes."""
 
 
+class DecodeCancelled(Exception):
+    """Raised when a decode is given up because its caller wished so; the parts are not complete."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A shard to be decoded into a part; the descriptors belong to the caller."""
 
@@ -109,7 +113,7 @@ class Coordinator:
         Args:
             jobs: what to decode. The parts have their final length and header already.
             on_bytes: progress.
-            is_cancelled: asked several times a second; when true, the work is dropped.
+            is_cancelled: asked several times a second.
 
         Returns:
             The digest of each job's segment, in order, as 32 hexadecimal digits.
@@ -118,6 +122,7 @@ class Coordinator:
             CheckpointError: a shard ended early, changed, or could not be read.
             SharedMemoryFull: memory ran out although there was room before.
             WorkerError: workers died, stalled or failed.
+            DecodeCancelled: `is_cancelled` said so before all was done.
         """
         if self._workers:
             digests = _Decoding(self._workers, jobs, on_bytes).run(is_cancelled)
@@ -135,11 +140,12 @@ def _decode_here(job: Job, on_bytes: OnBytes, is_cancelled: Callable[[], bool]) 
 
     filler = Filler()
     try:
-        return combine_digests(
-            filler.fill(job.source_fd, job.part_fd, runs, on_bytes)
-            for runs in job.pieces
-            if not is_cancelled()  # whoever cancels drops the digest
-        )
+        digests = []
+        for runs in job.pieces:
+            if is_cancelled():
+                raise DecodeCancelled
+            digests.append(filler.fill(job.source_fd, job.part_fd, runs, on_bytes))
+        return combine_digests(digests)
     except FillError as exc:
         raise _error_of(job, exc.reason, str(exc), exc.offset) from exc
 
@@ -196,7 +202,9 @@ class _Decoding:
         with self._selector:
             for worker in self._workers:
                 self._watch(worker)
-            while self._left and not is_cancelled():
+            while self._left:
+                if is_cancelled():
+                    raise DecodeCancelled
                 for key, _ in self._selector.select(0.1):
                     worker = key.data
                     if worker in self._workers:

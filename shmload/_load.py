@@ -392,8 +392,6 @@ class Load:
         keep = self._keep or digests is not None
         if digests is None:
             digests = self._decode_here(jobs, nbytes)
-        if self._is_cancelled.is_set():
-            return
         for shard, digest in zip(shards, digests, strict=True):
             name = shard.plan.segment
             self._held[name] = self._part(shard).publish(digest, keep=keep)

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from shmload._coordinator import Coordinator, Job, OnBytes
+from shmload._coordinator import Coordinator, DecodeCancelled, Job, OnBytes
 
 _POLL_S = 0.1
 
@@ -19,7 +19,7 @@ class WorkerPool:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._coordinator = Coordinator(workers)
+        self._coordinator: Coordinator | None = Coordinator(workers)
         self._changed = threading.Condition()
         self._queue: deque[object] = deque()
         self.decode_s = 0.0
@@ -38,16 +38,16 @@ class WorkerPool:
     def decode(
         self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
     ) -> list[str]:
-        """Fill all parts, when it is this call's turn; else as `Coordinator.decode`."""
+        """Fill all parts when it is this call's turn, as `Coordinator.decode` does."""
         turn = object()
         with self._changed:
             self._queue.append(turn)
         try:
             with self._changed:
-                while self._queue[0] is not turn and not is_cancelled():
+                while self._queue[0] is not turn:
+                    if is_cancelled():
+                        raise DecodeCancelled
                     self._changed.wait(_POLL_S)
-            if is_cancelled():
-                return []
             began = time.monotonic()
             try:
                 return self._decode(jobs, on_bytes, is_cancelled)
@@ -61,21 +61,18 @@ class WorkerPool:
     def _decode(
         self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
     ) -> list[str]:
-        if not self._coordinator.is_intact:
-            self._renew()
+        if self._coordinator and not self._coordinator.is_intact:
+            self.close()
+        if self._coordinator is None:
+            self._coordinator = Coordinator(self.workers)
         try:
-            digests = self._coordinator.decode(jobs, on_bytes, is_cancelled)
+            return self._coordinator.decode(jobs, on_bytes, is_cancelled)
         except BaseException:
-            self._renew()  # workers may still be at pieces of this call
+            self.close()  # workers may still be at pieces of this call
             raise
-        if is_cancelled():
-            self._renew()
-        return digests
-
-    def _renew(self) -> None:
-        self._coordinator.close()
-        self._coordinator = Coordinator(self.workers)
 
     def close(self) -> None:
-        """End the workers; again is fine."""
-        self._coordinator.close()
+        """End the workers; again is fine, and a later decode starts new ones."""
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator:
+            coordinator.close()

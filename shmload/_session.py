@@ -12,9 +12,9 @@ import socket
 import time
 from typing import TYPE_CHECKING, assert_never
 
-from shmload._coordinator import Job
-from shmload._endpoint import require_same_user
-from shmload._errors import PeerRefused, ProtocolError, ShmloadError
+from shmload._coordinator import DecodeCancelled, Job
+from shmload._endpoint import require_same_user, socket_path
+from shmload._errors import PeerRefused, ProtocolError, ServiceUnavailable, ShmloadError
 from shmload._messages import Inbox, send, to_frame
 from shmload._protocol import (
     VERSION,
@@ -102,6 +102,8 @@ class Session:
         except ShmloadError as exc:
             self._forget_loans()
             answer = refuse(exc)
+        except DecodeCancelled:  # for this client, which then takes no answer, or for all
+            answer = refuse(ServiceUnavailable(socket_path(), "it ends"))
         except Exception:  # the outermost loop of this client: it must learn of it
             logger.exception("a request failed")
             self._forget_loans()

@@ -13,8 +13,8 @@ from harm import DIE, DIE_ONCE, STOP, STOP_ONCE
 from safetensors.torch import load_file, save_file
 
 import shmload
-from shmload._coordinator import Coordinator
 from shmload._header import TensorSpec, build_header
+from shmload._worker_process import WorkerProcess
 
 
 def assert_right(source):
@@ -254,24 +254,17 @@ def test_worker_that_blocks_its_coordinator_is_not_taken_for_the_others(
 def test_worker_that_dies_when_it_is_no_longer_needed_is_no_error(
     checkpoint, configure, monkeypatch
 ):
-    class Returned(Exception):
-        pass
+    forget = WorkerProcess.forget
+    lost = []
 
-    decode = Coordinator.decode
+    def lose_and_forget(worker, shard):
+        # It has the shard open, and is told to close it now that all is over.
+        os.kill(worker.pid, signal.SIGKILL)
+        wait_for_the_end_of(worker.pid)
+        lost.append(worker.pid)
+        forget(worker, shard)
 
-    def decode_and_lose_the_worker(coordinator, jobs, on_bytes, _):
-        def lose_and_cancel():
-            if not coordinator._workers[0]._opened:
-                return False
-            # By now the worker has the shard open, and is told to close it when all is over.
-            os.kill(coordinator._workers[0].pid, signal.SIGKILL)
-            wait_for_the_end_of(coordinator._workers[0].pid)
-            return True
-
-        decode(coordinator, jobs, on_bytes, lose_and_cancel)
-        raise Returned
-
-    monkeypatch.setattr(Coordinator, "decode", decode_and_lose_the_worker)
+    monkeypatch.setattr(WorkerProcess, "forget", lose_and_forget)
     configure(inline_nbytes=0, workers=1)
-    with pytest.raises(Returned):
-        shmload.load_state_dict(checkpoint, torch.bfloat16)
+    assert_right(checkpoint)
+    assert len(lost) == 1

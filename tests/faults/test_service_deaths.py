@@ -95,6 +95,14 @@ def test_load_goes_on_without_a_service_that_is_killed(at_work):
     assert float(client.expect("SUM")) == float(_VALUES.bfloat16().double().sum())
 
 
+def test_service_that_is_told_to_end_in_the_middle_hands_over_nothing_half(at_work, checkpoint):
+    process, client = at_work
+    process.process.terminate()
+    assert float(client.expect("SUM")) == float(_VALUES.bfloat16().double().sum())
+    for info in shmload.verify():
+        assert_right(shmload.load_state_dict(info.source, "bfloat16"))
+
+
 def test_workers_of_a_killed_service_end(service):
     process = service("--workers", "2")
     workers = workers_of(process)
