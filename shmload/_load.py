@@ -18,51 +18,22 @@ from types import TracebackType
 from typing import Self
 
 from shmload._capacity import require_room
-from shmload._client import Service, find_service
+from shmload._client import Service
 from shmload._collector import paused_gc
-from shmload._coordinator import Coordinator, Job
-from shmload._errors import ArgumentError, CapacityError, ServiceUnavailable, format_nbytes
-from shmload._linux import Inode, inode_of, is_cached, open_source, read_ahead, unlock
-from shmload._plan import Action, Plan, plan_shard
+from shmload._decoder import Decoder
+from shmload._errors import ArgumentError, CapacityError, format_nbytes
+from shmload._linux import Inode, inode_of, is_cached, read_ahead, unlock
+from shmload._plan import Plan
 from shmload._progress import Callback, Progress
 from shmload._residency import check_digest, remove_dead_parts, remove_if_free
 from shmload._resolve import Source
 from shmload._rules import Rule
 from shmload._segment import Awaited, Part, Segment, begin
 from shmload._settings import settings, worker_count
+from shmload._shard import OpenShard
 from shmload._view import descriptor_path
 
 logger = logging.getLogger(__name__)
-
-
-class _Shard:
-    """A shard's open file and what is planned for it; owns the descriptor."""
-
-    def __init__(self, component: str, path: Path, rule: Rule, *, keep: bool) -> None:
-        self.fd = open_source(path)
-        try:
-            planned = plan_shard(component, path, self.fd, rule, keep=keep)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        self.plan = planned.plan
-        self.source = planned.source
-        self.layout = planned.layout
-        self.leaves_casts = planned.leaves_casts
-
-    @property
-    def is_link(self) -> bool:
-        return self.plan.action is Action.LINK
-
-    def job(self, part: Part) -> Job:
-        return Job(
-            path=self.plan.path,
-            source_fd=self.fd,
-            source=self.source,
-            part_fd=part.fd,
-            nbytes=self.layout.nbytes,
-            pieces=self.layout.pieces,
-        )
 
 
 class Load:
@@ -93,19 +64,21 @@ class Load:
         service: Service | None = None,
     ) -> None:
         self._source = source
-        self._service = service
         self._keep = keep
         self._progress = progress
         if workers is not None and workers < 1:
             raise ArgumentError(f"workers is {workers}; it must be 1 or more, or None")
-        self._workers = workers or worker_count(parent_is_busy=parent_is_busy)
-        self._shards: list[_Shard] = []
+        self._decoder = Decoder(
+            keep=keep,
+            workers=workers or worker_count(parent_is_busy=parent_is_busy),
+            progress=progress,
+            service=service,
+        )
+        self._shards: list[OpenShard] = []
         self._made: list[str] = []
         self._held: dict[str, Segment | Part | Awaited] = {}
-        self._coordinator: Coordinator | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._is_cancelled = threading.Event()
         self._is_over = threading.Event()
         self.read_nbytes = 0
         """Bytes of weights that this load reads."""
@@ -113,7 +86,7 @@ class Load:
             for checkpoint in source.checkpoints:
                 for path in checkpoint.shards:
                     rule = rules[checkpoint.component]
-                    self._shards.append(_Shard(checkpoint.component, path, rule, keep=keep))
+                    self._shards.append(OpenShard(checkpoint.component, path, rule, keep=keep))
             self._begin()
         except BaseException:
             self.close()
@@ -215,13 +188,10 @@ class Load:
         interrupt = self._cancel()
         with contextlib.ExitStack() as closing:  # each, whatever becomes of the others
             while self._shards:
-                closing.callback(os.close, self._shards.pop().fd)
+                closing.callback(self._shards.pop().close)
             for held in self._held.values():
                 closing.callback(held.close)
-            if self._coordinator:
-                closing.callback(self._coordinator.close)
-            if self._service:
-                closing.callback(self._service.close)
+            closing.callback(self._decoder.close)
         if interrupt:
             raise interrupt
 
@@ -230,7 +200,7 @@ class Load:
 
         What is closed next is still in use by the thread.
         """
-        self._is_cancelled.set()
+        self._decoder.cancel()
         interrupt = None
         while self._thread:
             try:
@@ -264,7 +234,7 @@ class Load:
 
     def _begin(self) -> None:
         """Take the locks and start to decode; other processes' parts are waited for at the end."""
-        mine: list[_Shard] = []
+        mine: list[OpenShard] = []
         for shard in self._shards:
             name = shard.plan.segment
             if shard.is_link:
@@ -278,15 +248,13 @@ class Load:
                     case Segment() as segment:
                         segment.read_header()  # whether it was damaged
                         segment.touch()
-        self._find_service(mine)
-        self._require_room(sum(shard.layout.nbytes for shard in mine))
-        for shard in mine:
-            self._part(shard).prepare(shard.layout)
+        if self._held:
+            self._decoder.find_service()
+        self._prepare(mine)
         self._log(mine)
         if self.is_complete:
             self._note()
             return
-        self.read_nbytes = sum(shard.plan.read_nbytes for shard in mine)
         self._progress.start(self.read_nbytes)
         self._thread = threading.Thread(target=self._run, args=(mine,), name="shmload-decode")
         try:
@@ -295,35 +263,11 @@ class Load:
             self._thread = None
             raise
 
-    def _find_service(self, mine: list[_Shard]) -> None:
-        """Connect to a service where it is of use, and have it make room."""
-        if self._service is None and self._held:
-            self._service = find_service()
-        nbytes = sum(shard.layout.nbytes for shard in mine)
-        if self._service and nbytes:
-            with self._without_service():
-                self._service.reserve(nbytes)
-
-    @contextlib.contextmanager
-    def _without_service(self) -> Iterator[None]:
-        """Go on without the service where it goes away inside the block, unless it is required."""
-        try:
-            yield
-        except ServiceUnavailable as exc:
-            if settings().service == "require" or self._is_cancelled.is_set():
-                raise
-            logger.warning("%s; decoding without it", exc)
-            if self._service:
-                self._service.close()
-            self._service = None
-
     def _note(self) -> None:
         """Tell the service what it was good for."""
-        if self._service:
-            found = [n for n, h in self._held.items() if isinstance(h, Segment)]
-            made = set(self._made)
-            with self._without_service():
-                self._service.note([n for n in found if n not in made], self._made)
+        made = set(self._made)
+        complete = [name for name, held in self._held.items() if isinstance(held, Segment)]
+        self._decoder.note([name for name in complete if name not in made], self._made)
 
     def _require_room(self, nbytes: int) -> None:
         try:
@@ -333,7 +277,7 @@ class Load:
                 raise
             require_room(nbytes)
 
-    def _log(self, mine: list[_Shard]) -> None:
+    def _log(self, mine: list[OpenShard]) -> None:
         linked = sum(shard.is_link for shard in self._shards)
         others = sum(isinstance(held, Awaited) for held in self._held.values())
         logger.info(
@@ -346,12 +290,12 @@ class Load:
             others,
         )
 
-    def _part(self, shard: _Shard) -> Part:
+    def _part(self, shard: OpenShard) -> Part:
         part = self._held[shard.plan.segment]
         assert isinstance(part, Part)
         return part
 
-    def _run(self, mine: list[_Shard]) -> None:
+    def _run(self, mine: list[OpenShard]) -> None:
         try:
             if mine:
                 self._decode(mine)
@@ -365,45 +309,38 @@ class Load:
         finally:
             self._is_over.set()
 
-    def _wait_for(self, shard: _Shard, awaited: Awaited) -> None:
+    def _wait_for(self, shard: OpenShard, awaited: Awaited) -> None:
         """Wait for another process's part, or decode it here if that process dies."""
         name = shard.plan.segment
         held: Segment | Part | Awaited = awaited
         while isinstance(held, Awaited):
-            held = held.wait(settings().wait_timeout_s, self._is_cancelled.is_set)
+            held = held.wait(settings().wait_timeout_s, lambda: self._decoder.is_cancelled)
             self._held[name] = held
             if self._keep and isinstance(held, Segment) and not held.is_resident:
                 held.close()  # the other process made it for itself alone
                 self._held[name] = held = begin(name)
         if isinstance(held, Part):
-            self._require_room(shard.layout.nbytes)
-            held.prepare(shard.layout)
-            self.read_nbytes += shard.plan.read_nbytes
+            self._prepare([shard])
             self._decode([shard])
 
-    def _decode(self, shards: list[_Shard]) -> None:
-        nbytes = sum(shard.plan.read_nbytes for shard in shards)
+    def _prepare(self, shards: list[OpenShard]) -> None:
+        """Make sure of room for some shards' parts, and give them their length and header."""
+        nbytes = sum(shard.layout.nbytes for shard in shards)
+        read_nbytes = sum(shard.plan.read_nbytes for shard in shards)
+        self._decoder.reserve(segment_nbytes=nbytes, read_nbytes=read_nbytes)
+        self._require_room(nbytes)
+        for shard in shards:
+            self._part(shard).prepare(shard.layout)
+        self.read_nbytes += read_nbytes
+
+    def _decode(self, shards: list[OpenShard]) -> None:
         jobs = [shard.job(self._part(shard)) for shard in shards]
-        digests: list[str] | None = None
-        if self._service and nbytes > settings().inline_nbytes:
-            with self._without_service():
-                digests = self._service.decode(jobs, self._progress.add, self._is_cancelled.is_set)
-        # What a service has decoded stays, within its budget.
-        keep = self._keep or digests is not None
-        if digests is None:
-            digests = self._decode_here(jobs, nbytes)
+        digests, keep = self._decoder.decode(jobs)
         for shard, digest in zip(shards, digests, strict=True):
             name = shard.plan.segment
             self._held[name] = self._part(shard).publish(digest, keep=keep)
             if keep:
                 self._made.append(name)
-
-    def _decode_here(self, jobs: list[Job], nbytes: int) -> list[str]:
-        """Decode with workers of this load's own, or in this thread where that is quicker."""
-        workers = 0 if nbytes <= settings().inline_nbytes else self._workers
-        if self._coordinator is None or self._coordinator.workers < workers:
-            self._coordinator = Coordinator(workers)  # one without workers holds nothing
-        return self._coordinator.decode(jobs, self._progress.add, self._is_cancelled.is_set)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from shmload._load import Load
 has_stopped = threading.Event()
 cancel, wait = Load._cancel, Load.wait
 def say_and_cancel(load):
-    if not load._is_cancelled.is_set():
-        load._is_cancelled.set()
+    if not load._decoder.is_cancelled:
+        load._decoder.cancel()
         print("CLOSING", flush=True)
     return cancel(load)
 def say_and_wait(load):

@@ -184,6 +184,15 @@ def test_leased_and_pinned_segments_stay(service, shards):
     assert state["weight"].eq(0).all()
 
 
+def test_what_goes_with_its_load_needs_no_room_in_the_budget(service, shards, configure, shm_names):
+    service("--budget", "0")
+    configure(inline_nbytes=1 << 30)
+    assert shmload.load_state_dict(shards[0], "bfloat16")["weight"].dtype == torch.bfloat16
+    assert shm_names() == []
+    with pytest.raises(SharedMemoryFull):
+        shmload.warm(shards[0], torch_dtype="bfloat16")
+
+
 def test_what_exceeds_the_budget_is_refused_before_a_byte_is_read(service, shards):
     service("--budget", str(2 * _SEGMENT))
     state = shmload.load_state_dict(shards[0], "bfloat16")

@@ -121,8 +121,8 @@ from shmload._load import Load
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 cancel = Load._cancel
 def say_and_cancel(load):
-    if not load._is_cancelled.is_set():
-        load._is_cancelled.set()
+    if not load._decoder.is_cancelled:
+        load._decoder.cancel()
         print("CLOSING", flush=True)
     return cancel(load)
 Load._cancel = say_and_cancel

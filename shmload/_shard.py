@@ -1,0 +1,58 @@
+"""A shard that is open for a load."""
+
+import os
+from pathlib import Path
+
+from shmload._coordinator import Job
+from shmload._linux import open_source
+from shmload._plan import Action, plan_shard
+from shmload._rules import Rule
+from shmload._segment import Part
+
+
+class OpenShard:
+    """One shard's open file and what is planned for it; owns the descriptor.
+
+    Args:
+        component: its name in the pipeline, or empty.
+        path: of the shard.
+        rule: the dtypes its tensors get.
+        keep: whether its segment shall be resident afterwards.
+
+    Raises:
+        CheckpointError: it cannot be opened, or its header is wrong.
+    """
+
+    def __init__(self, component: str, path: Path, rule: Rule, *, keep: bool) -> None:
+        self.fd = open_source(path)
+        try:
+            planned = plan_shard(component, path, self.fd, rule, keep=keep)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.plan = planned.plan
+        self.source = planned.source
+        self.layout = planned.layout
+        self.leaves_casts = planned.leaves_casts
+
+    def close(self) -> None:
+        """Give the descriptor back; again is fine."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @property
+    def is_link(self) -> bool:
+        """Whether the library maps the file itself."""
+        return self.plan.action is Action.LINK
+
+    def job(self, part: Part) -> Job:
+        """Return what it takes to decode it into a part; the descriptors stay with their owners."""
+        return Job(
+            path=self.plan.path,
+            source_fd=self.fd,
+            source=self.source,
+            part_fd=part.fd,
+            nbytes=self.layout.nbytes,
+            pieces=self.layout.pieces,
+        )
