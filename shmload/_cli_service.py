@@ -21,7 +21,8 @@ from shmload._endpoint import Endpoint, socket_path
 from shmload._errors import ShmloadError, format_nbytes
 from shmload._protocol import GetStatus, Shutdown, Status, Stopping
 from shmload._residency import remove_dead_parts
-from shmload._service import ServiceState, serve
+from shmload._service import ServiceState
+from shmload._sessions import serve
 from shmload._settings import parse_nbytes, settings, worker_count
 from shmload._warm import warm
 

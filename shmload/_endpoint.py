@@ -66,6 +66,7 @@ class Endpoint:
             inherited = _inherited_socket()
             self._is_inherited = inherited is not None
             self.listener = inherited or _bind(path)
+            self.listener.setblocking(False)  # who knocked may have left before it is let in
         except BaseException:
             os.close(self._lock_fd)
             raise

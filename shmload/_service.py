@@ -8,7 +8,6 @@ what was being decoded, and nothing else.
 import contextlib
 import logging
 import os
-import selectors
 import socket
 import threading
 import time
@@ -19,18 +18,13 @@ from typing import Any
 from shmload._budget import choose_victims
 from shmload._client import Service
 from shmload._coordinator import Job, OnBytes
-from shmload._endpoint import Endpoint
 from shmload._linux import inode_of, lock_holders
 from shmload._pool import WorkerPool
 from shmload._protocol import Lease, Status, Warm, Warmed
 from shmload._residency import remove_if_free, segments
-from shmload._session import Session
 from shmload._warm import warm
 
 logger = logging.getLogger(__name__)
-
-_MAX_CLIENTS = 256
-_JOIN_TIMEOUT_S = 10.0
 
 
 class ServiceState:
@@ -50,7 +44,7 @@ class ServiceState:
         self._hits = self._misses = self._evictions = self._read_nbytes = 0
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
-        self.clients = 0
+        self._clients = 0
         self._background: list[threading.Thread] = []
 
     @property
@@ -77,6 +71,17 @@ class ServiceState:
         self._pool.close()
         self._wake.close()
         self._woken.close()
+
+    @contextlib.contextmanager
+    def counting_client(self) -> Iterator[None]:
+        """Count one client more inside the block."""
+        with self._lock:
+            self._clients += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._clients -= 1
 
     def reserve(self, nbytes: int) -> list[str]:
         """Make room in the budget; returns the names of what was evicted for it.
@@ -165,7 +170,7 @@ class ServiceState:
                 workers=self._pool.workers,
                 is_decoding=self._pool.is_decoding,
                 waiting=self._pool.waiting,
-                clients=self.clients,
+                clients=self._clients,
                 hits=self._hits,
                 misses=self._misses,
                 evictions=self._evictions,
@@ -201,52 +206,6 @@ class _InProcess:
     def close(self) -> None:
         self._state.release(self._reserved)
         self._reserved = 0
-
-
-def serve(endpoint: Endpoint, state: ServiceState, when_ready: Callable[[], None]) -> None:
-    """Serve clients, each in a thread, until `state.stop` is called; blocks until then.
-
-    Args:
-        endpoint: stays the caller's.
-        state: stays the caller's.
-        when_ready: is called once clients can connect.
-    """
-    threads: list[threading.Thread] = []
-    connections: set[socket.socket] = set()
-    with selectors.DefaultSelector() as selector:
-        selector.register(endpoint.listener, selectors.EVENT_READ)
-        selector.register(state.wake_fd, selectors.EVENT_READ)
-        when_ready()
-        while not state.is_stopping:
-            ready = {key.fileobj for key, _ in selector.select()}
-            threads = [thread for thread in threads if thread.is_alive()]
-            if endpoint.listener in ready and len(threads) < _MAX_CLIENTS:
-                threads.append(_start_session(endpoint, state, connections))
-    for connection in list(connections):
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RD)  # answers may still go out
-    deadline = time.monotonic() + _JOIN_TIMEOUT_S
-    for thread in threads:
-        thread.join(max(0, deadline - time.monotonic()))
-
-
-def _start_session(
-    endpoint: Endpoint, state: ServiceState, connections: set[socket.socket]
-) -> threading.Thread:
-    connection, _ = endpoint.listener.accept()
-    connections.add(connection)
-
-    def run() -> None:
-        state.clients += 1
-        try:
-            Session(connection, state).run()
-        finally:
-            state.clients -= 1
-            connections.discard(connection)
-
-    thread = threading.Thread(target=run, name="shmload-session", daemon=True)
-    thread.start()
-    return thread
 
 
 def _leases(names: Iterator[str]) -> Iterator[Lease]:

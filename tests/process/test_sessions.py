@@ -1,0 +1,129 @@
+"""Letting clients in: who cannot be served yet waits, and nothing ends the service."""
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+
+import pytest
+
+from shmload import _sessions
+from shmload._client import Client
+from shmload._endpoint import Endpoint
+from shmload._protocol import GetStatus, Status
+from shmload._service import ServiceState
+from shmload._sessions import Sessions, serve
+
+
+@pytest.fixture
+def state():
+    with contextlib.closing(ServiceState(workers=1, budget_nbytes=0)) as state:
+        yield state
+
+
+@pytest.fixture
+def endpoint(tmp_path):
+    with contextlib.closing(Endpoint(tmp_path / "run" / "service.sock")) as endpoint:
+        yield endpoint
+
+
+def knock(endpoint):
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(str(endpoint.path))
+    client.setblocking(False)
+    return client
+
+
+def is_let_in(client):
+    """Tell whether the service has said a word of welcome."""
+    with contextlib.suppress(BlockingIOError):
+        return bool(client.recv(1, socket.MSG_PEEK))
+    return False
+
+
+def accept_until(sessions, endpoint, client):
+    while not is_let_in(client):
+        sessions.accept(endpoint.listener)
+
+
+def test_client_beyond_the_most_is_served_when_another_leaves(endpoint, state):
+    with (
+        Sessions(state, at_most=1) as sessions,
+        knock(endpoint) as first,
+        knock(endpoint) as second,
+    ):
+        accept_until(sessions, endpoint, first)
+        sessions.accept(endpoint.listener)
+        assert not is_let_in(second)
+        assert state.status().clients == 1
+        first.close()
+        accept_until(sessions, endpoint, second)
+
+
+class NoDescriptorOnce:
+    """A listener whose process has no descriptor left, at first."""
+
+    def __init__(self, listener):
+        self._listener = listener
+        self._is_first = True
+
+    def accept(self):
+        if self._is_first:
+            self._is_first = False
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._listener.accept()
+
+
+def test_lack_of_descriptors_puts_a_client_off(endpoint, state, caplog):
+    with Sessions(state, at_most=1) as sessions, knock(endpoint) as client:
+        sessions.accept(NoDescriptorOnce(endpoint.listener))
+        assert "Too many open files" in caplog.text
+        assert not is_let_in(client)
+        accept_until(sessions, endpoint, client)
+
+
+def test_lack_of_threads_turns_one_client_away(endpoint, state, caplog, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with Sessions(state, at_most=1) as sessions:
+        with knock(endpoint) as client:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", fail)
+                sessions.accept(endpoint.listener)
+            assert "can't start new thread" in caplog.text
+            assert client.recv(1) == b""
+        with knock(endpoint) as client:
+            accept_until(sessions, endpoint, client)
+
+
+def test_client_that_has_left_before_it_is_let_in(endpoint, state):
+    with Sessions(state, at_most=1) as sessions:
+        knock(endpoint).close()
+        sessions.accept(endpoint.listener)
+        with knock(endpoint) as client:
+            accept_until(sessions, endpoint, client)
+
+
+def test_more_clients_than_are_served_at_a_time_all_get_an_answer(endpoint, state, monkeypatch):
+    monkeypatch.setattr(_sessions, "_MAX_CLIENTS", 2)
+    answers = []
+
+    def ask():
+        with Client(endpoint.path) as client:
+            answers.append(client.ask(GetStatus(), Status))
+
+    clients = [threading.Thread(target=ask) for _ in range(8)]
+    server = threading.Thread(target=serve, args=(endpoint, state, lambda: None))
+    server.start()
+    try:
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+    finally:
+        state.stop()
+        server.join()
+    assert len(answers) == 8
+    assert max(answer.clients for answer in answers) <= 2
