@@ -230,9 +230,13 @@ class _Decoding:
         for message in messages:
             self._take(worker, message)
         if died:
-            if not worker.is_ready:
-                raise worker.start_failure()
             how = worker.how_it_ended()
+            if not worker.is_ready:
+                error = worker.start_failure()
+                if worker.has_exited:  # so would the next one
+                    raise error
+                self._replace(worker, error)
+                return
             path = self._jobs[worker.tasks[0].shard].path if worker.tasks else "nothing"
             self._replace(worker, WorkerDied(path, how))
 

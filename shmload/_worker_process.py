@@ -141,6 +141,12 @@ class WorkerProcess:
                     self.tasks.popleft()
             yield message
 
+    @property
+    def has_exited(self) -> bool:
+        """Whether it ended of its own accord, and not by a signal."""
+        code = self._process.poll()
+        return code is not None and code >= 0
+
     def how_it_ended(self) -> str:
         """Wait for the child and say how it ended, such as `SIGKILL` or `exit code 3`."""
         code = self._process.wait(_KILL_TIMEOUT_S)

@@ -102,6 +102,20 @@ def test_worker_that_cannot_start_is_not_started_again(checkpoint, workers_that,
     assert error.__notes__ == ["its output: my last words"]
 
 
+def test_worker_killed_while_it_starts_is_replaced(checkpoint, workers_that, caplog):
+    starts = workers_that("is_first() and os.kill(os.getpid(), signal.SIGKILL)")
+    assert_right(checkpoint)
+    assert starts() == 2
+    assert caplog.messages == ["a worker was lost (WorkerFailed); its pieces go to another"]
+
+
+@decoding_door
+def test_worker_killed_each_time_it_starts_is_an_error(checkpoint, workers_that, door):
+    starts = workers_that("os.kill(os.getpid(), signal.SIGKILL)")
+    refusal(door, checkpoint, shmload.WorkerFailed, "SIGKILL", torch_dtype=torch.bfloat16)
+    assert starts() == 2
+
+
 @pytest.mark.parametrize("kind", ["missing", "no program"])
 def test_interpreter_that_cannot_be_run(checkpoint, monkeypatch, configure, tmp_path, kind):
     configure(inline_nbytes=0)
