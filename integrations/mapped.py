@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from shmload._linux import Inode, Mapping, is_touched, mappings
+from shmload._linux import Inode
+from shmload._procfs import Mapping, is_touched, mappings
 from shmload._segment import Segment
 
 if TYPE_CHECKING:

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from shmload._errors import SharedMemoryFull
-from shmload._linux import cgroup_limit_nbytes, shm_total_nbytes
+from shmload._linux import shm_total_nbytes
+from shmload._procfs import cgroup_limit_nbytes
 from shmload._residency import SegmentInfo
 
 

@@ -6,12 +6,8 @@ Shared memory is charged to whoever touches a page first, counts against the fil
 
 from shmload._errors import MemoryLimitExceeded, SharedMemoryFull
 from shmload._identity import PART_SUFFIX, name_prefix
-from shmload._linux import (
-    cgroup_free_nbytes,
-    machine_free_nbytes,
-    shm_free_nbytes,
-    unwritten_nbytes,
-)
+from shmload._linux import shm_free_nbytes, unwritten_nbytes
+from shmload._procfs import cgroup_free_nbytes, machine_free_nbytes
 
 # Left to the rest of the process: page tables, the workers themselves (about 40 MB each).
 _MARGIN_NBYTES = 64 << 20

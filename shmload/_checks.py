@@ -14,7 +14,7 @@ import msgspec
 
 from shmload._endpoint import lock_path
 from shmload._errors import PeerRefused, ServiceUnavailable, ShmloadError, format_nbytes
-from shmload._linux import FileSystem
+from shmload._procfs import FileSystem
 from shmload._protocol import VERSION, Status
 from shmload._settings import ServiceUse
 from shmload._speed import CopySpeed, ReadSpeed

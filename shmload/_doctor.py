@@ -33,17 +33,19 @@ from shmload._errors import ProtocolError, ServiceError, ShmloadError
 from shmload._hub import find_source
 from shmload._linux import (
     SHM_DIR,
+    has_pidfds,
+    kernel_release,
+    resource_limits,
+    shm_free_nbytes,
+    shm_total_nbytes,
+)
+from shmload._procfs import (
     FileSystem,
     cgroup_free_nbytes,
     cgroup_limit_nbytes,
     file_system,
-    has_pidfds,
     huge_page_policy,
-    kernel_release,
     machine_free_nbytes,
-    resource_limits,
-    shm_free_nbytes,
-    shm_total_nbytes,
 )
 from shmload._protocol import GetStatus, Status
 from shmload._residency import find_garbage

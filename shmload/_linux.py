@@ -1,4 +1,4 @@
-"""Every raw system call: shared memory names, locks, memory limits, mappings.
+"""Every raw system call: shared memory names, locks, source files, room, process limits.
 
 Each function is one question to the kernel; errno becomes one of our errors here and nowhere else.
 """
@@ -10,7 +10,6 @@ import os
 import resource
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,20 +26,6 @@ from shmload._errors import (
 SHM_DIR = Path("/dev/shm")
 PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 
-# Network and user-space file systems: a page fault there is a round trip, so a mapping crawls.
-_REMOTE_FILE_SYSTEMS = (
-    "nfs",
-    "cifs",
-    "smb",
-    "fuse",
-    "9p",
-    "lustre",
-    "ceph",
-    "gpfs",
-    "beegfs",
-    "afs",
-)
-
 _LOCK_POLL_S = 0.02
 
 
@@ -49,30 +34,6 @@ class Inode(NamedTuple):
 
     device: int
     number: int
-
-
-class FileSystem(NamedTuple):
-    """A mounted file system."""
-
-    kind: str
-    """Its type, such as `ext4`."""
-    options: tuple[str, ...]
-    """Of the file system, such as `huge=always`; not those of one mount of it."""
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether it is a network or user-space file system."""
-        return self.kind.startswith(_REMOTE_FILE_SYSTEMS)
-
-
-class Mapping(NamedTuple):
-    """One line of /proc/self/maps; addresses in bytes."""
-
-    start: int
-    end: int
-    offset: int
-    """Where in the file it starts, in bytes."""
-    inode: Inode
 
 
 # Shared memory names ------------------------------------------------------------------------------
@@ -201,21 +162,6 @@ def unlock(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def lock_holders() -> dict[Inode, set[int]]:
-    """Return which processes have taken flock locks, by file (proc_locks(5)).
-
-    A process that inherited the lock's descriptor is not named, only the one that took it.
-    """
-    holders: dict[Inode, set[int]] = {}
-    for line in Path("/proc/locks").read_text().splitlines():
-        fields = line.split()
-        if len(fields) == 8 and fields[1] == "FLOCK":  # waiters have an arrow and one field more
-            major, minor, number = fields[5].split(":")
-            inode = Inode(os.makedev(int(major, 16), int(minor, 16)), int(number))
-            holders.setdefault(inode, set()).add(int(fields[4]))
-    return holders
-
-
 def wait_lock(fd: int, *, exclusive: bool, timeout_s: float) -> bool:
     """Take a lock within a deadline; returns whether it was taken.
 
@@ -251,25 +197,6 @@ def open_source(path: str | os.PathLike[str]) -> int:
     return fd
 
 
-def file_system(device: int, mountinfo: Path = Path("/proc/self/mountinfo")) -> FileSystem | None:
-    """Return the file system that a device number belongs to, or None where that is hidden."""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError), mountinfo.open() as mounts:
-        for line in mounts:
-            # proc_pid_mountinfo(5): ... (3) major:minor ... "-" (9) file system type, device,
-            # (11) options of the file system
-            if line.split(" ", 3)[2] == wanted:
-                kind, *_, options = line.split(" - ", 1)[1].split()
-                return FileSystem(kind, tuple(options.split(",")))
-    return None
-
-
-def is_remote(device: int) -> bool:
-    """Tell whether a device number belongs to a network or user-space file system."""
-    found = file_system(device)
-    return found is not None and found.is_remote
-
-
 def is_cached(fd: int, nbytes: int) -> bool:
     """Tell whether a file seems to lie in the page cache: samples eight places, reads no disk."""
     for place in range(8):
@@ -288,7 +215,7 @@ def read_ahead(fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
 
 
-# Memory -------------------------------------------------------------------------------------------
+# Room ---------------------------------------------------------------------------------------------
 
 
 def shm_free_nbytes() -> int:
@@ -301,84 +228,6 @@ def shm_total_nbytes() -> int:
     """Return the size of the file system at /dev/shm, in bytes."""
     found = os.statvfs(SHM_DIR)
     return found.f_blocks * found.f_frsize
-
-
-def machine_free_nbytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the kernel's estimate of memory to be had without swapping, in bytes."""
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ShmloadError(f"{meminfo} has no MemAvailable; shmload needs Linux 3.14 or later")
-
-
-def cgroup_free_nbytes(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> int | None:
-    """Return what the memory control groups of this process leave, in bytes; None for no limit.
-
-    Both versions are read, and all ancestors. Page cache counts as free: the kernel drops it first.
-    """
-    free: list[int] = []
-    for group, names in _memory_groups(root, membership):
-        try:
-            limit = (group / names[0]).read_text().strip()
-            used = int((group / names[1]).read_text())
-            entries = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-            cached = sum(int(value) for key, value in entries if key in names[2])
-        except (OSError, ValueError):
-            continue
-        # Version 1 writes "no limit" as the largest page-aligned 63-bit number.
-        if limit != "max" and int(limit) < 1 << 62:
-            free.append(max(0, int(limit) - used + cached))
-    return min(free, default=None)
-
-
-def cgroup_limit_nbytes(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> int | None:
-    """Return the least limit of this process's memory control groups, in bytes; None for none."""
-    limits = []
-    for group, names in _memory_groups(root, membership):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            limits.append(int((group / names[0]).read_text()))
-    return min((limit for limit in limits if limit < 1 << 62), default=None)
-
-
-def _memory_groups(
-    root: Path, membership: Path
-) -> Iterator[tuple[Path, tuple[str, str, tuple[str, str]]]]:
-    """Yield the control groups that charge this process, with their files' names."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, inside = line.split(":", 2)
-        if controllers == "":
-            base = root
-            names = ("memory.max", "memory.current", ("inactive_file", "active_file"))
-        elif "memory" in controllers.split(","):
-            base = root / "memory"
-            stat_names = ("total_inactive_file", "total_active_file")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", stat_names)
-        else:
-            continue
-        group = base / inside.lstrip("/")
-        while True:
-            yield group, names
-            if group == base:
-                break
-            group = group.parent
-
-
-def huge_page_policy(
-    path: Path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
-) -> str | None:
-    """Return what the kernel does for huge pages in shared memory; None if it knows of none."""
-    try:
-        return path.read_text().partition("[")[2].partition("]")[0]
-    except OSError:
-        return None
 
 
 # The process and its kernel -----------------------------------------------------------------------
@@ -401,44 +250,3 @@ def has_pidfds() -> bool:
     except OSError:
         return False
     return True
-
-
-# This process's mappings --------------------------------------------------------------------------
-
-
-def mappings(inodes: set[Inode]) -> list[Mapping]:
-    """Return this process's mappings of the given files."""
-    found = []
-    wanted = {(f"{os.major(i.device):02x}:{os.minor(i.device):02x}", i.number): i for i in inodes}
-    with open("/proc/self/maps") as lines:
-        for line in lines:
-            addresses, _, offset, device, number, *_ = line.split(None, 5)
-            inode = wanted.get((device, int(number)))
-            if inode:
-                start, _, end = addresses.partition("-")
-                found.append(Mapping(int(start, 16), int(end, 16), int(offset, 16), inode))
-    return found
-
-
-def is_touched(start: int, end: int) -> bool:
-    """Tell whether this process may have read or written a page that lies wholly in a range.
-
-    A page that was never touched has no entry in the page table (proc_pid_pagemap(5)): its 64 bits
-    there have neither "present" (63) nor "swapped" (62).
-
-    Args:
-        start: first address, in bytes.
-        end: address behind the last byte.
-    """
-    import numpy as np  # the parent needs numpy in no other place
-
-    first, last = -(-start // PAGE_NBYTES), end // PAGE_NBYTES
-    if last <= first:
-        return False
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            pagemap.seek(first * 8)
-            entries = np.frombuffer(pagemap.read((last - first) * 8), np.uint64)
-    except OSError:
-        return True  # a sandbox that hides it
-    return entries.size < last - first or bool((entries >> np.uint64(62)).any())

@@ -18,8 +18,9 @@ from typing import Any
 from shmload._budget import choose_victims
 from shmload._client import Service
 from shmload._coordinator import Job, OnBytes
-from shmload._linux import inode_of, lock_holders
+from shmload._linux import inode_of
 from shmload._pool import WorkerPool
+from shmload._procfs import lock_holders
 from shmload._protocol import Lease, Status, Warm, Warmed
 from shmload._residency import remove_if_free, segments
 from shmload._warm import warm

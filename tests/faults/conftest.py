@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from shmload import _capacity
 from shmload._coordinator import Coordinator
-from shmload._linux import cgroup_free_nbytes
+from shmload._procfs import cgroup_free_nbytes
 
 TENSORS = {"a": torch.arange(5000.0).reshape(50, 100), "b": torch.arange(7)}
 

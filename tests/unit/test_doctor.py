@@ -34,12 +34,8 @@ from shmload._checks import (
 from shmload._doctor import diagnose
 from shmload._errors import PeerRefused, ProtocolError, ServiceUnavailable
 from shmload._identity import PART_SUFFIX, name_prefix
-from shmload._linux import (
-    SHM_DIR,
-    FileSystem,
-    shm_open,
-    try_lock,
-)
+from shmload._linux import SHM_DIR, shm_open, try_lock
+from shmload._procfs import FileSystem
 from shmload._protocol import Status
 from shmload._residency import collect_garbage, find_garbage
 from shmload._speed import CopySpeed, ReadSpeed, is_file_cached, measure_copies, measure_reading

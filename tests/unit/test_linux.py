@@ -1,10 +1,8 @@
 """The questions to the kernel, each with every answer it can give."""
 
 import fcntl
-import mmap
 import os
 import resource
-import secrets
 import stat
 import subprocess
 import sys
@@ -12,23 +10,16 @@ import sys
 import pytest
 
 from shmload._errors import SegmentUntrusted, ShardMissing, ShardUnreadable
-from shmload._identity import name_prefix
 from shmload._linux import (
-    PAGE_NBYTES,
     SHM_DIR,
-    FileSystem,
-    file_system,
     has_pidfds,
-    inode_of,
     is_cached,
     is_named,
-    is_remote,
-    is_touched,
     kernel_release,
-    mappings,
     open_source,
     read_ahead,
     resource_limits,
+    shm_free_nbytes,
     shm_open,
     shm_rename,
     shm_unlink,
@@ -36,20 +27,6 @@ from shmload._linux import (
     unlock,
     wait_lock,
 )
-
-
-@pytest.fixture
-def name(evicts):
-    return f"{name_prefix()}{secrets.token_hex(15)}"
-
-
-@pytest.fixture
-def fd(name):
-    """A shared memory object that this process has open for writing."""
-    opened = shm_open(name, create=True, writable=True)
-    yield opened
-    os.close(opened)
-
 
 # Names --------------------------------------------------------------------------------------------
 
@@ -161,6 +138,16 @@ def test_rename_is_seen_by_the_descriptor(fd, name):
     assert not is_named(fd, name)  # another object of that name
 
 
+def test_child_sees_the_same_shared_memory(fd, name):
+    # What isolates the tests must not separate them from their workers.
+    os.pwrite(fd, b"seen", 0)
+    code = f"print(open('/dev/shm/{name}').read())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "seen\n"
+
+
 # Locks --------------------------------------------------------------------------------------------
 
 
@@ -244,45 +231,6 @@ def test_source_that_is_missing_is_missing(tmp_path):
         open_source(tmp_path / "loop")
 
 
-def test_local_directory_is_not_remote(tmp_path):
-    assert not is_remote(os.stat(tmp_path).st_dev)
-    assert not is_remote(os.stat("/proc").st_dev)
-    assert not is_remote(os.makedev(4095, 1))  # nothing is mounted from there
-
-
-@pytest.fixture
-def mountinfo(tmp_path):
-    path = tmp_path / "mountinfo"
-    path.write_text(
-        "24 1 0:23 / / rw,relatime shared:1 - overlay overlay rw,lowerdir=/a\\040b\n"
-        "25 24 0:24 / /dev/shm rw - tmpfs  rw,size=64k,huge=within_size\n"
-        "26 24 0:51 / /mnt rw master:1 propagate_from:2 - nfs4 host:/x rw,vers=4.2\n"
-        "27 24 8:1 / /home rw - ext4 /dev/sda1 rw\n"
-        "28 24 0:52 / /net\\040drive rw - fuse.sshfs server:/x rw\n"
-    )
-    return path
-
-
-@pytest.mark.parametrize(
-    ("device", "kind", "options", "remote"),
-    [
-        (os.makedev(0, 24), "tmpfs", ("rw", "size=64k", "huge=within_size"), False),
-        (os.makedev(0, 51), "nfs4", ("rw", "vers=4.2"), True),
-        (os.makedev(0, 52), "fuse.sshfs", ("rw",), True),
-        (os.makedev(8, 1), "ext4", ("rw",), False),
-    ],
-)
-def test_file_system_is_found_by_its_device(mountinfo, device, kind, options, remote):
-    found = file_system(device, mountinfo)
-    assert found == FileSystem(kind, options)
-    assert found.is_remote == remote
-
-
-def test_file_system_that_is_not_listed_is_none(mountinfo, tmp_path):
-    assert file_system(os.makedev(9, 9), mountinfo) is None
-    assert file_system(os.makedev(8, 1), tmp_path / "hidden") is None
-
-
 def test_file_just_written_is_cached(tmp_path):
     path = tmp_path / "shard"
     path.write_bytes(bytes(1 << 20))
@@ -291,6 +239,14 @@ def test_file_just_written_is_cached(tmp_path):
     assert is_cached(fd, 0)
     read_ahead(fd)
     os.close(fd)
+
+
+# Room ---------------------------------------------------------------------------------------------
+
+
+def test_room_is_what_the_file_system_has():
+    found = os.statvfs("/dev/shm")
+    assert 0 < shm_free_nbytes() <= found.f_blocks * found.f_frsize
 
 
 # The process and its kernel -----------------------------------------------------------------------
@@ -306,60 +262,3 @@ def test_process_and_kernel_are_asked(monkeypatch):
 
     monkeypatch.setattr("os.pidfd_open", forbid)
     assert not has_pidfds()
-
-
-# Mappings -----------------------------------------------------------------------------------------
-
-
-def test_mapping_of_a_file_is_found_by_inode(fd):
-    os.ftruncate(fd, 4 * PAGE_NBYTES)
-    inode = inode_of(os.fstat(fd))
-    assert mappings({inode}) == []
-    with (
-        mmap.mmap(fd, 0, access=mmap.ACCESS_COPY),
-        mmap.mmap(fd, PAGE_NBYTES, access=mmap.ACCESS_COPY),
-    ):
-        found = mappings({inode})
-        assert sorted(m.end - m.start for m in found) == [PAGE_NBYTES, 4 * PAGE_NBYTES]
-        assert {m.inode for m in found} == {inode}
-        assert mappings(set()) == []
-    assert mappings({inode}) == []
-
-
-def test_mapping_of_a_file_without_a_name_is_found(fd, name):
-    os.ftruncate(fd, PAGE_NBYTES)
-    shm_unlink(name)
-    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY):
-        assert len(mappings({inode_of(os.fstat(fd))})) == 1
-
-
-@pytest.mark.parametrize("place", [0, 100, 255])
-@pytest.mark.parametrize("access", ["read", "write"])
-def test_touched_page_is_told_from_one_that_is_not(fd, access, place):
-    os.ftruncate(fd, 256 * PAGE_NBYTES)
-    os.pwrite(fd, b"\1" * 256 * PAGE_NBYTES, 0)
-    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) as mapped:
-        mapped.madvise(mmap.MADV_RANDOM)
-        (mapping,) = mappings({inode_of(os.fstat(fd))})
-        assert not is_touched(mapping.start, mapping.end)
-        if access == "read":
-            assert mapped[place * PAGE_NBYTES] == 1
-        else:
-            mapped[place * PAGE_NBYTES] = 2
-        assert is_touched(mapping.start, mapping.end)
-        page = mapping.start + place * PAGE_NBYTES
-        assert is_touched(page, page + PAGE_NBYTES)
-        # Only pages that lie wholly in the range count.
-        assert not is_touched(page + 1, page + PAGE_NBYTES)
-        assert not is_touched(page, page + PAGE_NBYTES - 1)
-        assert not is_touched(page, page)
-
-
-def test_child_sees_the_same_shared_memory(fd, name):
-    # What isolates the tests must not separate them from their workers.
-    os.pwrite(fd, b"seen", 0)
-    code = f"print(open('/dev/shm/{name}').read())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "seen\n"

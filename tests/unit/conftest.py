@@ -1,0 +1,22 @@
+"""A shared memory object to ask the kernel about."""
+
+import os
+import secrets
+
+import pytest
+
+from shmload._identity import name_prefix
+from shmload._linux import shm_open
+
+
+@pytest.fixture
+def name(evicts):
+    return f"{name_prefix()}{secrets.token_hex(15)}"
+
+
+@pytest.fixture
+def fd(name):
+    """A shared memory object that this process has open for writing."""
+    opened = shm_open(name, create=True, writable=True)
+    yield opened
+    os.close(opened)

@@ -1,0 +1,220 @@
+"""What is read from /proc and /sys: made-up files with all they can say, and the kernel's own."""
+
+import mmap
+import os
+
+import pytest
+
+from shmload._errors import ShmloadError
+from shmload._linux import PAGE_NBYTES, inode_of, shm_unlink
+from shmload._procfs import (
+    FileSystem,
+    cgroup_free_nbytes,
+    file_system,
+    huge_page_policy,
+    is_remote,
+    is_touched,
+    machine_free_nbytes,
+    mappings,
+)
+
+# File systems -------------------------------------------------------------------------------------
+
+
+def test_local_directory_is_not_remote(tmp_path):
+    assert not is_remote(os.stat(tmp_path).st_dev)
+    assert not is_remote(os.stat("/proc").st_dev)
+    assert not is_remote(os.makedev(4095, 1))  # nothing is mounted from there
+
+
+@pytest.fixture
+def mountinfo(tmp_path):
+    path = tmp_path / "mountinfo"
+    path.write_text(
+        "24 1 0:23 / / rw,relatime shared:1 - overlay overlay rw,lowerdir=/a\\040b\n"
+        "25 24 0:24 / /dev/shm rw - tmpfs  rw,size=64k,huge=within_size\n"
+        "26 24 0:51 / /mnt rw master:1 propagate_from:2 - nfs4 host:/x rw,vers=4.2\n"
+        "27 24 8:1 / /home rw - ext4 /dev/sda1 rw\n"
+        "28 24 0:52 / /net\\040drive rw - fuse.sshfs server:/x rw\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "options", "remote"),
+    [
+        (os.makedev(0, 24), "tmpfs", ("rw", "size=64k", "huge=within_size"), False),
+        (os.makedev(0, 51), "nfs4", ("rw", "vers=4.2"), True),
+        (os.makedev(0, 52), "fuse.sshfs", ("rw",), True),
+        (os.makedev(8, 1), "ext4", ("rw",), False),
+    ],
+)
+def test_file_system_is_found_by_its_device(mountinfo, device, kind, options, remote):
+    found = file_system(device, mountinfo)
+    assert found == FileSystem(kind, options)
+    assert found.is_remote == remote
+
+
+def test_file_system_that_is_not_listed_is_none(mountinfo, tmp_path):
+    assert file_system(os.makedev(9, 9), mountinfo) is None
+    assert file_system(os.makedev(8, 1), tmp_path / "hidden") is None
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def test_real_machine_has_memory():
+    assert machine_free_nbytes() > 0
+
+
+def test_machine_without_the_estimate_is_an_error(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 8 kB\nMemAvailable:      3 kB\n")
+    assert machine_free_nbytes(meminfo) == 3 * 1024
+    meminfo.write_text("MemTotal: 8 kB\n")
+    with pytest.raises(ShmloadError, match="MemAvailable"):
+        machine_free_nbytes(meminfo)
+
+
+class Cgroups:
+    """A made-up control group file system, and the membership of a process in it."""
+
+    def __init__(self, root):
+        self.root = root / "cgroup"
+        self.membership = root / "membership"
+        self.root.mkdir()
+        self.membership.write_text("")
+
+    def add(self, group, limit, used, **statistics):
+        folder = self.root / group
+        folder.mkdir(parents=True, exist_ok=True)
+        names = ("memory.max", "memory.current")
+        if group.split("/")[0] == "memory":
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        for name, value in zip(names, (limit, used), strict=True):
+            (folder / name).write_text(f"{value}\n")
+        lines = (f"{name} {value}\n" for name, value in statistics.items())
+        (folder / "memory.stat").write_text("anon 999999\n" + "".join(lines))
+
+    def join(self, *lines):
+        self.membership.write_text("".join(f"{line}\n" for line in lines))
+
+    @property
+    def free(self):
+        return cgroup_free_nbytes(self.root, self.membership)
+
+
+@pytest.fixture
+def cgroups(tmp_path):
+    return Cgroups(tmp_path)
+
+
+def test_group_leaves_its_limit_less_its_use(cgroups):
+    cgroups.join("0::/pod/box")
+    cgroups.add("pod/box", 1000, 400)
+    assert cgroups.free == 600
+
+
+def test_page_cache_counts_as_free_and_shared_memory_does_not(cgroups):
+    cgroups.join("0::/box")
+    cgroups.add("box", 1000, 900, inactive_file=300, active_file=50, shmem=500, inactive_anon=7)
+    assert cgroups.free == 450
+
+
+def test_tightest_ancestor_counts(cgroups):
+    cgroups.join("0::/pod/box")
+    cgroups.add("pod/box", "max", 400)
+    cgroups.add("pod", 500, 450)
+    cgroups.add("", 10_000, 400)
+    assert cgroups.free == 50
+
+
+def test_group_over_its_limit_leaves_nothing(cgroups):
+    cgroups.join("0::/box")
+    cgroups.add("box", 1000, 1200)
+    assert cgroups.free == 0
+
+
+def test_no_limit_is_none(cgroups):
+    assert cgroups.free is None
+    cgroups.join("0::/box")
+    assert cgroups.free is None  # files that are not there
+    cgroups.add("box", "max", 400)
+    assert cgroups.free is None
+    cgroups.membership.unlink()
+    assert cgroups.free is None
+
+
+def test_first_version_is_read_too(cgroups):
+    cgroups.join("12:cpu,cpuacct:/box", "5:memory:/docker/box", "1:name=systemd:/box", "0::/box")
+    cgroups.add("memory/docker/box", 9223372036854771712, 400)  # how it writes "no limit"
+    assert cgroups.free is None
+    cgroups.add("memory/docker", 1000, 900, total_inactive_file=60, inactive_file=5)
+    assert cgroups.free == 160
+    cgroups.add("box", 150, 100)
+    assert cgroups.free == 50
+
+
+def test_group_outside_the_namespace_is_no_error(cgroups):
+    cgroups.join("0::/../../box")
+    cgroups.add("", 1000, 100)
+    assert cgroups.free in (None, 900)
+
+
+def test_real_group_can_be_read():
+    free = cgroup_free_nbytes()
+    assert free is None or free >= 0
+
+
+def test_huge_page_policy_is_the_word_in_brackets(tmp_path):
+    path = tmp_path / "shmem_enabled"
+    assert huge_page_policy(path) is None
+    path.write_text("always within_size advise [never] deny force\n")
+    assert huge_page_policy(path) == "never"
+
+
+# This process's mappings --------------------------------------------------------------------------
+
+
+def test_mapping_of_a_file_is_found_by_inode(fd):
+    os.ftruncate(fd, 4 * PAGE_NBYTES)
+    inode = inode_of(os.fstat(fd))
+    assert mappings({inode}) == []
+    with (
+        mmap.mmap(fd, 0, access=mmap.ACCESS_COPY),
+        mmap.mmap(fd, PAGE_NBYTES, access=mmap.ACCESS_COPY),
+    ):
+        found = mappings({inode})
+        assert sorted(m.end - m.start for m in found) == [PAGE_NBYTES, 4 * PAGE_NBYTES]
+        assert {m.inode for m in found} == {inode}
+        assert mappings(set()) == []
+    assert mappings({inode}) == []
+
+
+def test_mapping_of_a_file_without_a_name_is_found(fd, name):
+    os.ftruncate(fd, PAGE_NBYTES)
+    shm_unlink(name)
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY):
+        assert len(mappings({inode_of(os.fstat(fd))})) == 1
+
+
+@pytest.mark.parametrize("place", [0, 100, 255])
+@pytest.mark.parametrize("access", ["read", "write"])
+def test_touched_page_is_told_from_one_that_is_not(fd, access, place):
+    os.ftruncate(fd, 256 * PAGE_NBYTES)
+    os.pwrite(fd, b"\1" * 256 * PAGE_NBYTES, 0)
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) as mapped:
+        mapped.madvise(mmap.MADV_RANDOM)
+        (mapping,) = mappings({inode_of(os.fstat(fd))})
+        assert not is_touched(mapping.start, mapping.end)
+        if access == "read":
+            assert mapped[place * PAGE_NBYTES] == 1
+        else:
+            mapped[place * PAGE_NBYTES] = 2
+        assert is_touched(mapping.start, mapping.end)
+        page = mapping.start + place * PAGE_NBYTES
+        assert is_touched(page, page + PAGE_NBYTES)
+        # Only pages that lie wholly in the range count.
+        assert not is_touched(page + 1, page + PAGE_NBYTES)
+        assert not is_touched(page, page + PAGE_NBYTES - 1)
+        assert not is_touched(page, page)
