@@ -1,0 +1,177 @@
+"""Each check grades what it is given, and what is not well has a command that helps."""
+
+import resource
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shmload._checks import (
+    check_control_group,
+    check_devices,
+    check_huge_pages,
+    check_kernel,
+    check_leftovers,
+    check_locked_memory,
+    check_machine_memory,
+    check_open_files,
+    check_read_speed,
+    check_service,
+    check_shared_memory,
+    check_source,
+)
+from shmload._errors import PeerRefused, ProtocolError, ServiceUnavailable
+from shmload._procfs import FileSystem
+from shmload._protocol import Status
+from shmload._speed import CopySpeed, ReadSpeed
+
+GIB = 1 << 30
+TMPFS = FileSystem("tmpfs", ("rw", "size=24684096k", "huge=within_size"))
+SMALL_PAGES = FileSystem("tmpfs", ("rw", "size=24684096k"))
+NFS = FileSystem("nfs4", ("rw", "vers=4.2"))
+EXT4 = FileSystem("ext4", ("rw",))
+SOCKET = Path("/run/user/1000/shm load/service.sock")
+STATUS = Status(
+    pid=42,
+    uptime_s=1.0,
+    budget_nbytes=1,
+    resident_nbytes=0,
+    segments=0,
+    pinned=0,
+    workers=1,
+    is_decoding=False,
+    waiting=0,
+    clients=1,
+    hits=0,
+    misses=0,
+    evictions=0,
+    read_nbytes=0,
+    decode_s=0.0,
+    leases=(),
+)
+
+
+def unavailable(cause=None):
+    error = ServiceUnavailable(SOCKET, "a reason")
+    error.__cause__ = cause
+    return error
+
+
+def read(gb_per_s, *, cached=False, nbytes=256 << 20):
+    return ReadSpeed(nbytes, nbytes / gb_per_s / 1e9, cached)
+
+
+def copies(pinned_gb_per_s):
+    (finding,) = check_devices([CopySpeed("NVIDIA H200", 3e9, pinned_gb_per_s * 1e9)])
+    return finding
+
+
+def no_devices():
+    (finding,) = check_devices([])
+    return finding
+
+
+# Each check: what it was given, the state, words of the detail, words of the remedy.
+CASES = {
+    "room": (check_shared_memory(TMPFS, 24 * GIB, 23 * GIB, True), "ok", "23.00 GiB free", ""),
+    "docker": (check_shared_memory(TMPFS, 64 << 20, 64 << 20, True), "bad", "", "size=90%"),
+    "small": (check_shared_memory(TMPFS, 2 * GIB, 2 * GIB, True), "warn", "", "remount"),
+    "full": (check_shared_memory(TMPFS, 24 * GIB, 0, True), "bad", "0 B free", "shmload gc"),
+    "disk": (check_shared_memory(EXT4, GIB, GIB, True), "bad", "ext4 at", "mount -t tmpfs"),
+    "closed": (check_shared_memory(TMPFS, 9 * GIB, 9 * GIB, False), "bad", "not write", "chmod"),
+    "hidden": (check_shared_memory(None, 9 * GIB, 9 * GIB, True), "ok", "9.00 GiB", ""),
+    "huge": (check_huge_pages(TMPFS, "never"), "ok", "huge=within_size at", ""),
+    "not-huge": (check_huge_pages(SMALL_PAGES, "deny"), "ok", "huge=never at", ""),
+    "overruled": (check_huge_pages(TMPFS, "deny"), "warn", "deny in", "tee /sys/kernel"),
+    "huge-unknown": (check_huge_pages(None, None), "ok", "unknown in", ""),
+    "clean": (check_leftovers([]), "ok", "none", ""),
+    "leftovers": (check_leftovers(["a", "b"]), "warn", "2 for", "shmload gc"),
+    "no-limit": (check_control_group(None, None), "ok", "no memory limit", ""),
+    "group": (check_control_group(8 * GIB, 9 * GIB), "ok", "8.00 GiB free of 9.00 GiB", ""),
+    "tight-group": (check_control_group(GIB, 9 * GIB), "warn", "1.00 GiB", "docker update"),
+    "full-group": (check_control_group(0, 9 * GIB), "bad", "0 B free", "shmload gc"),
+    "memory": (check_machine_memory(8 * GIB), "ok", "8.00 GiB available", ""),
+    "little-memory": (check_machine_memory(GIB), "warn", "1.00 GiB", "shmload gc"),
+    "no-memory": (check_machine_memory(1), "bad", "1 B", "ps -eo"),
+    "locked": (check_locked_memory(8 << 20), "ok", "8.00 MiB", ""),
+    "locked-any": (check_locked_memory(resource.RLIM_INFINITY), "ok", "no limit", ""),
+    "locked-little": (check_locked_memory(64 << 10), "warn", "64.00 KiB", "prlimit"),
+    "files": (check_open_files(1024, 4096), "ok", "1024", ""),
+    "files-any": (check_open_files(resource.RLIM_INFINITY, -1), "ok", "no limit", ""),
+    "files-few": (check_open_files(256, 4096), "warn", "256", "ulimit -Sn 4096"),
+    "files-few-of-any": (check_open_files(256, -1), "warn", "256", "ulimit -Sn 65536"),
+    "files-too-few": (check_open_files(64, 256), "bad", "64", "sudo prlimit"),
+    "kernel": (check_kernel("6.8.0-45-generic", True), "ok", "6.8.0-45", ""),
+    "unknown-kernel": (check_kernel("odd", True), "ok", "odd", ""),
+    "old-kernel": (check_kernel("4.18.0-553.el8", True), "bad", "5.4 or later", "reboot"),
+    "sandbox": (check_kernel("5.15.0", False), "bad", "pidfd_open", "libseccomp2"),
+    "no-service": (check_service(SOCKET, "auto", None, 0), "ok", "none runs", ""),
+    "wanted": (check_service(SOCKET, "require", None, 0), "bad", "none runs", "shmload serve"),
+    "service": (check_service(SOCKET, "auto", STATUS, 0.01), "ok", "process 42, protocol", ""),
+    "slow-service": (check_service(SOCKET, "auto", STATUS, 3), "warn", "in 3.000 s", "top"),
+    "silent": (check_service(SOCKET, "auto", unavailable(), 9), "bad", "a reason", "kill -9"),
+    "stale": (
+        check_service(SOCKET, "auto", unavailable(ConnectionRefusedError()), 0),
+        "warn",
+        "is stale",
+        f"rm '{SOCKET}'",
+    ),
+    "stale-and-wanted": (
+        check_service(SOCKET, "require", unavailable(ConnectionRefusedError()), 0),
+        "bad",
+        "is stale",
+        "rm",
+    ),
+    "not-ours": (
+        check_service(SOCKET, "auto", unavailable(PermissionError()), 0),
+        "bad",
+        "a reason",
+        "SHMLOAD_SOCKET",
+    ),
+    "refused": (
+        check_service(SOCKET, "auto", PeerRefused("another user's"), 0),
+        "bad",
+        "another user's",
+        "SHMLOAD_SOCKET",
+    ),
+    "other-version": (
+        check_service(SOCKET, "auto", ProtocolError("speaks version 9"), 0),
+        "bad",
+        "version 9",
+        "shmload serve",
+    ),
+    "local": (
+        check_source("m", [GIB, GIB], [EXT4]),
+        "ok",
+        "2.00 GiB in 2 files on ext4, local",
+        "",
+    ),
+    "remote": (check_source("my m", [GIB], [EXT4, NFS]), "warn", "remote", "shmload warm 'my m'"),
+    "unknown": (check_source("m", [GIB], [None]), "ok", "unknown file system", ""),
+    "empty": (check_source("m", [], []), "bad", "no safetensors", "ls -lRL m"),
+    "disk-speed": (check_read_speed("m", read(2.5), 1, 3), "ok", "2.50 GB/s, 256.00 MiB not", ""),
+    "slow-disk": (
+        check_read_speed("m", read(0.2), 0, 3),
+        "warn",
+        "0 of 3 files are",
+        "shmload warm m",
+    ),
+    "cached": (check_read_speed("m", read(5, cached=True), 3, 3), "ok", "MiB from the page", ""),
+    "slow-cache": (check_read_speed("m", read(0.7, cached=True), 3, 3), "warn", "0.70", "warm"),
+    "too-small": (check_read_speed("m", read(0.1, nbytes=4096), 0, 1), "ok", "4.00 KiB", ""),
+    "no-device": (no_devices(), "ok", "no CUDA device", ""),
+    "device": (copies(55), "ok", "NVIDIA H200, copies at 3.0 GB/s from pageable and 55.0", ""),
+    "slow-device": (copies(1.5), "warn", "1.5 GB/s from pinned", "nvidia-smi --id=0"),
+}
+
+
+@pytest.mark.parametrize(("finding", "state", "detail", "remedy"), CASES.values(), ids=CASES)
+def test_check_grades_what_it_is_given_and_names_a_command(finding, state, detail, remedy):
+    assert finding.state == state
+    assert detail in finding.detail
+    if state == "ok":
+        assert finding.remedy is None
+    else:
+        assert remedy in finding.remedy
+        assert shlex.split(finding.remedy, comments=True)  # quotes are closed
+        assert "\n" not in finding.remedy

@@ -1,0 +1,48 @@
+"""What `shmload doctor` prints of its findings, and its exit code."""
+
+import json
+
+import click.testing
+import pytest
+
+from shmload import _cli_doctor
+from shmload._checks import Finding
+
+WARNING = Finding("huge pages", "warn", "huge=never", "sudo mount")
+HEALTH = Finding("kernel", "ok", "Linux 6.8")
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run the command on given findings; returns its exit code and output."""
+
+    def run_on(*findings, arguments=()):
+        monkeypatch.setattr(_cli_doctor, "diagnose", lambda source: iter(findings))
+        done = click.testing.CliRunner().invoke(_cli_doctor.doctor_command, arguments)
+        return done.exit_code, done.output
+
+    return run_on
+
+
+def test_findings_are_aligned_with_their_remedies_below(run):
+    code, output = run(HEALTH, WARNING)
+    assert code == 0
+    assert output.splitlines() == [
+        "ok    kernel          Linux 6.8",
+        "warn  huge pages      huge=never",
+        "                      sudo mount",
+    ]
+
+
+def test_json_is_a_list_of_findings(run):
+    code, output = run(HEALTH, WARNING, arguments=["--json"])
+    assert code == 0
+    assert json.loads(output) == [
+        {"name": "kernel", "state": "ok", "detail": "Linux 6.8", "remedy": None},
+        {"name": "huge pages", "state": "warn", "detail": "huge=never", "remedy": "sudo mount"},
+    ]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_what_is_bad_is_the_exit_code(run, arguments):
+    assert run(Finding("kernel", "bad", "old", "reboot"), HEALTH, arguments=arguments)[0] == 1
