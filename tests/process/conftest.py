@@ -1,14 +1,17 @@
-"""Small checkpoints to be warmed, and the two orders in which a pipeline and its bytes can come."""
+"""Checkpoints to be warmed, the orders in which a pipeline and its bytes can come, skeletons."""
 
 import json
 import threading
 
 import diffusers
 import pytest
+import transformers
 from safetensors.torch import save_file
 from warming import TENSORS
 
 from shmload._load import Load
+from shmload.integrations import build
+from shmload.integrations.build import Build
 from shmload.workers.fill import Filler
 
 # Checkpoints --------------------------------------------------------------------------------------
@@ -98,3 +101,30 @@ def large_pipeline(tmp_path):
     )
     diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(source)
     return source
+
+
+# Skeletons ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def skeletons(configure, tmp_path, monkeypatch):
+    """Remember models, in a directory of this test's own; returns what is there."""
+    if transformers.__version__ < "5":
+        pytest.skip("diffusers 0.35 has transformers 4 warn at every load")
+    configure(skeletons=1, cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(build, "_has_ever_warned", False)
+    return lambda: sorted((tmp_path / "cache" / "skeletons").glob("*"))
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Count how often the libraries build the models."""
+    calls = []
+    build_models = Build._build_models
+
+    def count(*args, **kwargs):
+        calls.append(args)
+        return build_models(*args, **kwargs)
+
+    monkeypatch.setattr(Build, "_build_models", count)
+    return calls

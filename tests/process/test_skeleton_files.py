@@ -1,0 +1,104 @@
+"""The files of skeletons: what was harmed or might do harm is not used, and they stay few."""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from comparing import assert_loads_equal
+
+import shmload
+from shmload.integrations.pickling import PickledModels, Unfit, unpickle_models
+from shmload.integrations.skeletons import _write
+
+pytestmark = pytest.mark.usefixtures("skeletons")
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path):
+    os.truncate(path, 5)
+
+
+def open_to_all(path):
+    path.chmod(0o666)
+
+
+def open_folder_to_all(path):
+    path.parent.chmod(0o777)
+
+
+def give_away(path):
+    os.chown(path, 65534, 65534)
+
+
+def link(path):
+    shutil.move(path, path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [flip, truncate, open_to_all, open_folder_to_all, link]
+    + ([give_away] if os.geteuid() == 0 else []),
+    ids=lambda f: f.__name__,
+)
+def test_harmed_skeleton_is_not_used(saved, built, skeletons, harm):
+    source = saved("stable-diffusion")
+    shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
+    (path,) = skeletons()
+    harm(path)
+    assert_loads_equal(source, "bf16")
+    assert len(built) == 2
+
+
+class _Runs:
+    def __init__(self, function, *args):
+        self.call = (function, args)
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (os.mkdir, "made"),
+        (eval, "__import__('os').mkdir('made')"),
+        (shutil.copy, "/etc/hostname", "made"),
+        (getattr, "text", "upper"),
+    ],
+    ids=["os", "builtin", "shutil", "attribute"],
+)
+def test_pickle_of_other_packages_is_unfit(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    pickled = PickledModels(stamps={}, tensors=[], models=pickle.dumps(_Runs(*call)))
+    with pytest.raises(Unfit):
+        unpickle_models(pickled, [])
+    assert not Path("made").exists()
+
+
+@pytest.mark.parametrize("name", ["builtins.eval", "os.mkdir"])
+def test_name_inside_a_module_is_no_way_to_another(name):
+    # PROTO 4, two SHORT_BINUNICODE, STACK_GLOBAL, STOP
+    code = b"\x80\x04\x8c\x05torch\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
+    with pytest.raises(Unfit):
+        unpickle_models(PickledModels(stamps={}, tensors=[], models=code), [])
+
+
+def test_directory_of_skeletons_stays_small(tmp_path):
+    folder = tmp_path / "skeletons"
+    for number in range(70):
+        _write(folder / f"{number}", b"x")
+        os.utime(folder / f"{number}", ns=(number, number))
+    _write(folder / "last", xxhash.xxh3_128_digest(b""))
+    left = {path.name for path in folder.iterdir()}
+    assert len(left) == 64
+    assert {"last", "69", "7"} <= left
