@@ -32,7 +32,7 @@ from serving import service  # noqa: F401 a fixture for all
 from shmload._settings import settings
 
 # Their asserts say what was compared only if pytest knows the modules before they are imported.
-pytest.register_assert_rewrite("comparing", "doors", "mappings", "warming", "watching")
+pytest.register_assert_rewrite("comparing", "doors", "mappings", "warming", "watching", "weight")
 
 _SHM = Path("/dev/shm")
 _PREFIX = "shmload-"

@@ -41,6 +41,12 @@ def status():
         return client.ask(GetStatus(), Status)
 
 
+def wait_until(is_so):
+    """Ask the service again and again, which is all that can be done from outside."""
+    while not is_so(status()):
+        pass
+
+
 def workers_of(process):
     """Return the processes that a service has started."""
     children = Path(f"/proc/{process.pid}/task").glob("*/children")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from harm import WORKER
 from safetensors.torch import save_file
+from weight import VALUES, save_weight
 
 from shmload import _capacity
 from shmload._coordinator import Coordinator
@@ -33,6 +34,18 @@ def large(tmp_path):
     path = tmp_path / "large.safetensors"
     save_file({"a": torch.arange(10_000_000, dtype=torch.float32)}, path)
     return path
+
+
+@pytest.fixture
+def shard(tmp_path):
+    """A shard of 4 MB, of which `weight.assert_right` knows what it becomes."""
+    return save_weight(tmp_path / "model.safetensors")
+
+
+@pytest.fixture
+def other_shard(tmp_path):
+    """As large, with other values: one more than those of `shard`."""
+    return save_weight(tmp_path / "other.safetensors", VALUES + 1)
 
 
 @pytest.fixture
