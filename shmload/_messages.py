@@ -26,6 +26,8 @@ VERSION: Final = 1
 # Far above any piece of a real checkpoint; a frame that claims more is garbage.
 _MAX_FRAME_NBYTES = 64 << 20
 _LENGTH_NBYTES = 4
+# A frame comes with two at most, and those of the next may be there already.
+_MAX_FDS = 16
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -141,15 +143,24 @@ class Inbox:
         """Descriptors that came and nobody has taken yet; the taker closes them."""
 
     def receive(self) -> bool:
-        """Read what is there, waiting if nothing is; False at the end of file."""
+        """Read what is there, waiting if nothing is; False at the end of file.
+
+        Raises:
+            ProtocolError: descriptors pile up that no frame takes, or some were lost.
+        """
         try:
-            received, fds, _, _ = socket.recv_fds(
-                self._channel, 1 << 18, 16, socket.MSG_CMSG_CLOEXEC
+            received, fds, flags, _ = socket.recv_fds(
+                self._channel, 1 << 18, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionResetError:
             return False
         self.fds.extend(fds)
         self._buffer += received
+        # The kernel drops what there is no place for, here or in this process.
+        if flags & socket.MSG_CTRUNC or len(self.fds) > _MAX_FDS:
+            raise ProtocolError(
+                "there came more descriptors than messages or this process can take"
+            )
         return bool(received)
 
     @property

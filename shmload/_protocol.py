@@ -13,7 +13,7 @@
 Frames are those of `_messages`. Nothing is unpickled; what is no message ends the connection.
 """
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -23,7 +23,9 @@ from shmload._messages import Run
 from shmload._residency import SegmentInfo
 
 VERSION: Final = 1
-MAX_FRAME_NBYTES: Final = 64 << 20
+
+_Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+"""A size that some file may have; many of them together stay within 64 bits."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -36,7 +38,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 class Stat(msgspec.Struct, frozen=True, array_like=True):
     """What fstat said of a shard when it was planned; see `os.stat_result`."""
 
-    st_size: int
+    st_size: _Nbytes
     st_mtime_ns: int
     st_ctime_ns: int
     st_nlink: int
@@ -47,7 +49,7 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
 
     path: str
     source: Stat
-    nbytes: int
+    nbytes: _Nbytes
     """Size of the segment, in bytes."""
     pieces: tuple[tuple[Run, ...], ...]
 
@@ -59,7 +61,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
 class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Make room in the budget, by evicting what was used least recently."""
 
-    nbytes: int
+    nbytes: _Nbytes
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):

@@ -85,6 +85,8 @@ class Session:
 
     def _next_request(self) -> Request | None:
         """Wait for the next request; a client may be idle, but not in the middle of one."""
+        if self._inbox.fds and self._inbox.is_empty:
+            raise ProtocolError("descriptors came with a request that takes none")
         while (frame := self._inbox.next_frame()) is None:
             try:
                 if not self._inbox.receive():
