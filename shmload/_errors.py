@@ -51,6 +51,11 @@ def format_nbytes(nbytes: float) -> str:
     return f"{nbytes:.2f} TiB"
 
 
+def printable(text: str) -> str:
+    """Escape what UTF-8 cannot say, such as half a surrogate for a byte of an odd path."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class ShmloadError(Exception):
     """The base of every error in this package."""
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from shmload import _errors
-from shmload._errors import ProtocolError, ShmloadError
+from shmload._errors import ProtocolError, ShmloadError, printable
 from shmload._messages import Run
 from shmload._residency import SegmentInfo
 
@@ -186,13 +186,16 @@ class Stopping(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Shutdown`."""
 
 
+_Field = str | int | float | tuple[str, ...] | None
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """A request failed with an error of this package."""
 
     kind: str
     """Name of its class."""
     message: str
-    fields: dict[str, str | int | float | None]
+    fields: dict[str, _Field]
     """Its attributes."""
     notes: tuple[str, ...] = ()
 
@@ -246,13 +249,22 @@ def decode_answer(frame: bytes) -> Answer:
 
 def refuse(error: ShmloadError) -> Refused:
     """Make the message that carries an error to the client."""
-    fields = {
-        name: str(value) if isinstance(value, object) and hasattr(value, "__fspath__") else value
-        for name, value in vars(error).items()
-        if value is None or isinstance(value, str | int | float) or hasattr(value, "__fspath__")
-    }
-    notes = tuple(getattr(error, "__notes__", ()))
-    return Refused(type(error).__name__, str(error), fields, notes)
+    attributes = {name: value for name, value in vars(error).items() if name != "__notes__"}
+    if isinstance(error, OSError):
+        attributes["errno"] = error.errno  # a slot, which vars() leaves out
+    fields = {name: _to_field(value) for name, value in attributes.items()}
+    notes = tuple(map(printable, getattr(error, "__notes__", ())))
+    return Refused(type(error).__name__, printable(str(error)), fields, notes)
+
+
+def _to_field(value: object) -> _Field:
+    match value:
+        case None | int() | float():
+            return value
+        case tuple():
+            return tuple(printable(str(item)) for item in value)
+        case _:
+            return printable(str(value))
 
 
 def revive(refused: Refused) -> ShmloadError:
@@ -263,7 +275,9 @@ def revive(refused: Refused) -> ShmloadError:
     error: ShmloadError = kind.__new__(kind)
     error.args = (refused.message,)
     for name, value in refused.fields.items():
-        setattr(error, name, value)
+        # What every error has, such as its methods, is not to be replaced.
+        if name == "errno" or not (name.startswith("_") or hasattr(kind, name)):
+            setattr(error, name, value)
     for note in refused.notes:
         error.add_note(note)
     return error

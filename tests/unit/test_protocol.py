@@ -1,27 +1,35 @@
 """What the service and its clients say arrives as it was sent, or is refused by a typed error."""
 
 import contextlib
+import inspect
 import os
 import socket
+import traceback
 import tracemalloc
 import typing
+from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmload._errors import ProtocolError
+import shmload
+from shmload._errors import ProtocolError, ShmloadError
 from shmload._messages import Inbox, Run, send, to_frame
 from shmload._protocol import (
     Answer,
     Evict,
     GetStatus,
     Lend,
+    Refused,
     Request,
     Stat,
     decode_answer,
     decode_request,
+    refuse,
+    revive,
 )
 
 REQUESTS, ANSWERS = typing.get_args(Request), typing.get_args(Answer)
@@ -223,3 +231,60 @@ def test_descriptors_that_nobody_asked_for_are_refused_and_closed(memfds):
                 inbox.receive()
                 assert inbox.next_frame() is None
         assert len(inbox.fds) < 20
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+EVERY_ERROR = [
+    error
+    for error in (getattr(shmload, name) for name in shmload.__all__)
+    if isinstance(error, type) and issubclass(error, ShmloadError)
+]
+
+
+def make(error):
+    """Return an error of a class, from something for each argument that it takes."""
+    known = {int: 2**40, float: 60.0, Iterable[str]: ("first", "second")}
+    parameters = list(inspect.signature(error.__init__).parameters.values())[1:]
+    kinds = [each.annotation for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return error(*[known.get(kind, "some/path") for kind in kinds] or ["a sentence"])
+
+
+def sent(refused):
+    """Return the error that a client gets."""
+    return revive(decode_answer(body(refused)))
+
+
+@pytest.mark.parametrize("kind", EVERY_ERROR)
+def test_every_public_error_arrives_with_all_that_it_says(kind):
+    error = make(kind)
+    error.add_note("a note")
+    got = sent(refuse(error))
+    assert type(got) is kind
+    assert str(got) == str(error)
+    assert vars(got) == vars(error)
+    assert getattr(got, "errno", None) == getattr(error, "errno", None)
+    with pytest.raises(kind):
+        raise got
+
+
+@pytest.mark.parametrize("text", ["a\udcff.safetensors", "\ud800", "\0", ""])
+def test_error_about_a_name_that_is_no_text_arrives(text):
+    error = shmload.ShardMissing(Path(text), text)
+    error.add_note(text)
+    got = sent(refuse(error))
+    assert type(got) is shmload.ShardMissing
+    assert str(got).isprintable() or text == "\0"
+
+
+@given(values(msgspec.inspect.type_info(Refused)))
+@example(Refused("ShmloadError", "", {"__class__": "x", "__notes__": "x", "add_note": "x"}, ("x",)))
+@example(Refused("ShardUnreadable", "", {"args": 1, "__traceback__": "x", "__dict__": 1}, ()))
+@example(Refused("CapacityError", "", {"errno": "x", "characters_written": "x"}, ()))
+@example(Refused("errno", "a module's name", {}))
+@example(Refused("_Path", "no class", {}))
+def test_whatever_a_refusal_says_is_an_error_of_this_package(refused):
+    error = sent(refused)
+    assert isinstance(error, ShmloadError)
+    assert str(error) == refused.message
+    assert "".join(traceback.format_exception(error))
