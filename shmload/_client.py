@@ -5,6 +5,7 @@ learns so by `ServiceUnavailable` and can do without it.
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ from shmload._settings import settings
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _A = TypeVar("_A", bound=Answer)
 
 OnProgress = Callable[[int, int], None]
@@ -150,6 +152,9 @@ class Client:
                 Lend(str(job.path), source, job.nbytes, job.pieces), (job.source_fd, job.part_fd)
             )
         answer = self.ask(Decode(), Decoded, on_progress=add, is_cancelled=is_cancelled)
+        # They are written into the segments' headers, in a place of just this size.
+        if len(answer.digests) != len(jobs) or not all(map(_DIGEST.fullmatch, answer.digests)):
+            raise ProtocolError("the service answered with digests that are not the segments'")
         return list(answer.digests)
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:

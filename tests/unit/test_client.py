@@ -1,0 +1,52 @@
+"""What a service answers is what was asked for, or a typed error: nothing else gets into a load."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from shmload import _client
+from shmload._client import Client
+from shmload._coordinator import Job
+from shmload._errors import ProtocolError
+from shmload._messages import to_frame
+from shmload._protocol import VERSION, Decoded, GetStatus, Progress, Reserved, Stat, Welcome
+
+
+def ask(monkeypatch, *answers, jobs=()):
+    """Ask a service that has answered beforehand for one decode, and then has left."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        monkeypatch.setattr(_client, "connect", lambda path, timeout_s: ours)
+        theirs.sendall(b"".join(a if isinstance(a, bytes) else to_frame(a) for a in answers))
+        theirs.shutdown(socket.SHUT_WR)
+        with Client(Path("socket")) as client:
+            return client.decode(jobs, lambda nbytes: None, bool)
+
+
+_WELCOME = Welcome(VERSION, 1)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [b"\xff" * 100],
+        [Welcome(VERSION + 1, 1)],
+        [GetStatus()],
+        [_WELCOME, _WELCOME],
+        [_WELCOME, b"\x00\x00\x00\x05hello"],
+        [_WELCOME, Progress(1, 1), Reserved(())],
+        [_WELCOME, Decoded(("0" * 32,))],
+    ],
+    ids=["rubbish", "version", "request", "welcome", "half", "other", "digest too many"],
+)
+def test_service_that_answers_wrongly_is_a_protocol_error(monkeypatch, answers):
+    with pytest.raises(ProtocolError):
+        ask(monkeypatch, *answers)
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 31, "0" * 33, "Z" * 32, "é" * 16])
+def test_digest_that_is_none_is_not_written_to_a_segment(monkeypatch, digest):
+    job = Job(path="", source_fd=0, source=Stat(1, 1, 1, 1), part_fd=1, nbytes=1, pieces=())
+    with pytest.raises(ProtocolError, match="digest"):
+        ask(monkeypatch, _WELCOME, Decoded((digest,)), jobs=[job])
