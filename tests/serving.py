@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,29 @@ def stopped(*pids):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def raw_client():
+    """Connect to the service without any of the client's manners."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(str(socket_path()))  # before it has a deadline: then a full backlog fails
+        client.settimeout(_DEADLINE_S)
+        yield client
+
+
+def read_to_the_end(client):
+    with contextlib.suppress(ConnectionResetError):
+        while client.recv(1 << 16):
+            pass
+
+
+def held_by(process):
+    """Return how many descriptors and threads a service has; each worker takes some."""
+    return [len(os.listdir(f"/proc/{process.pid}/{kind}")) for kind in ("fd", "task")]
+
+
+def wait_until_alone(process, before):
+    """Wait until a service has no client, and holds again what it held before."""
+    while status().clients > 1 or held_by(process) != before:
+        assert process.process.poll() is None, process.errors

@@ -1,0 +1,76 @@
+"""A service that has no place for another client, or no descriptor, goes on when it has some."""
+
+import contextlib
+import os
+import resource
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from serving import held_by, raw_client, status, wait_until_alone
+
+from shmload._messages import to_frame
+from shmload._protocol import GetStatus, Lend, Stat
+from shmload._sessions import _MAX_CLIENTS
+
+
+@contextlib.contextmanager
+def few_descriptors(process, count):
+    """Let a service have so many descriptors more than it has now, inside the block."""
+    highest = max(map(int, os.listdir(f"/proc/{process.pid}/fd")))
+    before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (highest + 1 + count, before[1]))
+    yield
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+
+
+def lend_without_end(client, fd):
+    lend = to_frame(Lend("/the/shard", Stat(1, 1, 1, 1), 1, ()))
+    while True:
+        socket.send_fds(client, [lend], [fd, fd])
+
+
+def test_client_that_lends_without_end_is_put_out(service):
+    process = service()
+    status()
+    before = held_by(process)
+    with few_descriptors(process, 40), raw_client() as client, open("/dev/null") as file:
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            lend_without_end(client, file.fileno())
+        wait_until_alone(process, before)
+
+
+def test_service_without_descriptors_serves_again_when_it_has_some(service):
+    process = service()
+    pid = status().pid
+    before = held_by(process)
+    with few_descriptors(process, 4), contextlib.ExitStack() as closing:
+        for _ in range(10):
+            closing.enter_context(raw_client())
+        while "Too many open files" not in process.errors:
+            assert process.process.poll() is None, process.errors
+    wait_until_alone(process, before)
+    assert status().pid == pid
+
+
+def test_service_with_too_many_clients_waits_until_one_leaves(service):
+    process = service()
+    with contextlib.ExitStack() as closing:
+        clients = [closing.enter_context(raw_client()) for _ in range(_MAX_CLIENTS + 1)]
+        for client in clients[:-1]:
+            assert client.recv(100)
+        began, used = time.monotonic_ns(), main_thread_ns(process)
+        for _ in range(100):
+            clients[0].sendall(to_frame(GetStatus()))
+            assert clients[0].recv(1 << 16)
+        # One that spins would take half of it, and make the others slow.
+        assert main_thread_ns(process) - used < (time.monotonic_ns() - began) / 4
+        clients[1].close()
+        assert clients[-1].recv(100)
+
+
+def main_thread_ns(process):
+    """Return the time that a service's main thread has had a processor."""
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/schedstat")
+    return int(path.read_text().split()[0])
