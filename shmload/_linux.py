@@ -197,6 +197,12 @@ def open_source(path: str | os.PathLike[str]) -> int:
     return fd
 
 
+def is_writable(fd: int) -> bool:
+    """Tell whether a descriptor may write, at any offset."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    return flags & os.O_ACCMODE == os.O_RDWR and not flags & (os.O_APPEND | os.O_PATH)
+
+
 def is_cached(fd: int, nbytes: int) -> bool:
     """Tell whether a file seems to lie in the page cache: samples eight places, reads no disk."""
     for place in range(8):

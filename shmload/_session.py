@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, assert_never
 from shmload._coordinator import DecodeCancelled, Job
 from shmload._endpoint import require_same_user, socket_path
 from shmload._errors import PeerRefused, ProtocolError, ServiceUnavailable, ShmloadError
+from shmload._loan import require_sound
 from shmload._messages import Inbox, send, to_frame
 from shmload._protocol import (
     VERSION,
@@ -161,6 +162,8 @@ class Session:
         )
 
     def _decode(self) -> Decoded:
+        for job in self._lent:
+            require_sound(job)
         total = sum(job.read_nbytes for job in self._lent)
         done = 0
 

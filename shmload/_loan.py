@@ -1,0 +1,55 @@
+"""What a client lends the service: whether workers can decode it, and within which bounds.
+
+Guarantee: what passes has workers read a regular file and write within the length of another one.
+So no client can have them wait for ever, or fill the memory.
+"""
+
+import itertools
+import os
+import stat
+
+from shmload._coordinator import Job
+from shmload._dtypes import FLOATS, NBITS
+from shmload._errors import ArgumentError, ShardUnreadable
+from shmload._linux import is_writable
+from shmload._messages import Run
+
+
+def require_sound(job: Job) -> None:
+    """Check what was lent; reads no weights.
+
+    Whether the shard is as long as it was when it was planned is left to whoever reads it.
+
+    Raises:
+        ShardUnreadable: the shard is not a regular file.
+        ArgumentError: the part is no file to write to, has another length than the segment, or the
+            pieces are not within shard and segment, one behind the other.
+    """
+    if not stat.S_ISREG(os.fstat(job.source_fd).st_mode):
+        raise ShardUnreadable(job.path, "it is not a regular file")
+    part = os.fstat(job.part_fd)
+    if not stat.S_ISREG(part.st_mode) or not is_writable(job.part_fd):
+        raise ArgumentError(f"the part that was lent for {job.path} is no file to write to")
+    if part.st_size != job.nbytes:
+        raise ArgumentError(
+            f"the part that was lent for {job.path} has {part.st_size} bytes, not {job.nbytes}"
+        )
+    if not all(job.pieces):
+        raise ArgumentError(f"a piece of {job.path} is empty")
+    position = 0
+    for run in itertools.chain.from_iterable(job.pieces):
+        source_nbytes, target_nbytes = _element_nbytes(run, job.path)
+        source_end = run.source_offset + run.count * source_nbytes
+        target_end = run.target_offset + run.count * target_nbytes
+        is_within = source_end <= job.source.st_size and target_end <= job.nbytes
+        if run.count < 1 or run.source_offset < 0 or run.target_offset < position or not is_within:
+            raise ArgumentError(f"a piece of {job.path} reaches outside: {run}")
+        position = target_end
+
+
+def _element_nbytes(run: Run, path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Return the sizes of one element in the shard and in the segment, in bytes."""
+    is_copy = run.source == run.target and NBITS.get(run.source, 0) >= 8
+    if not (is_copy or {run.source, run.target} <= FLOATS):
+        raise ArgumentError(f"{path}: nothing converts {run.source!r} to {run.target!r}")
+    return NBITS[run.source] // 8, NBITS[run.target] // 8
