@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -159,10 +160,10 @@ def _memory_path(checkpoint: Checkpoint, target: str | None) -> Path:
         checkpoint.config,
         target,
     )
+    # Not msgspec's: a configuration may hold half a surrogate, which it does not write.
+    known = json.dumps(facts, sort_keys=True)
     return (
-        settings().cache_dir
-        / "rules"
-        / hashlib.blake2b(_ENCODER.encode(facts), digest_size=16).hexdigest()
+        settings().cache_dir / "rules" / hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
     )
 
 

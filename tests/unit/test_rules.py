@@ -157,3 +157,10 @@ def test_broken_memory_is_no_rule(tmp_path):
     for remembered in (settings().cache_dir / "rules").iterdir():
         remembered.write_bytes(b'{"target": 3}')
     assert rule_for(unet, "bf16") == rule
+
+
+def test_configuration_that_is_no_text_has_a_rule(tmp_path):
+    # JSON can say half a surrogate, and a number of any size.
+    checkpoint = _checkpoint(tmp_path, "diffusers", "\ud800", a="\udcff", b=10**30)
+    assert likely_rule(checkpoint, "bfloat16") == Rule(target="BF16")
+    assert rule_for(checkpoint, "bfloat16") == rule_for(checkpoint, "bfloat16") == RAW
