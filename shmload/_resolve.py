@@ -12,13 +12,22 @@ from typing import Any
 
 import msgspec
 
-from shmload._errors import IndexMalformed, ShardMissing, SourceNotFound, UnknownComponent
+from shmload._errors import (
+    IndexMalformed,
+    ShardMissing,
+    ShmloadError,
+    SourceNotFound,
+    UnknownComponent,
+)
+from shmload._linux import open_source
 
 _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index"
 # The name of the weights in each library (diffusers.utils.SAFETENSORS_WEIGHTS_NAME, transformers').
 _DIFFUSERS_BASE = "diffusion_pytorch_model"
 _TRANSFORMERS_BASE = "model"
+# Many times what the largest indexes have; a link to /dev/zero has no end.
+_MAX_JSON_NBYTES = 64 << 20
 # Classes whose directories hold JSON files only.
 _WITHOUT_WEIGHTS = (
     "Tokenizer",
@@ -92,6 +101,21 @@ def resolve(
         ShardMissing: an index names a file that is not there.
         UnknownComponent: `components` has a name that the pipeline does not list.
     """
+    try:
+        return _resolve(given, root, variant, components, passed)
+    except ShmloadError:
+        raise
+    except OSError as exc:  # a name too long, a directory that may not be entered
+        raise SourceNotFound(given, exc.strerror or str(exc)) from exc
+
+
+def _resolve(
+    given: str | os.PathLike[str],
+    root: Path,
+    variant: str | None,
+    components: Collection[str] | None,
+    passed: Collection[str],
+) -> Source:
     if root.is_file():
         alone = Checkpoint(
             component="", folder=root.parent, library="", class_name="", config={}, shards=(root,)
@@ -111,7 +135,11 @@ def read_json(path: Path) -> dict[str, Any]:
         IndexMalformed: the file is not one.
     """
     try:
-        found = json.loads(path.read_bytes())
+        with open(open_source(path), "rb") as file:
+            content = file.read(_MAX_JSON_NBYTES + 1)
+        if len(content) > _MAX_JSON_NBYTES:
+            raise ValueError(f"it has more than {_MAX_JSON_NBYTES} bytes")
+        found = json.loads(content)
     except (OSError, ValueError, RecursionError) as exc:
         raise IndexMalformed(path, f"it cannot be read as JSON ({exc})") from exc
     if not isinstance(found, dict):
@@ -164,7 +192,7 @@ def _resolve_pipeline(
         class_name=pipeline_class if isinstance(pipeline_class, str) else "",
         components=tuple(listed),
         checkpoints=tuple(checkpoint for checkpoint in found if checkpoint),
-        is_complete=all((root / name).is_dir() for name in wanted)
+        is_complete=all(os.path.isdir(root / name) for name in wanted)
         and (variant is None or any(_has_variant(root / name, variant) for name in wanted)),
     )
 
@@ -189,7 +217,7 @@ def _resolve_component(given: str | os.PathLike[str], root: Path, variant: str |
 def _checkpoint(
     folder: Path, variant: str | None, component: str, library: str, class_name: str
 ) -> Checkpoint | None:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # and not Path's: it raises for a name that is too long
         return None
     names = os.listdir(folder)
     base = _base_name(names) or _default_base(library)
@@ -239,7 +267,7 @@ def _applicable_variant(names: Iterable[str], variant: str | None) -> str | None
 
 
 def _has_variant(folder: Path, variant: str) -> bool:
-    return folder.is_dir() and _applicable_variant(os.listdir(folder), variant) is not None
+    return os.path.isdir(folder) and _applicable_variant(os.listdir(folder), variant) is not None
 
 
 def _find_shards(
@@ -261,10 +289,12 @@ def _indexed_shards(index_path: Path) -> tuple[Path, ...]:
     if not isinstance(weight_map, dict):
         raise IndexMalformed(index_path, "it has no weight_map")
     shards = []
-    for name in sorted(set(map(str, weight_map.values()))):
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise IndexMalformed(index_path, "its weight_map names something that is no file")
+    for name in sorted(set(weight_map.values())):
         _require_beside(name, index_path)
         shard = index_path.parent / name
-        if not shard.exists():
+        if not os.path.exists(shard):  # nor Path's here
             raise ShardMissing(shard, index_path)
         shards.append(shard)
     return tuple(shards)

@@ -1,0 +1,290 @@
+"""Whatever stands in a checkpoint's index files, the answer is a source or a typed error."""
+
+import contextlib
+import json
+import math
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shmload._errors import (
+    ArgumentError,
+    CheckpointError,
+    IndexMalformed,
+    ShardMissing,
+    ShmloadError,
+    SourceNotFound,
+)
+from shmload._hub import find_source
+from shmload._resolve import resolve
+from shmload._rules import likely_rule
+
+_INDEX = "model.safetensors.index.json"
+_SHARD = "a.safetensors"
+FILES = [
+    "model_index.json",
+    "vae/config.json",
+    "vae/diffusion_pytorch_model.safetensors.index.json",
+]
+
+_texts = st.text(max_size=6) | st.text("./\0\ud800\udcff-_a~\\", max_size=6)
+_scalars = st.none() | st.booleans() | st.integers() | st.floats() | _texts
+_json = st.recursive(
+    _scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_texts, inner, max_size=3),
+    max_leaves=8,
+)
+_names = _texts | st.just(_SHARD)
+_weight_maps = st.dictionaries(_texts, _names | _json, max_size=4)
+_entries = st.lists(_names | _scalars | st.sampled_from(["diffusers", "AutoencoderKL"]), max_size=3)
+
+
+@pytest.fixture(scope="module")
+def component(tmp_path_factory):
+    """A directory with one shard beside the index, and one that is not its own."""
+    folder = tmp_path_factory.mktemp("outer") / "component"
+    folder.mkdir()
+    (folder / _SHARD).touch()
+    (folder.parent / "outside.safetensors").touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outer") / "pipeline"
+    (folder / "vae").mkdir(parents=True)
+    (folder / "vae" / _SHARD).touch()
+    write(folder / FILES[0], {"_class_name": "P", "vae": ["diffusers", "AutoencoderKL"]})
+    write(folder / FILES[1], {"_class_name": "AutoencoderKL"})
+    write(folder / FILES[2], {"weight_map": {"a": _SHARD}})
+    return folder
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+def index_of(folder, content):
+    write(folder / _INDEX, content)
+    return folder
+
+
+@contextlib.contextmanager
+def changed(path, content):
+    """Let a file have another content inside the block."""
+    before = path.read_bytes()
+    write(path, content)
+    try:
+        yield
+    finally:
+        write(path, before)
+
+
+def refusal(root):
+    with pytest.raises(ShmloadError) as caught:
+        resolve(root, root)
+    return caught.value
+
+
+def shards_or_refusal(root):
+    """Return the shards that are found, all of which are there; or None, if that is refused."""
+    try:
+        source = resolve(root, root)
+    except (CheckpointError, ArgumentError, SourceNotFound):
+        return None
+    shards = [shard for checkpoint in source.checkpoints for shard in checkpoint.shards]
+    for shard in shards:
+        assert shard.exists()
+        assert shard.parent.parent in (root, root.parent)
+    for checkpoint in source.checkpoints:
+        likely_rule(checkpoint, "bfloat16")
+    return shards
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+@given(_json)
+def test_any_json_as_an_index_is_refused_or_names_shards_beside_it(component, content):
+    shards_or_refusal(index_of(component, content))
+
+
+@given(_weight_maps)
+def test_any_weight_map_is_refused_or_names_shards_beside_it(component, weight_map):
+    shards = shards_or_refusal(index_of(component, {"weight_map": weight_map}))
+    is_sound = weight_map and all(name == _SHARD for name in weight_map.values())
+    assert shards == ([component / _SHARD] if is_sound else None)
+
+
+@given(st.binary(max_size=40), st.sampled_from([b"", b'{"weight_map":', b'{"weight_map":{"a":"']))
+def test_any_bytes_as_an_index_are_refused_or_name_shards_beside_it(component, rubbish, begin):
+    shards_or_refusal(index_of(component, begin + rubbish))
+
+
+@given(st.dictionaries(_texts | st.just("vae"), _entries | _json, max_size=4) | _json)
+def test_any_model_index_is_refused_or_names_components_below_it(pipeline, index):
+    with changed(pipeline / FILES[0], index):
+        shards_or_refusal(pipeline)
+
+
+@given(_json | st.dictionaries(st.sampled_from(["_class_name", "architectures"]), _json))
+@example({"_class_name": "\ud800"})
+@example({"_class_name": "A", "a": "\ud800", "b": 10**30, "c": [math.nan, math.inf]})
+def test_any_configuration_is_refused_or_has_a_rule(component, config):
+    write(component / "config.json", config)
+    shards_or_refusal(index_of(component, {"weight_map": {"a": _SHARD}}))
+    (component / "config.json").unlink()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_cut_and_every_changed_byte_is_a_source_or_a_typed_error(pipeline, file):
+    path = pipeline / file
+    content = path.read_bytes()
+    with changed(path, content):
+        for length in range(len(content)):
+            write(path, content[:length])
+            shards_or_refusal(pipeline)
+        for place, was in enumerate(content):
+            for value in {was ^ 1 << bit for bit in range(8)} | {0x00, 0xFF, *b'"\\/.{['}:
+                write(path, content[:place] + bytes([value]) + content[place + 1 :])
+                shards_or_refusal(pipeline)
+    assert shards_or_refusal(pipeline) == [pipeline / "vae" / _SHARD]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "content",
+    {
+        "nothing": b"",
+        "not UTF-8": b'{"a":"\xff\xfe"}',
+        "a zero byte": b'{"a":"\0"}',
+        "a number without end": b'{"a":' + b"9" * 100_000 + b"}",
+        "no object": b"[]",
+        "two objects": b"{}{}",
+        "arrays without end": b'{"a":' + b"[" * 1_000_000,
+        "deep arrays": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "deep objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        "deep objects in the map": b'{"weight_map":{"a":' + b'{"a":' * 100_000,
+    }.items(),
+    ids=lambda item: item[0] if isinstance(item, tuple) else "",
+)
+def test_file_that_is_no_json_object_is_malformed_by_name(pipeline, file, content):
+    with changed(pipeline / file, content[1]):
+        error = refusal(pipeline)
+    assert type(error) is IndexMalformed
+    assert str(error).startswith(f"{pipeline / file}: ")
+    assert len(str(error)) < 600
+
+
+def test_nesting_that_can_just_be_read_is_refused_or_has_a_rule(component):
+    write(component / "config.json", {"_class_name": "A", "architectures": ["A"]})
+    for depth in range(900, 1000):
+        deep = b"[" * depth + b"]" * depth
+        shards_or_refusal(index_of(component, b'{"weight_map":{"a":%b}}' % deep))
+        index_of(component, {"weight_map": {"a": _SHARD}})
+        write(component / "config.json", b'{"_class_name":"A","a":%b}' % deep)
+        shards_or_refusal(component)
+    (component / "config.json").unlink()
+
+
+def test_of_keys_that_stand_twice_the_last_counts_as_in_the_libraries(component):
+    twice = b'{"weight_map":{"a":"../b"},"weight_map":{"a":"../b","a":"%b"}}' % _SHARD.encode()
+    assert shards_or_refusal(index_of(component, twice)) == [component / _SHARD]
+    twice = b'{"weight_map":{"a":"%b"},"weight_map":{"a":"%b","a":"../b"}}' % ((b"a",) * 2)
+    assert type(refusal(index_of(component, twice))) is IndexMalformed
+
+
+# Names --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/passwd", "a/../a.safetensors", "a/", "..", ".", ""]
+)
+def test_name_that_leads_elsewhere_is_malformed(component, pipeline, name):
+    error = refusal(index_of(component, {"weight_map": {"a": _SHARD, "b": name}}))
+    assert type(error) is IndexMalformed
+    assert repr(name) in str(error)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\0", "\ud800", "a" * 300, "é" * 200, "~", " "])
+def test_name_that_no_file_can_have_is_missing(component, name):
+    assert type(refusal(index_of(component, {"weight_map": {"a": name}}))) is ShardMissing
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "a" * 300, "é" * 200])
+def test_component_that_no_directory_can_be_is_absent(pipeline, name):
+    index = json.loads((pipeline / FILES[0]).read_bytes())
+    with changed(pipeline / FILES[0], index | {name: ["diffusers", "AutoencoderKL"]}):
+        source = resolve(pipeline, pipeline)
+    assert [checkpoint.component for checkpoint in source.checkpoints] == ["vae"]
+    assert not source.is_complete
+
+
+@pytest.mark.parametrize("name", [1, None, True, 1.5, [], {}, [_SHARD], {"a": _SHARD}])
+def test_weight_map_of_what_is_no_name_is_malformed(component, name):
+    (component / str(name)).touch()
+    error = refusal(index_of(component, {"weight_map": {"a": name}}))
+    (component / str(name)).unlink()
+    assert type(error) is IndexMalformed
+
+
+@pytest.mark.parametrize("given", ["a" * 300, "a/" * 3000, "\0", "\ud800"])
+def test_source_that_no_path_can_be_is_not_found(given):
+    for find in (lambda: resolve(given, Path(given)), lambda: find_source(given)):
+        with pytest.raises(SourceNotFound):
+            find()
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(20)  # to open a FIFO blocks, and /dev/zero has no end
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero", "/dev/full", "directory", "loop", "gone"])
+def test_index_that_is_no_file_is_malformed(tmp_path, kind):
+    path = tmp_path / _INDEX
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "directory":
+            path.mkdir()
+        case "loop":
+            path.symlink_to(path.name)
+        case _:
+            path.symlink_to(kind)
+    error = refusal(tmp_path)
+    assert type(error) is IndexMalformed
+    assert str(path) in str(error)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("file", FILES)
+def test_huge_file_is_refused_before_it_is_read(pipeline, file):
+    path = pipeline / file
+    with changed(path, path.read_bytes()):
+        os.truncate(path, 1 << 40)
+        tracemalloc.start()
+        try:
+            error = refusal(pipeline)
+            assert tracemalloc.get_traced_memory()[1] < 150 << 20
+        finally:
+            tracemalloc.stop()
+    assert type(error) is IndexMalformed
+
+
+def test_link_that_leads_outside_is_followed_as_in_a_hub_cache(component):
+    link = component / "linked.safetensors"
+    link.symlink_to("../outside.safetensors")
+    assert shards_or_refusal(index_of(component, {"weight_map": {"a": link.name}})) == [link]
+    link.unlink()
+
+
+def test_index_of_other_weights_is_left_to_the_libraries(tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    (tmp_path / "pytorch_model.bin.index.json").symlink_to("/dev/zero")
+    (tmp_path / "config.json").write_text('{"architectures": ["A"]}')
+    with pytest.raises(SourceNotFound, match="safetensors weights"):
+        resolve(tmp_path, tmp_path)
