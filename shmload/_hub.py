@@ -107,12 +107,17 @@ def _cached_root(repo_id: str, hub_kwargs: dict[str, Any]) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     for name in ("model_index.json", "config.json"):
-        found = try_to_load_from_cache(
-            repo_id,
-            name,
-            cache_dir=hub_kwargs.get("cache_dir"),
-            revision=hub_kwargs.get("revision"),
-        )
+        try:
+            found = try_to_load_from_cache(
+                repo_id,
+                name,
+                cache_dir=hub_kwargs.get("cache_dir"),
+                revision=hub_kwargs.get("revision"),
+            )
+        except ValueError as exc:  # such as `a--b`, of which the hub has none
+            raise SourceNotFound(
+                repo_id, f"no such file or directory, nor a hub id: {exc}"
+            ) from exc
         if isinstance(found, str):
             return Path(found).parent
     return None

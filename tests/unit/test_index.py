@@ -232,7 +232,7 @@ def test_weight_map_of_what_is_no_name_is_malformed(component, name):
     assert type(error) is IndexMalformed
 
 
-@pytest.mark.parametrize("given", ["a" * 300, "a/" * 3000, "\0", "\ud800"])
+@pytest.mark.parametrize("given", ["a" * 300, "a/" * 3000, "\0", "\ud800", "a--b", "a..b", "a."])
 def test_source_that_no_path_can_be_is_not_found(given):
     for find in (lambda: resolve(given, Path(given)), lambda: find_source(given)):
         with pytest.raises(SourceNotFound):
