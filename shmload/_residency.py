@@ -15,6 +15,7 @@ import msgspec
 
 from shmload._digest import digest_data
 from shmload._errors import (
+    ArgumentError,
     SegmentBusy,
     SegmentCorrupt,
     SegmentError,
@@ -130,12 +131,12 @@ def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
         What was removed.
 
     Raises:
-        ValueError: no pattern is given.
+        ArgumentError: no pattern is given.
         SegmentNotFound: a pattern matches nothing.
         SegmentBusy: some are leased; the others are removed.
     """
     if not patterns:
-        raise ValueError("evict() needs the names or sources of what to remove")
+        raise ArgumentError("evict() needs the names or sources of what to remove")
     removed: list[SegmentInfo] = []
     busy: list[SegmentInfo] = []
     for info in _select(patterns):
@@ -237,7 +238,10 @@ def _matches(info: SegmentInfo, pattern: str) -> bool:
     if not pattern or not info.source:  # an empty path would be the current directory
         return False
     for resolve in (os.path.abspath, os.path.realpath):
-        path, source = resolve(pattern), resolve(info.source)
+        try:
+            path, source = resolve(pattern), resolve(info.source)
+        except ValueError:  # no file has a zero byte in its name
+            return False
         if source == path or source.startswith(path + os.sep):
             return True
     return False

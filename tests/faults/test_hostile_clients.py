@@ -5,6 +5,7 @@ import os
 import random
 import socket
 
+import msgspec
 import pytest
 from serving import held_by, raw_client, read_to_the_end, wait_until_alone
 
@@ -24,6 +25,7 @@ from shmload._protocol import (
     Refused,
     Reserve,
     Reserved,
+    Segments,
     Stat,
     Verify,
     Warm,
@@ -147,6 +149,40 @@ def test_damaged_loan_is_decoded_or_refused_by_its_own_error(service, lent):
     assert answers <= {"", "ArgumentError", "ShardChanged", "ShardTruncated"}
     assert decode(lent) == wanted
     wait_until_alone(process, before)
+    assert "Traceback" not in process.errors
+
+
+# Requests -----------------------------------------------------------------------------------------
+
+REFUSED = {
+    Evict(()): shmload.ArgumentError,
+    Evict(("a\0b",)): shmload.SegmentNotFound,
+    Evict(("/" * 5000 + "a",)): shmload.SegmentNotFound,
+    Evict(("",)): shmload.SegmentNotFound,
+    Verify(("a\0b",)): shmload.SegmentNotFound,
+    Reserve(1 << 50): shmload.SharedMemoryFull,
+    Warm("a\0b"): shmload.SourceNotFound,
+    Warm("a" * 5000): shmload.SourceNotFound,
+    Warm("a--b"): shmload.SourceNotFound,
+    Warm("/dev/zero"): shmload.SourceNotFound,
+    Warm("CHECKPOINT", "int7"): shmload.UnknownDtype,
+    Warm("CHECKPOINT", subfolder="../\0"): shmload.SourceNotFound,
+    Warm("CHECKPOINT", variant="\0"): shmload.SourceNotFound,
+}
+
+
+def test_absurd_request_is_refused_by_its_own_error(service, checkpoint, evicts):
+    process = service()
+    shmload.warm(checkpoint, torch_dtype="bfloat16")
+    with Client(socket_path()) as client:
+        for request, kind in REFUSED.items():
+            if isinstance(request, Warm):
+                source = request.source.replace("CHECKPOINT", str(checkpoint))
+                request = msgspec.structs.replace(request, source=source)
+            with pytest.raises(shmload.ShmloadError) as caught:
+                client.ask(request, Decoded)
+            assert type(caught.value) is kind, request
+        assert len(client.ask(ListSegments(), Segments).segments) == 1
     assert "Traceback" not in process.errors
 
 
