@@ -13,7 +13,7 @@ from typing import Protocol, Self, TypeVar
 
 from shmload._coordinator import Job, OnBytes
 from shmload._endpoint import connect, socket_path
-from shmload._errors import ProtocolError, ServiceError, ServiceUnavailable
+from shmload._errors import ProtocolError, ServiceError, ServiceUnavailable, printable
 from shmload._messages import Inbox, send
 from shmload._protocol import (
     VERSION,
@@ -149,7 +149,8 @@ class Client:
                 job.source.st_nlink,
             )
             self._send(
-                Lend(str(job.path), source, job.nbytes, job.pieces), (job.source_fd, job.part_fd)
+                Lend(printable(str(job.path)), source, job.nbytes, job.pieces),
+                (job.source_fd, job.part_fd),
             )
         answer = self.ask(Decode(), Decoded, on_progress=add, is_cancelled=is_cancelled)
         # They are written into the segments' headers, in a place of just this size.

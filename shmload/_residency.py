@@ -21,6 +21,7 @@ from shmload._errors import (
     SegmentError,
     SegmentNotFound,
     SegmentUntrusted,
+    printable,
 )
 from shmload._identity import PART_SUFFIX, identify, name_prefix
 from shmload._layout import read_digest
@@ -63,7 +64,7 @@ def make_metadata(source: str, identity: str, conversion: str) -> dict[str, str]
     from shmload import __version__
 
     return {
-        "shmload.source": source,
+        "shmload.source": printable(source),
         "shmload.identity": identity,
         "shmload.conversion": conversion,
         "shmload.created_at": f"{time.time():.3f}",
@@ -239,7 +240,7 @@ def _matches(info: SegmentInfo, pattern: str) -> bool:
         return False
     for resolve in (os.path.abspath, os.path.realpath):
         try:
-            path, source = resolve(pattern), resolve(info.source)
+            path, source = printable(resolve(pattern)), resolve(info.source)
         except ValueError:  # no file has a zero byte in its name
             return False
         if source == path or source.startswith(path + os.sep):

@@ -188,3 +188,21 @@ def test_relative_path_is_found_from_anywhere(copied, monkeypatch, dtype):
     (source.parent / "elsewhere").mkdir()
     monkeypatch.chdir(source.parent / "elsewhere")
     assert_loads_equal(f"../{source.name}", dtype)
+
+
+@pytest.mark.parametrize("with_service", [False, True], ids=["alone", "service"])
+def test_path_that_is_no_text_is_loaded_and_named_in_errors(service, tmp_path, with_service):
+    if with_service:
+        service()
+    folder = tmp_path / "\udcff"
+    folder.mkdir()
+    path = folder / "model.safetensors"
+    save_file({"a": torch.arange(100.0)}, tmp_path / path.name)
+    (tmp_path / path.name).rename(path)
+    state = shmload.load_state_dict(path, "bfloat16", keep=True)
+    assert torch.equal(state["a"], torch.arange(100.0).bfloat16())
+    assert shmload.warm(folder, torch_dtype="bfloat16").read_nbytes == 0
+    (info,) = shmload.segments()
+    assert info.source == str(path).replace("\udcff", r"\udcff")
+    del state
+    assert [removed.name for removed in shmload.evict(folder)] == [info.name]
