@@ -15,7 +15,7 @@ import stat
 import struct
 from pathlib import Path
 
-from shmload._errors import PeerRefused, ServiceRunning, ServiceUnavailable
+from shmload._errors import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
 from shmload._linux import try_lock
 from shmload._settings import settings
 
@@ -25,13 +25,17 @@ _LOCK_NAME = "service.lock"
 _FIRST_LISTEN_FD = 3
 # struct ucred in socket(7): pid, uid, gid.
 _UCRED = struct.Struct("3i")
+# struct sockaddr_un in unix(7) holds 108, the last of them zero.
+_MAX_PATH_NBYTES = 107
 
 
 def socket_path() -> Path:
     """Return where the service of this user listens."""
     chosen = settings().socket
-    if chosen is not None:
-        return chosen
+    return _default_path() if chosen is None else chosen.absolute()
+
+
+def _default_path() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) / "shmload" if runtime else Path(f"/tmp/shmload-{os.geteuid()}")
     return folder / _SOCKET_NAME
@@ -47,20 +51,25 @@ class Endpoint:
 
     Raises:
         ServiceRunning: another service has the lock.
-        PeerRefused: the directory is not this user's alone.
+        SocketUnusable: the directory is not this user's alone, or what lies there is in the way.
+        PeerRefused: the socket that systemd has passed is none to listen at.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock_fd = -1
-        _make_private_folder(path.parent)
+        if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
+            raise SocketUnusable(path, f"the path is longer than {_MAX_PATH_NBYTES} bytes")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._lock_fd = os.open(lock_path(path), flags, 0o600)
+        try:
+            _make_private_folder(path)
+            self._lock_fd = os.open(lock_path(path), flags, 0o600)
+        except OSError as exc:
+            raise SocketUnusable(path, f"{exc.filename}: {exc.strerror}") from exc
         try:
             if not try_lock(self._lock_fd, exclusive=True):
-                raise ServiceRunning(
-                    path, os.pread(self._lock_fd, 20, 0).decode("ascii", "replace")
-                )
+                pid = os.pread(self._lock_fd, 20, 0).decode("ascii", "replace")
+                raise ServiceRunning(path, pid, is_there=_is_listening(path))
             os.ftruncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
             inherited = _inherited_socket()
@@ -120,29 +129,42 @@ def require_same_user(connection: socket.socket) -> int:
     return pid
 
 
-def _make_private_folder(folder: Path) -> None:
+def _make_private_folder(path: Path) -> None:
+    """Make the directory of a socket, or make sure that it is this user's alone."""
+    folder = path.parent
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
-        raise PeerRefused(f"{folder} is not a directory")
+        raise SocketUnusable(path, f"{folder} is not a directory")
     if found.st_uid != os.geteuid():
-        raise PeerRefused(
-            f"{folder} belongs to user {found.st_uid}; remove it, or set SHMLOAD_SOCKET"
-        )
+        raise SocketUnusable(path, f"{folder} belongs to user {found.st_uid}")
     if found.st_mode & 0o077:
-        raise PeerRefused(f"{folder} lets others in; `chmod 700 {folder}`")
+        # Only of the directory that nothing else uses is it known that it may be closed.
+        advice = f" (`chmod 700 {folder}` closes it)" if path == _default_path() else ""
+        raise SocketUnusable(path, f"{folder} lets others in{advice}")
+
+
+def _is_listening(path: Path) -> bool:
+    """Tell whether a service listens there; one that starts just now has perhaps no socket yet."""
+    sockets = [entry for entry in path.parent.iterdir() if entry.is_socket()]
+    return path in sockets or not sockets
 
 
 def _bind(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise SocketUnusable(path, "what lies there is not a socket")
         path.unlink(missing_ok=True)  # of a service that is dead: the lock is ours
         listener.bind(str(path))
         path.chmod(0o600)
         listener.listen(128)
-    except BaseException:
+    except BaseException as exc:
         listener.close()
+        if isinstance(exc, OSError):
+            raise SocketUnusable(path, exc.strerror or str(exc)) from exc
         raise
     return listener
 

@@ -25,6 +25,7 @@ and what to do about it.
     ├── ServiceError
     │   ├── ServiceUnavailable (ConnectionError)
     │   ├── ServiceRunning
+    │   ├── SocketUnusable
     │   └── PeerRefused (PermissionError)
     ├── ProtocolError
     └── SegmentError
@@ -225,18 +226,37 @@ class ServiceUnavailable(ServiceError, ConnectionError):
 
 
 class ServiceRunning(ServiceError):
-    """A service of this user runs already."""
+    """A service of this user runs already.
 
-    def __init__(self, path: _Path, pid: str) -> None:
+    Args:
+        path: where another one was to listen.
+        pid: of the one that runs, as it calls itself.
+        is_there: whether that one listens at the same path.
+    """
+
+    def __init__(self, path: _Path, pid: str, is_there: bool) -> None:
+        self.path = path
+        by = f"(process {pid or 'unknown'})"
+        super().__init__(
+            f"a service is running at {path} {by}; use it, or end it with `shmload shutdown`"
+            if is_there
+            else f"a service is running {by} whose socket lies in the directory of {path}, under "
+            "another name; choose another directory of your own with SHMLOAD_SOCKET"
+        )
+
+
+class SocketUnusable(ServiceError):
+    """The service cannot listen where it should."""
+
+    def __init__(self, path: _Path, reason: str) -> None:
         self.path = path
         super().__init__(
-            f"a service is running at {path} (process {pid or 'unknown'}); use it, or end it with "
-            "`shmload shutdown`"
+            f"cannot listen at {path}: {reason}; choose a directory of your own with SHMLOAD_SOCKET"
         )
 
 
 class PeerRefused(ServiceError, PermissionError):
-    """The other end of the service's socket, or its directory, is not this user's alone."""
+    """Another user is at the other end of the service's socket."""
 
 
 class ProtocolError(ShmloadError):

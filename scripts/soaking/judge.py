@@ -13,6 +13,7 @@ _NEVER = {
     "SegmentCorrupt",
     "SegmentUntrusted",
     "ServiceRunning",
+    "SocketUnusable",
     "SourceNotFound",
 }
 # These only where a segment was named.

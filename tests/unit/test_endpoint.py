@@ -1,0 +1,100 @@
+"""Where the service listens: what is in the way is left alone, and said in one sentence."""
+
+import contextlib
+import os
+import socket
+
+import pytest
+
+from shmload import _endpoint
+from shmload._endpoint import Endpoint, socket_path
+from shmload._errors import ServiceRunning, SocketUnusable
+
+REMEDY = "; choose a directory of your own with SHMLOAD_SOCKET"
+
+
+@pytest.fixture
+def path(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    return folder / "service.sock"
+
+
+def refusal(path):
+    """Return why the service cannot listen there; the path and the remedy stand around it."""
+    with pytest.raises(SocketUnusable) as caught:
+        Endpoint(path)
+    sentence = str(caught.value)
+    assert sentence.startswith(f"cannot listen at {path}: ")
+    assert sentence.endswith(REMEDY)
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_file_at_the_path_is_left(path):
+    path.write_text("precious")
+    assert "not a socket" in refusal(path)
+    assert path.read_text() == "precious"
+
+
+def test_directory_and_link_at_the_path_are_left(path):
+    path.mkdir()
+    assert "not a socket" in refusal(path)
+    link = path.with_name("link")
+    link.symlink_to(path)
+    assert "not a socket" in refusal(link)
+    assert link.is_symlink()
+
+
+def test_socket_of_a_dead_service_is_taken_over(path):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with contextlib.closing(Endpoint(path)):
+        assert path.is_socket()
+
+
+def test_path_that_no_socket_can_have(path):
+    assert "longer than 107 bytes" in refusal(path.with_name("x" * 107))
+    assert os.listdir(path.parent) == []
+
+
+def test_directory_that_cannot_be_made(path):
+    (path.parent / "file").touch()
+    assert "Not a directory" in refusal(path.parent / "file" / "run" / "service.sock")
+    assert "not a directory" in refusal(path.parent / "file" / "service.sock")
+
+
+def test_directory_that_may_not_be_made(path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", "/run/shmload")
+
+    monkeypatch.setattr("pathlib.Path.mkdir", fail)
+    assert "/run/shmload: Permission denied" in refusal(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+def test_directory_of_another_user(path):
+    os.chown(path.parent, 65534, -1)
+    assert "belongs to user 65534" in refusal(path)
+
+
+def test_chmod_is_advised_for_the_services_own_directory_only(path, monkeypatch):
+    path.parent.chmod(0o755)
+    assert "`chmod" not in refusal(path)
+    monkeypatch.setattr(_endpoint, "_default_path", lambda: path)
+    assert f"`chmod 700 {path.parent}`" in refusal(path)
+    assert path.parent.stat().st_mode & 0o777 == 0o755
+
+
+def test_relative_path_is_that_of_the_working_directory(configure, monkeypatch, tmp_path):
+    configure(socket="rel.sock")
+    monkeypatch.chdir(tmp_path)
+    assert socket_path() == tmp_path / "rel.sock"
+
+
+def test_one_service_per_directory(path):
+    with contextlib.closing(Endpoint(path)):
+        with pytest.raises(ServiceRunning, match=f"running at {path} "):
+            Endpoint(path)
+        with pytest.raises(ServiceRunning, match="another name; choose another directory"):
+            Endpoint(path.with_name("other.sock"))
