@@ -12,7 +12,6 @@ from typing import Literal
 
 import msgspec
 
-from shmload._endpoint import lock_path
 from shmload._errors import PeerRefused, ServiceUnavailable, ShmloadError, format_nbytes
 from shmload._procfs import FileSystem
 from shmload._protocol import VERSION, Status
@@ -162,7 +161,11 @@ def check_kernel(release: str, has_pidfds: bool) -> Finding:
 
 
 def check_service(
-    path: Path, use: ServiceUse, found: Status | ShmloadError | None, elapsed_s: float
+    path: Path,
+    use: ServiceUse,
+    found: Status | ShmloadError | None,
+    elapsed_s: float,
+    pid: int | None = None,
 ) -> Finding:
     """Check the service.
 
@@ -171,8 +174,8 @@ def check_service(
         use: whether loads use it.
         found: its answer, why there was none, or None if there is no socket.
         elapsed_s: how long that took, in seconds.
+        pid: of the service, as this process sees it; None if it cannot.
     """
-    kill = f'kill -9 "$(cat {shlex.quote(str(lock_path(path)))})"'
     match found:
         case None:
             state: State = "bad" if use == "require" else "ok"
@@ -183,12 +186,14 @@ def check_service(
             remedy = "shmload top"
         case ServiceUnavailable(__cause__=ConnectionRefusedError()):
             state = "bad" if use == "require" else "warn"
-            detail, remedy = f"none runs, and {path} is stale", f"rm {shlex.quote(str(path))}"
+            detail = f"none runs, and {path} is what a dead one left"
+            remedy = "shmload serve &"  # which takes it over
         case PeerRefused() | ServiceUnavailable(__cause__=PermissionError()):
             state, detail = "bad", str(found)
             remedy = "export SHMLOAD_SOCKET=$HOME/.shmload/service.sock"
         case _:
-            state, detail, remedy = "bad", str(found), f"{kill}; shmload serve &"
+            state, detail = "bad", str(found)
+            remedy = f"kill -9 {pid}; shmload serve &" if pid else "shmload serve &"
     return _finding("service", state, detail, remedy)
 
 

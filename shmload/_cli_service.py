@@ -18,7 +18,14 @@ from shmload._cli_output import as_json_option, print_json, print_table
 from shmload._client import Client
 from shmload._coordinator import DecodeCancelled
 from shmload._endpoint import Endpoint, socket_path
-from shmload._errors import ShmloadError, format_nbytes
+from shmload._errors import (
+    ProtocolError,
+    ServiceError,
+    ServiceRunning,
+    ServiceSilent,
+    ShmloadError,
+    format_nbytes,
+)
 from shmload._protocol import GetStatus, Shutdown, Status, Stopping
 from shmload._residency import remove_dead_parts
 from shmload._service import ServiceState
@@ -61,7 +68,7 @@ def serve_command(
     os.environ["SHMLOAD_SERVICE"] = "off"
     settings.cache_clear()
     logging.getLogger("shmload").setLevel(logging.INFO)
-    with contextlib.closing(Endpoint(socket_path())) as endpoint:
+    with contextlib.closing(_open_endpoint(socket_path())) as endpoint:
         remove_dead_parts()
         count = workers or worker_count(parent_is_busy=False)
         state = ServiceState(count, default_budget() if budget is None else budget)
@@ -73,6 +80,20 @@ def serve_command(
 
                 serve_metrics(metrics, state.status)
             serve(endpoint, state, lambda: _when_ready(endpoint, state, preload))
+
+
+def _open_endpoint(path: Path) -> Endpoint:
+    """Take the place of the service; one that is in it and hangs is named as such."""
+    try:
+        return Endpoint(path)
+    except ServiceRunning as running:
+        try:
+            Client(path).close()
+        except ServiceSilent as exc:
+            raise exc from None
+        except (ServiceError, ProtocolError):  # it starts or ends just now, or listens elsewhere
+            raise running from None
+        raise
 
 
 def _when_ready(endpoint: Endpoint, state: ServiceState, preload: Path | None) -> None:

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
 from shmload._coordinator import Job, OnBytes
-from shmload._endpoint import connect, socket_path
-from shmload._errors import ProtocolError, ServiceError, ServiceUnavailable, printable
+from shmload._endpoint import connect, service_pid, socket_path
+from shmload._errors import (
+    ProtocolError,
+    ServiceError,
+    ServiceSilent,
+    ServiceUnavailable,
+    printable,
+)
 from shmload._messages import Inbox, send
 from shmload._protocol import (
     VERSION,
@@ -66,7 +72,8 @@ class Client:
     """A connection to the service; a context that ends it. Not for several threads at once.
 
     Raises:
-        ServiceUnavailable: nobody answers.
+        ServiceUnavailable: nobody is there.
+        ServiceSilent: somebody is, and does not answer.
         PeerRefused: somebody else's service does.
         ProtocolError: it is of another version.
     """
@@ -195,7 +202,8 @@ class Client:
                 is_there = self._inbox.receive()
             except TimeoutError:
                 if time.monotonic() > deadline:
-                    raise ServiceUnavailable(self._path, f"silent for {timeout_s:g} s") from None
+                    pid = service_pid(self._channel, self._path)
+                    raise ServiceSilent(self._path, timeout_s, pid) from None
             except OSError as exc:
                 raise self._lost(exc) from exc
             else:

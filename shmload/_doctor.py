@@ -4,6 +4,7 @@ Guarantee: nothing is changed, save that what is read is in the page cache after
 for `shmload gc` is named and left.
 """
 
+import contextlib
 import importlib.util
 import os
 import resource
@@ -28,7 +29,7 @@ from shmload._checks import (
     check_source,
 )
 from shmload._client import Client
-from shmload._endpoint import socket_path
+from shmload._endpoint import connect, service_pid, socket_path
 from shmload._errors import ProtocolError, ServiceError, ShmloadError
 from shmload._hub import find_source
 from shmload._linux import (
@@ -92,7 +93,19 @@ def _diagnose_service(path: Path) -> Finding:
                 found = client.ask(GetStatus(), Status)
         except (ServiceError, ProtocolError) as exc:
             found = exc
-    return check_service(path, settings().service, found, time.monotonic() - began_at)
+    elapsed_s = time.monotonic() - began_at
+    pid = _service_pid(path) if isinstance(found, ShmloadError) else None
+    return check_service(path, settings().service, found, elapsed_s, pid)
+
+
+def _service_pid(path: Path) -> int | None:
+    """Ask the kernel who has the service's socket, for one that does not answer itself."""
+    with (
+        contextlib.suppress(ServiceError),
+        contextlib.closing(connect(path, settings().service_timeout_s)) as connection,
+    ):
+        return service_pid(connection, path)
+    return None
 
 
 def _diagnose_source(source: str) -> Iterator[Finding]:

@@ -16,7 +16,8 @@ import struct
 from pathlib import Path
 
 from shmload._errors import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
-from shmload._linux import try_lock
+from shmload._linux import inode_of, try_lock
+from shmload._procfs import lock_holders
 from shmload._settings import settings
 
 _SOCKET_NAME = "service.sock"
@@ -27,6 +28,7 @@ _FIRST_LISTEN_FD = 3
 _UCRED = struct.Struct("3i")
 # struct sockaddr_un in unix(7) holds 108, the last of them zero.
 _MAX_PATH_NBYTES = 107
+_BACKLOG = 128
 
 
 def socket_path() -> Path:
@@ -117,6 +119,19 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def service_pid(connection: socket.socket, path: Path) -> int | None:
+    """Return the service at the other end, or None if this process cannot see it.
+
+    Who waits at a socket of systemd's may be connected to systemd, which is nobody to be killed;
+    the service is who holds the lock.
+    """
+    pid, _ = peer_of(connection)
+    holders: set[int] = set()
+    with contextlib.suppress(OSError):  # a sandbox that hides the locks
+        holders = lock_holders().get(inode_of(lock_path(path).stat()), set())
+    return pid if pid and (not holders or pid in holders) else None
+
+
 def require_same_user(connection: socket.socket) -> int:
     """Return the process at the other end.
 
@@ -160,7 +175,7 @@ def _bind(path: Path) -> socket.socket:
         path.unlink(missing_ok=True)  # of a service that is dead: the lock is ours
         listener.bind(str(path))
         path.chmod(0o600)
-        listener.listen(128)
+        listener.listen(_BACKLOG)
     except BaseException as exc:
         listener.close()
         if isinstance(exc, OSError):
@@ -179,4 +194,5 @@ def _inherited_socket() -> socket.socket | None:
     if listener.family != socket.AF_UNIX or listener.type != socket.SOCK_STREAM or not is_listening:
         listener.detach()
         raise PeerRefused("the descriptor that LISTEN_FDS names is no listening Unix socket")
+    listener.listen(_BACKLOG)  # that the kernel tells clients of this process, and not of systemd
     return listener

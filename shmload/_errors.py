@@ -24,6 +24,7 @@ and what to do about it.
     │   └── WorkerFailed
     ├── ServiceError
     │   ├── ServiceUnavailable (ConnectionError)
+    │   │   └── ServiceSilent
     │   ├── ServiceRunning
     │   ├── SocketUnusable
     │   └── PeerRefused (PermissionError)
@@ -223,6 +224,23 @@ class ServiceUnavailable(ServiceError, ConnectionError):
     def __init__(self, path: _Path, reason: str) -> None:
         self.path = path
         super().__init__(f"no service answers at {path}: {reason}; start one with `shmload serve`")
+
+
+class ServiceSilent(ServiceUnavailable):
+    """A service took the connection and then did nothing.
+
+    Attributes:
+        pid: of the service, as this process sees it; None if it cannot.
+    """
+
+    def __init__(self, path: _Path, timeout_s: float, pid: int | None) -> None:
+        self.path = path
+        self.pid = pid
+        ShmloadError.__init__(
+            self,
+            f"the service at {path}, process {pid or 'unknown'}, does not answer in {timeout_s:g} "
+            f"s; {f'`kill -9 {pid}`' if pid else 'end it'}, then `shmload serve`",
+        )
 
 
 class ServiceRunning(ServiceError):

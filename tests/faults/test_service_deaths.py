@@ -4,6 +4,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -108,6 +110,20 @@ def test_service_that_stops_in_the_middle_is_given_up(
         wait_until(lambda found: found.is_decoding)
         with stopped(process.pid):
             assert float(client.expect("SUM")) == float(VALUES.bfloat16().double().sum())
+
+
+@pytest.mark.parametrize("command", ["status", "shutdown", "serve"])
+def test_service_that_stands_still_is_named_with_what_ends_it(service, configure, command):
+    process = service()
+    configure(service_timeout_s=0.5)
+    with stopped(process.pid):
+        arguments = [sys.executable, "-m", "shmload", command]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"shmload: the service at {socket_path()}, process {process.pid}, does not answer in 0.5 s;"
+        f" `kill -9 {process.pid}`, then `shmload serve`\n"
+    )
 
 
 def test_one_of_many_starts_serves(service, child):

@@ -19,7 +19,7 @@ from warming import NBYTES, TENSORS, as_bf16, assert_same
 
 import shmload
 from shmload._client import Client
-from shmload._endpoint import socket_path
+from shmload._endpoint import connect, peer_of, socket_path
 from shmload._errors import ServiceUnavailable, SharedMemoryFull
 from shmload._protocol import (
     Evict,
@@ -312,6 +312,8 @@ def test_systemd_gets_its_message_and_gives_a_socket(service, child, tmp_path):
         try:
             assert notified.recv(100) == b"READY=1"
             assert status().pid == process.pid
+            with connect(socket_path(), 60) as connection:
+                assert peer_of(connection)[0] == process.pid  # and not who has opened the socket
             ask(Shutdown(), Stopping)
             assert process.wait(60) == 0
         finally:

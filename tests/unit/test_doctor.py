@@ -104,7 +104,7 @@ def test_source_that_cannot_be_had_is_a_finding(examine, tmp_path, name):
 def test_socket_that_nobody_listens_at_is_stale(examine, tmp_path):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "service.sock"))
-    assert "is stale" in examine()["service"].detail
+    assert "is what a dead one left" in examine()["service"].detail
     assert (tmp_path / "service.sock").exists()
 
 
@@ -114,7 +114,8 @@ def test_service_that_says_nothing_is_bad_within_a_deadline(examine, configure, 
         listener.bind(str(tmp_path / "service.sock"))
         listener.listen()
         found = examine()["service"]
-    assert (found.state, "silent" in found.detail) == ("bad", True)
+    assert (found.state, "does not answer" in found.detail) == ("bad", True)
+    assert found.remedy == f"kill -9 {os.getpid()}; shmload serve &"
 
 
 def test_service_of_another_user_is_bad(examine, monkeypatch, tmp_path):
