@@ -4,7 +4,10 @@ Shared memory is charged to whoever touches a page first, counts against the fil
 /dev/shm, the control group and the machine, and a group that runs over is killed rather than told.
 """
 
-from shmload._errors import MemoryLimitExceeded, SharedMemoryFull
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shmload._errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 from shmload._identity import PART_SUFFIX, name_prefix
 from shmload._linux import shm_free_nbytes, unwritten_nbytes
 from shmload._procfs import cgroup_free_nbytes, machine_free_nbytes
@@ -13,8 +16,23 @@ from shmload._procfs import cgroup_free_nbytes, machine_free_nbytes
 _MARGIN_NBYTES = 64 << 20
 
 
-def require_room(nbytes: int) -> None:
+class _Limit(NamedTuple):
+    """One thing that stands in the way of more segments; sizes in bytes."""
+
+    error: type[CapacityError]
+    free: int
+    kept: int
+    """Of what is free, what is not for new segments."""
+    name: str
+    remedy: str
+
+
+def require_room(nbytes: int, *, evictable: int = 0) -> None:
     """Check that segments of so many bytes can be made.
+
+    Args:
+        nbytes: their size, in bytes.
+        evictable: what could be freed for them, in bytes.
 
     Raises:
         SharedMemoryFull: the file system at /dev/shm is too small.
@@ -22,27 +40,41 @@ def require_room(nbytes: int) -> None:
     """
     if nbytes == 0:
         return
+    for limit in _limits():
+        free = limit.free + evictable
+        if nbytes + limit.kept > free:
+            raise limit.error(nbytes, free, limit.name, limit.remedy)
+
+
+def room_nbytes() -> int:
+    """Return how many bytes of segments can be made now; less than 0 if there is none to spare."""
+    return min(limit.free - limit.kept for limit in _limits())
+
+
+def _limits() -> Iterator[_Limit]:
     promised = unwritten_nbytes(name_prefix(), PART_SUFFIX)  # to loads that run beside this one
-    free = max(0, shm_free_nbytes() - promised)
-    if nbytes > free:
-        raise SharedMemoryFull(
-            nbytes,
-            free,
-            "/dev/shm",
-            "free some with `shmload rm` or `shmload gc`, or enlarge it: "
-            "`mount -o remount,size=90% /dev/shm`, `docker run --shm-size`, "
-            "or an emptyDir of medium Memory",
-        )
+    yield _Limit(
+        SharedMemoryFull,
+        max(0, shm_free_nbytes() - promised),
+        0,
+        "/dev/shm",
+        "free some with `shmload rm` or `shmload gc`, or enlarge it: "
+        "`mount -o remount,size=90% /dev/shm`, `docker run --shm-size`, "
+        "or an emptyDir of medium Memory",
+    )
     group_free = cgroup_free_nbytes()
-    if group_free is not None and nbytes + promised + _MARGIN_NBYTES > group_free:
-        raise MemoryLimitExceeded(
-            nbytes, group_free, "the memory control group", "raise the container's memory limit"
+    if group_free is not None:
+        yield _Limit(
+            MemoryLimitExceeded,
+            group_free,
+            promised + _MARGIN_NBYTES,
+            "the memory control group",
+            "raise the container's memory limit",
         )
-    machine_free = machine_free_nbytes()
-    if nbytes + promised + _MARGIN_NBYTES > machine_free:
-        raise MemoryLimitExceeded(
-            nbytes,
-            machine_free,
-            "the machine's memory",
-            "free some with `shmload rm` or stop a process",
-        )
+    yield _Limit(
+        MemoryLimitExceeded,
+        machine_free_nbytes(),
+        promised + _MARGIN_NBYTES,
+        "the machine's memory",
+        "free some with `shmload rm` or stop a process",
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from shmload._budget import default_budget
+from shmload._budget import budget_warnings, default_budget
 from shmload._cli_output import as_json_option, print_json, print_table
 from shmload._client import Client
 from shmload._coordinator import DecodeCancelled
@@ -27,7 +27,7 @@ from shmload._errors import (
     format_nbytes,
 )
 from shmload._protocol import GetStatus, Shutdown, Status, Stopping
-from shmload._residency import remove_dead_parts
+from shmload._residency import remove_dead_parts, segments
 from shmload._service import ServiceState
 from shmload._sessions import serve
 from shmload._settings import parse_nbytes, settings, worker_count
@@ -36,6 +36,8 @@ from shmload._warm import warm
 logger = logging.getLogger(__name__)
 
 _TOP_INTERVAL_S = 1.0
+# No shard is so small; whoever says less has forgotten the unit.
+_LEAST_NBYTES = 1 << 20
 
 
 class _Size(click.ParamType[int]):
@@ -43,9 +45,14 @@ class _Size(click.ParamType[int]):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:  # click's own signature
         try:
-            return parse_nbytes(str(value))
+            nbytes = parse_nbytes(str(value))
         except ValueError as exc:
             self.fail(str(exc), param, ctx)
+        if 0 < nbytes < _LEAST_NBYTES:
+            self.fail(
+                f"{value} is {nbytes} bytes; is a unit missing, as in {value}GiB?", param, ctx
+            )
+        return nbytes
 
 
 @click.command("serve")
@@ -72,6 +79,8 @@ def serve_command(
         remove_dead_parts()
         count = workers or worker_count(parent_is_busy=False)
         state = ServiceState(count, default_budget() if budget is None else budget)
+        for warning in budget_warnings(state.budget_nbytes, segments()):
+            logger.warning("%s", warning)
         with contextlib.closing(state):
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: state.stop())

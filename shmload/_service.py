@@ -15,17 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shmload._budget import choose_victims
+from shmload._budget import choose_victims, may_go
+from shmload._capacity import require_room, room_nbytes
 from shmload._client import Service
 from shmload._coordinator import Job, OnBytes
+from shmload._errors import CapacityError
 from shmload._linux import inode_of
 from shmload._pool import WorkerPool
 from shmload._procfs import lock_holders
 from shmload._protocol import Lease, Status, Warm, Warmed
-from shmload._residency import remove_if_free, segments
+from shmload._residency import remove_dead_parts, remove_if_free, segments
 from shmload._warm import warm
 
 logger = logging.getLogger(__name__)
+
+_SETTLE_S = 0.5
+_SETTLE_POLL_S = 0.05
 
 
 class ServiceState:
@@ -85,22 +90,47 @@ class ServiceState:
                 self._clients -= 1
 
     def reserve(self, nbytes: int) -> list[str]:
-        """Make room in the budget; returns the names of what was evicted for it.
+        """Make room in the budget and in the memory; returns the names of what went for it.
+
+        Blocks for a moment where only segments that are in use could go: a worker that has filled
+        one lets go of it a little later than its client is told.
 
         Raises:
-            SharedMemoryFull: what is in use or pinned leaves too little.
+            CapacityError: what is in use or pinned leaves too little.
         """
-        with self._lock:
+        evicted: list[str] = []
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            try:
+                with self._lock:
+                    self._make_room(nbytes, evicted)
+                    self._reserved += nbytes
+            except CapacityError:
+                is_settled = not any(info.is_leased for info in segments())
+                if is_settled or time.monotonic() > deadline:
+                    raise
+            else:
+                return evicted
+            time.sleep(_SETTLE_POLL_S)
+
+    def _make_room(self, nbytes: int, evicted: list[str]) -> None:
+        """Evict what is needed for so many bytes, or nothing if that would not do."""
+        has_all = False
+        while not has_all:
+            found = segments()
             budget = self.budget_nbytes - self._reserved
-            victims = choose_victims(segments(), nbytes, budget)
-            evicted = [info.name for info in victims if remove_if_free(info.name)]
-            self._evictions += len(evicted)
-            if len(evicted) < len(victims):  # somebody attached one meanwhile
-                choose_victims(segments(), nbytes, budget)
-            self._reserved += nbytes
-        for name in evicted:
-            logger.info("evicted %s", name)
-        return evicted
+            room = room_nbytes()
+            if room < nbytes and remove_dead_parts():
+                room = room_nbytes()
+            victims = choose_victims(found, nbytes, budget, room)
+            require_room(nbytes, evictable=sum(info.nbytes for info in found if may_go(info)))
+            gone = [info for info in victims if remove_if_free(info.name)]
+            for info in gone:
+                logger.info("evicted %s, of %s", info.name, info.source)
+            self._evictions += len(gone)
+            evicted += [info.name for info in gone]
+            has_all = len(gone) == len(victims)  # or somebody attached one meanwhile
+        require_room(nbytes)
 
     def release(self, nbytes: int) -> None:
         """Give back room that was reserved: it is used now, or will not be."""

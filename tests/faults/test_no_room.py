@@ -73,6 +73,34 @@ def test_shm_too_small_is_one_line_of_the_command(large, in_small_shm):
     assert "needed in shared memory but /dev/shm leaves 16.00 MiB" in done.stderr
 
 
+WITH_A_SERVICE = """
+import contextlib, sys
+import shmload
+from shmload._service import ServiceState
+with contextlib.closing(ServiceState(workers=1, budget_nbytes=40 << 30)) as state:
+    for path in sys.argv[1:]:
+        pin = path is sys.argv[1]
+        try:
+            shmload.warm(path, torch_dtype="bfloat16", pin=pin, service=state.as_service())
+        except shmload.CapacityError as exc:
+            print(exc)
+    print(*(info.source for info in shmload.segments()), state.status().evictions)
+"""
+
+
+def test_service_evicts_for_room_that_its_budget_does_not_know_of(large, tmp_path, in_small_shm):
+    paths = [tmp_path / f"{number}.safetensors" for number in range(4)]
+    for path in paths:
+        save_file({"a": torch.zeros(2_500_000)}, path)  # 4.8 of 16 MiB
+    left = in_small_shm("-c", WITH_A_SERVICE, *paths).stdout.splitlines()[-1]
+    assert left == f"{paths[0]} {paths[2]} {paths[3]} 1"  # the first is pinned
+    refused, left = in_small_shm(
+        "-c", WITH_A_SERVICE, paths[0], paths[1], large
+    ).stdout.splitlines()
+    assert "19.08 MiB needed in shared memory but /dev/shm leaves 11." in refused
+    assert left == f"{paths[0]} {paths[1]} 0"  # nothing goes in vain
+
+
 def test_shm_large_enough_is_enough(tmp_path, in_small_shm):
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(8_000_000)}, path)  # 15.3 of 16 MiB
