@@ -15,7 +15,7 @@ import shmload
 from shmload import _cli_doctor, _cli_service
 from shmload._cli_output import as_json_option, print_json, print_table
 from shmload._dtypes import dtype_by_component
-from shmload._errors import ShmloadError, format_nbytes
+from shmload._errors import SegmentBusy, ShmloadError, format_nbytes
 from shmload._residency import SegmentInfo
 
 
@@ -159,7 +159,7 @@ def list_segments(as_json: bool) -> None:
             info.name,
             format_nbytes(info.nbytes),
             info.conversion,
-            "in use" if info.is_leased else "idle",
+            _state(info),
             f"{(now - info.created_at) / 60:.0f} min",
             info.source if info.is_current else f"{info.source} (changed since)",
         )
@@ -177,12 +177,19 @@ def remove(patterns: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Remove segments by name, or by the path of their source or of a directory above it."""
     if bool(patterns) == everything:
         raise click.UsageError("give names or sources, or --all")
-    chosen = patterns or tuple(info.name for info in shmload.segments())
-    removed = shmload.evict(*chosen) if chosen else []
+    before = shmload.segments()
+    chosen = patterns or tuple(info.name for info in before)
+    busy: SegmentBusy | None = None
+    try:
+        removed = shmload.evict(*chosen) if chosen else []
+    except SegmentBusy as exc:
+        busy, removed = exc, [info for info in before if info.name in exc.removed]
     if as_json:
         print_json(removed)
     else:
         click.echo(f"removed {_amount(removed)}")
+    if busy:
+        raise busy
 
 
 @main.command("gc")
@@ -231,6 +238,14 @@ def _amount(found: Sequence[SegmentInfo]) -> str:
     """Say how many segments there are and how large they are together."""
     count = f"{len(found)} segment{'' if len(found) == 1 else 's'}"
     return f"{count}, {format_nbytes(sum(info.nbytes for info in found))}"
+
+
+def _state(info: SegmentInfo) -> str:
+    """Say what keeps a segment from being evicted."""
+    states = [
+        word for word, is_so in (("in use", info.is_leased), ("pinned", info.is_pinned)) if is_so
+    ]
+    return ", ".join(states) or "idle"
 
 
 def _given(where: dict[str, Any]) -> dict[str, Any]:

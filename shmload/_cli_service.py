@@ -138,7 +138,9 @@ def status_command(as_json: bool) -> None:
         print_json(found)
     else:
         click.echo("\n".join(_describe(found)))
-        rows = [(lease.segment, " ".join(map(str, lease.pids))) for lease in found.leases]
+        rows = [
+            (lease.segment, " ".join(map(str, lease.pids)) or "unknown") for lease in found.leases
+        ]
         if rows:
             print_table(("SEGMENT IN USE", "PROCESSES"), rows)
 

@@ -127,7 +127,7 @@ def service_pid(connection: socket.socket, path: Path) -> int | None:
     """
     pid, _ = peer_of(connection)
     holders: set[int] = set()
-    with contextlib.suppress(OSError):  # a sandbox that hides the locks
+    with contextlib.suppress(OSError):  # it ends just now
         holders = lock_holders().get(inode_of(lock_path(path).stat()), set())
     return pid if pid and (not holders or pid in holders) else None
 

@@ -38,7 +38,7 @@ and what to do about it.
 """
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from os import PathLike
 
 _Path = str | PathLike[str]
@@ -293,14 +293,28 @@ class SegmentNotFound(SegmentError, KeyError):
 
 
 class SegmentBusy(SegmentError):
-    """A segment is leased by a process and was left alone."""
+    """A segment is leased by a process and was left alone.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = tuple(names)
+    Attributes:
+        names: of the segments that are leased.
+        removed: the names of what else was asked for, which is gone.
+    """
+
+    def __init__(self, pids: Mapping[str, Collection[int]], removed: Iterable[str] = ()) -> None:
+        self.names = tuple(pids)
+        self.removed = tuple(removed)
+        held = (f"{name} by {_processes(by)}" for name, by in pids.items())
+        rest = f" ({len(self.removed)} removed)" if self.removed else ""
         super().__init__(
-            f"still attached by some process: {', '.join(self.names)}; "
-            "end that process, or evict later"
+            f"still attached: {', '.join(held)}; end that process, or evict later{rest}"
         )
+
+
+def _processes(pids: Collection[int]) -> str:
+    """Name processes, of which perhaps none can be seen."""
+    if not pids:
+        return "some process"
+    return f"process{'' if len(pids) == 1 else 'es'} {' and '.join(map(str, sorted(pids)))}"
 
 
 class SegmentCorrupt(SegmentError):

@@ -76,18 +76,20 @@ def is_remote(device: int) -> bool:
 # Locks --------------------------------------------------------------------------------------------
 
 
-def lock_holders() -> dict[Inode, set[int]]:
+def lock_holders(locks: Path = Path("/proc/locks")) -> dict[Inode, set[int]]:
     """Return which processes have taken flock locks, by file (proc_locks(5)).
 
-    A process that inherited the lock's descriptor is not named, only the one that took it.
+    Not named are a process that inherited the lock's descriptor, only the one that took it; and
+    those that this process cannot see, in another pid namespace or where a sandbox hides all.
     """
     holders: dict[Inode, set[int]] = {}
-    for line in Path("/proc/locks").read_text().splitlines():
-        fields = line.split()
-        if len(fields) == 8 and fields[1] == "FLOCK":  # waiters have an arrow and one field more
-            major, minor, number = fields[5].split(":")
-            inode = Inode(os.makedev(int(major, 16), int(minor, 16)), int(number))
-            holders.setdefault(inode, set()).add(int(fields[4]))
+    with contextlib.suppress(OSError):
+        for line in locks.read_text().splitlines():
+            fields = line.split()
+            if len(fields) == 8 and fields[1] == "FLOCK":  # waiters have an arrow and a field more
+                major, minor, number = fields[5].split(":")
+                inode = Inode(os.makedev(int(major, 16), int(minor, 16)), int(number))
+                holders.setdefault(inode, set()).add(int(fields[4]))
     return holders
 
 

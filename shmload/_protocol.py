@@ -149,6 +149,7 @@ class Lease(msgspec.Struct, frozen=True):
 
     segment: str
     pids: tuple[int, ...]
+    """As far as the service can see them: those of another pid namespace have no number here."""
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -25,7 +25,17 @@ from shmload._errors import (
 )
 from shmload._identity import PART_SUFFIX, identify, name_prefix
 from shmload._layout import read_digest
-from shmload._linux import SHM_DIR, is_named, shm_open, shm_unlink, try_lock, unlock, wait_lock
+from shmload._linux import (
+    SHM_DIR,
+    inode_of,
+    is_named,
+    shm_open,
+    shm_unlink,
+    try_lock,
+    unlock,
+    wait_lock,
+)
+from shmload._procfs import lock_holders
 from shmload._segment import Segment, attach
 from shmload._view import VIEW_INFIX
 
@@ -143,8 +153,25 @@ def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
     for info in _select(patterns):
         (removed if remove_if_free(info.name) else busy).append(info)
     if busy:
-        raise SegmentBusy(info.name for info in busy)
+        known = holders(info.name for info in busy)
+        pids = {info.name: known.get(info.name, set()) for info in busy}
+        raise SegmentBusy(pids, (info.name for info in removed))
     return removed
+
+
+def holders(names: Iterable[str]) -> dict[str, set[int]]:
+    """Return which processes hold segments, as far as this process can see them.
+
+    Not named are those of another pid namespace, and those that inherited what they hold.
+    """
+    found = {}
+    locks = lock_holders()
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            inode = inode_of(os.stat(SHM_DIR / name, follow_symlinks=False))
+            if inode in locks:
+                found[name] = locks[inode]
+    return found
 
 
 def collect_garbage() -> list[str]:

@@ -11,8 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from shmload._budget import choose_victims, may_go
@@ -20,11 +19,15 @@ from shmload._capacity import require_room, room_nbytes
 from shmload._client import Service
 from shmload._coordinator import Job, OnBytes
 from shmload._errors import CapacityError
-from shmload._linux import inode_of
 from shmload._pool import WorkerPool
-from shmload._procfs import lock_holders
 from shmload._protocol import Lease, Status, Warm, Warmed
-from shmload._residency import remove_dead_parts, remove_if_free, segments
+from shmload._residency import (
+    SegmentInfo,
+    holders,
+    remove_dead_parts,
+    remove_if_free,
+    segments,
+)
 from shmload._warm import warm
 
 logger = logging.getLogger(__name__)
@@ -207,7 +210,7 @@ class ServiceState:
                 evictions=self._evictions,
                 read_nbytes=self._read_nbytes,
                 decode_s=self._pool.decode_s,
-                leases=tuple(_leases(info.name for info in found)),
+                leases=tuple(_leases(found)),
             )
 
 
@@ -239,12 +242,11 @@ class _InProcess:
         self._reserved = 0
 
 
-def _leases(names: Iterator[str]) -> Iterator[Lease]:
+def _leases(found: Iterable[SegmentInfo]) -> Iterator[Lease]:
     """Yield who holds each segment that somebody holds, this process aside."""
-    holders = lock_holders()
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            inode = inode_of((Path("/dev/shm") / name).stat())
-            pids = holders.get(inode, set()) - {os.getpid()}
-            if pids:
-                yield Lease(name, tuple(sorted(pids)))
+    known = holders(info.name for info in found)
+    for info in found:
+        pids = known.get(info.name, set())
+        others = pids - {os.getpid()}
+        if others or (info.is_leased and not pids):
+            yield Lease(info.name, tuple(sorted(others)))

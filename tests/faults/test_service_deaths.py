@@ -157,7 +157,7 @@ def test_killed_client_gives_its_lease_back(service, child, shard):
     assert status().leases[0].pids == (client.pid,)
     client.process.kill()
     client.wait()
-    assert status().leases == ()
+    wait_until(lambda found: found.leases == ())
     assert len(shmload.evict(shard)) == 1
 
 

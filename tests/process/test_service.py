@@ -14,7 +14,7 @@ import pytest
 import torch
 from comparing import assert_loads_equal
 from safetensors.torch import save_file
-from serving import status, workers_of
+from serving import status, wait_until, workers_of
 from warming import NBYTES, TENSORS, as_bf16, assert_same
 
 import shmload
@@ -152,7 +152,54 @@ def test_leases_say_who_holds_what(service, checkpoint):
     assert (lease.segment, lease.pids) == (shmload.segments()[0].name, (os.getpid(),))
     del state
     gc.collect()
-    assert status().leases == ()
+    wait_until(lambda found: found.leases == ())
+
+
+def test_lease_of_a_process_that_cannot_be_seen_is_listed_too(service, checkpoint, child, evicts):
+    # As from another pid namespace: /proc/locks names nobody there.
+    code = (
+        "import contextlib, shmload\n"
+        "from shmload import _procfs, _residency\n"
+        "from shmload._service import ServiceState\n"
+        "_residency.lock_holders = dict\n"
+        "with contextlib.closing(ServiceState(1, 0)) as state:\n"
+        "    for lease in state.status().leases: print('LEASE', lease.segment, lease.pids)\n"
+        "print('END', flush=True)"
+    )
+    service()
+    state = shmload.load_state_dict(checkpoint, "bfloat16")
+    other = child(code)
+    assert other.expect("LEASE") == f"{shmload.segments()[0].name} ()"
+    other.expect("END")
+    del state
+
+
+def run_command(*arguments):
+    command = [sys.executable, "-m", "shmload", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_remove_says_what_went_and_who_keeps_the_rest(service, shards):
+    service()
+    state = shmload.load_state_dict(shards[0], "bfloat16")
+    shmload.warm(shards[1], torch_dtype="bfloat16", pin=True)
+    (kept,) = names_of(shards[:1])
+    wait_until(lambda found: len(found.leases) == 1)
+    listed = run_command("ls").stdout
+    states = [line.split("BF16")[1].split("0 min")[0].strip() for line in listed.splitlines()[1:3]]
+    assert states == [
+        "in use",
+        "pinned",
+    ]
+    done = run_command("rm", "--all")
+    assert done.returncode == 1
+    assert done.stdout.startswith("removed 1 segment,")
+    assert done.stderr == (
+        f"shmload: still attached: {kept} by process {os.getpid()}; "
+        "end that process, or evict later (1 removed)\n"
+    )
+    assert names_of(shards) == [kept]
+    del state
 
 
 # The budget ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import socket
 import traceback
 import tracemalloc
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -244,7 +244,12 @@ EVERY_ERROR = [
 
 def make(error):
     """Return an error of a class, from something for each argument that it takes."""
-    known = {int: 2**40, float: 60.0, Iterable[str]: ("first", "second")}
+    known = {
+        int: 2**40,
+        float: 60.0,
+        Iterable[str]: ("first", "second"),
+        Mapping[str, Collection[int]]: {"third": (7, 8), "fourth": ()},
+    }
     parameters = list(inspect.signature(error.__init__).parameters.values())[1:]
     kinds = [each.annotation for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     return error(*[known.get(kind, "some/path") for kind in kinds] or ["a sentence"])
