@@ -1,4 +1,4 @@
-"""The command line; that of the service is in `_cli_service`.
+"""The command line; that of the service is in `_cli_serve` and `_cli_service`.
 
 Exit codes: 0 done, 1 failed (the error's own sentence on stderr), 2 wrong usage.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 import shmload
-from shmload import _cli_doctor, _cli_service
-from shmload._cli_output import as_json_option, print_json, print_table
+from shmload import _cli_doctor, _cli_serve, _cli_service
+from shmload._cli_output import as_json_option, count_of, print_json, print_table
 from shmload._dtypes import dtype_by_component
 from shmload._errors import SegmentBusy, ShmloadError, format_nbytes
 from shmload._residency import SegmentInfo
@@ -105,8 +105,8 @@ def warm(
         else:
             click.echo(
                 f"{source}: {format_nbytes(report.resident_nbytes)} resident in "
-                f"{len(report.segments)} segments, {format_nbytes(report.read_nbytes)} read "
-                f"in {report.elapsed_s:.1f} s"
+                f"{count_of(len(report.segments), 'segment')}, "
+                f"{format_nbytes(report.read_nbytes)} read in {report.elapsed_s:.1f} s"
             )
     if as_json:
         print_json(reports)
@@ -225,7 +225,7 @@ def demo(output: str) -> None:
 def add_service_commands() -> None:
     """Add the commands that stand in modules of their own."""
     for command in (
-        _cli_service.serve_command,
+        _cli_serve.serve_command,
         _cli_service.status_command,
         _cli_service.top_command,
         _cli_service.shutdown_command,
@@ -236,8 +236,7 @@ def add_service_commands() -> None:
 
 def _amount(found: Sequence[SegmentInfo]) -> str:
     """Say how many segments there are and how large they are together."""
-    count = f"{len(found)} segment{'' if len(found) == 1 else 's'}"
-    return f"{count}, {format_nbytes(sum(info.nbytes for info in found))}"
+    return f"{count_of(len(found), 'segment')}, {format_nbytes(sum(info.nbytes for info in found))}"
 
 
 def _state(info: SegmentInfo) -> str:

@@ -12,6 +12,11 @@ as_json_option = click.option(
 )
 
 
+def count_of(number: int, one: str, several: str | None = None) -> str:
+    """Write a number with what it counts, such as `1 segment` and `2 segments`."""
+    return f"{number} {one if number == 1 else several or one + 's'}"
+
+
 def print_json(value: object) -> None:
     built = msgspec.to_builtins(value, enc_hook=str)
     json.dump(built, sys.stdout, indent=2)

@@ -6,7 +6,7 @@ from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from shmload._errors import ArgumentError
+from shmload._errors import ShmloadError
 from shmload._protocol import Status
 
 # Name after Prometheus' conventions, kind, attribute of the status, help.
@@ -43,20 +43,27 @@ class _StatusCollector(Collector):
         yield leases
 
 
-def serve_metrics(address: str, status: Callable[[], Status]) -> None:
+def serve_metrics(host: str, port: int, status: Callable[[], Status]) -> int:
     """Serve metrics over HTTP, in a thread of its own, until the process ends.
 
     Args:
-        address: `HOST:PORT`.
+        host: name or address.
+        port: 0 for any that is free.
         status: returns how the service is; called from that thread.
 
+    Returns:
+        The port.
+
     Raises:
-        ArgumentError: the address is none, or somebody listens there.
+        ShmloadError: the host has no such address, or somebody listens there.
     """
-    host, _, port = address.rpartition(":")
     registry = CollectorRegistry()
     registry.register(_StatusCollector(status))
     try:
-        start_http_server(int(port), host or "127.0.0.1", registry)
-    except (ValueError, OSError) as exc:
-        raise ArgumentError(f"metrics cannot be served at {address!r}: {exc}") from exc
+        server, _ = start_http_server(port, host, registry)
+    except OSError as exc:
+        raise ShmloadError(
+            f"metrics cannot be served at {host} port {port}: {exc.strerror or exc}; "
+            "choose another with --metrics"
+        ) from exc
+    return int(server.server_port)

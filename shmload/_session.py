@@ -72,8 +72,10 @@ class Session:
             send(self._connection, Welcome(VERSION, os.getpid()))
             while (request := self._next_request()) is not None:
                 self._serve(request)
-        except (PeerRefused, ProtocolError, OSError) as exc:
-            logger.info("a session ended: %s", exc)
+        except (PeerRefused, ProtocolError) as exc:
+            logger.warning("a client was put out: %s", exc)
+        except OSError as exc:  # it has left, or takes nothing
+            logger.debug("a session ended: %s", exc)
         finally:
             self.close()
 

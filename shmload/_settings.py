@@ -103,7 +103,10 @@ def parse_nbytes(text: str) -> int:
     if not found:
         raise ValueError(f"{text!r} is no size; write it like 40GiB or 16e9")
     number, prefix, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
+    try:
+        return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
+    except (ValueError, OverflowError) as exc:  # two points, or more than any float
+        raise ValueError(f"{text!r} is no size; write it like 40GiB or 16e9") from exc
 
 
 def _user_cache_dir() -> Path:

@@ -15,9 +15,9 @@ from shmload._protocol import GetStatus, Status
 # Says when it is ready, and that it has ended.
 SERVE = """
 import sys
-from shmload import _cli_service
+from shmload import _cli_serve
 from shmload._cli import main
-_cli_service._notify_systemd = lambda message: print(message, flush=True)
+_cli_serve._notify_systemd = lambda message: print(message, flush=True)
 main(["serve", *sys.argv[1:]], standalone_mode=False)
 print("ENDED", flush=True)
 """

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -276,7 +277,7 @@ def test_second_start_says_that_one_is_running(service, child):
     assert status().pid == process.pid
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "shutdown"])
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGHUP", "shutdown"])
 def test_service_ends_and_segments_stay(service, checkpoint, how):
     process = service()
     shmload.warm(checkpoint, torch_dtype="bfloat16")
@@ -284,8 +285,11 @@ def test_service_ends_and_segments_stay(service, checkpoint, how):
         ask(Shutdown(), Stopping)
     else:
         process.process.send_signal(signal.Signals[how])
+    process.expect("STOPPING=1")
     process.expect("ENDED")
     assert process.wait() == 0
+    assert "INFO ended; 1 segment stays" in process.errors.splitlines()[-1]
+    assert process.errors.splitlines()[-1].startswith("20")  # a time
     assert not socket_path().exists()
     assert len(shmload.segments()) == 1
     service()
@@ -362,6 +366,7 @@ def test_systemd_gets_its_message_and_gives_a_socket(service, child, tmp_path):
             with connect(socket_path(), 60) as connection:
                 assert peer_of(connection)[0] == process.pid  # and not who has opened the socket
             ask(Shutdown(), Stopping)
+            assert notified.recv(100) == b"STOPPING=1"
             assert process.wait(60) == 0
         finally:
             process.kill()
@@ -378,21 +383,41 @@ def test_preload_makes_resident_what_it_can(service, shards, tmp_path):
     ask(Shutdown(), Stopping)
     assert process.wait() == 0
     assert {info.conversion for info in shmload.segments()} == {"BF16", "raw"}
-    assert "missing" in process.errors
+    assert f"ERROR line 3 cannot be preloaded: {tmp_path}/missing: no such file" in process.errors
+    assert process.errors.count("missing") == 1
+
+
+def test_list_that_does_not_fit_the_budget_is_an_error_in_the_log(service, shards, tmp_path):
+    listing = tmp_path / "preload"
+    listing.write_text("".join(f"{shard} bfloat16\n" for shard in shards[:3]))
+    process = service("--preload", str(listing), "--budget", str(2 * _SEGMENT))
+    wait_until(lambda found: found.evictions)
+    while "does not fit" not in process.errors:
+        pass
+    said = f"does not fit the budget: line 1, {shards[0]}, was evicted for line 3"
+    assert said in process.errors
+    assert f", of {shards[0]}" in process.errors  # what the eviction itself says
 
 
 def test_metrics_are_served(service, checkpoint):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    service("--metrics", f"127.0.0.1:{port}")
+    process = service("--metrics", "127.0.0.1:0")
     shmload.warm(checkpoint, torch_dtype="bfloat16")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+    (url,) = re.findall(r"metrics at (http://127.0.0.1:[0-9]+/metrics)", process.errors)
+    with urllib.request.urlopen(url, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
-    assert f"shmload_read_bytes_total {NBYTES:.1f}" in [
-        line.replace(f"{NBYTES}.0", f"{NBYTES:.1f}") for line in lines
-    ]
+    assert f"shmload_read_bytes_total {NBYTES:.1f}" in lines
     assert "shmload_misses_total 1.0" in lines
+
+
+def test_metrics_where_somebody_listens_are_refused_in_one_line(service, child):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        arguments = ["serve", "--metrics", f"127.0.0.1:{other.getsockname()[1]}"]
+        process = child(f"from shmload._cli import main; main({arguments})")
+        assert process.wait() == 1
+    assert "metrics cannot be served at 127.0.0.1 port" in process.errors
+    assert "Traceback" not in process.errors
 
 
 def test_status_can_be_read_by_people_and_programs(service, checkpoint):
@@ -401,6 +426,6 @@ def test_status_can_be_read_by_people_and_programs(service, checkpoint):
     command = [sys.executable, "-m", "shmload", "status"]
     text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     assert f"process {process.pid}" in text
-    assert "0 hits, 1 misses" in text
+    assert "0 hits, 1 miss, 0 evictions" in text
     found = subprocess.run([*command, "--json"], check=True, capture_output=True, timeout=60).stdout
     assert json.loads(found)["misses"] == 1

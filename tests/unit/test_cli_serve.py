@@ -1,9 +1,13 @@
 """What `shmload serve` takes, and what it refuses before it does anything."""
 
+from pathlib import Path
+
 import click.testing
 import pytest
 
 from shmload._cli import main
+from shmload._cli_serve import _Address
+from shmload._preload import Wanted, read_list
 
 
 @pytest.fixture
@@ -25,6 +29,57 @@ def test_budget_without_its_unit_is_wrong_usage(refusal, budget):
     assert "is a unit missing" in refusal("--budget", budget)
 
 
-@pytest.mark.parametrize("budget", ["much", "40 GX", ""])
+@pytest.mark.parametrize("budget", ["much", "40 GX", "", "1.2.3", "9e999"])
 def test_budget_that_is_no_size_is_wrong_usage(refusal, budget):
     assert "is no size" in refusal("--budget", budget)
+
+
+@pytest.mark.parametrize("address", ["9477", "localhost:", ":x", "::1:9477", "a:b:1", "a:65536"])
+def test_address_that_is_none_is_wrong_usage(refusal, address):
+    assert "write it like 127.0.0.1:9477 or [::1]:9477" in refusal("--metrics", address)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("localhost:9477", ("localhost", 9477)),
+        ("[::1]:0", ("::1", 0)),
+        (":65535", ("127.0.0.1", 65535)),
+    ],
+)
+def test_address_is_host_and_port(text, address):
+    assert _Address().convert(text, None, None) == address
+
+
+# The list to preload ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "mistake"),
+    [
+        (b"/m bfloat17", "unknown dtype 'bfloat17'"),
+        (b"/my model bfloat16", "more than SOURCE and DTYPE"),
+        (b"'/m", "No closing quotation"),
+        (b"/m\xff", "not UTF-8"),
+    ],
+)
+def test_list_with_a_mistake_is_wrong_usage_that_names_the_line(refusal, tmp_path, line, mistake):
+    path = tmp_path / "list"
+    path.write_bytes(b"# sources\n\n" + line + b"\n/other")
+    said = " ".join(refusal("--preload", path).split())
+    assert "line 3: " in said
+    assert mistake in said
+
+
+def test_list_that_is_not_there_is_wrong_usage(refusal, tmp_path):
+    assert "does not exist" in refusal("--preload", tmp_path / "missing")
+
+
+def test_list_is_read_as_a_shell_would(tmp_path):
+    path = tmp_path / "list"
+    path.write_text("# all\n~/m bfloat16  # small\n\n'/my model'\norg/name half\r\n")
+    assert read_list(path) == [
+        Wanted(2, str(Path.home() / "m"), "bfloat16"),
+        Wanted(4, "/my model", None),
+        Wanted(5, "org/name", "half"),
+    ]

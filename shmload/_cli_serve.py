@@ -1,0 +1,165 @@
+"""`shmload serve`: what it takes, and its life from start to end."""
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shmload._budget import budget_warnings, default_budget
+from shmload._cli_output import count_of
+from shmload._client import Client
+from shmload._endpoint import Endpoint, socket_path
+from shmload._errors import (
+    ArgumentError,
+    ProtocolError,
+    ServiceError,
+    ServiceRunning,
+    ServiceSilent,
+    format_nbytes,
+)
+from shmload._preload import Wanted, preload, read_list
+from shmload._residency import remove_dead_parts, segments
+from shmload._service import ServiceState
+from shmload._sessions import serve
+from shmload._settings import parse_nbytes, settings, worker_count
+
+logger = logging.getLogger(__name__)
+
+# No budget is so small; whoever says less has forgotten the unit.
+_LEAST_NBYTES = 1 << 20
+_MAX_PORT = 65535
+
+
+class _Size(click.ParamType[int]):
+    name = "SIZE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:  # click's own signature
+        try:
+            nbytes = parse_nbytes(str(value))
+        except ValueError as exc:
+            self.fail(str(exc), param, ctx)
+        if 0 < nbytes < _LEAST_NBYTES:
+            self.fail(
+                f"{value} is {nbytes} bytes; is a unit missing, as in {value}GiB?", param, ctx
+            )
+        return nbytes
+
+
+class _Address(click.ParamType[tuple[str, int]]):
+    name = "HOST:PORT"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, int]:  # click's own signature
+        found = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]*):([0-9]+)", str(value), re.ASCII)
+        if not found or int(found[2]) > _MAX_PORT:
+            self.fail(f"{value!r} is none; write it like 127.0.0.1:9477 or [::1]:9477", param, ctx)
+        return found[1].strip("[]") or "127.0.0.1", int(found[2])
+
+
+class _PreloadList(click.Path):
+    name = "FILE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:  # click's own signature
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        try:
+            return read_list(path)
+        except ArgumentError as exc:
+            self.fail(str(exc), param, ctx)
+
+
+@click.command("serve")
+@click.option("--budget", type=_Size(), help="What may stay resident, such as 40GiB. [half]")
+@click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [one per core]")
+@click.option(
+    "--preload",
+    "wanted",
+    type=_PreloadList(exists=True, dir_okay=False),
+    help="Warm the sources in this file at the start, one a line: SOURCE [DTYPE].",
+)
+@click.option("--metrics", type=_Address(), help="Serve metrics for Prometheus there.")
+def serve_command(
+    budget: int | None,
+    workers: int | None,
+    wanted: Sequence[Wanted] | None,
+    metrics: tuple[str, int] | None,
+) -> None:
+    """Keep workers warm and decoded weights resident, for every process of this user.
+
+    Runs in the foreground until SIGTERM, SIGHUP or Ctrl-C; what is resident stays.
+    """
+    # Whatever it loads, it loads itself.
+    os.environ["SHMLOAD_SERVICE"] = "off"
+    settings.cache_clear()
+    _log_with_times()
+    with contextlib.closing(_open_endpoint(socket_path())) as endpoint:
+        remove_dead_parts()
+        count = workers or worker_count(parent_is_busy=False)
+        state = ServiceState(count, default_budget() if budget is None else budget)
+        with contextlib.closing(state):
+            _end_by_signals(state)
+            for warning in budget_warnings(state.budget_nbytes, segments()):
+                logger.warning("%s", warning)
+            if metrics:
+                _serve_metrics(*metrics, state)
+            serve(endpoint, state, lambda: _when_ready(endpoint, state, wanted or ()))
+            _notify_systemd("STOPPING=1")
+    logger.info("ended; %s", count_of(len(segments()), "segment stays", "segments stay"))
+
+
+def _log_with_times() -> None:
+    logging.getLogger("shmload").setLevel(logging.INFO)
+    form = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(form)
+
+
+def _end_by_signals(state: ServiceState) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1)
+            signal.signal(number, lambda *_: state.stop())
+
+
+def _serve_metrics(host: str, port: int, state: ServiceState) -> None:
+    from shmload._metrics import serve_metrics
+
+    port = serve_metrics(host, port, state.status)
+    shown = f"[{host}]" if ":" in host else host
+    logger.info("metrics at http://%s:%d/metrics", shown, port)
+
+
+def _open_endpoint(path: Path) -> Endpoint:
+    """Take the place of the service; one that is in it and hangs is named as such."""
+    try:
+        return Endpoint(path)
+    except ServiceRunning as running:
+        try:
+            Client(path).close()
+        except ServiceSilent as exc:
+            raise exc from None
+        except (ServiceError, ProtocolError):  # it starts or ends just now, or listens elsewhere
+            raise running from None
+        raise
+
+
+def _when_ready(endpoint: Endpoint, state: ServiceState, wanted: Sequence[Wanted]) -> None:
+    logger.info("serving at %s, budget %s", endpoint.path, format_nbytes(state.budget_nbytes))
+    _notify_systemd("READY=1")
+    if wanted:
+        state.run_in_background(lambda: preload(wanted, state))
+
+
+def _notify_systemd(message: str) -> None:
+    """Send a state to systemd if it started us (sd_notify(3))."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
+        # A leading @ stands for the abstract namespace's zero byte.
+        notifier.connect("\0" + address[1:] if address.startswith("@") else address)
+        notifier.send(message.encode())
