@@ -14,6 +14,7 @@ import msgspec
 from shmload._errors import ArgumentError
 
 _PREFIX = "SHMLOAD_"
+_WORKERS = _PREFIX + "WORKERS"
 # The variable that huggingface users know for the same thing as our workers, which wins.
 _HUGGINGFACE_WORKERS = "HF_PARALLEL_LOADING_WORKERS"
 ServiceUse = Literal["auto", "off", "require"]
@@ -86,11 +87,16 @@ def _parse(variable: str, kind: object) -> Any:
     if kind in (Path, Path | None):
         return Path(text).expanduser()
     try:
-        return msgspec.convert(text, kind, strict=False)
+        value = msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError as exc:
         raise ArgumentError(
             f"the environment variable {variable} is {text!r}; it must be {_EXPECTED[kind]}"
         ) from exc
+    if variable == _WORKERS and value < 1:
+        raise ArgumentError(
+            f"the environment variable {variable} is {text!r}; it must be 1 or more"
+        )
+    return value
 
 
 def parse_nbytes(text: str) -> int:

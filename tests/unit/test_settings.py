@@ -45,6 +45,13 @@ def test_wrong_value_is_named_with_its_variable_and_what_it_must_be(
     )
 
 
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_no_workers_at_all_are_refused_as_by_the_command(monkeypatch, value):
+    monkeypatch.setenv("SHMLOAD_WORKERS", value)
+    with pytest.raises(ArgumentError, match=f"SHMLOAD_WORKERS is '{value}'; it must be 1 or more"):
+        settings()
+
+
 def test_workers_of_huggingface_count_unless_ours_are_given(monkeypatch):
     monkeypatch.setenv("HF_PARALLEL_LOADING_WORKERS", "3")
     assert worker_count(parent_is_busy=True) == 3
