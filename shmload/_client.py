@@ -62,7 +62,7 @@ class Service(Protocol):
         """Do what `Coordinator.decode` does."""
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
-        """Say which segments a load found resident and which it has made."""
+        """Say which segments a load found and which it has decoded, be they resident or not."""
 
     def close(self) -> None:
         """Give back what this load has of it; again is fine."""

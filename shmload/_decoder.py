@@ -85,7 +85,7 @@ class Decoder:
         return digests, self._keep
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
-        """Tell the service which segments were found resident and which were made."""
+        """Tell the service which segments were found and which were decoded."""
         if self._service:
             with self._without_service():
                 self._service.note(found, made)

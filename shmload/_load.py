@@ -76,6 +76,7 @@ class Load:
         )
         self._shards: list[OpenShard] = []
         self._made: list[str] = []
+        self._decoded: set[str] = set()
         self._held: dict[str, Segment | Part | Awaited] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -265,9 +266,8 @@ class Load:
 
     def _note(self) -> None:
         """Tell the service what it was good for."""
-        made = set(self._made)
-        complete = [name for name, held in self._held.items() if isinstance(held, Segment)]
-        self._decoder.note([name for name in complete if name not in made], self._made)
+        complete = {name for name, held in self._held.items() if isinstance(held, Segment)}
+        self._decoder.note(sorted(complete - self._decoded), sorted(complete & self._decoded))
 
     def _require_room(self, nbytes: int) -> None:
         try:
@@ -339,6 +339,7 @@ class Load:
         for shard, digest in zip(shards, digests, strict=True):
             name = shard.plan.segment
             self._held[name] = self._part(shard).publish(digest, keep=keep)
+            self._decoded.add(name)
             if keep:
                 self._made.append(name)
 

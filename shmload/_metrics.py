@@ -19,7 +19,7 @@ _METRICS = (
     ("shmload_waiting_decodes", GaugeMetricFamily, "waiting", "Decodes that wait for workers."),
     ("shmload_clients", GaugeMetricFamily, "clients", "Connections."),
     ("shmload_hits", CounterMetricFamily, "hits", "Segments that loads found resident."),
-    ("shmload_misses", CounterMetricFamily, "misses", "Segments that loads had to make."),
+    ("shmload_misses", CounterMetricFamily, "misses", "Segments that loads had to decode."),
     ("shmload_evictions", CounterMetricFamily, "evictions", "Segments evicted to make room."),
     ("shmload_read_bytes", CounterMetricFamily, "read_nbytes", "Bytes of weights read."),
     ("shmload_decode_seconds", CounterMetricFamily, "decode_s", "Time spent on decoding."),

@@ -22,8 +22,8 @@ class WorkerPool:
         self._coordinator: Coordinator | None = Coordinator(workers)
         self._changed = threading.Condition()
         self._queue: deque[object] = deque()
-        self.decode_s = 0.0
-        """Time spent on decoding, in seconds."""
+        self._decode_s = 0.0
+        self._began_at: float | None = None
 
     @property
     def waiting(self) -> int:
@@ -34,6 +34,13 @@ class WorkerPool:
     def is_decoding(self) -> bool:
         """Whether some decode has the workers."""
         return bool(self._queue)
+
+    @property
+    def decode_s(self) -> float:
+        """Time spent on decoding, in seconds; the decode that runs counts."""
+        with self._changed:
+            began_at = self._began_at
+            return self._decode_s + (time.monotonic() - began_at if began_at is not None else 0)
 
     def decode(
         self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
@@ -48,11 +55,13 @@ class WorkerPool:
                     if is_cancelled():
                         raise DecodeCancelled
                     self._changed.wait(_POLL_S)
-            began = time.monotonic()
+            self._began_at = time.monotonic()
             try:
                 return self._decode(jobs, on_bytes, is_cancelled)
             finally:
-                self.decode_s += time.monotonic() - began
+                with self._changed:
+                    self._decode_s += time.monotonic() - self._began_at
+                    self._began_at = None
         finally:
             with self._changed:
                 self._queue.remove(turn)

@@ -65,7 +65,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """Say which segments a load found resident, and which it has made."""
+    """Say which segments a load found, and which it has decoded, be they resident or not."""
 
     found: tuple[str, ...]
     made: tuple[str, ...]
@@ -166,11 +166,11 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     waiting: int
     """Decodes that wait for the workers."""
     clients: int
-    """Connections, this one among them."""
+    """Connections, without the one that asks."""
     hits: int
-    """Segments that loads found resident."""
+    """Segments that loads found resident, or had from another process."""
     misses: int
-    """Segments that loads had to make."""
+    """Segments that loads had to decode, by the service or by themselves."""
     evictions: int
     read_nbytes: int
     """Bytes of weights read since the start."""

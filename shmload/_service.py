@@ -141,7 +141,7 @@ class ServiceState:
             self._reserved -= nbytes
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
-        """Count the segments that a load found resident, and those that it has made."""
+        """Count the segments that a load found, and those that it has decoded."""
         with self._lock:
             self._hits += len(found)
             self._misses += len(made)

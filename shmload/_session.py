@@ -12,6 +12,8 @@ import socket
 import time
 from typing import TYPE_CHECKING, assert_never
 
+import msgspec
+
 from shmload._coordinator import DecodeCancelled, Job
 from shmload._endpoint import require_same_user, socket_path
 from shmload._errors import PeerRefused, ProtocolError, ServiceUnavailable, ShmloadError
@@ -141,7 +143,8 @@ class Session:
             case Verify(patterns):
                 return Segments(tuple(verify(*patterns)))
             case GetStatus():
-                return self._state.status()
+                status = self._state.status()
+                return msgspec.structs.replace(status, clients=status.clients - 1)  # who asks
             case Shutdown():
                 self._state.stop()
                 return Stopping()

@@ -33,6 +33,8 @@ def at_work(service, child, shard, configure):
     with stopped(*workers_of(process)):
         client = child(_LOAD, shard)
         wait_until(lambda found: found.is_decoding)
+        before = status().decode_s
+        wait_until(lambda found: found.decode_s > before)  # although it has not ended
         yield process, client
 
 

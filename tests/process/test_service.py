@@ -78,6 +78,17 @@ def test_load_is_the_same_and_stays(service, checkpoint, worker_pids, shm_names)
     assert (found.misses, found.hits, found.read_nbytes) == (1, 1, NBYTES)
 
 
+def test_what_its_caller_decodes_is_a_miss_too(service, checkpoint, configure):
+    service()
+    configure(inline_nbytes=1 << 30)
+    for _ in range(2):
+        shmload.load_state_dict(checkpoint, "bfloat16")
+    assert (status().misses, status().hits) == (2, 0)  # it does not stay
+    for _ in range(2):
+        shmload.warm(checkpoint, torch_dtype="bfloat16")
+    assert (status().misses, status().hits) == (3, 1)
+
+
 def test_pipeline_is_the_same(service, saved, worker_pids):
     service()
     source = saved("stable-diffusion")
@@ -260,7 +271,7 @@ def test_room_is_reserved_for_one_client_only(service, shards):
         first.ask(Reserve(2 * _SEGMENT), Reserved)
         with Client(socket_path()) as second, pytest.raises(SharedMemoryFull):
             second.ask(Reserve(2 * _SEGMENT), Reserved)
-    while status().clients > 1:  # the first one's end is noticed in another thread
+    while status().clients:  # the first one's end is noticed in another thread
         pass
     ask(Reserve(3 * _SEGMENT), Reserved)
 
