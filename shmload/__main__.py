@@ -1,5 +1,16 @@
-"""`python -m shmload` is the command line."""
+"""The program `shmload`, also as `python -m shmload`: the command line, from its first moment."""
 
-from shmload._cli import main
+import sys
 
-main(prog_name="shmload")
+
+def run() -> None:
+    """Run the command line; a Ctrl-C while it is imported is no traceback either."""
+    try:
+        from shmload._cli import main
+    except KeyboardInterrupt:
+        sys.exit("shmload: interrupted")
+    main(prog_name="shmload")
+
+
+if __name__ == "__main__":
+    run()

@@ -13,9 +13,21 @@ import click
 
 import shmload
 from shmload import _cli_doctor, _cli_serve, _cli_service
-from shmload._cli_output import as_json_option, count_of, print_json, print_table
+from shmload._cli_output import (
+    as_json_option,
+    count_of,
+    is_of_output,
+    print_json,
+    print_table,
+)
 from shmload._dtypes import dtype_by_component
-from shmload._errors import SegmentBusy, ShmloadError, format_nbytes
+from shmload._errors import (
+    ArgumentError,
+    SegmentBusy,
+    ShmloadError,
+    UnknownComponent,
+    format_nbytes,
+)
 from shmload._residency import SegmentInfo
 
 
@@ -38,14 +50,24 @@ def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Group(click.Group):
-    """Turns the package's errors into one line on stderr and exit code 1."""
+    """Turns the package's errors into one line on stderr and an exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:  # click's own signature
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as exc:  # click itself knows of a pipe that nobody reads
+            if not is_of_output(exc):
+                raise
+            reason = exc.strerror or str(exc)
+            click.echo(f"shmload: the output cannot be written: {reason}", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:  # click's own signature
         try:
             return super().invoke(ctx)
         except ShmloadError as exc:
             click.echo(f"shmload: {exc}", err=True)
-            ctx.exit(1)
+            ctx.exit(2 if isinstance(exc, ArgumentError) else 1)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -94,6 +116,8 @@ def warm(
                 **_given(where),
             )
         except ShmloadError as exc:  # the other sources have their turn
+            if isinstance(exc, ArgumentError) and not isinstance(exc, UnknownComponent):
+                raise  # which holds for all of them
             click.echo(f"shmload: {exc}", err=True)
             reports.append({"source": source, "error": str(exc)})
             continue

@@ -1,7 +1,10 @@
 """How the commands answer: tables for people, JSON for programs."""
 
+import contextlib
 import json
+import os
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 
 import click
@@ -12,6 +15,22 @@ as_json_option = click.option(
 )
 
 
+def is_of_output(exc: OSError) -> bool:
+    """Tell whether an error is that something could not be printed, as on a full disk.
+
+    What Python still has of it is given up then: it would try once more at its end, and complain.
+    """
+    frames = (frame for frame, _ in traceback.walk_tb(exc.__traceback__))
+    if not any(frame.f_code is click.echo.__code__ for frame in frames):
+        return False
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    return True
+
+
 def count_of(number: int, one: str, several: str | None = None) -> str:
     """Write a number with what it counts, such as `1 segment` and `2 segments`."""
     return f"{number} {one if number == 1 else several or one + 's'}"
@@ -19,8 +38,7 @@ def count_of(number: int, one: str, several: str | None = None) -> str:
 
 def print_json(value: object) -> None:
     built = msgspec.to_builtins(value, enc_hook=str)
-    json.dump(built, sys.stdout, indent=2)
-    sys.stdout.write("\n")
+    click.echo(json.dumps(built, indent=2))  # which is written at once, or fails here
 
 
 def print_table(

@@ -91,7 +91,7 @@ def test_failure_is_one_line_and_exit_code_one(arguments, sentence):
 
 
 def test_wrong_dtype_names_the_known_ones(checkpoint):
-    done = _shmload("warm", checkpoint, "--dtype", "bfloat17", expected=1)
+    done = _shmload("warm", checkpoint, "--dtype", "bfloat17", expected=2)
     assert "unknown dtype 'bfloat17'" in done.stderr
     assert "bfloat16" in done.stderr
 

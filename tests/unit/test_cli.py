@@ -1,0 +1,63 @@
+"""How a command ends: its exit code, and one sentence where it failed."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+_SHMLOAD = [sys.executable, "-m", "shmload"]
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [*_SHMLOAD, *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+        **{"stdout": subprocess.PIPE} | options,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [("ls",), ("ls", "--json"), ("--help",), ("serve", "--help"), ("--version",)]
+)
+def test_output_that_cannot_be_written_is_one_sentence(arguments):
+    with open("/dev/full", "w") as full:
+        done = run(*arguments, stdout=full)
+    assert done.returncode == 1
+    assert done.stderr == "shmload: the output cannot be written: No space left on device\n"
+
+
+def test_pipe_that_nobody_reads_is_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        done = run("ls", stdout=pipe)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_argument_that_cannot_work_is_wrong_usage(tmp_path, monkeypatch):
+    source = tmp_path / "model.safetensors"
+    source.write_bytes(b"")
+    for command in ("warm", "plan"):
+        done = run(command, source, "--dtype", "bfloat17")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "unknown dtype 'bfloat17'" in done.stderr
+    monkeypatch.setenv("SHMLOAD_SERVICE", "perhaps")
+    done = run("doctor")
+    assert done.returncode == 2
+    assert "SHMLOAD_SERVICE is 'perhaps'; it must be auto, off or require" in done.stderr
+
+
+def test_interrupt_before_the_first_command_line_is_read_is_one_sentence(tmp_path):
+    # Imported instead of ours, and interrupted as by a Ctrl-C.
+    (tmp_path / "click.py").write_text(
+        f"import os, signal\nos.kill(os.getpid(), {int(signal.SIGINT)})\n"
+    )
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = run("ls", env=os.environ | {"PYTHONPATH": path})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "shmload: interrupted\n"
