@@ -62,6 +62,8 @@ class Endpoint:
         self._lock_fd = -1
         if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
             raise SocketUnusable(path, f"the path is longer than {_MAX_PATH_NBYTES} bytes")
+        if path.is_dir():
+            raise SocketUnusable(path, "it is a directory")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             _make_private_folder(path)
