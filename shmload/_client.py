@@ -5,6 +5,7 @@ learns so by `ServiceUnavailable` and can do without it.
 """
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -226,7 +227,8 @@ def find_service() -> Client | None:
     if use == "off":
         return None
     path = socket_path()
-    if use == "auto" and not path.exists():
+    # Not Path.exists, which raises where a directory above may not be looked into.
+    if use == "auto" and not os.path.exists(path):
         return None
     try:
         return Client(path)
