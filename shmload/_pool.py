@@ -50,11 +50,9 @@ class WorkerPool:
         with self._changed:
             self._queue.append(turn)
         try:
-            with self._changed:
-                while self._queue[0] is not turn:
-                    if is_cancelled():
-                        raise DecodeCancelled
-                    self._changed.wait(_POLL_S)
+            while not self._is_turn_of(turn):
+                if is_cancelled():  # not with the condition held: it may take its time
+                    raise DecodeCancelled
             self._began_at = time.monotonic()
             try:
                 return self._decode(jobs, on_bytes, is_cancelled)
@@ -66,6 +64,11 @@ class WorkerPool:
             with self._changed:
                 self._queue.remove(turn)
                 self._changed.notify_all()
+
+    def _is_turn_of(self, turn: object) -> bool:
+        """Wait a moment for a call's turn; returns whether it has come."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._queue[0] is turn, _POLL_S)
 
     def _decode(
         self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]

@@ -229,6 +229,9 @@ class ProgressStream:
         if not self._unsent:
             self._unsent = to_frame(self._latest)
             self._took_at = time.monotonic()
+        # MSG_DONTWAIT is not enough: on a socket with a timeout Python waits before it sends.
+        if not _takes_more(self._connection):
+            return
         # One that has left takes nothing either; whoever asks `has_hung_up` learns of it.
         with contextlib.suppress(OSError):
             sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -240,6 +243,13 @@ class ProgressStream:
         unsent, self._unsent = self._unsent, b""
         if unsent:
             self._connection.sendall(unsent)
+
+
+def _takes_more(connection: socket.socket) -> bool:
+    """Tell whether a send would not wait now."""
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def has_hung_up(connection: socket.socket) -> bool:

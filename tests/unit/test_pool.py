@@ -1,0 +1,46 @@
+"""Turns at the workers."""
+
+import threading
+
+from shmload import _pool
+from shmload._pool import WorkerPool
+
+
+class Workers:
+    """What decodes nothing, once it may."""
+
+    is_intact = True
+
+    def __init__(self, may_end):
+        self._may_end = may_end
+
+    def decode(self, jobs, on_bytes, is_cancelled):
+        assert self._may_end.wait(60)
+        return []
+
+    def close(self):
+        pass
+
+
+def test_asking_one_that_waits_holds_up_nobody(monkeypatch):
+    is_asked, is_over = threading.Event(), threading.Event()
+    monkeypatch.setattr(_pool, "Coordinator", lambda count: Workers(is_asked))
+    pool = WorkerPool(1)
+    outcomes = []
+
+    def decode_first():
+        pool.decode([], int, bool)
+        is_over.set()
+
+    def ask():
+        is_asked.set()
+        outcomes.append(is_over.wait(20))
+        return False
+
+    first = threading.Thread(target=decode_first)
+    first.start()
+    while not pool.is_decoding:
+        pass
+    assert pool.decode([], int, ask) == []
+    first.join()
+    assert outcomes == [True]
