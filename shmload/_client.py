@@ -65,6 +65,9 @@ class Service(Protocol):
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
         """Say which segments a load found and which it has decoded, be they resident or not."""
 
+    def is_given_up(self) -> bool:
+        """Tell whether the service, of its own, wants the load to end."""
+
     def close(self) -> None:
         """Give back what this load has of it; again is fine."""
 
@@ -168,6 +171,9 @@ class Client:
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
         self.ask(Attached(tuple(found), tuple(made)), Noted)
+
+    def is_given_up(self) -> bool:
+        return False  # the load is this process's
 
     def _send(self, request: Request, fds: tuple[int, ...] = ()) -> None:
         self._channel.settimeout(self._timeout_s)

@@ -81,7 +81,7 @@ class Decoder:
         workers = 0 if is_little else self._workers
         if self._coordinator is None or self._coordinator.workers < workers:
             self._coordinator = Coordinator(workers)  # one without workers holds nothing
-        digests = self._coordinator.decode(jobs, self._progress.add, self._is_cancelled.is_set)
+        digests = self._coordinator.decode(jobs, self._progress.add, lambda: self.is_cancelled)
         return digests, self._keep
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
@@ -92,8 +92,9 @@ class Decoder:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the load was given up."""
-        return self._is_cancelled.is_set()
+        """Whether the load was given up, here or by a service that this process is."""
+        service = self._service
+        return self._is_cancelled.is_set() or (service is not None and service.is_given_up())
 
     def cancel(self) -> None:
         """Have `decode` end soon; may be called from any thread."""

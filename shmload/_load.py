@@ -20,8 +20,9 @@ from typing import Self
 from shmload._capacity import require_room
 from shmload._client import Service
 from shmload._collector import paused_gc
+from shmload._coordinator import DecodeCancelled
 from shmload._decoder import Decoder
-from shmload._errors import ArgumentError, CapacityError, format_nbytes
+from shmload._errors import ArgumentError, CapacityError, SegmentTimeout, format_nbytes
 from shmload._linux import Inode, inode_of, is_cached, read_ahead, unlock
 from shmload._plan import Plan
 from shmload._progress import Callback, Progress
@@ -314,7 +315,12 @@ class Load:
         name = shard.plan.segment
         held: Segment | Part | Awaited = awaited
         while isinstance(held, Awaited):
-            held = held.wait(settings().wait_timeout_s, lambda: self._decoder.is_cancelled)
+            try:
+                held = held.wait(settings().wait_timeout_s, lambda: self._decoder.is_cancelled)
+            except SegmentTimeout:
+                if self._decoder.is_cancelled:
+                    raise DecodeCancelled from None
+                raise
             self._held[name] = held
             if self._keep and isinstance(held, Segment) and not held.is_resident:
                 held.close()  # the other process made it for itself alone

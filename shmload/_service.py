@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 0.5
 _SETTLE_POLL_S = 0.05
+# For what runs in the background: it may be waiting for a network.
+_JOIN_TIMEOUT_S = 10.0
 
 
 class ServiceState:
@@ -75,8 +77,9 @@ class ServiceState:
     def close(self) -> None:
         """End what runs in the background, and the workers."""
         self.stop()
+        deadline = time.monotonic() + _JOIN_TIMEOUT_S
         while self._background:
-            self._background.pop().join()
+            self._background.pop().join(max(0, deadline - time.monotonic()))
         self._pool.close()
         self._wake.close()
         self._woken.close()
@@ -186,7 +189,7 @@ class ServiceState:
 
     def run_in_background(self, work: Callable[[], None]) -> None:
         """Run something that ends when the service stops, in a thread of its own."""
-        thread = threading.Thread(target=work, name="shmload-background")
+        thread = threading.Thread(target=work, name="shmload-background", daemon=True)
         thread.start()
         self._background.append(thread)
 
@@ -229,13 +232,13 @@ class _InProcess:
     def decode(
         self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
     ) -> list[str]:
-        def is_given_up() -> bool:
-            return is_cancelled() or self._is_cancelled()
-
-        return self._state.decode(jobs, on_bytes, is_given_up)
+        return self._state.decode(jobs, on_bytes, lambda: is_cancelled() or self.is_given_up())
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
         self._state.note(found, made)
+
+    def is_given_up(self) -> bool:
+        return self._is_cancelled()
 
     def close(self) -> None:
         self._state.release(self._reserved)

@@ -1,5 +1,6 @@
 """Loads through the service: the same result, one copy, within a budget."""
 
+import contextlib
 import gc
 import json
 import os
@@ -34,6 +35,7 @@ from shmload._protocol import (
     Warm,
     Warmed,
 )
+from shmload._segment import begin
 
 
 @pytest.fixture
@@ -408,6 +410,19 @@ def test_list_that_does_not_fit_the_budget_is_an_error_in_the_log(service, shard
     said = f"does not fit the budget: line 1, {shards[0]}, was evicted for line 3"
     assert said in process.errors
     assert f", of {shards[0]}" in process.errors  # what the eviction itself says
+
+
+def test_preload_that_waits_for_another_builder_ends_with_the_service(service, shards, tmp_path):
+    (planned,) = shmload.plan(shards[0], torch_dtype="bfloat16", keep=True).shards
+    listing = tmp_path / "preload"
+    listing.write_text(f"{shards[0]} bfloat16\n")
+    with contextlib.closing(begin(planned.segment)):
+        process = service("--preload", str(listing))
+        while "1 awaited" not in process.errors:
+            pass
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+    assert "cannot preload" not in process.errors
 
 
 def test_metrics_are_served(service, checkpoint):
