@@ -154,6 +154,8 @@ class Load:
             SegmentCorrupt: one is not what was decoded.
         """
         for segment in self.segments():
+            if self._decoder.is_cancelled:
+                raise DecodeCancelled
             check_digest(segment)
 
     @property

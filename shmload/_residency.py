@@ -110,13 +110,17 @@ def verify(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
         SegmentCorrupt: the first whose bytes are not those that were decoded.
         SegmentNotFound: a pattern matches nothing.
     """
-    chosen = _select(patterns)
-    for info in chosen:
+    return list(verify_each(*patterns))
+
+
+def verify_each(*patterns: str | os.PathLike[str]) -> Iterator[SegmentInfo]:
+    """Do what `verify` does, one segment at a time; yields those that are sound."""
+    for info in _select(patterns):
         segment = attach(info.name)
         if segment:
             with segment:
                 check_digest(segment)
-    return chosen
+        yield info
 
 
 def check_digest(segment: Segment) -> None:

@@ -9,7 +9,9 @@ import logging
 import os
 import select
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
@@ -43,7 +45,7 @@ from shmload._protocol import (
     decode_request,
     refuse,
 )
-from shmload._residency import evict, segments, verify
+from shmload._residency import SegmentInfo, evict, segments, verify_each
 from shmload._settings import settings
 
 if TYPE_CHECKING:
@@ -135,13 +137,15 @@ class Session:
                 self._release()
                 return Noted()
             case Warm():
-                return self._state.warm(request, self._progress.report, self._is_gone)
+                with self._progress.beating():
+                    return self._state.warm(request, self._progress.report, self._is_gone)
             case ListSegments():
                 return Segments(tuple(segments()))
             case Evict(patterns):
                 return Segments(tuple(evict(*patterns)))
             case Verify(patterns):
-                return Segments(tuple(verify(*patterns)))
+                with self._progress.beating():
+                    return Segments(tuple(self._verify(patterns)))
             case GetStatus():
                 status = self._state.status()
                 return msgspec.structs.replace(status, clients=status.clients - 1)  # who asks
@@ -150,6 +154,12 @@ class Session:
                 return Stopping()
             case _:
                 assert_never(request)
+
+    def _verify(self, patterns: tuple[str, ...]) -> Iterator[SegmentInfo]:
+        for info in verify_each(*patterns):
+            if self._is_gone():
+                raise DecodeCancelled
+            yield info
 
     def _borrow(self, lend: Lend) -> None:
         if len(self._inbox.fds) < 2:
@@ -201,10 +211,14 @@ class Session:
 
 
 class ProgressStream:
-    """Sends progress without ever waiting for the client: what it does not take is left out."""
+    """Sends progress without ever waiting for the client: what it does not take is left out.
+
+    May be used from several threads.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._lock = threading.Lock()
         self._unsent = b""
         self._latest = Progress(0, 0)
         self._sent_at = 0.0
@@ -217,13 +231,32 @@ class ProgressStream:
         return bool(self._unsent) and waited_s > settings().service_timeout_s
 
     def report(self, done: int, total: int) -> None:
-        self._latest = Progress(done, total)
-        self._send()
+        with self._lock:
+            self._latest = Progress(done, total)
+            self._send()
 
     def beat(self) -> None:
         """Say the same again if nothing was said for a while."""
-        if time.monotonic() - self._sent_at > _HEARTBEAT_S:
-            self._send()
+        with self._lock:
+            if time.monotonic() - self._sent_at > _HEARTBEAT_S:
+                self._send()
+
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """Show inside the block that the service lives, whatever else it does there."""
+        is_over = threading.Event()
+
+        def beat() -> None:
+            while not is_over.wait(_HEARTBEAT_S):
+                self.beat()
+
+        thread = threading.Thread(target=beat, name="shmload-heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def _send(self) -> None:
         if not self._unsent:

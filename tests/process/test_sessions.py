@@ -7,18 +7,22 @@ import socket
 import threading
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from shmload import _sessions
+import shmload
+from shmload import _residency, _sessions
 from shmload._client import Client
 from shmload._endpoint import Endpoint
-from shmload._protocol import GetStatus, Status
+from shmload._protocol import GetStatus, Segments, Status, Verify, Warm, Warmed
+from shmload._segment import begin
 from shmload._service import ServiceState
 from shmload._sessions import Sessions, serve
 
 
 @pytest.fixture
 def state():
-    with contextlib.closing(ServiceState(workers=1, budget_nbytes=0)) as state:
+    with contextlib.closing(ServiceState(workers=1, budget_nbytes=1 << 20)) as state:
         yield state
 
 
@@ -26,6 +30,23 @@ def state():
 def endpoint(tmp_path):
     with contextlib.closing(Endpoint(tmp_path / "run" / "service.sock")) as endpoint:
         yield endpoint
+
+
+@pytest.fixture
+def served(endpoint, state):
+    """The path of a service that runs in a thread of this process."""
+    server = threading.Thread(target=serve, args=(endpoint, state, lambda: None))
+    server.start()
+    yield endpoint.path
+    state.stop()
+    server.join()
+
+
+@pytest.fixture
+def shard(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(8)}, path)
+    return path
 
 
 def knock(endpoint):
@@ -127,3 +148,63 @@ def test_more_clients_than_are_served_at_a_time_all_get_an_answer(endpoint, stat
         server.join()
     assert len(answers) == 8
     assert max(answer.clients for answer in answers) <= 2
+
+
+# Long requests ------------------------------------------------------------------------------------
+
+
+class Beats:
+    """Counts the signs of life of a service; `are_enough` when a few have come."""
+
+    def __init__(self):
+        self._count = 0
+        self.are_enough = threading.Event()
+
+    def __call__(self, done, total):
+        self._count += 1
+        if self._count == 3:
+            self.are_enough.set()
+
+
+def name_of(shard):
+    (planned,) = shmload.plan(shard, torch_dtype="bfloat16", keep=True).shards
+    return planned.segment
+
+
+def test_service_that_waits_for_another_builder_shows_life(served, shard, evicts):
+    beats = Beats()
+    answers = []
+
+    def warm():
+        with Client(served) as client:
+            answers.append(client.ask(Warm(str(shard), "bfloat16"), Warmed, on_progress=beats))
+
+    client = threading.Thread(target=warm)
+    with contextlib.closing(begin(name_of(shard))):
+        client.start()
+        assert beats.are_enough.wait(60)
+    client.join()
+    assert answers[0].segments == (name_of(shard),)
+
+
+def test_client_that_leaves_ends_the_wait_for_another_builder(served, state, shard):
+    class Left(Exception):
+        pass
+
+    def leave(done, total):
+        raise Left
+
+    with contextlib.closing(begin(name_of(shard))):
+        with pytest.raises(Left), Client(served) as client:
+            client.ask(Warm(str(shard), "bfloat16"), Warmed, on_progress=leave)
+        while state.status().clients:
+            pass
+
+
+def test_service_that_verifies_shows_life(served, shard, evicts, monkeypatch):
+    shmload.warm(shard, torch_dtype="bfloat16")
+    beats = Beats()
+    monkeypatch.setattr(_residency, "check_digest", lambda segment: beats.are_enough.wait(60))
+    with Client(served) as client:
+        client.ask(Verify(()), Segments, on_progress=beats)
+    assert beats.are_enough.is_set()
