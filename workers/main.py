@@ -102,10 +102,15 @@ class _Worker:
 def _reopen(fd: int) -> int:
     """Open a file again: readers that share one description look random to the kernel's read-ahead.
 
-    Through /proc and not by path, so that it is the same file even if it was replaced.
+    Through /proc and not by path, so that it is the same file even if it was replaced. What only
+    the lender may open is read as it came.
     """
-    fresh = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    os.close(fd)
+    try:
+        fresh = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        fresh = fd
+    else:
+        os.close(fd)
     os.posix_fadvise(fresh, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return fresh
 
