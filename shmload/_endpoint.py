@@ -13,6 +13,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from pathlib import Path
 
 from shmload._errors import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
@@ -28,7 +29,8 @@ _FIRST_LISTEN_FD = 3
 _UCRED = struct.Struct("3i")
 # struct sockaddr_un in unix(7) holds 108, the last of them zero.
 _MAX_PATH_NBYTES = 107
-_BACKLOG = 128
+_BACKLOG = socket.SOMAXCONN
+_RETRY_S = 0.02
 
 
 def socket_path() -> Path:
@@ -104,7 +106,7 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         client.settimeout(timeout_s)
-        client.connect(str(path))
+        _connect_patiently(client, path, timeout_s)
         require_same_user(client)
     except BaseException as exc:
         client.close()
@@ -112,6 +114,18 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
             raise ServiceUnavailable(path, exc.strerror or str(exc)) from exc
         raise
     return client
+
+
+def _connect_patiently(client: socket.socket, path: Path, timeout_s: float) -> None:
+    """Connect, waiting for a place in the queue: the kernel says at once that there is none."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return client.connect(str(path))
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY_S)
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
