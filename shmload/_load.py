@@ -12,20 +12,19 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from shmload._capacity import require_room
 from shmload._client import Service
-from shmload._collector import paused_gc
 from shmload._coordinator import DecodeCancelled
 from shmload._decoder import Decoder
 from shmload._errors import ArgumentError, CapacityError, SegmentTimeout, format_nbytes
 from shmload._linux import Inode, inode_of, is_cached, read_ahead, unlock
 from shmload._plan import Plan
-from shmload._progress import Callback, Progress
+from shmload._progress import Progress
 from shmload._residency import check_digest, remove_dead_parts, remove_if_free
 from shmload._resolve import Source
 from shmload._rules import Rule
@@ -350,51 +349,3 @@ class Load:
             self._decoded.add(name)
             if keep:
                 self._made.append(name)
-
-
-@contextlib.contextmanager
-def complete_load(
-    source: Source,
-    rules: Mapping[str, Rule],
-    *,
-    keep: bool,
-    workers: int | None,
-    verify: bool,
-    progress: Callback | bool | None,
-    service: Service | None = None,
-) -> Iterator[Load]:
-    """Do a whole load; a context that ends it.
-
-    Args:
-        source: as for `Load`, like `rules`, `keep` and `workers`.
-        rules: see there.
-        keep: see there.
-        workers: see there.
-        verify: whether to recompute the digest of every segment.
-        progress: as for `Progress`.
-        service: as for `Load`.
-
-    Yields:
-        The load, with every segment complete.
-
-    Raises:
-        CheckpointError, CapacityError, WorkerError, SegmentError.
-    """
-    with contextlib.ExitStack() as ending:
-        with paused_gc():  # not in the caller's block
-            counter = ending.enter_context(Progress(progress, source.root.name))
-            load = ending.enter_context(
-                Load(
-                    source,
-                    rules,
-                    keep=keep,
-                    progress=counter,
-                    parent_is_busy=False,
-                    workers=workers,
-                    service=service,
-                )
-            )
-            load.wait()
-            if verify:
-                load.verify()
-        yield load

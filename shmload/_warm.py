@@ -12,10 +12,10 @@ import msgspec
 
 from shmload._client import Service
 from shmload._collector import paused_gc
+from shmload._complete import complete_load
 from shmload._errors import SourceNotFound, UnknownComponent
 from shmload._hub import find_source
 from shmload._linux import open_source
-from shmload._load import complete_load
 from shmload._plan import Plan, plan_shard
 from shmload._progress import Callback
 from shmload._resolve import Source

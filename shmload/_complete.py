@@ -1,0 +1,59 @@
+"""A load that is over before anything is done with it."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+from shmload._client import Service
+from shmload._collector import paused_gc
+from shmload._load import Load
+from shmload._progress import Callback, Progress
+from shmload._resolve import Source
+from shmload._rules import Rule
+
+
+@contextlib.contextmanager
+def complete_load(
+    source: Source,
+    rules: Mapping[str, Rule],
+    *,
+    keep: bool,
+    workers: int | None,
+    verify: bool,
+    progress: Callback | bool | None,
+    service: Service | None = None,
+) -> Iterator[Load]:
+    """Do a whole load; a context that ends it.
+
+    Args:
+        source: as for `Load`, like `rules`, `keep` and `workers`.
+        rules: see there.
+        keep: see there.
+        workers: see there.
+        verify: whether to recompute the digest of every segment.
+        progress: as for `Progress`.
+        service: as for `Load`.
+
+    Yields:
+        The load, with every segment complete.
+
+    Raises:
+        CheckpointError, CapacityError, WorkerError, SegmentError.
+    """
+    with contextlib.ExitStack() as ending:
+        with paused_gc():  # not in the caller's block
+            counter = ending.enter_context(Progress(progress, source.root.name))
+            load = ending.enter_context(
+                Load(
+                    source,
+                    rules,
+                    keep=keep,
+                    progress=counter,
+                    parent_is_busy=False,
+                    workers=workers,
+                    service=service,
+                )
+            )
+            load.wait()
+            if verify:
+                load.verify()
+        yield load
