@@ -90,6 +90,10 @@ class Decoder:
             with self._without_service():
                 self._service.note(found, made)
 
+    def settle(self) -> None:
+        """Have the service count what it has reserved as what is resident now."""
+        self.note([], [])
+
     @property
     def is_cancelled(self) -> bool:
         """Whether the load was given up, here or by a service that this process is."""

@@ -349,3 +349,4 @@ class Load:
             self._decoded.add(name)
             if keep:
                 self._made.append(name)
+        self._decoder.settle()

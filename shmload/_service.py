@@ -236,11 +236,15 @@ class _InProcess:
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
         self._state.note(found, made)
+        self._release()
 
     def is_given_up(self) -> bool:
         return self._is_cancelled()
 
     def close(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
         self._state.release(self._reserved)
         self._reserved = 0
 

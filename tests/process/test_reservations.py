@@ -1,0 +1,69 @@
+"""Room in the budget: for whom it is kept, and until when."""
+
+import contextlib
+import json
+import threading
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import shmload
+from shmload._client import Client
+from shmload._endpoint import socket_path
+from shmload._errors import SharedMemoryFull
+from shmload._protocol import Reserve, Reserved, Warm, Warmed
+from shmload._segment import begin
+
+_SEGMENT = (1 << 20) + 4096
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Two files of 1 MiB in bfloat16 each, of one checkpoint."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    paths = [folder / f"{number}.safetensors" for number in range(2)]
+    for number, path in enumerate(paths):
+        save_file({f"weight{number}": torch.full((1 << 19,), float(number))}, path)
+    index = {f"weight{number}": path.name for number, path in enumerate(paths)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return paths
+
+
+def ask(request, kind):
+    with Client(socket_path()) as client:
+        return client.ask(request, kind, on_progress=lambda done, total: None)
+
+
+def names_of(source):
+    planned = shmload.plan(source, torch_dtype="bfloat16", keep=True).shards
+    return [shard.segment for shard in planned]
+
+
+def has_room(nbytes):
+    try:
+        ask(Reserve(nbytes), Reserved)
+    except SharedMemoryFull:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["load", "request"])
+def test_what_is_resident_is_not_reserved_too(service, shards, how):
+    service("--budget", str(3 * _SEGMENT))
+    folder = shards[0].parent
+    names = names_of(folder)
+    through = {
+        "load": lambda: shmload.warm(folder, torch_dtype="bfloat16"),
+        "request": lambda: ask(Warm(str(folder), "bfloat16"), Warmed),
+    }
+    warming = threading.Thread(target=through[how])
+    with contextlib.closing(begin(names[1])):  # the second is waited for
+        warming.start()
+        while not shmload.segments():
+            pass
+        while not has_room(2 * _SEGMENT):
+            pass
+        assert [info.name for info in shmload.segments()] == names[:1]
+    warming.join()
