@@ -272,10 +272,12 @@ class ProgressStream:
             self._took_at = self._sent_at = time.monotonic()
 
     def finish(self) -> None:
-        """Send the rest of what was begun, with the socket's own deadline."""
-        unsent, self._unsent = self._unsent, b""
-        if unsent:
-            self._connection.sendall(unsent)
+        """Send the rest of what was begun, with the socket's own deadline; then start anew."""
+        with self._lock:
+            unsent, self._unsent = self._unsent, b""
+            self._latest = Progress(0, 0)
+            if unsent:
+                self._connection.sendall(unsent)
 
 
 def _takes_more(connection: socket.socket) -> bool:

@@ -5,6 +5,9 @@ import time
 
 import pytest
 
+from shmload import _session
+from shmload._messages import Inbox
+from shmload._protocol import Progress, decode_answer
 from shmload._session import ProgressStream
 
 
@@ -24,3 +27,15 @@ def test_client_that_takes_no_progress_is_not_waited_for(ends, configure):
         stream.report(1, 2)
     stream.report(1, 2)
     assert time.monotonic() - began < 30
+
+
+def test_next_request_begins_at_nothing(ends, monkeypatch):
+    monkeypatch.setattr(_session, "_HEARTBEAT_S", -1.0)
+    ours, theirs = ends
+    stream, inbox = ProgressStream(ours), Inbox(theirs)
+    stream.report(7, 9)
+    stream.finish()
+    stream.beat()
+    inbox.receive()
+    heard = [decode_answer(inbox.next_frame()) for _ in range(2)]
+    assert heard == [Progress(7, 9), Progress(0, 0)]
