@@ -6,7 +6,7 @@ Guarantee: a service that goes away is done without, unless the settings require
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shmload._client import Service, find_service
 from shmload._coordinator import Coordinator, Job
@@ -61,8 +61,15 @@ class Decoder:
             with self._without_service():
                 self._service.reserve(segment_nbytes)
 
-    def decode(self, jobs: Sequence[Job]) -> tuple[list[str], bool]:
+    def decode(
+        self, jobs: Sequence[Job], renew: Callable[[], Sequence[Job]]
+    ) -> tuple[list[str], bool]:
         """Fill all parts; blocks until that is done. One call at a time.
+
+        Args:
+            jobs: what to decode.
+            renew: is called where a service went away in the middle; returns the same jobs, with
+                parts that its workers do not have.
 
         Returns:
             The digest of each job's segment, and whether the segments are to stay: what a service
@@ -78,6 +85,7 @@ class Decoder:
                 return self._service.decode(
                     jobs, self._progress.add, self._is_cancelled.is_set
                 ), True
+            jobs = renew()
         workers = 0 if is_little else self._workers
         if self._coordinator is None or self._coordinator.workers < workers:
             self._coordinator = Coordinator(workers)  # one without workers holds nothing

@@ -12,14 +12,14 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from shmload._capacity import require_room
 from shmload._client import Service
-from shmload._coordinator import DecodeCancelled
+from shmload._coordinator import DecodeCancelled, Job
 from shmload._decoder import Decoder
 from shmload._errors import ArgumentError, CapacityError, SegmentTimeout, format_nbytes
 from shmload._linux import Inode, inode_of, is_cached, read_ahead, unlock
@@ -78,6 +78,8 @@ class Load:
         self._made: list[str] = []
         self._decoded: set[str] = set()
         self._held: dict[str, Segment | Part | Awaited] = {}
+        self._showing = threading.Lock()
+        self._is_shown = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_over = threading.Event()
@@ -122,8 +124,7 @@ class Load:
     def files(self) -> dict[Path, Path]:
         """Return where each shard's bytes are, for a view, by the shard's path."""
         found = {}
-        for shard in self._shards:
-            held = self._held.get(shard.plan.segment)
+        for shard, held in self._show():
             path = shard.plan.path
             found[path] = descriptor_path(held.fd) if isinstance(held, Segment | Part) else path
         return found
@@ -138,13 +139,19 @@ class Load:
         That is its segment or part, or the shard itself.
         """
         found = []
-        for shard in self._shards:
-            held = self._held.get(shard.plan.segment)
+        for shard, held in self._show():
             if isinstance(held, Segment | Part):
                 found.append((held.name, held.fd))
             else:
                 found.append((str(shard.plan.path), shard.fd))
         return found
+
+    def _show(self) -> Iterator[tuple[OpenShard, Segment | Part | Awaited | None]]:
+        """Yield each shard and what is held of it, for others to map."""
+        with self._showing:
+            self._is_shown = True
+        for shard in self._shards:
+            yield shard, self._held.get(shard.plan.segment)
 
     def verify(self) -> None:
         """Recompute the digest of every segment.
@@ -341,8 +348,7 @@ class Load:
         self.read_nbytes += read_nbytes
 
     def _decode(self, shards: list[OpenShard]) -> None:
-        jobs = [shard.job(self._part(shard)) for shard in shards]
-        digests, keep = self._decoder.decode(jobs)
+        digests, keep = self._decoder.decode(self._jobs(shards), lambda: self._renew(shards))
         for shard, digest in zip(shards, digests, strict=True):
             name = shard.plan.segment
             self._held[name] = self._part(shard).publish(digest, keep=keep)
@@ -350,3 +356,16 @@ class Load:
             if keep:
                 self._made.append(name)
         self._decoder.settle()
+
+    def _jobs(self, shards: list[OpenShard]) -> list[Job]:
+        return [shard.job(self._part(shard)) for shard in shards]
+
+    def _renew(self, shards: list[OpenShard]) -> list[Job]:
+        """Begin anew without the service, in other parts unless somebody looks at these.
+
+        A worker of a service that was stopped has them, and may write to them when it goes on.
+        """
+        with self._showing:
+            for shard in () if self._is_shown else shards:
+                self._part(shard).renew(shard.layout)
+        return self._jobs(shards)

@@ -1,0 +1,98 @@
+"""A service that went away may still have what it was lent."""
+
+import os
+import threading
+
+import pytest
+
+import shmload
+from shmload._errors import ServiceUnavailable
+from shmload._hub import find_source
+from shmload._load import Load
+from shmload._progress import Progress
+from shmload._segment import Segment, begin
+from shmload._warm import derive_rules
+
+
+class GoneService:
+    """Takes what it is lent, waits until it may go, and never answers."""
+
+    def __init__(self):
+        self.may_go = threading.Event()
+        self.lent = []
+
+    def reserve(self, nbytes):
+        pass
+
+    def decode(self, jobs, on_bytes, is_cancelled):
+        self.lent = [os.dup(job.part_fd) for job in jobs]
+        assert self.may_go.wait(60)
+        raise ServiceUnavailable("nowhere", "it went away")
+
+    def is_given_up(self):
+        return False
+
+    def close(self):
+        pass
+
+    def write(self):
+        """Do what a worker does that goes on much later."""
+        while self.lent:
+            fd = self.lent.pop()
+            os.pwrite(fd, b"x" * 4096, os.fstat(fd).st_size // 2)
+            os.close(fd)
+
+
+@pytest.fixture
+def service(configure):
+    configure(inline_nbytes=0, workers=1)
+    return GoneService()
+
+
+def test_what_it_writes_later_reaches_no_segment(service, shard, evicts):
+    service.may_go.set()
+    shmload.warm(shard, torch_dtype="bfloat16", service=service)
+    service.write()
+    assert len(shmload.verify()) == 1
+
+
+def test_who_waits_for_the_part_gets_the_segment(service, shard, evicts, shm_names):
+    waiting = threading.Thread(
+        target=shmload.warm, args=(shard,), kwargs={"torch_dtype": "bfloat16", "service": service}
+    )
+    waiting.start()
+    while not service.lent:
+        pass
+    (planned,) = shmload.plan(shard, torch_dtype="bfloat16", keep=True).shards
+    awaited = begin(planned.segment)
+    service.may_go.set()
+    found = awaited.wait(60)
+    waiting.join()
+    service.write()
+    assert isinstance(found, Segment)
+    found.close()
+    assert shm_names() == [planned.segment]
+    assert len(shmload.verify()) == 1
+
+
+def test_part_that_somebody_looks_at_stays(service, shard):
+    source = find_source(shard)
+    with (
+        Progress(False, "") as progress,
+        Load(
+            source,
+            derive_rules(source, "bfloat16"),
+            keep=False,
+            progress=progress,
+            parent_is_busy=False,
+            service=service,
+        ) as load,
+    ):
+        (path,) = load.files().values()
+        seen = path.stat().st_ino
+        service.may_go.set()
+        load.wait()
+        assert {inode.number for inode in load.inodes()} == {seen}
+        load.verify()
+    for fd in service.lent:
+        os.close(fd)
