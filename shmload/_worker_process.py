@@ -46,6 +46,15 @@ class Task(NamedTuple):
     attempts: int
 
 
+def _environment() -> dict[str, str]:
+    """Return what a worker may know: not what systemd has told this very process."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("LISTEN_") and name != "NOTIFY_SOCKET"
+    }
+
+
 class WorkerProcess:
     """A child that runs `shmload.workers.main`, from here until `close`."""
 
@@ -86,6 +95,7 @@ class WorkerProcess:
                 stdout=self._output_fd,
                 stderr=self._output_fd,
                 pass_fds=(theirs.fileno(),),
+                env=_environment(),
             )
         undoing.callback(self._process.wait, _KILL_TIMEOUT_S)
         undoing.callback(self._process.kill)
