@@ -42,7 +42,8 @@ def top_command() -> None:
             found = client.ask(GetStatus(), Status)
             lines = list(_describe(found))
             if before:
-                rate = (found.read_nbytes - before.read_nbytes) / _TOP_INTERVAL_S
+                elapsed_s = found.uptime_s - before.uptime_s  # by the service's clock
+                rate = (found.read_nbytes - before.read_nbytes) / elapsed_s
                 lines.append(f"now        {format_nbytes(rate)}/s read")
             if sys.stdout.isatty():
                 click.clear()

@@ -148,8 +148,8 @@ def service_pid(connection: socket.socket, path: Path) -> int | None:
     return pid if pid and (not holders or pid in holders) else None
 
 
-def require_same_user(connection: socket.socket) -> int:
-    """Return the process at the other end.
+def require_same_user(connection: socket.socket) -> None:
+    """Make sure that this user's process is at the other end.
 
     Raises:
         PeerRefused: it is another user's.
@@ -157,7 +157,6 @@ def require_same_user(connection: socket.socket) -> int:
     pid, uid = peer_of(connection)
     if uid != os.geteuid():
         raise PeerRefused(f"process {pid} of user {uid} is at the other end of the socket")
-    return pid
 
 
 def _make_private_folder(path: Path) -> None:

@@ -13,7 +13,7 @@
 Frames are those of `_messages`. Nothing is unpickled; what is no message ends the connection.
 """
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -106,7 +106,7 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """End the service once what it decodes is done; segments stay."""
+    """End the service; what it decodes is given up, and loads do without it. Segments stay."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -282,8 +282,3 @@ def revive(refused: Refused) -> ShmloadError:
     for note in refused.notes:
         error.add_note(note)
     return error
-
-
-def to_builtins(value: object) -> Any:
-    """Turn an answer into what `json` can write."""
-    return msgspec.to_builtins(value, enc_hook=str)

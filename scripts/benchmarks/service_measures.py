@@ -6,7 +6,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,6 @@ _DTYPE = "bfloat16"
 _CLIENTS = 32
 _CALLS = 20
 _ROUNDS = 200
-_START_TIMEOUT_S = 60
 _PROBES = Path(__file__).with_name("service_probes.py")
 _BUDGET = "8GiB"
 
@@ -35,15 +36,27 @@ def running_service(bench: Bench, *arguments: str) -> Iterator[dict[str, str]]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        try:
-            assert process.stderr
-            for line in process.stderr:
-                if "serving at" in line:
-                    break
-            yield variables | {"SERVICE_PID": str(process.pid)}
-        finally:
-            process.kill()
-            process.communicate(timeout=_START_TIMEOUT_S)
+        # Whoever fills the pipe waits for somebody to read it.
+        draining = threading.Thread(target=deque, args=(process.stderr, 0))
+        with process:
+            try:
+                _wait_until_ready(process)
+                draining.start()
+                yield variables | {"SERVICE_PID": str(process.pid)}
+            finally:
+                process.kill()
+                if draining.ident:
+                    draining.join()
+
+
+def _wait_until_ready(service: "subprocess.Popen[str]") -> None:
+    assert service.stderr
+    heard = []
+    for line in service.stderr:
+        if "serving at" in line:
+            return
+        heard.append(line)
+    raise RuntimeError(f"the service did not start: {''.join(heard)}")
 
 
 def measure_attach(bench: Bench) -> list[Figure]:
