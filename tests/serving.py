@@ -50,8 +50,11 @@ def wait_until(is_so):
 
 def workers_of(process):
     """Return the processes that a service has started."""
-    children = Path(f"/proc/{process.pid}/task").glob("*/children")
-    return sorted({int(pid) for path in children for pid in path.read_text().split()})
+    found = set()
+    for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that just ended
+            found.update(map(int, children.read_text().split()))
+    return sorted(found)
 
 
 @contextlib.contextmanager
