@@ -99,7 +99,8 @@ class ServiceState:
         """Make room in the budget and in the memory; returns the names of what went for it.
 
         Blocks for a moment where only segments that are in use could go: a worker that has filled
-        one lets go of it a little later than its client is told.
+        one lets go of it a little later than its client is told, and whoever lists segments holds
+        each for an instant.
 
         Raises:
             CapacityError: what is in use or pinned leaves too little.
@@ -109,21 +110,20 @@ class ServiceState:
         while True:
             try:
                 with self._lock:
-                    self._make_room(nbytes, evicted)
+                    found = segments()
+                    self._make_room(nbytes, found, evicted)
                     self._reserved += nbytes
             except CapacityError:
-                is_settled = not any(info.is_leased for info in segments())
+                is_settled = not any(info.is_leased for info in found)
                 if is_settled or time.monotonic() > deadline:
                     raise
             else:
                 return evicted
             time.sleep(_SETTLE_POLL_S)
 
-    def _make_room(self, nbytes: int, evicted: list[str]) -> None:
+    def _make_room(self, nbytes: int, found: list[SegmentInfo], evicted: list[str]) -> None:
         """Evict what is needed for so many bytes, or nothing if that would not do."""
-        has_all = False
-        while not has_all:
-            found = segments()
+        while True:
             budget = self.budget_nbytes - self._reserved
             room = room_nbytes()
             if room < nbytes and remove_dead_parts():
@@ -135,7 +135,9 @@ class ServiceState:
                 logger.info("evicted %s, of %s", info.name, info.source)
             self._evictions += len(gone)
             evicted += [info.name for info in gone]
-            has_all = len(gone) == len(victims)  # or somebody attached one meanwhile
+            if len(gone) == len(victims):
+                break
+            found = segments()  # somebody attached one meanwhile
         require_room(nbytes)
 
     def release(self, nbytes: int) -> None:

@@ -4,16 +4,19 @@ import contextlib
 import json
 import threading
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import shmload
+from shmload import _service
 from shmload._client import Client
 from shmload._endpoint import socket_path
 from shmload._errors import SharedMemoryFull
 from shmload._protocol import Reserve, Reserved, Warm, Warmed
 from shmload._segment import begin
+from shmload._service import ServiceState
 
 _SEGMENT = (1 << 20) + 4096
 
@@ -67,3 +70,14 @@ def test_what_is_resident_is_not_reserved_too(service, shards, how):
             pass
         assert [info.name for info in shmload.segments()] == names[:1]
     warming.join()
+
+
+def test_segment_that_is_only_looked_at_may_go(shards, evicts, monkeypatch):
+    shmload.warm(shards[0], torch_dtype="bfloat16")
+    (info,) = shmload.segments()
+    listings = [[msgspec.structs.replace(info, is_leased=True)]]
+    monkeypatch.setattr(
+        _service, "segments", lambda: listings.pop() if listings else shmload.segments()
+    )
+    with contextlib.closing(ServiceState(1, _SEGMENT)) as state:
+        assert state.reserve(_SEGMENT) == [info.name]
