@@ -27,12 +27,14 @@ class _Limit(NamedTuple):
     remedy: str
 
 
-def require_room(nbytes: int, *, evictable: int = 0) -> None:
+def require_room(nbytes: int, *, evictable: int = 0, is_charged_here: bool = True) -> None:
     """Check that segments of so many bytes can be made.
 
     Args:
         nbytes: their size, in bytes.
         evictable: what could be freed for them, in bytes.
+        is_charged_here: whether this process fills them, or its workers, and not a service, which
+            may be in another control group.
 
     Raises:
         SharedMemoryFull: the file system at /dev/shm is too small.
@@ -40,7 +42,7 @@ def require_room(nbytes: int, *, evictable: int = 0) -> None:
     """
     if nbytes == 0:
         return
-    for limit in _limits():
+    for limit in _limits(of_group=is_charged_here):
         free = limit.free + evictable
         if nbytes + limit.kept > free:
             raise limit.error(nbytes, free, limit.name, limit.remedy)
@@ -51,7 +53,7 @@ def room_nbytes() -> int:
     return min(limit.free - limit.kept for limit in _limits())
 
 
-def _limits() -> Iterator[_Limit]:
+def _limits(*, of_group: bool = True) -> Iterator[_Limit]:
     promised = unwritten_nbytes(name_prefix(), PART_SUFFIX)  # to loads that run beside this one
     yield _Limit(
         SharedMemoryFull,
@@ -62,7 +64,7 @@ def _limits() -> Iterator[_Limit]:
         "`mount -o remount,size=90% /dev/shm`, `docker run --shm-size`, "
         "or an emptyDir of medium Memory",
     )
-    group_free = cgroup_free_nbytes()
+    group_free = cgroup_free_nbytes() if of_group else None
     if group_free is not None:
         yield _Limit(
             MemoryLimitExceeded,

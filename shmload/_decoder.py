@@ -46,6 +46,10 @@ class Decoder:
         if self._service is None:
             self._service = find_service()
 
+    def leaves_to_service(self, read_nbytes: int) -> bool:
+        """Tell whether a service decodes what takes so many bytes to read."""
+        return self._service is not None and not _is_little(read_nbytes)
+
     def reserve(self, *, segment_nbytes: int, read_nbytes: int) -> None:
         """Have the service make room for segments that will stay.
 
@@ -79,14 +83,14 @@ class Decoder:
             CheckpointError, CapacityError, WorkerError: as `Coordinator.decode`.
             DecodeCancelled: `cancel` was called.
         """
-        is_little = _is_little(sum(job.read_nbytes for job in jobs))
-        if self._service and not is_little:
+        read_nbytes = sum(job.read_nbytes for job in jobs)
+        if self._service and self.leaves_to_service(read_nbytes):
             with self._without_service():
                 return self._service.decode(
                     jobs, self._progress.add, self._is_cancelled.is_set
                 ), True
             jobs = renew()
-        workers = 0 if is_little else self._workers
+        workers = 0 if _is_little(read_nbytes) else self._workers
         if self._coordinator is None or self._coordinator.workers < workers:
             self._coordinator = Coordinator(workers)  # one without workers holds nothing
         digests = self._coordinator.decode(jobs, self._progress.add, lambda: self.is_cancelled)

@@ -278,13 +278,16 @@ class Load:
         complete = {name for name, held in self._held.items() if isinstance(held, Segment)}
         self._decoder.note(sorted(complete - self._decoded), sorted(complete & self._decoded))
 
-    def _require_room(self, nbytes: int) -> None:
+    def _make_parts(self, shards: list[OpenShard], *, is_charged_here: bool) -> None:
+        nbytes = sum(shard.layout.nbytes for shard in shards)
         try:
-            require_room(nbytes)
+            require_room(nbytes, is_charged_here=is_charged_here)
         except CapacityError:
             if not remove_dead_parts():
                 raise
-            require_room(nbytes)
+            require_room(nbytes, is_charged_here=is_charged_here)
+        for shard in shards:
+            self._part(shard).prepare(shard.layout)
 
     def _log(self, mine: list[OpenShard]) -> None:
         linked = sum(shard.is_link for shard in self._shards)
@@ -342,9 +345,8 @@ class Load:
         nbytes = sum(shard.layout.nbytes for shard in shards)
         read_nbytes = sum(shard.plan.read_nbytes for shard in shards)
         self._decoder.reserve(segment_nbytes=nbytes, read_nbytes=read_nbytes)
-        self._require_room(nbytes)
-        for shard in shards:
-            self._part(shard).prepare(shard.layout)
+        is_charged_here = not self._decoder.leaves_to_service(read_nbytes)
+        self._make_parts(shards, is_charged_here=is_charged_here)
         self.read_nbytes += read_nbytes
 
     def _decode(self, shards: list[OpenShard]) -> None:
@@ -366,6 +368,8 @@ class Load:
         A worker of a service that was stopped has them, and may write to them when it goes on.
         """
         with self._showing:
-            for shard in () if self._is_shown else shards:
-                self._part(shard).renew(shard.layout)
+            if not self._is_shown:
+                for shard in shards:
+                    self._part(shard).renew()
+                self._make_parts(shards, is_charged_here=True)
         return self._jobs(shards)

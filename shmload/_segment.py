@@ -121,15 +121,15 @@ class Part:
         write_at(self.fd, layout.header, 0)
         self._digest_offset = layout.digest_offset
 
-    def renew(self, layout: Layout) -> None:
+    def renew(self) -> None:
         """Begin again in another inode, which nobody was lent; what the old one has is dropped."""
-        fd = self._create_another(layout)
+        fd = self._create_another()
         old, self.fd = self.fd, fd
         os.ftruncate(old, 0)
         unlock(old)  # whoever was lent the old one has its lock too; who waits for it begins anew
         os.close(old)
 
-    def _create_another(self, layout: Layout) -> int:
+    def _create_another(self) -> int:
         # It takes the part's name in one step, so that nobody finds none and builds one of its own.
         name = self.name + ".new" + PART_SUFFIX
         while True:
@@ -138,8 +138,7 @@ class Part:
             try:
                 # Whoever collects garbage may hold it for a moment, or have removed it.
                 if wait_lock(fd, exclusive=True, timeout_s=1.0) and is_named(fd, name):
-                    os.ftruncate(fd, layout.nbytes)
-                    write_at(fd, layout.header, 0)
+                    os.ftruncate(fd, 0)
                     shm_rename(name, self.name + PART_SUFFIX)
                     return fd
             except BaseException:

@@ -96,3 +96,12 @@ def test_part_that_somebody_looks_at_stays(service, shard):
         load.verify()
     for fd in service.lent:
         os.close(fd)
+
+
+def test_memory_that_the_service_takes_need_not_be_there_for_its_client(service, shard, cgroup):
+    cgroup(1 << 30, (1 << 30) - (50 << 20))  # less than the margin
+    service.may_go.set()
+    with pytest.raises(shmload.MemoryLimitExceeded, match="the memory control group"):
+        shmload.warm(shard, torch_dtype="bfloat16", service=service)
+    assert service.lent  # the client has to have it only when it decodes by itself
+    service.write()
