@@ -13,6 +13,7 @@ _NEVER = {
     "SegmentCorrupt",
     "SegmentUntrusted",
     "ServiceRunning",
+    "ServiceUnavailable",  # loads do without
     "SocketUnusable",
     "SourceNotFound",
 }
