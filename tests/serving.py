@@ -37,6 +37,11 @@ def service(child, configure, tmp_path, evicts):
     return start
 
 
+def ask(request, kind):
+    with Client(socket_path()) as client:
+        return client.ask(request, kind, on_progress=lambda done, total: None)
+
+
 def status():
     with Client(socket_path()) as client:
         return client.ask(GetStatus(), Status)

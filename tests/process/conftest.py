@@ -5,6 +5,7 @@ import threading
 
 import diffusers
 import pytest
+import torch
 import transformers
 from safetensors.torch import save_file
 from warming import TENSORS
@@ -39,6 +40,16 @@ def folder(tmp_path, evicts):
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (path / "config.json").write_text("{}")
     return path
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Four files of 1 MiB in bfloat16 each."""
+    paths = []
+    for number in range(4):
+        paths.append(tmp_path / f"{number}.safetensors")
+        save_file({"weight": torch.full((1 << 19,), float(number))}, paths[-1])
+    return paths
 
 
 # Orders -------------------------------------------------------------------------------------------

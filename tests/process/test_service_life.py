@@ -1,0 +1,202 @@
+"""How a service starts and ends, what it preloads, and how it is asked."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from serving import ask, status, wait_until
+from warming import NBYTES, TENSORS, as_bf16, assert_same
+
+import shmload
+from shmload._client import Client
+from shmload._endpoint import connect, peer_of, socket_path
+from shmload._errors import ServiceUnavailable
+from shmload._protocol import (
+    Shutdown,
+    Stopping,
+)
+from shmload._segment import begin
+
+
+def test_second_start_says_that_one_is_running(service, child):
+    process = service()
+    other = child("from shmload._cli import main; main(['serve'])")
+    assert other.wait() == 1
+    assert f"(process {process.pid})" in other.errors
+    assert other.errors.count("\n") == 1
+    assert status().pid == process.pid
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGHUP", "shutdown"])
+def test_service_ends_and_segments_stay(service, checkpoint, how):
+    process = service()
+    shmload.warm(checkpoint, torch_dtype="bfloat16")
+    if how == "shutdown":
+        ask(Shutdown(), Stopping)
+    else:
+        process.process.send_signal(signal.Signals[how])
+    process.expect("STOPPING=1")
+    process.expect("ENDED")
+    assert process.wait() == 0
+    assert "INFO ended; 1 segment stays" in process.errors.splitlines()[-1]
+    assert process.errors.splitlines()[-1].startswith("20")  # a time
+    assert not socket_path().exists()
+    assert len(shmload.segments()) == 1
+    service()
+    assert shmload.warm(checkpoint, torch_dtype="bfloat16").read_nbytes == 0
+
+
+def test_idle_client_does_not_keep_the_service(service):
+    process = service()
+    with Client(socket_path()):
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+
+
+def test_without_a_service_a_load_does_without(service, checkpoint, configure):
+    assert_same(shmload.load_state_dict(checkpoint, "bfloat16"), as_bf16(TENSORS))
+    assert shmload.segments() == []
+    configure(service="require")
+    with pytest.raises(ServiceUnavailable, match="start one with `shmload serve`"):
+        shmload.load_state_dict(checkpoint, "bfloat16")
+
+
+def test_setting_turns_it_off(service, checkpoint, configure):
+    service()
+    configure(service="off")
+    assert_same(shmload.load_state_dict(checkpoint, "bfloat16"), as_bf16(TENSORS))
+    configure(service="auto")
+    assert status().misses == 0
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_directory_that_lets_others_in_is_refused(service, child, mode):
+    socket_path().parent.mkdir()
+    socket_path().parent.chmod(mode)
+    process = child("from shmload._cli import main; main(['serve'])")
+    assert process.wait() == 1
+    assert "lets others in; choose a directory of your own" in process.errors
+    assert socket_path().parent.stat().st_mode & 0o777 == mode
+
+
+def test_default_directory_is_the_users(monkeypatch, configure, tmp_path):
+    configure(socket="")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert socket_path() == tmp_path / "shmload" / "service.sock"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert socket_path() == Path(f"/tmp/shmload-{os.geteuid()}/service.sock")
+
+
+def test_systemd_gets_its_message_and_gives_a_socket(service, child, tmp_path):
+    code = (
+        "import os, sys\n"
+        "os.dup2(int(sys.argv[1]), 3)\n"
+        "os.environ['LISTEN_PID'], os.environ['LISTEN_FDS'] = str(os.getpid()), '1'\n"
+        "from shmload._cli import main\n"
+        "main(['serve'])"
+    )
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
+    ):
+        notified.bind(str(tmp_path / "notify"))
+        notified.settimeout(60)
+        socket_path().parent.mkdir(mode=0o700)
+        listener.bind(str(socket_path()))
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(listener.fileno())],
+            pass_fds=[listener.fileno()],
+            env=os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify")},
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            assert notified.recv(100) == b"READY=1"
+            assert status().pid == process.pid
+            with connect(socket_path(), 60) as connection:
+                assert peer_of(connection)[0] == process.pid  # and not who has opened the socket
+            ask(Shutdown(), Stopping)
+            assert notified.recv(100) == b"STOPPING=1"
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
+        assert socket_path().exists()  # it is systemd's
+
+
+def test_preload_makes_resident_what_it_can(service, shards, tmp_path):
+    listing = tmp_path / "preload"
+    listing.write_text(f"# sources\n{shards[0]} bfloat16\n{tmp_path}/missing\n{shards[1]}\n")
+    process = service("--preload", str(listing))
+    while status().segments < 2:
+        pass
+    ask(Shutdown(), Stopping)
+    assert process.wait() == 0
+    assert {info.conversion for info in shmload.segments()} == {"BF16", "raw"}
+    assert f"ERROR line 3 cannot be preloaded: {tmp_path}/missing: no such file" in process.errors
+    assert process.errors.count("missing") == 1
+
+
+def test_list_that_does_not_fit_the_budget_is_an_error_in_the_log(service, shards, tmp_path):
+    listing = tmp_path / "preload"
+    listing.write_text("".join(f"{shard} bfloat16\n" for shard in shards[:3]))
+    process = service("--preload", str(listing), "--budget", str(9 << 18))
+    wait_until(lambda found: found.evictions)
+    while "does not fit" not in process.errors:
+        pass
+    said = f"does not fit the budget: line 1, {shards[0]}, was evicted for line 3"
+    assert said in process.errors
+    assert f", of {shards[0]}" in process.errors  # what the eviction itself says
+
+
+def test_preload_that_waits_for_another_builder_ends_with_the_service(service, shards, tmp_path):
+    (planned,) = shmload.plan(shards[0], torch_dtype="bfloat16", keep=True).shards
+    listing = tmp_path / "preload"
+    listing.write_text(f"{shards[0]} bfloat16\n")
+    with contextlib.closing(begin(planned.segment)):
+        process = service("--preload", str(listing))
+        while "1 awaited" not in process.errors:
+            pass
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+    assert "cannot preload" not in process.errors
+
+
+def test_metrics_are_served(service, checkpoint):
+    process = service("--metrics", "127.0.0.1:0")
+    shmload.warm(checkpoint, torch_dtype="bfloat16")
+    (url,) = re.findall(r"metrics at (http://127.0.0.1:[0-9]+/metrics)", process.errors)
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    assert f"shmload_read_bytes_total {NBYTES:.1f}" in lines
+    assert "shmload_misses_total 1.0" in lines
+
+
+def test_metrics_where_somebody_listens_are_refused_in_one_line(service, child):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        arguments = ["serve", "--metrics", f"127.0.0.1:{other.getsockname()[1]}"]
+        process = child(f"from shmload._cli import main; main({arguments})")
+        assert process.wait() == 1
+    assert "metrics cannot be served at 127.0.0.1 port" in process.errors
+    assert "Traceback" not in process.errors
+
+
+def test_status_can_be_read_by_people_and_programs(service, checkpoint):
+    process = service()
+    shmload.warm(checkpoint, torch_dtype="bfloat16")
+    command = [sys.executable, "-m", "shmload", "status"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert f"process {process.pid}" in text
+    assert "0 hits, 1 miss, 0 evictions" in text
+    found = subprocess.run([*command, "--json"], check=True, capture_output=True, timeout=60).stdout
+    assert json.loads(found)["misses"] == 1
