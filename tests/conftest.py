@@ -56,8 +56,9 @@ hypothesis.settings.load_profile("default")
 
 def pytest_configure() -> None:
     _take_own_shared_memory()
-    # Ignored, as in a job that a shell runs in the background, it would be so in every child.
+    # Ignored, as in a job that a shell runs in the background, they would be so in every child.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Its thread would look like one that a test left behind.
     tqdm.tqdm.monitor_interval = 0
 
