@@ -85,6 +85,19 @@ class Warm(msgspec.Struct, frozen=True, tag=True):
     subfolder: str | None = None
 
 
+class MakePlan(msgspec.Struct, frozen=True, tag=True):
+    """Say what a load would do; its arguments are those of `shmload.plan`."""
+
+    source: str
+    dtype: str | dict[str, str] | None = None
+    components: tuple[str, ...] | None = None
+    variant: str | None = None
+    keep: bool = False
+    revision: str | None = None
+    cache_dir: str | None = None
+    subfolder: str | None = None
+
+
 class ListSegments(msgspec.Struct, frozen=True, tag=True):
     """List resident segments."""
 
@@ -179,6 +192,13 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     leases: tuple[Lease, ...]
 
 
+class Planned(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `MakePlan`."""
+
+    content: str
+    """A `Plan` as JSON, as `shmload plan --json` prints it."""
+
+
 class Noted(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Attached`: what was reserved counts as resident now."""
 
@@ -202,7 +222,17 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = (
-    Lend | Decode | Reserve | Attached | Warm | ListSegments | Evict | Verify | GetStatus | Shutdown
+    Lend
+    | Decode
+    | Reserve
+    | Attached
+    | Warm
+    | MakePlan
+    | ListSegments
+    | Evict
+    | Verify
+    | GetStatus
+    | Shutdown
 )
 Answer = (
     Welcome
@@ -215,6 +245,7 @@ Answer = (
     | Status
     | Stopping
     | Refused
+    | Planned
 )
 
 _REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

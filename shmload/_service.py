@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from shmload._budget import choose_victims, may_go
 from shmload._capacity import require_room, room_nbytes
 from shmload._client import Service
 from shmload._coordinator import Job, OnBytes
 from shmload._errors import CapacityError
 from shmload._pool import WorkerPool
-from shmload._protocol import Lease, Status, Warm, Warmed
+from shmload._protocol import Lease, MakePlan, Planned, Status, Warm, Warmed
 from shmload._residency import (
     SegmentInfo,
     holders,
@@ -28,7 +30,7 @@ from shmload._residency import (
     remove_if_free,
     segments,
 )
-from shmload._warm import warm
+from shmload._warm import plan, warm
 
 logger = logging.getLogger(__name__)
 
@@ -167,11 +169,6 @@ class ServiceState:
         self, request: Warm, report: Callable[[int, int], None], is_cancelled: Callable[[], bool]
     ) -> Warmed:
         """Make a source resident."""
-        hub: dict[str, Any] = {
-            "revision": request.revision,
-            "cache_dir": request.cache_dir,
-            "subfolder": request.subfolder,
-        }
         made = warm(
             request.source,
             torch_dtype=request.dtype,
@@ -181,9 +178,21 @@ class ServiceState:
             pin=request.is_pinned,
             progress=report,
             service=_InProcess(self, is_cancelled),
-            **{name: value for name, value in hub.items() if value is not None},
+            **_hub_arguments(request),
         )
         return Warmed(made.segments, made.resident_nbytes, made.read_nbytes, made.elapsed_s)
+
+    def plan(self, request: MakePlan) -> Planned:
+        """Say what a load would do."""
+        found = plan(
+            request.source,
+            torch_dtype=request.dtype,
+            components=request.components,
+            variant=request.variant,
+            keep=request.keep,
+            **_hub_arguments(request),
+        )
+        return Planned(msgspec.json.encode(found, enc_hook=str).decode())
 
     def as_service(self) -> Service:
         """Return what a load in this process decodes with."""
@@ -249,6 +258,12 @@ class _InProcess:
     def _release(self) -> None:
         self._state.release(self._reserved)
         self._reserved = 0
+
+
+def _hub_arguments(request: Warm | MakePlan) -> dict[str, Any]:
+    names = ("revision", "cache_dir", "subfolder")
+    found = {name: getattr(request, name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _leases(found: Iterable[SegmentInfo]) -> Iterator[Lease]:

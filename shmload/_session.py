@@ -31,6 +31,7 @@ from shmload._protocol import (
     GetStatus,
     Lend,
     ListSegments,
+    MakePlan,
     Noted,
     Progress,
     Request,
@@ -136,6 +137,8 @@ class Session:
                 self._state.note(found, made)
                 self._release()
                 return Noted()
+            case MakePlan():
+                return self._state.plan(request)
             case Warm():
                 with self._progress.beating():
                     return self._state.warm(request, self._progress.report, self._is_gone)

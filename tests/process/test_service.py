@@ -1,11 +1,13 @@
 """Loads through the service: the same result, one copy, within a budget."""
 
 import gc
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from comparing import assert_loads_equal
@@ -20,6 +22,8 @@ from shmload._errors import SharedMemoryFull
 from shmload._protocol import (
     Evict,
     ListSegments,
+    MakePlan,
+    Planned,
     Reserve,
     Reserved,
     Segments,
@@ -88,6 +92,9 @@ def test_requests_do_what_the_functions_do(service, checkpoint):
     (info,) = ask(ListSegments(), Segments).segments
     assert info == shmload.segments()[0]
     assert info.is_pinned
+    planned = ask(MakePlan(str(checkpoint), "bfloat16", keep=True), Planned).content
+    here = shmload.plan(checkpoint, torch_dtype="bfloat16", keep=True)
+    assert json.loads(planned) == json.loads(msgspec.json.encode(here, enc_hook=str))
     assert ask(Verify(()), Segments).segments == (info,)
     assert ask(Evict((info.name,)), Segments).segments == (info,)
     assert shmload.segments() == []
