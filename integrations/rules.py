@@ -46,7 +46,7 @@ def _derive(checkpoint: Checkpoint, target: str | None) -> Rule:
     from diffusers import ModelMixin
     from transformers import PreTrainedModel
 
-    model_class = _find_class(checkpoint)
+    model_class = find_class(checkpoint)
     if model_class is None:
         return RAW
     if issubclass(model_class, ModelMixin):
@@ -62,7 +62,7 @@ def _derive(checkpoint: Checkpoint, target: str | None) -> Rule:
     return RAW
 
 
-def _find_class(checkpoint: Checkpoint) -> type | None:
+def find_class(checkpoint: Checkpoint) -> type | None:
     """Find a class as diffusers does: in a module of its pipelines, or in a library."""
     from diffusers import pipelines
 
@@ -91,17 +91,8 @@ def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) ->
     if target not in ("F32", "F16", "BF16"):
         return RAW
     dtype = getattr(torch, TORCH_NAMES[target])
-    config = model_class.config_class.from_pretrained(checkpoint.folder)
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        if part is not None:
-            part.dtype = dtype  # as from_pretrained does: nested models are made by it
-    with torch.device("meta"):
-        model = model_class._from_config(config, dtype=dtype)
-    patterns: set[str] = set()
-    if target == "F16":
-        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if target in ("F16", "BF16"):
-        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    model = make_meta_model(model_class, checkpoint, dtype)
+    patterns = float32_patterns(model, target)
     tensors = model.state_dict()
     exceptions = {
         name
@@ -117,6 +108,28 @@ def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) ->
     return Rule(
         target=target, only=frozenset(_unrenamed(model, set(tensors) - exceptions, tensors))
     )
+
+
+def make_meta_model(model_class: Any, checkpoint: Checkpoint, dtype: Any) -> Any:
+    """Make a model of transformers without memory, as `from_pretrained` would."""
+    import torch
+
+    config = model_class.config_class.from_pretrained(checkpoint.folder)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype  # as from_pretrained does: nested models are made by it
+    with torch.device("meta"):
+        return model_class._from_config(config, dtype=dtype)
+
+
+def float32_patterns(model: Any, target: str) -> set[str]:
+    """Return what the names have in common that a model of transformers keeps in float32."""
+    patterns: set[str] = set()
+    if target == "F16":
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if target in ("F16", "BF16"):
+        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return patterns
 
 
 def _unrenamed(model: Any, names: set[str], tensors: dict[str, Any]) -> set[str]:

@@ -11,6 +11,8 @@ from shmload._errors import (
     ArgumentError,
     CapacityError,
     CheckpointError,
+    DeviceMapMalformed,
+    DoesNotFit,
     IndexMalformed,
     MemoryLimitExceeded,
     PeerRefused,
@@ -36,6 +38,7 @@ from shmload._errors import (
     SourceNotFound,
     UnknownComponent,
     UnknownDtype,
+    UnknownModule,
     WorkerDied,
     WorkerError,
     WorkerFailed,
@@ -43,6 +46,7 @@ from shmload._errors import (
 )
 
 if TYPE_CHECKING:
+    from shmload._placement import Placement
     from shmload._plan import Action, Plan, ShardPlan
     from shmload._residency import SegmentInfo, collect_garbage, evict, segments, verify
     from shmload._state_dict import load_state_dict
@@ -54,6 +58,7 @@ __version__ = "0.1.0"
 # Imported on first use, so that `import shmload` stays light; the same as above.
 _HOMES = {
     "Action": "shmload._plan",
+    "Placement": "shmload._placement",
     "Plan": "shmload._plan",
     "SegmentInfo": "shmload._residency",
     "ShardPlan": "shmload._plan",
@@ -74,9 +79,12 @@ __all__ = [
     "ArgumentError",
     "CapacityError",
     "CheckpointError",
+    "DeviceMapMalformed",
+    "DoesNotFit",
     "IndexMalformed",
     "MemoryLimitExceeded",
     "PeerRefused",
+    "Placement",
     "Plan",
     "ProtocolError",
     "SegmentBusy",
@@ -102,6 +110,7 @@ __all__ = [
     "SourceNotFound",
     "UnknownComponent",
     "UnknownDtype",
+    "UnknownModule",
     "WarmReport",
     "WorkerDied",
     "WorkerError",

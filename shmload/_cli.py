@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 import shmload
-from shmload import _cli_doctor, _cli_serve, _cli_service
+from shmload import _cli_doctor, _cli_placement, _cli_serve, _cli_service
 from shmload._cli_output import (
     as_json_option,
     count_of,
@@ -142,12 +142,34 @@ def warm(
 @click.argument("source")
 @_source_options
 @click.option("--keep", is_flag=True, help="Plan for `warm`, and not for `load_pipeline`.")
+@_cli_placement.placement_options
 @as_json_option
-def plan(source: str, dtypes: tuple[str, ...], keep: bool, as_json: bool, **where: Any) -> None:
-    """Say what loading SOURCE would do; reads headers only."""
-    found = shmload.plan(source, torch_dtype=dtype_by_component(dtypes), keep=keep, **_given(where))
+def plan(
+    source: str,
+    dtypes: tuple[str, ...],
+    keep: bool,
+    inventory: str | None,
+    device_map: object,
+    as_json: bool,
+    **where: Any,
+) -> None:
+    """Say what loading SOURCE would do; reads headers only.
+
+    With --inventory or --device-map: on which device every module would be.
+    """
+    found = shmload.plan(
+        source,
+        torch_dtype=dtype_by_component(dtypes),
+        keep=keep,
+        inventory=inventory,
+        device_map=device_map,
+        **_given(where),
+    )
     if as_json:
         print_json(found)
+        return
+    if found.placement:
+        _cli_placement.print_placement(found.placement)
         return
     rows = [
         (

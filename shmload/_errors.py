@@ -6,7 +6,9 @@ and what to do about it.
     ShmloadError
     ├── ArgumentError (ValueError)
     │   ├── UnknownDtype
-    │   └── UnknownComponent
+    │   ├── UnknownComponent
+    │   ├── UnknownModule
+    │   └── DeviceMapMalformed
     ├── SourceNotFound (FileNotFoundError)
     ├── CheckpointError
     │   ├── ShardMissing (FileNotFoundError)
@@ -17,7 +19,8 @@ and what to do about it.
     │   └── IndexMalformed
     ├── CapacityError (OSError)
     │   ├── SharedMemoryFull
-    │   └── MemoryLimitExceeded
+    │   ├── MemoryLimitExceeded
+    │   └── DoesNotFit
     ├── WorkerError
     │   ├── WorkerDied
     │   ├── WorkerStalled
@@ -37,8 +40,9 @@ and what to do about it.
         └── SegmentTimeout (TimeoutError)
 """
 
+import difflib
 import errno
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from os import PathLike
 
 _Path = str | PathLike[str]
@@ -56,6 +60,19 @@ def format_nbytes(nbytes: float) -> str:
 def printable(text: str) -> str:
     """Escape what UTF-8 cannot say, such as half a surrogate for a byte of an odd path."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """Return the name that was perhaps meant, for an error."""
+    found = difflib.get_close_matches(name, known, 1) if not name.isdecimal() else []
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    """List names, numbers in a row as a range."""
+    if len(names) > 2 and list(names) == [str(number) for number in range(len(names))]:
+        return f"0 to {len(names) - 1}"
+    return ", ".join(names)
 
 
 class ShmloadError(Exception):
@@ -83,7 +100,36 @@ class UnknownComponent(ArgumentError):
 
     def __init__(self, name: str, source: _Path, known: Iterable[str]) -> None:
         self.name = name
-        super().__init__(f"{source} has no component {name!r}; it has {', '.join(sorted(known))}")
+        known = sorted(known)
+        super().__init__(
+            f"{source} has no component {name!r}; it has {', '.join(known)}{_nearest(name, known)}"
+        )
+
+
+class UnknownModule(ArgumentError):
+    """A device map names a module that its component does not have.
+
+    Attributes:
+        path: what the device map says.
+        known: the modules that there are in its place.
+    """
+
+    def __init__(self, path: str, above: str, name: str, known: Sequence[str]) -> None:
+        self.path = path
+        self.known = tuple(known)
+        where = above or "the model"
+        there = f"it has {_listed(known)}" if known else "it cannot be divided"
+        super().__init__(
+            f"device_map names {path!r}, but {where} has no module {name!r}; "
+            f"{there}{_nearest(name, known)}"
+        )
+
+
+class DeviceMapMalformed(ArgumentError):
+    """A device map cannot be understood, or what it says cannot work."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"device_map: {reason}")
 
 
 class SourceNotFound(ShmloadError, FileNotFoundError):
@@ -156,7 +202,7 @@ class IndexMalformed(CheckpointError):
 
 
 class CapacityError(ShmloadError, OSError):
-    """There is no room for the segments; raised before the first weight byte is read.
+    """There is no room; raised before the first weight byte is read.
 
     Attributes:
         needed: in bytes, or 1 where a file system has no inode left.
@@ -183,6 +229,34 @@ class SharedMemoryFull(CapacityError):
 
 class MemoryLimitExceeded(CapacityError):
     """The memory of the machine, or of this process's control group, is too small."""
+
+
+class DoesNotFit(CapacityError):
+    """A placement would take more of a device than there is.
+
+    Attributes:
+        needed: what does not fit, in bytes.
+        available: what is left for it, in bytes.
+        limit: the device.
+        device_map: the nearest that fits, to be given in its place, or None.
+    """
+
+    def __init__(
+        self,
+        needed: int,
+        available: int,
+        limit: str,
+        what: str,
+        remedy: str,
+        device_map: Mapping[str, str] | None = None,
+    ) -> None:
+        self.needed = needed
+        self.available = available
+        self.limit = limit
+        self.device_map = dict(device_map) if device_map else None
+        nearest = f" device_map={self.device_map}" if self.device_map else ""
+        ShmloadError.__init__(self, f"{what}; {remedy}{nearest}")
+        self.errno = errno.ENOMEM
 
 
 class WorkerError(ShmloadError):

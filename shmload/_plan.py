@@ -10,6 +10,7 @@ from shmload._header import read_header
 from shmload._identity import identify, segment_name
 from shmload._layout import Layout, lay_out, needs_conversion
 from shmload._linux import SHM_DIR
+from shmload._placement import Placement
 from shmload._procfs import is_remote
 from shmload._residency import make_metadata
 from shmload._rules import RAW, Rule
@@ -43,11 +44,13 @@ class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the segment, in bytes; 0 for a link."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What `load_pipeline` or `warm` would do."""
 
     source: str
     shards: tuple[ShardPlan, ...]
+    placement: Placement | None = None
+    """The device of every module, where that was asked for."""
 
     @property
     def decode_nbytes(self) -> int:

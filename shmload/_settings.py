@@ -7,7 +7,7 @@ import os
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ _WORKERS = _PREFIX + "WORKERS"
 # The variable that huggingface users know for the same thing as our workers, which wins.
 _HUGGINGFACE_WORKERS = "HF_PARALLEL_LOADING_WORKERS"
 ServiceUse = Literal["auto", "off", "require"]
+Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 # By a field's type.
 _EXPECTED: dict[object, str] = {
     bool: "true or false",
@@ -25,6 +26,7 @@ _EXPECTED: dict[object, str] = {
     int | None: "a whole number",
     float: "a number of seconds",
     ServiceUse: "auto, off or require",
+    Share: "a number from 0 to below 1",
 }
 
 
@@ -60,6 +62,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     skeletons: bool = False
     """Whether built models are remembered, without their weights, to be built faster next time."""
+
+    headroom: Share = 0.1
+    """The share of each accelerator's memory that a strategy leaves to activations."""
 
     cache_dir: Path = msgspec.field(default_factory=lambda: _user_cache_dir() / "shmload")
     """Where dtype rules of model classes, and skeletons, are remembered."""

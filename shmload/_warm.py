@@ -1,6 +1,7 @@
 """Make checkpoints resident, say what that would take, and lend their path to any code."""
 
 import contextlib
+import importlib
 import os
 import re
 import time
@@ -15,7 +16,9 @@ from shmload._collector import paused_gc
 from shmload._complete import complete_load
 from shmload._errors import SourceNotFound, UnknownComponent
 from shmload._hub import find_source
+from shmload._inventory import Inventory, choose_inventory
 from shmload._linux import open_source
+from shmload._placement import place
 from shmload._plan import Plan, plan_shard
 from shmload._progress import Callback
 from shmload._resolve import Source
@@ -109,6 +112,9 @@ def plan(
     components: Collection[str] | None = None,
     variant: str | None = None,
     keep: bool = False,
+    device_map: object = None,
+    max_memory: Mapping[Any, object] | None = None,
+    inventory: str | Inventory | None = None,
     **hub_kwargs: Any,
 ) -> Plan:
     """Say what `load_pipeline` or, with `keep`, `warm` would do.
@@ -116,17 +122,30 @@ def plan(
     Of the weights it reads headers only. A hub id that is not in the cache is downloaded first,
     unless `local_files_only` is given.
 
+    With any of `device_map`, `max_memory` and `inventory` it also says on which device every module
+    would be. That needs no such device, and imports the libraries (three seconds).
+
     Args:
         source: as for `warm`, like all arguments that are not named here.
         torch_dtype: as for `warm`.
         components: as for `warm`.
         variant: as for `warm`.
         keep: whether segments shall be resident afterwards.
+        device_map: a strategy (`balanced`, `balanced_low_0`, `sequential`, `auto`), a device, or a
+            dict of devices by component, pattern or dotted path; None for `auto`.
+        max_memory: limits of weights by device, as for accelerate. Without an inventory there are
+            no other accelerators.
+        inventory: devices of another machine, such as `2x24GiB` or `cuda:0=24GiB,cpu=64GiB`; None
+            for those that are here.
         hub_kwargs: as for `warm`.
 
     Raises:
         SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
+        UnknownModule, DeviceMapMalformed: the device map cannot be followed.
+        DoesNotFit: the devices are too small; the message says what would fit.
     """
+    if torch_dtype is None:
+        torch_dtype = hub_kwargs.pop("dtype", None)  # the newer name in diffusers
     found, rules = _find(source, torch_dtype, components, variant, hub_kwargs)
     shards = []
     for checkpoint in found.checkpoints:
@@ -137,7 +156,15 @@ def plan(
                 shards.append(plan_shard(component, path, fd, rules[component], keep=keep).plan)
             finally:
                 os.close(fd)
-    return Plan(source=str(source), shards=tuple(shards))
+    placement = None
+    if (device_map, max_memory, inventory) != (None, None, None):
+        # By name: the core imports no model library, and this one only when it must.
+        trees = importlib.import_module("shmload.integrations.module_trees")
+        with paused_gc():
+            described = trees.components_of(found, torch_dtype, components)
+        devices = choose_inventory(inventory, max_memory)
+        placement = place(described, "auto" if device_map is None else device_map, devices)
+    return Plan(source=str(source), shards=tuple(shards), placement=placement)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,213 @@
+"""What models are made of, as values that a placement is decided from.
+
+A model that is built says so itself. For one that is not, the same model is made on torch's meta
+device, without memory, and each tensor gets the dtype that it will have when it is loaded.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shmload._dtypes import FLOATS, NBITS, TORCH_NAMES, parse_dtype
+from shmload._header import TensorSpec, read_header
+from shmload._linux import open_source
+from shmload._modules import Component, Module, join, parent_of
+from shmload._resolve import Checkpoint, Source, read_json
+from shmload._rules import Rule, rule_for, wanted_dtype
+from shmload.integrations.rules import find_class, float32_patterns, libraries, make_meta_model
+
+logger = logging.getLogger(__name__)
+
+NbytesOf = Callable[[str, torch.Tensor], int]
+"""Says how many bytes a tensor takes, by its name in the model."""
+
+# What components are called that compute at every step of a generation, in diffusers' pipelines.
+_EVERY_STEP = re.compile(r"(transformer|unet|prior|prior_prior|decoder|controlnet\w*)(_\d+)?")
+# Weights that shmload leaves to the libraries.
+_PICKLED = re.compile(r"(diffusion_)?pytorch_model(-\d+-of-\d+)?\.bin")
+
+
+def component_of(name: str, model: torch.nn.Module, nbytes_of: NbytesOf | None = None) -> Component:
+    """Describe a model, built or on the meta device.
+
+    Args:
+        name: of the component in its pipeline; empty if there is none.
+        model: any module. Buffers count, those too that are in no checkpoint. What must stay whole
+            is what its `_no_split_modules`, or those of any module in it, say by class.
+        nbytes_of: the size of a tensor in bytes; None for what it takes as it is.
+
+    Returns:
+        Its modules with sizes in bytes. A tensor that has several names counts where it is first.
+    """
+    whole = {
+        class_name
+        for module in model.modules()
+        for class_name in getattr(module, "_no_split_modules", None) or ()
+    }
+    first: dict[torch.Tensor, str] = {}
+    ties: dict[torch.Tensor, list[str]] = {}
+
+    def size(path: str, tensor: torch.Tensor, home: str) -> int:
+        if tensor in first:
+            ties.setdefault(tensor, [first[tensor]]).append(home)
+            return 0
+        first[tensor] = home
+        return nbytes_of(path, tensor) if nbytes_of else tensor.nbytes
+
+    def walk(part: str, path: str, module: torch.nn.Module) -> Module:
+        is_whole = type(module).__name__ in whole
+        # Not named_children(), which leaves out a module's second name.
+        inner = [(key, child) for key, child in module._modules.items() if child is not None]
+        own = []
+        for key, tensor in _own_tensors(module):
+            tensor_path = join(path, key)
+            # Beside other modules it has a place of its own.
+            home = tensor_path if inner else path
+            own.append(Module(name=key, nbytes=size(tensor_path, tensor, home)))
+        if not inner:
+            nbytes = sum(tensor.nbytes for tensor in own)
+            return Module(name=part, nbytes=nbytes, is_whole=is_whole)
+        children = tuple(walk(key, join(path, key), child) for key, child in inner)
+        return parent_of(part, (*own, *children), is_whole=is_whole)
+
+    module = walk("", "", model)
+    return Component(
+        name=name,
+        module=module,
+        ties=tuple(dict.fromkeys(tuple(paths) for paths in ties.values() if len(set(paths)) > 1)),
+        runs_each_step=_EVERY_STEP.fullmatch(name) is not None,
+    )
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a module has itself, under all of their names."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def components_of(
+    source: Source, torch_dtype: object, only: Collection[str] | None = None
+) -> tuple[Component, ...]:
+    """Describe the components of a source that have weights, in its order; reads headers only.
+
+    Args:
+        source: what is to be placed.
+        torch_dtype: as for `load_pipeline`.
+        only: the names of those that are wanted; None for all.
+
+    Returns:
+        Each with its sizes once it is loaded. One whose class is not known, or which is quantised,
+        cannot be divided, and has the size of its files.
+    """
+    by_name = {checkpoint.component: checkpoint for checkpoint in source.checkpoints}
+    found: list[Component | None] = []
+    for name in source.components or tuple(by_name):
+        if name in by_name:
+            found.append(_describe(by_name[name], torch_dtype))
+        elif only is None or name in only:
+            found.append(_describe_pickled(source.root, name, torch_dtype))
+    return tuple(component for component in found if component)
+
+
+def _describe_pickled(root: Path, name: str, torch_dtype: object) -> Component | None:
+    """Describe a component of a pipeline that has weights only in files without a header."""
+    files = root / name
+    nbytes = sum(path.stat().st_size for path in files.glob("*.bin") if _PICKLED.match(path.name))
+    if not nbytes:
+        return None
+    library, class_name = read_json(root / "model_index.json")[name]
+    config = files / "config.json"
+    checkpoint = Checkpoint(
+        component=name,
+        folder=files,
+        library=library,
+        class_name=class_name,
+        config=read_json(config) if config.is_file() else {},
+        shards=(),
+    )
+    described = _describe(checkpoint, torch_dtype)
+    return described if described.nbytes else _opaque(name, nbytes)
+
+
+def _describe(checkpoint: Checkpoint, torch_dtype: object) -> Component:
+    """Describe one component by its class, or else by its headers."""
+    rule = rule_for(checkpoint, torch_dtype)
+    # Without a configuration its class would be made with its defaults.
+    is_known = checkpoint.class_name and checkpoint.config
+    if is_known and not checkpoint.config.get("quantization_config"):
+        try:
+            with libraries:
+                return _from_class(checkpoint, rule, torch_dtype)
+        except Exception as exc:  # any reason at all not to know: it is placed in one piece
+            logger.info("%s cannot be looked into: %s", checkpoint.class_name, exc)
+    sizes = (
+        tensor.nbytes * NBITS[rule(tensor)] // NBITS[tensor.dtype]
+        for tensor in _stored_tensors(checkpoint)
+    )
+    return _opaque(checkpoint.component, sum(sizes))
+
+
+def _from_class(checkpoint: Checkpoint, rule: Rule, torch_dtype: object) -> Component:
+    """Make the model without memory, and give each tensor the size that it has once loaded."""
+    from diffusers import ModelMixin
+    from transformers import PreTrainedModel
+
+    model_class: Any = find_class(checkpoint)
+    target = wanted_dtype(torch_dtype, checkpoint.component)
+    kept: re.Pattern[str] | None = None
+    if issubclass(model_class or object, ModelMixin):
+        target = target or "F32"
+        with torch.device("meta"):
+            model = model_class.from_config(checkpoint.config)
+        kept = _parts_pattern(rule.fp32_parts)
+    elif issubclass(model_class or object, PreTrainedModel):
+        # No dtype means float32 up to version 4, and from 5 on the checkpoint's own.
+        target = target or rule.target or _own_dtype(checkpoint)
+        dtype = getattr(torch, TORCH_NAMES[target])
+        model = make_meta_model(model_class, checkpoint, dtype)
+        kept = _parts_pattern(float32_patterns(model, target))
+    else:
+        raise TypeError("its class is of no known library")
+    stored = model.state_dict().keys()
+
+    def nbytes_of(path: str, tensor: torch.Tensor) -> int:
+        if path not in stored or not tensor.is_floating_point():
+            return tensor.nbytes
+        dtype = "F32" if kept and kept.search(path) else target
+        return tensor.numel() * NBITS[dtype] // 8
+
+    return component_of(checkpoint.component, model, nbytes_of)
+
+
+def _parts_pattern(parts: Iterable[str]) -> re.Pattern[str] | None:
+    """Return what finds the names that have one of some parts, as both libraries look for them."""
+    return re.compile("|".join(rf"(^|\.){part}($|\.)" for part in parts)) if parts else None
+
+
+def _own_dtype(checkpoint: Checkpoint) -> str:
+    """Return the dtype that transformers takes a checkpoint to have."""
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    if named:
+        return parse_dtype(named)
+    return next((t.dtype for t in _stored_tensors(checkpoint) if t.dtype in FLOATS), "F32")
+
+
+def _stored_tensors(checkpoint: Checkpoint) -> Iterator[TensorSpec]:
+    for path in checkpoint.shards:
+        fd = open_source(path)
+        try:
+            yield from read_header(fd, path).tensors
+        finally:
+            os.close(fd)
+
+
+def _opaque(name: str, nbytes: int) -> Component:
+    module = Module(name="", nbytes=nbytes, is_whole=True)
+    return Component(
+        name=name, module=module, runs_each_step=_EVERY_STEP.fullmatch(name) is not None
+    )

@@ -1,0 +1,212 @@
+"""What a user writes for `device_map`, and the device of every module that follows from it.
+
+    "balanced"                                                  a strategy
+    "cuda:1"                                                    a device for all
+    {"text_encoder*": 1, "": 0}                                 a pattern; all the rest
+    {"transformer": {"": 0, "transformer_blocks.0": 1}}         nested
+    {"transformer.single_transformer_blocks.[0-9]": "offload"}  a dotted path, with a pattern
+
+A module gets what is said of it, or else of the nearest one above it. Where several keys match one
+module, the one with most letters wins that are no wildcards, an exact name before a pattern.
+"""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from shmload._errors import ArgumentError, DeviceMapMalformed, UnknownComponent, UnknownModule
+from shmload._inventory import CPU, DISK, META, OFFLOAD, Inventory, canonical_device
+from shmload._modules import Component, Module, join, parent_of
+
+STRATEGIES = ("balanced", "balanced_low_0", "sequential", "auto")
+
+_WILDCARDS = re.compile(r"\[[^\]]*\]|[*?]")
+
+Devices = dict[str, str]
+"""The device of every piece of a pipeline, by dotted path (`Module.pieces`)."""
+
+
+class _Key(msgspec.Struct, frozen=True):
+    """One entry of a device map."""
+
+    path: str
+    parts: tuple[str, ...]
+    device: str
+
+    @property
+    def weight(self) -> tuple[int, bool]:
+        """What decides between keys that match the same module."""
+        return len(_WILDCARDS.sub("", self.path)), _WILDCARDS.search(self.path) is None
+
+
+def parse_device_map(device_map: object, inventory: Inventory) -> str | Devices:
+    """Bring a device map of any accepted form into one of two.
+
+    Args:
+        device_map: a strategy, a device, or a dict of devices by component or path, also nested.
+        inventory: which devices there are.
+
+    Returns:
+        A strategy, or devices by dotted path or pattern.
+
+    Raises:
+        DeviceMapMalformed: it is neither, or names a device that is not there.
+    """
+    if isinstance(device_map, str) and device_map in STRATEGIES:
+        return device_map
+    if isinstance(device_map, Mapping):
+        return {path: _parse_device(value, inventory) for path, value in _flatten(device_map)}
+    return {"": _parse_device(device_map, inventory)}
+
+
+def _flatten(device_map: Mapping[object, object], above: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in device_map.items():
+        if not isinstance(key, str):
+            raise DeviceMapMalformed(f"its key {key!r} is not the name of a component or module")
+        path = join(above, key)
+        if isinstance(value, Mapping):
+            yield from _flatten(value, path)
+        else:
+            yield path, value
+
+
+def _parse_device(value: object, inventory: Inventory) -> str:
+    if value in STRATEGIES:
+        raise DeviceMapMalformed(f"{value!r} is for a whole pipeline, not for a part of it")
+    try:
+        device = canonical_device(value, inventory.kind)
+    except ArgumentError as exc:
+        raise DeviceMapMalformed(f"{exc}{_nearest_strategy(value)}") from None
+    if device not in (CPU, DISK, META, OFFLOAD) and inventory.find(device) is None:
+        raise DeviceMapMalformed(
+            f"it names {device}, and the devices are {inventory}{_nearest_strategy(value)}; to "
+            "plan for other devices give an inventory"
+        )
+    return device
+
+
+def _nearest_strategy(value: object) -> str:
+    found = difflib.get_close_matches(str(value), STRATEGIES, 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def pipeline_of(components: Sequence[Component]) -> Module:
+    """Return the pipeline as one module, whose paths are the dotted ones of a device map."""
+    if len(components) == 1 and not components[0].name:
+        return components[0].module
+    return parent_of(
+        "", tuple(msgspec.structs.replace(each.module, name=each.name) for each in components)
+    )
+
+
+def expand(device_map: Mapping[str, str], components: Sequence[Component]) -> Devices:
+    """Return the device of every piece.
+
+    Args:
+        device_map: as `parse_device_map` returns it.
+        components: of the pipeline.
+
+    Raises:
+        UnknownComponent, UnknownModule: a key matches nothing; the message lists what there is.
+        DeviceMapMalformed: something gets no device, or what must stay whole or shares a tensor
+            gets several.
+    """
+    pipeline = pipeline_of(components)
+    keys = [_Key(path, tuple(path.split(".")) if path else (), d) for path, d in device_map.items()]
+    for key in keys:
+        _require_match(key, pipeline, components)
+    devices: Devices = {}
+    for path, device in _spread(pipeline, "", 0, keys, None):
+        if device is None:
+            raise DeviceMapMalformed(f'it says nothing of {path}; a default is {{"": "cpu"}}')
+        devices[path] = device
+    _require_ties(devices, components)
+    return devices
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
+
+
+def _spread(
+    module: Module, path: str, depth: int, keys: Iterable[_Key], inherited: str | None
+) -> Iterator[tuple[str, str | None]]:
+    """Yield the device of every piece of a module.
+
+    Args:
+        module: to go through.
+        path: of it.
+        depth: the number of parts of its path.
+        keys: those whose first parts match its path.
+        inherited: the device of the module above.
+    """
+    here = [key for key in keys if len(key.parts) == depth]
+    device = max(here, key=lambda key: key.weight).device if here else inherited
+    below = [key for key in keys if len(key.parts) > depth]
+    if module.is_piece:
+        for inner, other in _spread_inside(module, path, depth, below, device) if below else ():
+            if other != device:
+                raise DeviceMapMalformed(
+                    f"{path} must stay whole, but {inner} would be on {other} and the rest of it "
+                    f"on {device}; give {path} one device"
+                )
+        yield path, device
+        return
+    for child in module.children:
+        matching = [key for key in below if _matches(child.name, key.parts[depth])]
+        yield from _spread(child, join(path, child.name), depth + 1, matching, device)
+
+
+def _spread_inside(
+    module: Module, path: str, depth: int, keys: Iterable[_Key], device: str | None
+) -> Iterator[tuple[str, str | None]]:
+    """Do the same for the modules in one that must stay whole."""
+    for child in module.children:
+        matching = [key for key in keys if _matches(child.name, key.parts[depth])]
+        open_child = msgspec.structs.replace(child, is_whole=False)
+        yield from _spread(open_child, join(path, child.name), depth + 1, matching, device)
+
+
+def _require_match(key: _Key, pipeline: Module, components: Sequence[Component]) -> None:
+    """Refuse a key that no module has, and say what there is where it goes astray."""
+    found = [("", pipeline)]
+    for depth, part in enumerate(key.parts):
+        children = [(join(path, c.name), c) for path, module in found for c in module.children]
+        matching = [(path, child) for path, child in children if _matches(child.name, part)]
+        if not matching:
+            known = list(dict.fromkeys(child.name for _, child in children))
+            if depth == 0 and components[0].name:
+                raise UnknownComponent(part, "the pipeline", known)
+            raise UnknownModule(key.path, ".".join(key.parts[:depth]), part, known)
+        found = matching
+
+
+def _require_ties(devices: Devices, components: Sequence[Component]) -> None:
+    """Refuse a map that would make two tensors of one."""
+    for component in components:
+        for tie in component.ties:
+            homes = {piece: devices[piece] for piece in tied_pieces(component, tie)}
+            if len(set(homes.values())) > 1:
+                places = ", ".join(f"{path} on {device}" for path, device in homes.items())
+                raise DeviceMapMalformed(f"these share a tensor and need one device: {places}")
+
+
+def tied_pieces(component: Component, tie: Sequence[str]) -> list[str]:
+    """Return the dotted paths of the pieces that hold some modules of a component."""
+    paths = [path for path, _ in component.module.pieces()]
+    found = [next(p for p in paths if not p or f"{name}.".startswith(f"{p}.")) for name in tie]
+    return [join(component.name, path) for path in dict.fromkeys(found)]
+
+
+def merge(module: Module, path: str, devices: Devices) -> Devices:
+    """Return the fewest modules that have one device each, complete and disjoint, in order."""
+    used = {devices[join(path, piece)] for piece, _ in module.pieces()}
+    if len(used) == 1:
+        return {path: used.pop()}
+    merged: Devices = {}
+    for child in module.children:
+        merged |= merge(child, join(path, child.name), devices)
+    return merged

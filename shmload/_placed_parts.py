@@ -1,0 +1,72 @@
+"""What a table shows of a placement: a run of blocks is one line, all that is no block another."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shmload._inventory import DISK, OFFLOAD
+from shmload._modules import Component, Module
+
+WAITING = (OFFLOAD, DISK)
+"""Where weights wait until they are computed with."""
+
+
+class PlacedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Modules of a component that are on one device, as a table shows them."""
+
+    component: str
+    modules: str
+    """Such as `transformer_blocks.0-9`; empty for the whole component, `rest` for all others."""
+    nbytes: int
+    """Their size, in bytes."""
+    device: str
+    execution_device: str
+    """Where they compute: elsewhere if their weights wait on `offload` or `disk`."""
+
+
+def parts_of(
+    component: Component, placed: str | dict[str, str], execution: str
+) -> list[PlacedPart]:
+    """Join numbered neighbours, and all that is no block.
+
+    Args:
+        component: what is placed.
+        placed: as in `Placement.components`.
+        execution: as in `Placement.execution_devices`.
+    """
+    if isinstance(placed, str):
+        placed = {"": placed}
+    groups: dict[tuple[str, str], list[str]] = {}
+    sizes = {path: _find(component.module, path) for path in placed}
+    previous: tuple[str, str] | None = None
+    for path, device in placed.items():
+        start, _, last = path.rpartition(".")
+        key = (device, "")
+        if path and sizes[path].has_whole():
+            key = (device, path)
+            if last.isdecimal() and previous and previous[0] == device:
+                before = groups[previous][-1].rpartition(".")
+                key = previous if before[0] == start and before[2].isdecimal() else key
+            previous = key
+        groups.setdefault(key, []).append(path)
+    return [
+        PlacedPart(
+            component=component.name,
+            modules=_range_of(paths) if start else "rest" if len(placed) > 1 else "",
+            nbytes=sum(sizes[path].nbytes for path in paths),
+            device=device,
+            execution_device=execution if device in WAITING else device,
+        )
+        for (device, start), paths in groups.items()
+    ]
+
+
+def _find(module: Module, path: str) -> Module:
+    for name in path.split(".") if path else ():
+        module = next(child for child in module.children if child.name == name)
+    return module
+
+
+def _range_of(paths: Sequence[str]) -> str:
+    last = paths[-1].rpartition(".")[2]
+    return paths[0] if len(paths) == 1 else f"{paths[0]}-{last}"

@@ -1,0 +1,233 @@
+"""A placement: the device of every module of a pipeline, decided from sizes alone.
+
+  device_map ----> a strategy chooses, or its keys are spread ----> limits are checked
+ inventory                      |                                        |
+components             unknown names, cuts through what          what does not fit: an
+                       must stay whole: errors                   error with a map that does
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from shmload._device_map import Devices, expand, merge, parse_device_map
+from shmload._errors import DoesNotFit, format_nbytes
+from shmload._inventory import CPU, DISK, OFFLOAD, Inventory
+from shmload._modules import Component, join
+from shmload._placed_parts import WAITING, PlacedPart, parts_of
+from shmload._shortest_map import shorten
+from shmload._strategies import WHOLE, nbytes_by_device, place_auto, rooms_of
+
+
+class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies on one device."""
+
+    device: str
+    nbytes: int
+    """Size of the weights there, in bytes."""
+    passing_nbytes: int
+    """The most that comes there at a time of weights that wait elsewhere, in bytes."""
+    limit_nbytes: int | None
+    """What may lie there at most, in bytes; None where nobody has said."""
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where every module of a pipeline is."""
+
+    components: dict[str, str | dict[str, str]]
+    """By component: its device, or the device of each of its modules by path, complete and
+    disjoint, in order. A path may be that of a tensor that a module holds beside other modules."""
+    execution_devices: dict[str, str]
+    """By component: where its inputs go, and where modules compute whose weights are on `offload`
+    or `disk`."""
+    devices: tuple[DeviceUse, ...]
+    """Accelerators first, then `cpu`, which holds what is on `offload` too, and `disk`."""
+    parts: tuple[PlacedPart, ...]
+    """The same as `components`, for people."""
+    device_map: dict[str, str]
+    """The shortest device map that means this placement, and is planned to it again."""
+
+
+def place(components: Sequence[Component], device_map: object, inventory: Inventory) -> Placement:
+    """Decide the device of every module of a pipeline; needs neither weights nor devices.
+
+    Args:
+        components: of the pipeline, in its order; their names differ.
+        device_map: a strategy (`balanced`, `balanced_low_0`, `sequential`: whole components;
+            `auto`: divides and spills what does not fit), a device, or a dict of devices by
+            component, pattern or dotted path. `offload` keeps weights on the CPU and computes on an
+            accelerator, on `cpu` the CPU computes, `disk` and `meta` mean what they mean elsewhere.
+        inventory: which devices there are. A strategy leaves the headroom free; a device that the
+            map names may be filled.
+
+    Raises:
+        UnknownComponent, UnknownModule: the map names what is not there.
+        DeviceMapMalformed: it cannot be understood, is incomplete, names a device that is not
+            there, or cuts through what must stay whole.
+        DoesNotFit: it would take more of a device than there is; says what would fit.
+    """
+    chosen = parse_device_map(device_map, inventory)
+    if isinstance(chosen, str):
+        devices = _choose(chosen, components, inventory)
+    else:
+        devices = expand(chosen, components)
+    placement = _describe(components, devices, inventory)
+    _require_limits(placement, components, inventory)
+    return placement
+
+
+def _choose(strategy: str, components: Sequence[Component], inventory: Inventory) -> Devices:
+    """Let a strategy decide.
+
+    Raises:
+        DoesNotFit: it finds no place for something.
+    """
+    rooms = rooms_of(inventory)
+    if strategy == "auto":
+        devices = place_auto(components, inventory)
+        if devices is None:
+            needed = sum(component.nbytes for component in components)
+            sizes = ", ".join(map(_with_size, components))
+            what = f"{sizes} do not fit on {_amounts(inventory)}, not even divided"
+            raise DoesNotFit(needed, sum(rooms.values()), "all devices", what, _MORE)
+        return devices
+    placed = WHOLE[strategy](components, rooms)
+    left = [component for component in components if component.name not in placed]
+    if not left:
+        return expand(dict(placed), components)
+    used = dict.fromkeys(rooms, 0)
+    for component in components:
+        if component.name in placed:
+            used[placed[component.name]] += component.nbytes
+    free = {device: room - used[device] for device, room in rooms.items()}
+    emptiest = max(free, key=lambda device: free[device])
+    what = f"{strategy!r} finds no device for {', '.join(map(_with_size, left))}: " + ", ".join(
+        f"{d} has {format_nbytes(n)} of {format_nbytes(rooms[d])} left" for d, n in free.items()
+    )
+    raise _misfit(left[0].nbytes, free[emptiest], emptiest, what, components, inventory)
+
+
+_MORE = (
+    "take more or larger devices, a narrower dtype (bfloat16 is half of float32), or allow more of "
+    "cpu or disk"
+)
+
+
+def _misfit(
+    needed: int,
+    available: int,
+    device: str,
+    what: str,
+    components: Sequence[Component],
+    inventory: Inventory,
+) -> DoesNotFit:
+    """Return an error that says what would fit."""
+    devices = place_auto(components, inventory)
+    if devices is None:
+        return DoesNotFit(needed, available, device, what, _MORE)
+    nearest = _describe(components, devices, inventory).device_map
+    return DoesNotFit(needed, available, device, what, "the nearest that fits is", nearest)
+
+
+def _with_size(component: Component) -> str:
+    return f"{component.name or 'the model'} ({format_nbytes(component.nbytes)})"
+
+
+def _amounts(inventory: Inventory) -> str:
+    return ", ".join(f"{d.name} ({format_nbytes(d.room_nbytes)})" for d in inventory.devices)
+
+
+def _describe(components: Sequence[Component], devices: Devices, inventory: Inventory) -> Placement:
+    execution = _execution_devices(components, devices, inventory)
+    found: dict[str, str | dict[str, str]] = {}
+    for component in components:
+        merged = merge(component.module, component.name, devices)
+        if list(merged) == [component.name]:
+            found[component.name] = merged[component.name]
+        else:
+            offset = len(component.name) + 1 if component.name else 0
+            found[component.name] = {path[offset:]: device for path, device in merged.items()}
+    return Placement(
+        components=found,
+        execution_devices=execution,
+        devices=_uses(components, devices, inventory, execution),
+        parts=tuple(
+            part
+            for component in components
+            for part in parts_of(component, found[component.name], execution[component.name])
+        ),
+        device_map=shorten(components, devices, execution),
+    )
+
+
+def _execution_devices(
+    components: Sequence[Component], devices: Devices, inventory: Inventory
+) -> dict[str, str]:
+    """Return where each component computes.
+
+    That is where the first of its modules is that is no block. Where weights wait elsewhere it is
+    an accelerator: the first that has any module of it, or else the one with most room left.
+    """
+    used = nbytes_by_device(components, devices)
+    free = {d.name: d.nbytes - used.get(d.name, 0) for d in inventory.accelerators}
+    emptiest = max(free, key=lambda name: free[name], default=CPU)
+    found = {}
+    for component in components:
+        pieces = sorted(component.module.pieces(), key=lambda piece: piece[1].is_whole)
+        homes = [devices[join(component.name, path)] for path, _ in pieces]
+        computing = [home for home in homes if home not in WAITING]
+        if len(computing) < len(homes):
+            # Weights that wait never wait for the CPU where there is an accelerator.
+            computing = [home for home in computing if home in free] or [emptiest]
+        found[component.name] = computing[0]
+    return found
+
+
+def _uses(
+    components: Sequence[Component],
+    devices: Devices,
+    inventory: Inventory,
+    execution: Mapping[str, str],
+) -> tuple[DeviceUse, ...]:
+    used = nbytes_by_device(components, devices)
+    passing: dict[str, int] = {}
+    for component in components:
+        where = execution[component.name]
+        for path, module in component.module.pieces():
+            if devices[join(component.name, path)] in WAITING:
+                passing[where] = max(passing.get(where, 0), module.largest_leaf_nbytes)
+    held = {
+        CPU: used.pop(OFFLOAD, 0) + used.get(CPU, 0),
+        DISK: used.get(DISK, 0),
+    }
+    limits = {device.name: device.nbytes for device in inventory.devices}
+    return tuple(
+        DeviceUse(
+            device=name,
+            nbytes=held.get(name, used.get(name, 0)),
+            # What computes on the CPU is there already.
+            passing_nbytes=passing.get(name, 0),
+            limit_nbytes=limits.get(name),
+        )
+        for name in dict.fromkeys((*limits, *(n for n in (CPU, DISK) if held[n])))
+    )
+
+
+def _require_limits(
+    placement: Placement, components: Sequence[Component], inventory: Inventory
+) -> None:
+    for use in placement.devices:
+        needed = use.nbytes + use.passing_nbytes
+        if use.limit_nbytes is None or needed <= use.limit_nbytes:
+            continue
+        there = ", ".join(
+            f"{join(part.component, part.modules) or 'the model'} {format_nbytes(part.nbytes)}"
+            for part in placement.parts
+            if part.device == use.device or (use.device == CPU and part.device == OFFLOAD)
+        )
+        passing = f", {format_nbytes(use.passing_nbytes)} at a time that wait elsewhere"
+        what = (
+            f"{format_nbytes(needed)} on {use.device} ({there}{passing * bool(use.passing_nbytes)})"
+            f" exceed its {format_nbytes(use.limit_nbytes)}"
+        )
+        raise _misfit(needed, use.limit_nbytes, use.device, what, components, inventory)

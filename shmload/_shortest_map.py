@@ -1,0 +1,128 @@
+"""The shortest device map that says where everything is: to be printed, pasted, planned again."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+import msgspec
+
+from shmload._device_map import Devices
+from shmload._modules import Component, Module, join
+
+
+class _Written(msgspec.Struct, frozen=True):
+    """Some entries of a device map."""
+
+    entries: tuple[tuple[str, str], ...] = ()
+
+    def __add__(self, other: "_Written") -> "_Written":
+        return _Written(self.entries + other.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def shorten(components: Sequence[Component], devices: Devices, main: Mapping[str, str]) -> Devices:
+    """Return the shortest device map that `expand` makes the same devices of.
+
+    Every component stands in it by its name, so that it can be read, and changed, for each alone.
+
+    Args:
+        components: of the pipeline.
+        devices: of every piece.
+        main: the device that a component's own entry shall say where several are equally short.
+    """
+    entries: list[tuple[str, str]] = []
+    for component in components:
+        tree = _Labelled(component.module, component.name, devices)
+        choices = sorted(tree.used, key=lambda device: (device != main[component.name], device))
+        options = [_Written(((component.name, device),)) + tree.write(device) for device in choices]
+        entries += min(options, key=len).entries
+    return dict(entries)
+
+
+def print_device_map(device_map: Mapping[str, str]) -> str:
+    """Write a device map as Python code that can be pasted."""
+    lines = (f'    "{path}": "{device}",\n' for path, device in device_map.items())
+    return f"device_map = {{\n{''.join(lines)}}}"
+
+
+class _Labelled:
+    """A module whose pieces have devices."""
+
+    def __init__(self, module: Module, path: str, devices: Devices) -> None:
+        self.name = module.name
+        self.path = path
+        below = () if module.is_piece else module.children
+        self.children = [_Labelled(child, join(path, child.name), devices) for child in below]
+        self.used: frozenset[str] = frozenset().union(*(child.used for child in self.children))
+        if module.is_piece:
+            self.used = frozenset({devices[path]})
+        self._written: dict[str, _Written] = {}
+
+    def write(self, inherited: str) -> _Written:
+        """Return the fewest entries for what is below, given the device of this module."""
+        if self.used == {inherited}:
+            return _Written()
+        if inherited not in self._written:
+            groups = groupby(self.children, key=_group)
+            parts = (
+                _write_run(self.path, list(children), device, inherited)
+                if device
+                else next(children).write_whole(inherited)
+                for (device, _), children in groups
+            )
+            self._written[inherited] = sum(parts, start=_Written())
+        return self._written[inherited]
+
+    def write_whole(self, inherited: str) -> _Written:
+        """Return the fewest entries for this module, given the device of the one above."""
+        if self.used == {inherited}:
+            return _Written()
+        options = [
+            _Written(((self.path, device),)) + self.write(device)
+            for device in sorted(self.used - {inherited})
+        ]
+        # Of equally short ones the first, which names this module and not all below it.
+        return min([*options, self.write(inherited)], key=len) if self.children else options[0]
+
+
+def _group(child: _Labelled) -> tuple[str, str]:
+    """Let numbered neighbours on one device stand together."""
+    if child.name.isdecimal() and len(child.used) == 1:
+        return next(iter(child.used)), ""
+    return "", child.path
+
+
+def _write_run(path: str, children: list[_Labelled], device: str, inherited: str) -> _Written:
+    if device == inherited:
+        return _Written()
+    patterns = number_patterns([child.name for child in children])
+    return _Written(tuple((join(path, pattern), device) for pattern in patterns))
+
+
+def number_patterns(numbers: Iterable[str]) -> list[str]:
+    """Return patterns that match some numbers and no other ones, such as `1[0-5]`."""
+    by_start: dict[str, list[str]] = {}
+    for number in numbers:
+        by_start.setdefault(number[:-1], []).append(number[-1])
+    by_end: dict[str, list[str]] = {}
+    for start, digits in by_start.items():
+        by_end.setdefault(_class_of(digits), []).append(start)
+    patterns = []
+    for end, starts in by_end.items():
+        # 10 to 19 and 20 to 29 are [12][0-9].
+        same = [start for start in starts if len(start) == 1]
+        if len(same) > 1:
+            patterns.append(_class_of(same) + end)
+            starts = [start for start in starts if len(start) != 1]
+        patterns += [start + end for start in starts]
+    return sorted(patterns, key=lambda pattern: (len(re.sub(r"\[.*?\]", "0", pattern)), pattern))
+
+
+def _class_of(digits: Sequence[str]) -> str:
+    digits = sorted(digits)
+    if len(digits) == 1:
+        return digits[0]
+    is_range = len(digits) > 2 and int(digits[-1]) - int(digits[0]) == len(digits) - 1
+    return f"[{digits[0]}-{digits[-1]}]" if is_range else f"[{''.join(digits)}]"

@@ -1,0 +1,244 @@
+"""`plan` with an inventory: its sizes are those of the loaded models, its answer plans itself."""
+
+import ast
+import json
+import subprocess
+import sys
+
+import diffusers
+import pytest
+import torch
+from accelerate.utils import check_device_map
+from safetensors import safe_open
+
+import shmload
+from shmload._dtypes import NBITS
+from shmload._header import TensorSpec
+from shmload._inventory import limit_inventory
+from shmload._placement import place
+from shmload._resolve import resolve
+from shmload._rules import rule_for
+from shmload.integrations.module_trees import component_of, components_of
+
+_FAMILIES = ("stable-diffusion", "sdxl", "sd3", "flux", "wan", "qwen-image")
+_MIXED = {"vae": torch.float32, "default": torch.bfloat16}
+
+
+def _components(folder, torch_dtype):
+    found = components_of(resolve(folder, folder), torch_dtype)
+    return {component.name: component for component in found}
+
+
+# Sizes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("torch_dtype", [None, torch.bfloat16, torch.float16, _MIXED], ids=str)
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_planned_sizes_are_those_of_the_loaded_models(saved, family, torch_dtype):
+    folder = saved(family, "bfloat16")
+    given = {} if torch_dtype is None else {"torch_dtype": torch_dtype}
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **given)
+    loaded = {
+        name: component_of(name, model)
+        for name, model in pipe.components.items()
+        if isinstance(model, torch.nn.Module)
+    }
+    # Sizes, modules, what stays whole and what is tied.
+    assert _components(folder, torch_dtype) == loaded
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["sdxl", "flux", "wan"])
+def test_planned_sizes_agree_with_the_headers(saved, family, dtype):
+    folder = saved(family)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+    found = _components(folder, dtype)
+    for checkpoint in resolve(folder, folder).checkpoints:
+        rule = rule_for(checkpoint, dtype)
+        if rule.only is None:  # else the library casts the others
+            buffers = _unstored_nbytes(getattr(pipe, checkpoint.component))
+            assert found[checkpoint.component].nbytes == _stored_nbytes(checkpoint, rule) + buffers
+
+
+def _unstored_nbytes(model):
+    """Return the size of buffers that are in no checkpoint, which no dtype changes."""
+    stored = model.state_dict().keys()
+    return sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in stored)
+
+
+def _stored_nbytes(checkpoint, rule):
+    nbits = 0
+    for path in checkpoint.shards:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 it is no dict
+                part = file.get_slice(name)
+                count = torch.Size(part.get_shape()).numel()
+                nbits += count * NBITS[rule(TensorSpec(name, part.get_dtype(), (), 0, 0))]
+    return nbits // 8
+
+
+# accelerate's own maps name tensors too.
+@pytest.mark.filterwarnings("ignore:The following device_map keys")
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_divided_maps_cover_every_tensor_for_accelerate(saved, family):
+    pipe = diffusers.DiffusionPipeline.from_pretrained(saved(family))
+    models = {n: m for n, m in pipe.components.items() if isinstance(m, torch.nn.Module)}
+    for name, model in models.items():
+        component = component_of(name, model)
+        limits = dict.fromkeys((0, 1, "cpu"), component.nbytes * 3 // 4)
+        placed = place([component], "auto", limit_inventory(limits)).components[name]
+        if isinstance(placed, dict):
+            check_device_map(model, placed)
+
+
+def test_module_with_two_names_counts_once_and_stays_together():
+    model = torch.nn.Module()
+    model.first = model.second = torch.nn.Linear(4, 4)
+    component = component_of("", model)
+    assert component.nbytes == 80
+    assert component.ties == (("first", "second"),)
+
+
+def test_ties_count_once(saved):
+    folder = saved("flux")
+    encoder = _components(folder, None)["text_encoder_2"]
+    assert ("shared", "encoder.embed_tokens") in encoder.ties
+    sizes = {path: module.nbytes for path, module in encoder.module.pieces()}
+    assert sizes["shared"] > 0
+    assert sizes["encoder.embed_tokens"] == 0
+
+
+def test_component_of_an_unknown_class_is_one_piece_of_its_files_size(copied):
+    folder = copied("flux", "bfloat16")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["transformer"] = ["diffusers", "NoSuchTransformer"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    transformer = _components(folder, "bfloat16")["transformer"]
+    assert transformer.module.is_piece
+    assert transformer.nbytes == transformer.module.nbytes > 0
+    assert transformer.runs_each_step
+
+
+def test_component_without_safetensors_is_not_forgotten(copied):
+    folder = copied("flux")
+    before = _components(folder, "bfloat16")
+    (weights,) = (folder / "vae").glob("*.safetensors")
+    weights.rename(weights.with_suffix(".bin"))
+    assert _components(folder, "bfloat16") == before
+    (folder / "vae" / "config.json").unlink()
+    vae = weights.with_suffix(".bin")
+    assert _components(folder, "bfloat16")["vae"].nbytes == vae.stat().st_size
+    wanted = shmload.plan(folder, components=["transformer"], inventory="1GiB").placement
+    assert list(wanted.components) == ["transformer"]
+
+
+# The answer ---------------------------------------------------------------------------------------
+
+
+def test_plan_without_devices_is_as_it_was(saved):
+    found = shmload.plan(saved("flux"))
+    assert found.placement is None
+    # And light, with the rules remembered.
+    code = (
+        "import sys, shmload\n"
+        "shmload.plan(sys.argv[1])\n"
+        "print(sorted({'torch', 'diffusers', 'accelerate'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, saved("flux")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_plan_names_every_component(saved):
+    found = shmload.plan(saved("flux"), torch_dtype="bfloat16", inventory="2x1GiB")
+    assert list(found.placement.components) == [
+        "text_encoder",
+        "text_encoder_2",
+        "transformer",
+        "vae",
+    ]
+    assert found.placement.device_map == {
+        name: found.placement.components[name] for name in found.placement.components
+    }
+    again = shmload.plan(
+        saved("flux"), dtype="bfloat16", max_memory={0: "1GiB", 1: "1GiB"}, device_map="cuda:1"
+    )
+    assert set(again.placement.components.values()) == {"cuda:1"}
+
+
+def test_plan_divides_a_transformer_between_its_blocks(saved):
+    sizes = {name: c.nbytes for name, c in _components(saved("flux"), "bfloat16").items()}
+    limit = sizes["transformer"] - 1
+    found = shmload.plan(
+        saved("flux"), torch_dtype="bfloat16", max_memory={0: limit, 1: limit, 2: limit}
+    )
+    placed = found.placement.components["transformer"]
+    assert {path for path in placed if "blocks" not in path} == {
+        "pos_embed",
+        "time_text_embed",
+        "context_embedder",
+        "x_embedder",
+        "norm_out",
+        "proj_out",
+    }
+    assert len(set(placed.values())) > 1
+    # Whole blocks and nothing below them.
+    assert all(path.rpartition(".")[2].isdecimal() for path in placed if "." in path)
+
+
+def _run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "shmload", "plan", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_printed_map_can_be_pasted(saved):
+    limits = "cuda:0=200KB,cuda:1=200KB,cuda:2=400KB"
+    shown = _run(saved("flux"), "--dtype", "bfloat16", "--inventory", limits)
+    assert shown.returncode == 0, shown.stderr
+    table, printed = shown.stdout.split("\n\n")[0], shown.stdout.split("\n\n")[2]
+    assert table.splitlines()[0].split() == ["COMPONENT", "MODULES", "SIZE", "DEVICE", "SHARE"]
+    device_map = ast.literal_eval(printed.removeprefix("device_map = "))
+    assert {key.partition(".")[0] for key in device_map} == {
+        "text_encoder",
+        "text_encoder_2",
+        "transformer",
+        "vae",
+    }
+    again = _run(
+        *(saved("flux"), "--dtype", "bfloat16", "--inventory", limits, "--device-map", printed)
+    )
+    assert again.stdout == shown.stdout
+
+
+def test_json_has_the_placement(saved):
+    shown = _run(saved("wan"), "--inventory", "1GiB", "--json")
+    found = json.loads(shown.stdout)
+    assert found["placement"]["device_map"]["transformer"] == "cuda:0"
+    assert found["shards"]
+    assert "placement" not in json.loads(_run(saved("wan"), "--json").stdout)
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "message"),
+    [
+        (2, ["--inventory", "many"], "'many' is no size of a device"),
+        (2, ["--inventory", "1GiB", "--device-map", "{0:"], "cannot be read as a dict"),
+        (2, ["--inventory", "1GiB", "--device-map", '{"tranformer": 0}'], "mean 'transformer'"),
+        (1, ["--inventory", "1KiB", "--device-map", "balanced"], "finds no device for"),
+        (2, ["--device-map", "cuda:9"], "give an inventory"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(saved, code, arguments, message):
+    failed = _run(saved("flux"), *arguments)
+    assert failed.returncode == code
+    assert message in failed.stderr
+    assert failed.stderr.count("\n") == 1

@@ -1,0 +1,134 @@
+"""Inventories: how they are written, and that a device has one name however it is given."""
+
+import pytest
+import torch
+
+from shmload._errors import ArgumentError
+from shmload._inventory import (
+    canonical_device,
+    choose_inventory,
+    limit_inventory,
+    machine_inventory,
+    parse_inventory,
+)
+
+GIB = 1 << 30
+
+
+def _sizes(inventory):
+    return {device.name: device.nbytes for device in inventory.devices}
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (0, "cuda:0"),
+        ("1", "cuda:1"),
+        ("cuda", "cuda:0"),
+        ("CUDA:3", "cuda:3"),
+        (torch.device("cuda", 1), "cuda:1"),
+        (torch.device("cuda"), "cuda:0"),
+        ("cpu", "cpu"),
+        (torch.device("cpu", 0), "cpu"),
+        (torch.device("meta"), "meta"),
+        ("disk", "disk"),
+        ("offload", "offload"),
+        ("xpu:2", "xpu:2"),
+    ],
+)
+def test_device_has_one_name(given, name):
+    assert canonical_device(given) == name
+
+
+def test_index_means_the_accelerators_that_are_there():
+    assert canonical_device(1, "fakegpu") == "fakegpu:1"
+
+
+@pytest.mark.parametrize("given", [None, True, -1, 1.5, "", "cuda:", "cuda:x", "/dev/nvidia0", ()])
+def test_what_is_no_device_is_refused_with_what_is(given):
+    with pytest.raises(ArgumentError, match="cuda:0"):
+        canonical_device(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("24GiB", {"cuda:0": 24 * GIB}),
+        ("2x24GiB", {"cuda:0": 24 * GIB, "cuda:1": 24 * GIB}),
+        ("2 x 24 GiB, 80GiB", {"cuda:0": 24 * GIB, "cuda:1": 24 * GIB, "cuda:2": 80 * GIB}),
+        (
+            "cpu=64GiB,cuda:1=24GiB,cuda:0=20GiB",
+            {"cuda:0": 20 * GIB, "cuda:1": 24 * GIB, "cpu": 64 * GIB},
+        ),
+        ("0=16e9, disk=1TB", {"cuda:0": 16 * 10**9, "disk": 10**12}),
+        ("xpu:0=8GiB", {"xpu:0": 8 * GIB}),
+    ],
+)
+def test_inventory_is_read(text, sizes):
+    found = parse_inventory(text)
+    assert _sizes(found) == sizes
+    assert list(_sizes(found)) == list(sizes)  # accelerators first, by index
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no size"),
+        ("2x", "no size"),
+        ("much", "no size"),
+        ("cuda:0=", "no size"),
+        ("0=1GiB,1GiB,cuda:0=2GiB", "twice"),
+        ("offload=1GiB", "cpu's"),
+        ("-1=1GiB", "no device"),
+    ],
+)
+def test_what_is_no_inventory_says_how_to_write_one(text, reason):
+    with pytest.raises(ArgumentError, match=reason):
+        parse_inventory(text)
+
+
+def test_headroom_is_left_on_accelerators_only(configure):
+    configure(headroom=0.25)
+    found = parse_inventory("1x4GiB,cpu=4GiB")
+    assert [device.room_nbytes for device in found.devices] == [3 * GIB, 4 * GIB]
+    assert [device.nbytes for device in found.devices] == [4 * GIB, 4 * GIB]
+
+
+@pytest.mark.parametrize("headroom", ["1", "-0.1", "10%"])
+def test_headroom_is_a_share(configure, headroom):
+    configure(headroom=headroom)
+    with pytest.raises(ArgumentError, match=r"SHMLOAD_HEADROOM.*from 0 to below 1"):
+        parse_inventory("24GiB")
+
+
+def test_max_memory_is_taken_as_it_is():
+    found = limit_inventory(
+        {1: "20GiB", torch.device("cuda", 0): 16e9, "cpu": 5, "cuda:2": "1 GiB"}
+    )
+    assert _sizes(found) == {"cuda:0": 16 * 10**9, "cuda:1": 20 * GIB, "cuda:2": GIB, "cpu": 5}
+    assert all(device.room_nbytes == device.nbytes for device in found.devices)
+
+
+def test_max_memory_limits_some_devices_of_an_inventory():
+    found = choose_inventory("2x24GiB,cpu=8GiB", {1: GIB})
+    assert _sizes(found) == {"cuda:0": 24 * GIB, "cuda:1": GIB, "cpu": 8 * GIB}
+    assert found.devices[0].room_nbytes < 24 * GIB
+
+
+@pytest.mark.parametrize("size", [None, "big", -1, True, float("nan"), float("inf")])
+def test_max_memory_takes_sizes_only(size):
+    with pytest.raises(ArgumentError, match="no size"):
+        limit_inventory({0: size})
+
+
+def test_this_machine_has_a_cpu_and_the_gpus_that_torch_sees():
+    found = machine_inventory()
+    assert found.find("cpu").nbytes > 0
+    assert len(found.accelerators) == torch.cuda.device_count()
+
+
+def test_gpus_hold_what_is_free_on_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((index + 1) * GIB, 80 * GIB))
+    assert _sizes(machine_inventory()) | {"cpu": 0} == {"cuda:0": GIB, "cuda:1": 2 * GIB, "cpu": 0}
