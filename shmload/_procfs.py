@@ -213,3 +213,23 @@ def is_touched(start: int, end: int) -> bool:
     except OSError:
         return True  # a sandbox that hides it
     return entries.size < last - first or bool((entries >> np.uint64(62)).any())
+
+
+def modified_nbytes(mapping: Mapping) -> int:
+    """Return how much of a private mapping is this process's own and not the file's, in bytes.
+
+    That is what was written to (proc_pid_smaps(5), `Anonymous`); where the kernel does not say so,
+    all of it.
+    """
+    prefix = f"{mapping.start:08x}-{mapping.end:08x} "
+    try:
+        with open("/proc/self/smaps") as lines:
+            for line in lines:
+                if line.startswith(prefix):
+                    break
+            for line in lines:
+                if line.startswith("Anonymous:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # a sandbox that hides it
+    return mapping.end - mapping.start

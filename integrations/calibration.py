@@ -1,0 +1,127 @@
+"""Which way to feed a device is the quickest on this machine: measured once, then remembered."""
+
+import contextlib
+import hashlib
+import logging
+import mmap
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from shmload._errors import ArgumentError
+from shmload._linux import inode_of
+from shmload._ring import Ring, ring_shape
+from shmload._settings import settings
+from shmload.integrations.moves import Moves
+from shmload.integrations.pinned import PinnedRing
+from shmload.integrations.registered import copy_registered
+from shmload.integrations.runtime import Runtime
+from shmload.integrations.upload import filler_count, upload
+
+logger = logging.getLogger(__name__)
+
+Pin = Literal["auto", "ring", "register", "off"]
+"""How a device is fed: by a ring, from registered segments, without pinned memory, or whichever of
+the first two was quicker here."""
+
+PINS: tuple[Pin, ...] = ("auto", "ring", "register", "off")
+_MEASURED: tuple[Pin, ...] = ("ring", "register")
+# Enough for what it costs to begin not to matter.
+_SAMPLE_NBYTES = 256 << 20
+
+
+def choose_pin(pin: str, runtime: Runtime, sample_nbytes: int = _SAMPLE_NBYTES) -> Pin:
+    """Return how to feed a device.
+
+    Args:
+        pin: one of `PINS`. For `auto` it is measured, the first time on a machine.
+        runtime: of the device.
+        sample_nbytes: how much is copied for that, in bytes.
+
+    Raises:
+        ArgumentError: it is none of them.
+    """
+    if pin not in PINS:
+        raise ArgumentError(f"pin is {pin!r}; it must be one of {', '.join(PINS)}")
+    if pin != "auto":
+        return pin
+    path = _memory_path(runtime)
+    with contextlib.suppress(OSError):
+        remembered = path.read_text()
+        for known in _MEASURED:
+            if remembered == known:
+                return known
+    found = _measure(runtime, sample_nbytes)
+    _remember(path, found)
+    return found
+
+
+def _memory_path(runtime: Runtime) -> Path:
+    facts = f"{runtime.name}, Linux {platform.release()}, torch {torch.__version__}"
+    digest = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+    return settings().cache_dir / "pins" / digest
+
+
+def _remember(path: Path, pin: Pin) -> None:
+    """Write it so that a reader sees all or nothing; failing to is no error."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(pin)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+
+
+def _measure(runtime: Runtime, nbytes: int) -> Pin:
+    """Copy a sample in both ways, twice: the first time of each pays for what comes only once."""
+    with _sample(nbytes) as (module, fd):
+        ways: dict[Pin, Callable[[], bool]] = {
+            "ring": lambda: _by_ring(module, runtime),
+            "register": lambda: _registered(module, runtime, fd),
+        }
+        elapsed_s = {}
+        for pin, copy in ways.items():
+            took_s = []
+            for _ in range(2):
+                began = time.perf_counter()
+                if copy():
+                    took_s.append(time.perf_counter() - began)
+            if len(took_s) == 2:
+                elapsed_s[pin] = min(took_s)
+    found = min(elapsed_s, key=lambda pin: elapsed_s[pin])
+    speeds = ", ".join(f"{pin} {nbytes / s / 1e9:.1f} GB/s" for pin, s in elapsed_s.items())
+    logger.info("%s is fed by %s from now on (%s)", runtime.name, found, speeds)
+    return found
+
+
+@contextlib.contextmanager
+def _sample(nbytes: int) -> Iterator[tuple[nn.Module, int]]:
+    """Yield a module with one tensor in a private mapping of shared memory, and its descriptor."""
+    fd = os.memfd_create("shmload-sample", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        mapped = mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
+        module = nn.Module()
+        module.register_buffer("sample", torch.frombuffer(mapped, dtype=torch.uint8))
+        yield module, fd
+    finally:
+        os.close(fd)
+
+
+def _by_ring(module: nn.Module, runtime: Runtime) -> bool:
+    shape = ring_shape(filler_count())
+    with Ring(shape) as ring, PinnedRing(ring, runtime) as pinned:
+        upload(Moves([(module, lambda path: runtime)]).staged, shape, pinned)
+    return True
+
+
+def _registered(module: nn.Module, runtime: Runtime, fd: int) -> bool:
+    staged = Moves([(module, lambda path: runtime)]).staged
+    return not copy_registered(staged, [(inode_of(os.fstat(fd)), fd)])

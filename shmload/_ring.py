@@ -1,0 +1,134 @@
+"""A ring of staging memory: a few slots that bytes pass through on their way to a device.
+
+        free --take--> being filled --fill--> filled --(emptied)--> give back --> free
+
+Guarantee: a slot is in one of these states at a time, so nothing is overwritten before it was used.
+Worker processes write to the memory through its descriptor; it has no name, and goes with the last
+process that has it.
+"""
+
+import contextlib
+import mmap
+import os
+import queue
+import threading
+from typing import NamedTuple, Self
+
+from shmload._errors import ArgumentError, format_nbytes
+from shmload._linux import PAGE_NBYTES
+
+_SLOT_NBYTES = 16 << 20
+# One that is being filled, one that waits in the worker's socket, one that is being emptied.
+_SLOTS_PER_FILLER = 3
+
+
+class RingShape(NamedTuple):
+    """How a ring is divided."""
+
+    slots: int
+    slot_nbytes: int
+    """A multiple of the page size."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole ring, in bytes."""
+        return self.slots * self.slot_nbytes
+
+
+def ring_shape(fillers: int, max_nbytes: int | None = None) -> RingShape:
+    """Divide a ring among those who fill it.
+
+    Args:
+        fillers: processes or threads.
+        max_nbytes: how large it may be, in bytes; None for what is quick.
+
+    Raises:
+        ArgumentError: it may not even have two pages.
+    """
+    slots = _SLOTS_PER_FILLER * fillers
+    if max_nbytes is None or max_nbytes >= slots * _SLOT_NBYTES:
+        return RingShape(slots, _SLOT_NBYTES)
+    if max_nbytes < 2 * PAGE_NBYTES:
+        raise ArgumentError(
+            f"{format_nbytes(max_nbytes)} of host memory is less than two pages; allow for some MiB"
+        )
+    # Fewer slots before smaller ones: each copy has a price of its own.
+    slots = max(2, min(slots, max_nbytes // (_SLOT_NBYTES // 4)))
+    return RingShape(slots, max_nbytes // slots // PAGE_NBYTES * PAGE_NBYTES)
+
+
+class FilledSlot(NamedTuple):
+    """A piece whose bytes are there."""
+
+    shard: int
+    """Which job of the decode it belongs to."""
+    begin: int
+    """From the start of the segment, in bytes."""
+    nbytes: int
+    offset: int
+    """Of the slot in the ring, in bytes."""
+
+
+class Ring:
+    """The memory and the state of its slots; may be used from any thread. A context that ends it.
+
+    Args:
+        shape: see there.
+
+    Raises:
+        OSError: there is not so much memory.
+    """
+
+    def __init__(self, shape: RingShape) -> None:
+        self.shape = shape
+        self.filled: queue.SimpleQueue[FilledSlot | None]
+        """In the order in which they were filled; None behind the last one."""
+        self._lock = threading.Lock()
+        self.reset()
+        with contextlib.ExitStack() as undoing:
+            self.fd = os.memfd_create("shmload-ring", os.MFD_CLOEXEC)
+            undoing.callback(os.close, self.fd)
+            os.posix_fallocate(self.fd, 0, shape.nbytes)  # an error here, and no SIGBUS later
+            self.memory = mmap.mmap(self.fd, shape.nbytes)
+            """Goes when nobody has it any more, which may be later than `close`."""
+            self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            """Becomes readable when a slot is free again."""
+            undoing.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def take(self) -> int | None:
+        """Return the offset of a free slot, in bytes, or None if there is none."""
+        with self._lock:
+            return self._free.pop() if self._free else None
+
+    def give_back(self, offset: int) -> None:
+        """Declare a slot free; nobody reads or writes it any more."""
+        with self._lock:
+            self._free.append(offset)
+            if self.wake_fd >= 0:
+                os.eventfd_write(self.wake_fd, 1)
+
+    def rest(self) -> None:
+        """Take note of what `wake_fd` has said."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake_fd)
+
+    def reset(self) -> None:
+        """Forget what was filled; nobody fills or empties it any more."""
+        with self._lock:
+            self.filled = queue.SimpleQueue()
+            self._free = [n * self.shape.slot_nbytes for n in range(self.shape.slots)]
+
+    def close(self) -> None:
+        """Give the descriptors back; again is fine."""
+        with self._lock:
+            fds = self.fd, self.wake_fd
+            self.fd = self.wake_fd = -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)

@@ -1,0 +1,176 @@
+"""Gathering a module's tensors, and giving it those of the device."""
+
+import pytest
+import torch
+from devices import LateDevice
+from torch import nn
+
+from shmload._ring import Ring, RingShape
+from shmload.integrations.moves import Moves
+from shmload.integrations.pinned import PinnedRing
+from shmload.integrations.upload import upload
+
+
+def move(module, runtime_of):
+    moves = Moves([(module, runtime_of)])
+    shape = RingShape(4, 4096)
+    device = next(iter({there.runtime for there in moves.allocations}), LateDevice())
+    with Ring(shape) as ring, PinnedRing(ring, device) as pinned:
+        upload(moves.staged, shape, pinned)
+    moves.commit()
+    return moves
+
+
+def contents(module):
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def assert_same(module, wanted):
+    found = module.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(33, 17) for _ in range(5))
+        self.large = nn.Linear(512, 1024)
+        self.norm = nn.BatchNorm1d(7)
+        self.scale = nn.Parameter(torch.tensor(3.0), requires_grad=False)
+
+
+def test_every_tensor_arrives_and_is_aligned():
+    model = Model()
+    wanted = contents(model)
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    device = LateDevice()
+    moves = move(model, lambda path: device)
+    assert_same(model, wanted)
+    after = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    assert not set(before.values()) & set(after.values())
+    assert all(address % 256 == 0 for address in after.values())
+    assert moves.nbytes == sum(tensor.nbytes for tensor in wanted.values())
+
+
+def test_parameters_stay_the_same_objects():
+    model = Model()
+    before = dict(model.named_parameters())
+    device = LateDevice()
+    move(model, lambda path: device)
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert not model.scale.requires_grad
+    assert model.large.weight.requires_grad
+
+
+def test_small_tensors_share_an_allocation_and_large_ones_do_not():
+    model = Model()
+    device = LateDevice()
+    move(model, lambda path: device)
+    assert device.calls.count("empty") == 2
+    assert model.large.weight.untyped_storage().nbytes() < model.large.weight.nbytes + 512
+
+
+def test_ties_stay():
+    model = Model()
+    model.layers[1].weight = model.layers[0].weight
+    model.layers[3].weight = nn.Parameter(model.layers[2].weight.detach())  # the same bytes
+    shared = torch.arange(5)
+    model.register_buffer("one", shared)
+    model.norm.register_buffer("other", shared)
+    wanted = contents(model)
+    device = LateDevice()
+    move(model, lambda path: device)
+    assert_same(model, wanted)
+    assert model.layers[1].weight is model.layers[0].weight
+    assert model.layers[3].weight.data_ptr() == model.layers[2].weight.data_ptr()
+    assert model.one.data_ptr() == model.norm.other.data_ptr()
+
+
+def test_only_what_is_asked_for_goes():
+    model = Model()
+    wanted = contents(model)
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    devices = [LateDevice(), LateDevice()]
+    runtimes = {"layers.0.weight": devices[0], "large.weight": devices[1], "large.bias": devices[0]}
+    move(model, runtimes.get)
+    assert_same(model, wanted)
+    moved = {
+        name for name, tensor in model.state_dict().items() if tensor.data_ptr() != before[name]
+    }
+    assert moved == set(runtimes)
+    assert [device.calls.count("empty") for device in devices] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.arange(12.0)[::2],
+        torch.empty(0, 3),
+        torch.zeros(3).expand(4, 3),
+        torch.complex(torch.ones(3), torch.ones(3)).conj(),
+        torch.arange(6.0).to_sparse(),
+    ],
+    ids=["transposed", "strided", "empty", "expanded", "conjugate", "sparse"],
+)
+def test_tensor_that_is_no_run_of_bytes_goes_the_ordinary_way(tensor):
+    module = nn.Module()
+    module.register_buffer("odd", tensor)
+    module.weight = nn.Parameter(torch.arange(9.0))
+    device = LateDevice()
+    move(module, lambda path: device)
+    assert torch.equal(module.odd.to_dense(), tensor.to_dense())
+    assert torch.equal(module.weight.detach(), torch.arange(9.0))
+
+
+def test_parameter_of_a_class_of_its_own_keeps_it():
+    class Quantised(nn.Parameter):
+        pass
+
+    module = nn.Module()
+    module.weight = Quantised(torch.arange(9.0))
+    module.bias = nn.Parameter(torch.arange(3.0))
+    device = LateDevice()
+    move(module, lambda path: device)
+    assert type(module.weight) is Quantised
+    assert torch.equal(module.bias.detach(), torch.arange(3.0))
+
+
+def test_overlapping_tensors_all_arrive():
+    whole = torch.arange(3000, dtype=torch.uint8)
+    module = nn.Module()
+    module.register_buffer("whole", whole)
+    module.register_buffer("first", whole[:100])
+    module.register_buffer("middle", whole[1000:2000])
+    module.register_buffer("last", whole[2990:])
+    wanted = contents(module)
+    device = LateDevice()
+    move(module, lambda path: device)
+    assert_same(module, wanted)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int64,
+        torch.bfloat16,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.complex64,
+    ],
+)
+def test_dtypes(dtype):
+    module = nn.Module()
+    module.register_buffer("b", torch.arange(77).to(dtype))
+    device = LateDevice()
+    before = module.b
+    move(module, lambda path: device)
+    assert module.b is not before
+    assert module.b.dtype == dtype
+    assert torch.equal(module.b.view(torch.uint8), before.view(torch.uint8))
