@@ -9,12 +9,13 @@ checked on the built models; otherwise it is built again.
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shmload._destination import BytesNeeded
 from shmload._dtypes import TORCH_NAMES, parse_dtype
 from shmload._load import Load
 from shmload._resolve import Source
@@ -58,6 +59,8 @@ class Build:
         load: of them; stays the caller's.
         torch_dtype: for `from_pretrained`.
         kwargs: its other arguments.
+        place: puts the pipeline where it belongs, when all bytes are there or while they come;
+            None for leaving it on the CPU.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class Build:
         load: Load,
         torch_dtype: object,
         kwargs: dict[str, Any],
+        place: Callable[["DiffusionPipeline"], None] | None = None,
     ) -> None:
         self._source = source
+        self._place = place
         self._rules = rules
         self._load = load
         self._torch_dtype = torch_dtype
@@ -78,12 +83,16 @@ class Build:
         self._root = os.fspath(source.given) if is_local else str(source.root)
 
     def run(self, *, verify: bool) -> "DiffusionPipeline":
-        """Build it, while the load goes on where that is possible."""
+        """Build it, while the load goes on where that is possible.
+
+        Raises:
+            BytesNeeded: the load is hollow, and that is not possible here.
+        """
         skeleton = self._skeleton_path()
         pipe = self._build_around(skeleton) if skeleton else None
         if pipe is None:
             return self._build_models(skeleton, verify=verify)
-        self._finish_load(verify=verify)
+        self._finish(pipe, verify=verify)
         return pipe
 
     def _build_around(self, skeleton: Path) -> "DiffusionPipeline | None":
@@ -117,19 +126,33 @@ class Build:
         generator_state = torch.get_rng_state()
         pipe = self._build_early(self._load.unfinished_components())
         if pipe is None:
-            self._load.wait()
+            self._require_bytes()
             pipe = self._from_view()
         is_foreseen = not self._has_other_dtypes(pipe)
         # Who draws random numbers has to draw them each time.
         draws = not torch.equal(generator_state, torch.get_rng_state())
         if is_foreseen and skeleton and not draws and not self._has_warned():
             save_skeleton(skeleton, self._models_of(pipe), self._load.open_files())
-        self._finish_load(verify=verify)
         if not is_foreseen:
-            pipe = self._from_view(decoded=False)
-            self._load.discard()
-        hold_leases(pipe.components.values(), self._load.segments())
+            return self._build_undecoded(generator_state)
+        self._finish(pipe, verify=verify)
         return pipe
+
+    def _build_undecoded(self, generator_state: torch.Tensor) -> "DiffusionPipeline":
+        """Build it from the shards as they are: what was decoded has the wrong dtypes."""
+        torch.set_rng_state(generator_state)
+        self._require_bytes()
+        pipe = self._from_view(decoded=False)
+        self._load.discard()
+        if self._place:
+            self._place(pipe)
+        return pipe
+
+    def _require_bytes(self) -> None:
+        """Wait until all bytes are there, if they ever are."""
+        if self._load.hollow:
+            raise BytesNeeded
+        self._load.wait()
 
     def _build_early(self, unfinished: set[str]) -> "DiffusionPipeline | None":
         """Build it before all bytes are there; return None if that was not to be."""
@@ -150,10 +173,15 @@ class Build:
         torch.set_rng_state(generator_state)
         return None
 
-    def _finish_load(self, *, verify: bool) -> None:
-        self._load.wait()
-        if verify:
-            self._load.verify()
+    def _finish(self, pipe: "DiffusionPipeline", *, verify: bool) -> None:
+        """Wait for the rest of the load, and put the pipeline in its place."""
+        if not self._load.hollow:
+            self._load.wait()
+            if verify:
+                self._load.verify()
+        if self._place:
+            self._place(pipe)  # hollow segments' bytes pass by it
+        hold_leases(pipe.components.values(), self._load.segments())
 
     @property
     def _reads_at_once(self) -> bool:

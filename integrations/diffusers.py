@@ -6,21 +6,26 @@ raises.
 
 import contextlib
 import functools
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shmload._collector import freeze_imports, paused_gc
+from shmload._destination import BytesNeeded, Destination, parse_max_host_memory
 from shmload._errors import SourceNotFound
 from shmload._hub import find_source
 from shmload._load import Load
 from shmload._progress import Callback, Progress
 from shmload._resolve import Checkpoint, Source
+from shmload._ring import Ring
 from shmload._rules import RAW, Rule, likely_rule, rule_for
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+logger = logging.getLogger(__name__)
 
 Rules = dict[str, Rule]
 """The rule of each component's checkpoint."""
@@ -35,7 +40,10 @@ def load_pipeline(
     source: str | os.PathLike[str],
     *,
     torch_dtype: object = None,
-    device_map: str | None = None,
+    device_map: object = None,
+    max_memory: Mapping[Any, object] | None = None,
+    max_host_memory: int | str | None = None,
+    pin: str = "auto",
     keep: bool = False,
     workers: int | None = None,
     verify: bool = False,
@@ -52,9 +60,19 @@ def load_pipeline(
         torch_dtype: a `torch.dtype`, its name, a dict of these by component (with a `default`), or
             None, which means what it means there: float32 for diffusers' models, the checkpoint's
             own dtype for those of transformers.
-        device_map: as there.
+        device_map: where its models go. None leaves them on the CPU. A device for all of them; a
+            strategy, `balanced`, `balanced_low_0`, `sequential`, or `auto`, which also divides
+            models and lets weights wait on the CPU or in `offload_folder`; or a dict of devices by
+            component, pattern or dotted path, with `cpu`, `offload`, `disk` and `meta` too.
+        max_memory: what weights may take of each device, in bytes or as `20GiB`, by device.
+        max_host_memory: how much memory of the host weights may take on their way to accelerators,
+            in bytes or as `512MiB`; each of them must go to one.
+        pin: how accelerators are fed. `ring`: by a ring of pinned memory; `register`: segments are
+            pinned themselves; `off`: without pinned memory; `auto`: which of the first two was the
+            quicker when this machine was first asked.
         keep: leave the segments resident for the next process. Else they belong to this pipeline
-            alone and go with its last tensor; segments that are resident already stay.
+            alone and go with its last tensor; segments that are resident already stay. Without it
+            weights that all go to accelerators are not put into segments, but pass through a ring.
         workers: worker processes; None for as many as there are cores to spare.
         verify: recompute the segments' digests, resident ones too.
         progress: a callback of bytes done and bytes in all, True or False for a bar, None for a bar
@@ -64,8 +82,8 @@ def load_pipeline(
 
     Returns:
         The pipeline, of its own class, on the CPU unless `device_map` says otherwise. Its
-        parameters are mapped from the segments copy-on-write: writing to one is private to this
-        process.
+        parameters there are mapped from the segments copy-on-write: writing to one is private to
+        this process. On other devices they are its own, aligned to 256 bytes.
 
     Raises:
         ShmloadError: the source, its files, the room for it, or a worker is at fault.
@@ -82,19 +100,66 @@ def load_pipeline(
         raise SourceNotFound(
             source, "not a pipeline (no model_index.json); use load_state_dict or view for it"
         )
-    if device_map is not None:
-        kwargs["device_map"] = device_map
     is_bypassed = kwargs.get("use_safetensors") is False or any(map(kwargs.get, _BYPASSING_KWARGS))
+    destination = _destination(device_map, max_memory, max_host_memory, pin, kwargs)
     choose = functools.partial(_choose_rules, found, torch_dtype, is_bypassed=is_bypassed)
-    with (
-        paused_gc(),
-        Progress(progress, found.root.name) as counter,
-        _begin(found, choose, keep=keep, workers=workers, progress=counter) as (load, rules),
-    ):
-        # Not at the top: torch takes a second, in which workers decode.
-        from shmload.integrations.build import Build
+    with paused_gc(), Progress(progress, found.root.name) as counter:
+        begin = functools.partial(
+            _begin, found, choose, keep=keep, workers=workers, progress=counter
+        )
+        build = functools.partial(_build, found, destination, torch_dtype, kwargs, verify=verify)
+        may_stream = not (keep or verify or is_bypassed)
+        ring = destination.open_ring(found) if destination and may_stream else None
+        if ring:
+            with ring, contextlib.suppress(BytesNeeded), begin(ring=ring) as (load, rules):
+                return build(load, rules, ring)
+            logger.info("%s: weights are wanted on the host first", source)
+        with begin() as (load, rules):
+            return build(load, rules)
 
-        return Build(found, rules, load, torch_dtype, kwargs).run(verify=verify)
+
+def _destination(
+    device_map: object,
+    max_memory: Mapping[Any, object] | None,
+    max_host_memory: int | str | None,
+    pin: str,
+    kwargs: dict[str, Any],
+) -> Destination | None:
+    """Return where the weights go; None if they stay, or if the library brings them there."""
+    if device_map is None:
+        return None
+    if kwargs.get("quantization_config") is not None:
+        kwargs["device_map"] = device_map  # weights are quantised on the device that they go to
+        return None
+    return Destination(
+        device_map=device_map,
+        max_memory=max_memory,
+        max_host_nbytes=parse_max_host_memory(max_host_memory),
+        pin=pin,
+        offload_folder=kwargs.pop("offload_folder", None),
+    )
+
+
+def _build(
+    source: Source,
+    destination: Destination | None,
+    torch_dtype: object,
+    kwargs: dict[str, Any],
+    load: Load,
+    rules: Rules,
+    ring: Ring | None = None,
+    *,
+    verify: bool,
+) -> "DiffusionPipeline":
+    """Build the pipeline and put it where it belongs."""
+    # Not at the top: torch takes a second, in which workers decode.
+    from shmload.integrations.build import Build
+    from shmload.integrations.placing import place_pipeline
+
+    place = None
+    if destination:
+        place = functools.partial(place_pipeline, destination=destination, load=load, ring=ring)
+    return Build(source, rules, load, torch_dtype, kwargs, place).run(verify=verify)
 
 
 def download(repo_id: str, **kwargs: Any) -> str:
@@ -126,7 +191,10 @@ def _choose_rules(
 
 @contextlib.contextmanager
 def _begin(
-    source: Source, choose: Callable[[ChooseRule], Rules], **load_kwargs: Any
+    source: Source,
+    choose: Callable[[ChooseRule], Rules],
+    ring: Ring | None = None,
+    **load_kwargs: Any,
 ) -> Iterator[tuple[Load, Rules]]:
     """Begin to decode by the likely rules, and import the classes meanwhile.
 
@@ -134,6 +202,7 @@ def _begin(
     """
     is_cold = "diffusers" not in sys.modules
     rules = choose(likely_rule)
+    load_kwargs["ring"] = ring
     with contextlib.ExitStack() as loads:
         load = loads.enter_context(Load(source, rules, parent_is_busy=is_cold, **load_kwargs))
         _import_classes(source)  # most of a cold process's time
@@ -142,6 +211,8 @@ def _begin(
         certain = choose(rule_for)
         if certain != rules:
             load.discard()
+            if ring:
+                ring.reset()
             load = loads.enter_context(Load(source, certain, parent_is_busy=False, **load_kwargs))
         yield load, certain
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from shmload._state_dict import load_state_dict
     from shmload._warm import WarmReport, plan, view, warm
     from shmload.integrations.diffusers import load_pipeline
+    from shmload.integrations.placing import to_device
 
 __version__ = "0.1.0"
 
@@ -69,6 +70,7 @@ _HOMES = {
     "load_state_dict": "shmload._state_dict",
     "plan": "shmload._warm",
     "segments": "shmload._residency",
+    "to_device": "shmload.integrations.placing",
     "verify": "shmload._residency",
     "view": "shmload._warm",
     "warm": "shmload._warm",
@@ -122,6 +124,7 @@ __all__ = [
     "load_state_dict",
     "plan",
     "segments",
+    "to_device",
     "verify",
     "view",
     "warm",

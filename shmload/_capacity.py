@@ -11,6 +11,7 @@ from shmload._errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 from shmload._identity import PART_SUFFIX, name_prefix
 from shmload._linux import shm_free_nbytes, unwritten_nbytes
 from shmload._procfs import cgroup_free_nbytes, machine_free_nbytes
+from shmload._residency import remove_dead_parts
 
 # Left to the rest of the process: page tables, the workers themselves (about 40 MB each).
 _MARGIN_NBYTES = 64 << 20
@@ -80,3 +81,17 @@ def _limits(*, of_group: bool = True) -> Iterator[_Limit]:
         "the machine's memory",
         "free some with `shmload rm` or stop a process",
     )
+
+
+def make_room(nbytes: int, *, is_charged_here: bool) -> None:
+    """Check that segments of so many bytes can be made, without what dead builders have left.
+
+    Raises:
+        CapacityError: as `require_room`.
+    """
+    try:
+        require_room(nbytes, is_charged_here=is_charged_here)
+    except CapacityError:
+        if not remove_dead_parts():
+            raise
+        require_room(nbytes, is_charged_here=is_charged_here)

@@ -32,6 +32,7 @@ from shmload._errors import (
 from shmload._identity import SourceStat, is_unchanged
 from shmload._linux import shm_free_nbytes
 from shmload._messages import Failed, Fill, Filled, FromWorker, Progress, Reason, Run
+from shmload._ring import FilledSlot, Ring
 from shmload._settings import settings
 from shmload._worker_process import Task, WorkerProcess
 
@@ -106,7 +107,11 @@ class Coordinator:
         return len(self._workers)
 
     def decode(
-        self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool] = bool
+        self,
+        jobs: Sequence[Job],
+        on_bytes: OnBytes,
+        is_cancelled: Callable[[], bool] = bool,
+        ring: Ring | None = None,
     ) -> list[str]:
         """Fill all parts; blocks until that is done.
 
@@ -114,6 +119,8 @@ class Coordinator:
             jobs: what to decode. The parts have their final length and header already.
             on_bytes: progress.
             is_cancelled: asked several times a second.
+            ring: where pieces go instead, each as soon as a slot is free; needs workers. No piece
+                may be larger than a slot. The parts stay as they are.
 
         Returns:
             The digest of each job's segment, in order, as 32 hexadecimal digits.
@@ -125,7 +132,7 @@ class Coordinator:
             DecodeCancelled: `is_cancelled` said so before all was done.
         """
         if self._workers:
-            digests = _Decoding(self._workers, jobs, on_bytes).run(is_cancelled)
+            digests = _Decoding(self._workers, jobs, on_bytes, ring).run(is_cancelled)
         else:
             digests = [_decode_here(job, on_bytes, is_cancelled) for job in jobs]
         for job in jobs:
@@ -169,6 +176,15 @@ def _error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadErro
             return error
 
 
+def _moved(runs: tuple[Run, ...], offset: int) -> tuple[Run, ...]:
+    """Return a piece's runs such that it begins at an offset of another file, in bytes."""
+    shift = offset - runs[0].target_offset
+    return tuple(
+        Run(run.source_offset, run.target_offset + shift, run.count, run.source, run.target)
+        for run in runs
+    )
+
+
 def _interleave(pieces: Sequence[int]) -> list[Task]:
     """Return a task for each piece, such that those of each shard are spread over all the time.
 
@@ -186,9 +202,15 @@ class _Decoding:
     """One run of `decode`: which pieces wait, are out, are done."""
 
     def __init__(
-        self, workers: list[WorkerProcess], jobs: Sequence[Job], on_bytes: OnBytes
+        self,
+        workers: list[WorkerProcess],
+        jobs: Sequence[Job],
+        on_bytes: OnBytes,
+        ring: Ring | None,
     ) -> None:
         self._workers = workers
+        self._ring = ring
+        self._slots: dict[tuple[int, int], int] = {}  # of the pieces that are out, by shard, piece
         self._jobs = jobs
         self._on_bytes = on_bytes
         self._waiting = deque(_interleave([len(job.pieces) for job in jobs]))
@@ -200,6 +222,8 @@ class _Decoding:
 
     def run(self, is_cancelled: Callable[[], bool]) -> list[str]:
         with self._selector:
+            if self._ring:
+                self._selector.register(self._ring.wake_fd, selectors.EVENT_READ)
             for worker in self._workers:
                 self._watch(worker)
             while self._left:
@@ -207,7 +231,9 @@ class _Decoding:
                     raise DecodeCancelled
                 for key, _ in self._selector.select(0.1):
                     worker = key.data
-                    if worker in self._workers:
+                    if worker is None:
+                        self._go_on()
+                    elif worker in self._workers:
                         self._hear(worker, died=key.fileobj is not worker.channel)
                 self._check_deadlines()
             for worker in self._workers:
@@ -246,6 +272,7 @@ class _Decoding:
                 self._on_bytes(nbytes)
             case Filled(shard, piece, digest):
                 self._digests[shard][piece] = digest
+                self._pass_on(shard, piece)
                 self._left -= 1
                 self._lost_in_a_row = 0
             case Failed(shard, _, reason, detail, offset):
@@ -256,13 +283,38 @@ class _Decoding:
         # With little left, one piece each: the last pieces should end at the same time.
         depth = _QUEUE_DEPTH if len(self._waiting) > len(self._workers) else 1
         while self._waiting and len(worker.tasks) < depth:
-            task = self._waiting.popleft()
+            task = self._waiting[0]
             job = self._jobs[task.shard]
-            fill = Fill(task.shard, task.piece, job.pieces[task.piece])
+            runs, target_fd = job.pieces[task.piece], job.part_fd
+            if self._ring:
+                slot = self._ring.take()
+                if slot is None:
+                    return  # one that is given back wakes this thread
+                self._slots[task.shard, task.piece] = slot
+                runs, target_fd = _moved(runs, slot), self._ring.fd
+            self._waiting.popleft()
+            fill = Fill(task.shard, task.piece, runs)
             try:
-                worker.give(task, fill, job.source_fd, job.part_fd)
+                worker.give(task, fill, job.source_fd, target_fd)
             except OSError:
                 return  # it died; its pidfd says so next, and the task is in its list
+
+    def _go_on(self) -> None:
+        """Fill the slots that are free again."""
+        assert self._ring is not None
+        self._ring.rest()
+        for worker in self._workers:
+            if worker.is_ready:
+                self._feed(worker)
+
+    def _pass_on(self, shard: int, piece: int) -> None:
+        """Hand a filled slot to whoever empties it."""
+        if self._ring:
+            runs = self._jobs[shard].pieces[piece]
+            begin = runs[0].target_offset
+            end = runs[-1].target_offset + runs[-1].count * NBITS[runs[-1].target] // 8
+            slot = self._slots.pop((shard, piece))
+            self._ring.filled.put(FilledSlot(shard, begin, end - begin, slot))
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -288,6 +340,9 @@ class _Decoding:
         ]
         self._workers.remove(worker)
         worker.close()
+        for task in worker.tasks:
+            if self._ring:  # it was killed, and writes no more
+                self._ring.give_back(self._slots.pop((task.shard, task.piece)))
         self._lost_in_a_row += 1
         is_hopeless = self._lost_in_a_row >= max(_MAX_ATTEMPTS, self._most_workers)
         if is_hopeless or any(task.attempts >= _MAX_ATTEMPTS for task in tasks):

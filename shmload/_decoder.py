@@ -12,6 +12,7 @@ from shmload._client import Service, find_service
 from shmload._coordinator import Coordinator, Job
 from shmload._errors import ServiceUnavailable
 from shmload._progress import Progress
+from shmload._ring import Ring
 from shmload._settings import settings
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,16 @@ class Decoder:
             self._coordinator = Coordinator(workers)  # one without workers holds nothing
         digests = self._coordinator.decode(jobs, self._progress.add, lambda: self.is_cancelled)
         return digests, self._keep
+
+    def stream(self, jobs: Sequence[Job], ring: Ring) -> None:
+        """Decode into a ring's slots, with workers of the load's own; blocks until all is there.
+
+        Raises:
+            CheckpointError, WorkerError: as `Coordinator.decode`.
+            DecodeCancelled: `cancel` was called.
+        """
+        self._coordinator = Coordinator(self._workers)
+        self._coordinator.decode(jobs, self._progress.add, self._is_cancelled.is_set, ring)
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
         """Tell the service which segments were found and which were decoded."""

@@ -50,13 +50,19 @@ def needs_conversion(header: Header, dtype_of: DtypeOf) -> bool:
     return any(dtype_of(tensor) != tensor.dtype for tensor in header.tensors)
 
 
-def lay_out(header: Header, dtype_of: DtypeOf, metadata: dict[str, str]) -> Layout:
+def lay_out(
+    header: Header,
+    dtype_of: DtypeOf,
+    metadata: dict[str, str],
+    piece_nbytes: int | None = None,
+) -> Layout:
     """Plan a segment.
 
     Args:
         header: of the shard.
         dtype_of: the dtype of each tensor in the segment. Only floats are ever converted.
         metadata: what the segment's header says beside the shard's own metadata.
+        piece_nbytes: size of its pieces, in bytes; None for that which digests go by.
     """
     moves = [(tensor, _stored_nbytes(tensor, dtype_of)) for tensor in header.tensors]
     # Stable: within an alignment the shard's order stays, so that reading it stays sequential.
@@ -73,7 +79,7 @@ def lay_out(header: Header, dtype_of: DtypeOf, metadata: dict[str, str]) -> Layo
     return Layout(
         header=raw,
         digest_offset=raw.index(f'"{_DIGEST_KEY}":"'.encode()) + len(_DIGEST_KEY) + 4,
-        pieces=tuple(_pieces(runs, len(raw))),
+        pieces=tuple(_pieces(runs, len(raw), piece_nbytes or PIECE_NBYTES)),
         data_nbytes=position,
         read_nbytes=header.data_nbytes,
     )
@@ -124,10 +130,10 @@ def _runs(
     return runs
 
 
-def _pieces(runs: list[Run], target_base: int) -> Iterator[tuple[Run, ...]]:
-    """Cut runs at every `PIECE_NBYTES` of the segment's data."""
+def _pieces(runs: list[Run], target_base: int, piece_nbytes: int) -> Iterator[tuple[Run, ...]]:
+    """Cut runs at every `piece_nbytes` of the segment's data."""
     piece: list[Run] = []
-    limit = target_base + PIECE_NBYTES
+    limit = target_base + piece_nbytes
     for run in runs:
         source_nbytes, target_nbytes = NBITS[run.source] // 8, NBITS[run.target] // 8
         source, target, left = run.source_offset, run.target_offset, run.count
@@ -136,7 +142,7 @@ def _pieces(runs: list[Run], target_base: int) -> Iterator[tuple[Run, ...]]:
             if count == 0:
                 yield tuple(piece)
                 piece = []
-                limit += PIECE_NBYTES
+                limit += piece_nbytes
                 continue
             piece.append(Run(source, target, count, run.source, run.target))
             source += count * source_nbytes

@@ -12,23 +12,25 @@ import contextlib
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shmload._capacity import require_room
+from shmload._capacity import make_room
 from shmload._client import Service
 from shmload._coordinator import DecodeCancelled, Job
 from shmload._decoder import Decoder
-from shmload._errors import ArgumentError, CapacityError, SegmentTimeout, format_nbytes
+from shmload._errors import ArgumentError, SegmentTimeout, format_nbytes
 from shmload._linux import Inode, inode_of, is_cached, read_ahead, unlock
 from shmload._plan import Plan
 from shmload._progress import Progress
-from shmload._residency import check_digest, remove_dead_parts, remove_if_free
+from shmload._residency import check_digest, remove_if_free
 from shmload._resolve import Source
+from shmload._ring import Ring
 from shmload._rules import Rule
-from shmload._segment import Awaited, Part, Segment, begin
+from shmload._segment import Awaited, Held, Hollow, Opened, Part, Segment, attach, begin
 from shmload._settings import settings, worker_count
 from shmload._shard import OpenShard
 from shmload._view import descriptor_path
@@ -47,6 +49,8 @@ class Load:
         parent_is_busy: whether the caller computes meanwhile.
         workers: worker processes of its own; None for as many as the settings say.
         service: what decodes instead; None for the running one, if the settings allow for it.
+        ring: where the bytes go that are not resident yet, piece by piece, instead of into
+            segments; stays the caller's. Then no service is asked, and nothing becomes resident.
 
     Raises:
         CheckpointError, CapacityError, SegmentError: before anything was decoded.
@@ -62,8 +66,10 @@ class Load:
         parent_is_busy: bool,
         workers: int | None = None,
         service: Service | None = None,
+        ring: Ring | None = None,
     ) -> None:
         self._source = source
+        self._ring = ring
         self._keep = keep
         self._progress = progress
         if workers is not None and workers < 1:
@@ -77,7 +83,7 @@ class Load:
         self._shards: list[OpenShard] = []
         self._made: list[str] = []
         self._decoded: set[str] = set()
-        self._held: dict[str, Segment | Part | Awaited] = {}
+        self._held: dict[str, Held] = {}
         self._showing = threading.Lock()
         self._is_shown = False
         self._thread: threading.Thread | None = None
@@ -88,8 +94,15 @@ class Load:
         try:
             for checkpoint in source.checkpoints:
                 for path in checkpoint.shards:
-                    rule = rules[checkpoint.component]
-                    self._shards.append(OpenShard(checkpoint.component, path, rule, keep=keep))
+                    self._shards.append(
+                        OpenShard(
+                            checkpoint.component,
+                            path,
+                            rules[checkpoint.component],
+                            keep=keep or ring is not None,
+                            piece_nbytes=ring.shape.slot_nbytes if ring else None,
+                        )
+                    )
             self._begin()
         except BaseException:
             self.close()
@@ -126,7 +139,7 @@ class Load:
         found = {}
         for shard, held in self._show():
             path = shard.plan.path
-            found[path] = descriptor_path(held.fd) if isinstance(held, Segment | Part) else path
+            found[path] = descriptor_path(held.fd) if isinstance(held, Opened) else path
         return found
 
     def segments(self) -> list[Segment]:
@@ -140,13 +153,13 @@ class Load:
         """
         found = []
         for shard, held in self._show():
-            if isinstance(held, Segment | Part):
+            if isinstance(held, Opened):
                 found.append((held.name, held.fd))
             else:
                 found.append((str(shard.plan.path), shard.fd))
         return found
 
-    def _show(self) -> Iterator[tuple[OpenShard, Segment | Part | Awaited | None]]:
+    def _show(self) -> Iterator[tuple[OpenShard, Held | None]]:
         """Yield each shard and what is held of it, for others to map."""
         with self._showing:
             self._is_shown = True
@@ -180,8 +193,13 @@ class Load:
         return {
             shard.plan.component
             for shard in self._shards
-            if isinstance(self._held.get(shard.plan.segment), Part)
+            if isinstance(self._held.get(shard.plan.segment), Part | Hollow)
         }
+
+    @property
+    def hollow(self) -> list[Inode]:
+        """What stands in for segments, by the number that their filled slots name."""
+        return [held.inode for held in self._held.values() if isinstance(held, Hollow)]
 
     def wait(self) -> None:
         """Block until every segment is complete; the deadlines are those of the workers.
@@ -251,19 +269,21 @@ class Load:
                 if not is_cached(shard.fd, shard.source.st_size):
                     read_ahead(shard.fd)
             elif name not in self._held:  # two paths may lead to one file
-                self._held[name] = begin(name)
+                self._held[name] = self._take(name)
                 match self._held[name]:
-                    case Part():
+                    case Part() | Hollow():
                         mine.append(shard)
                     case Segment() as segment:
                         segment.read_header()  # whether it was damaged
                         segment.touch()
-        if self._held:
+        if self._held and not self._ring:
             self._decoder.find_service()
         self._prepare(mine)
         self._log(mine)
         if self.is_complete:
             self._note()
+            if self._ring:
+                self._ring.filled.put(None)
             return
         self._progress.start(self.read_nbytes)
         self._thread = threading.Thread(target=self._run, args=(mine,), name="shmload-decode")
@@ -273,38 +293,37 @@ class Load:
             self._thread = None
             raise
 
+    def _take(self, name: str) -> Held:
+        """Attach a segment, or begin what there will be instead."""
+        return (attach(name) or Hollow(name)) if self._ring else begin(name)
+
     def _note(self) -> None:
         """Tell the service what it was good for."""
         complete = {name for name, held in self._held.items() if isinstance(held, Segment)}
         self._decoder.note(sorted(complete - self._decoded), sorted(complete & self._decoded))
 
     def _make_parts(self, shards: list[OpenShard], *, is_charged_here: bool) -> None:
-        nbytes = sum(shard.layout.nbytes for shard in shards)
-        try:
-            require_room(nbytes, is_charged_here=is_charged_here)
-        except CapacityError:
-            if not remove_dead_parts():
-                raise
-            require_room(nbytes, is_charged_here=is_charged_here)
+        if not self._ring:
+            nbytes = sum(shard.layout.nbytes for shard in shards)
+            make_room(nbytes, is_charged_here=is_charged_here)
         for shard in shards:
             self._part(shard).prepare(shard.layout)
 
     def _log(self, mine: list[OpenShard]) -> None:
-        linked = sum(shard.is_link for shard in self._shards)
-        others = sum(isinstance(held, Awaited) for held in self._held.values())
+        kinds = Counter(type(held) for held in self._held.values())
         logger.info(
             "%s: %d shards to decode (%s), %d resident, %d mapped as they are, %d awaited",
             self._source.given,
             len(mine),
             format_nbytes(sum(shard.plan.read_nbytes for shard in mine)),
-            len(self._held) - len(mine) - others,
-            linked,
-            others,
+            kinds[Segment],
+            sum(shard.is_link for shard in self._shards),
+            kinds[Awaited],
         )
 
-    def _part(self, shard: OpenShard) -> Part:
+    def _part(self, shard: OpenShard) -> Part | Hollow:
         part = self._held[shard.plan.segment]
-        assert isinstance(part, Part)
+        assert isinstance(part, Part | Hollow)
         return part
 
     def _run(self, mine: list[OpenShard]) -> None:
@@ -320,6 +339,8 @@ class Load:
             self._error = exc
         finally:
             self._is_over.set()
+            if self._ring:
+                self._ring.filled.put(None)
 
     def _wait_for(self, shard: OpenShard, awaited: Awaited) -> None:
         """Wait for another process's part, or decode it here if that process dies."""
@@ -350,10 +371,15 @@ class Load:
         self.read_nbytes += read_nbytes
 
     def _decode(self, shards: list[OpenShard]) -> None:
+        if self._ring:
+            self._decoder.stream(self._jobs(shards), self._ring)
+            return
         digests, keep = self._decoder.decode(self._jobs(shards), lambda: self._renew(shards))
         for shard, digest in zip(shards, digests, strict=True):
             name = shard.plan.segment
-            self._held[name] = self._part(shard).publish(digest, keep=keep)
+            part = self._part(shard)
+            assert isinstance(part, Part)
+            self._held[name] = part.publish(digest, keep=keep)
             self._decoded.add(name)
             if keep:
                 self._made.append(name)
@@ -370,6 +396,8 @@ class Load:
         with self._showing:
             if not self._is_shown:
                 for shard in shards:
-                    self._part(shard).renew()
+                    part = self._part(shard)
+                    assert isinstance(part, Part), "a ring's slots are lent to no service"
+                    part.renew()
                 self._make_parts(shards, is_charged_here=True)
         return self._jobs(shards)

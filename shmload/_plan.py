@@ -74,7 +74,15 @@ class PlannedShard(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the library surely casts some of its tensors itself."""
 
 
-def plan_shard(component: str, path: Path, fd: int, rule: Rule, *, keep: bool) -> PlannedShard:
+def plan_shard(
+    component: str,
+    path: Path,
+    fd: int,
+    rule: Rule,
+    *,
+    keep: bool,
+    piece_nbytes: int | None = None,
+) -> PlannedShard:
     """Decide what to do with one open shard.
 
     Args:
@@ -83,6 +91,7 @@ def plan_shard(component: str, path: Path, fd: int, rule: Rule, *, keep: bool) -
         fd: its descriptor.
         rule: the dtypes its tensors get.
         keep: whether its segment shall be resident afterwards.
+        piece_nbytes: size of the pieces that it is decoded in, in bytes; None for the usual.
 
     Raises:
         CheckpointError: the header is wrong or the file is cut short.
@@ -93,7 +102,8 @@ def plan_shard(component: str, path: Path, fd: int, rule: Rule, *, keep: bool) -
     # A file that has the wanted dtypes already makes the same segment under every rule.
     applied = rule if needs_conversion(header, rule) else RAW
     name = segment_name(identity, applied.text)
-    layout = lay_out(header, applied, make_metadata(identity.path, identity.key, applied.text))
+    metadata = make_metadata(identity.path, identity.key, applied.text)
+    layout = lay_out(header, applied, metadata, piece_nbytes)
     if (SHM_DIR / name).exists():
         action = Action.ATTACH
     elif applied == RAW and not keep and not is_remote(found.st_dev):

@@ -178,6 +178,34 @@ class Part:
             os.close(fd)
 
 
+class Hollow:
+    """What stands in for a segment whose bytes never come to lie in it: a header and no data.
+
+    Models are built over it as over a part, while their bytes go elsewhere. It has no name, and
+    takes no memory but for its header and the pages that somebody looks at. Owns one descriptor.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+
+    @property
+    def inode(self) -> Inode:
+        """What /proc/self/maps calls it."""
+        return inode_of(os.fstat(self.fd))
+
+    def prepare(self, layout: Layout) -> None:
+        """Give it its length and its header."""
+        os.ftruncate(self.fd, layout.nbytes)
+        write_at(self.fd, layout.header, 0)
+
+    def close(self) -> None:
+        """Give the descriptor back; again is fine."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
 def attach(name: str) -> Segment | None:
     """Take a lease on a resident segment, or return None if there is none.
 
@@ -232,6 +260,12 @@ class Awaited:
                 found._fd, self._fd = -1, found._fd  # somebody else was quicker to take over
             time.sleep(_POLL_S)
         raise SegmentTimeout(self.name, timeout_s)
+
+
+Opened = Segment | Part | Hollow
+"""What has a file that can be mapped."""
+Held = Opened | Awaited
+"""What a load has of a shard's segment."""
 
 
 def begin(name: str) -> Segment | Part | Awaited:

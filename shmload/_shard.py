@@ -7,7 +7,7 @@ from shmload._coordinator import Job
 from shmload._linux import open_source
 from shmload._plan import Action, plan_shard
 from shmload._rules import Rule
-from shmload._segment import Part
+from shmload._segment import Hollow, Part
 
 
 class OpenShard:
@@ -19,14 +19,26 @@ class OpenShard:
         rule: the dtypes its tensors get.
         keep: whether its segment shall be resident afterwards.
 
+        piece_nbytes: size of the pieces that it is decoded in, in bytes; None for the usual.
+
     Raises:
         CheckpointError: it cannot be opened, or its header is wrong.
     """
 
-    def __init__(self, component: str, path: Path, rule: Rule, *, keep: bool) -> None:
+    def __init__(
+        self,
+        component: str,
+        path: Path,
+        rule: Rule,
+        *,
+        keep: bool,
+        piece_nbytes: int | None = None,
+    ) -> None:
         self.fd = open_source(path)
         try:
-            planned = plan_shard(component, path, self.fd, rule, keep=keep)
+            planned = plan_shard(
+                component, path, self.fd, rule, keep=keep, piece_nbytes=piece_nbytes
+            )
         except BaseException:
             os.close(self.fd)
             raise
@@ -46,7 +58,7 @@ class OpenShard:
         """Whether the library maps the file itself."""
         return self.plan.action is Action.LINK
 
-    def job(self, part: Part) -> Job:
+    def job(self, part: Part | Hollow) -> Job:
         """Return what it takes to decode it into a part; the descriptors stay with their owners."""
         return Job(
             path=self.plan.path,

@@ -50,7 +50,6 @@ def test_tokenizer_and_scheduler_passed_in_are_the_ones_used(saved):
         {"use_safetensors": True},
         {"local_files_only": True},
         {"dtype": torch.bfloat16},
-        {"device_map": "balanced"},
         {"disable_mmap": True},
     ],
     ids=lambda kwargs: next(iter(kwargs)),

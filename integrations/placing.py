@@ -1,0 +1,199 @@
+"""Puts models on the devices that a placement says, and has activations follow."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shmload._destination import Destination, parse_max_host_memory
+from shmload._inventory import CPU, DISK, META, OFFLOAD, choose_inventory
+from shmload._linux import inode_of
+from shmload._load import Load
+from shmload._placement import Placement, place
+from shmload._ring import Ring, ring_shape
+from shmload.integrations.calibration import choose_pin
+from shmload.integrations.hooks import attach_hooks, device_at, note_devices
+from shmload.integrations.mapped import Spans
+from shmload.integrations.module_trees import component_of
+from shmload.integrations.moves import Moves
+from shmload.integrations.pinned import PinnedRing
+from shmload.integrations.registered import copy_registered
+from shmload.integrations.runtime import Runtime, runtime_of
+from shmload.integrations.stream import Stream
+from shmload.integrations.upload import filler_count, upload
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+_STAYS = (CPU, OFFLOAD, DISK, META)
+
+
+def to_device(
+    module: nn.Module,
+    device_map: object,
+    *,
+    max_memory: Mapping[Any, object] | None = None,
+    max_host_memory: int | str | None = None,
+    pin: str = "auto",
+    offload_folder: str | os.PathLike[str] | None = None,
+) -> nn.Module:
+    """Move any module to one device or to several, by bulk copies; blocks until it is there.
+
+    Args:
+        module: on the CPU; changed in place. Parameters stay the same objects. Tensors of classes
+            of their own, such as quantised ones, go the way that torch moves them.
+        device_map: as for `load_pipeline`, by the paths of the module's own parts.
+        max_memory: as there.
+        max_host_memory: how large the ring may be that bytes are staged in.
+        pin: as there.
+        offload_folder: for weights that are to wait on a disk.
+
+    Returns:
+        The module.
+
+    Raises:
+        ShmloadError: the map does not fit the module, or a device not the map.
+        torch.OutOfMemoryError: a device is full; the module is then as it was.
+    """
+    destination = Destination(
+        device_map=device_map,
+        max_memory=max_memory,
+        max_host_nbytes=parse_max_host_memory(max_host_memory),
+        pin=pin,
+        offload_folder=offload_folder,
+    )
+    place_models({"": module}, destination)
+    return module
+
+
+def place_pipeline(
+    pipe: "DiffusionPipeline",
+    destination: Destination,
+    load: Load | None = None,
+    ring: Ring | None = None,
+) -> None:
+    """Put a pipeline's models on their devices.
+
+    Args:
+        pipe: on the CPU; changed in place.
+        destination: the device map is by component.
+        load: that it was built from.
+        ring: through which the load's weights come, where they are not there yet.
+
+    Raises:
+        ShmloadError: the map or a device does not fit; what the load raises.
+    """
+    models = {
+        name: model for name, model in pipe.components.items() if isinstance(model, nn.Module)
+    }
+    placement = place_models(models, destination, load, ring)
+    used = set(_flat(placement).values())
+    # The libraries allow `to` and offloading where this is one device's name.
+    pipe.hf_device_map = used.pop() if len(used) == 1 else _flat(placement)
+
+
+def place_models(
+    models: Mapping[str, nn.Module],
+    destination: Destination,
+    load: Load | None = None,
+    ring: Ring | None = None,
+) -> Placement:
+    """Put some models on their devices; blocks until they are there.
+
+    Args:
+        models: by component, or a single one by the empty name; changed in place.
+        destination: see there.
+        load: as for `place_pipeline`.
+        ring: likewise.
+
+    Raises:
+        ShmloadError: as for `place_pipeline`.
+    """
+    components = [component_of(name, model) for name, model in models.items()]
+    inventory = choose_inventory(None, destination.max_memory)
+    placement = place(components, destination.device_map, inventory)
+    devices = {name: _by_path(where) for name, where in placement.components.items()}
+    _copy(models, devices, destination, load, ring)
+    used = {device for where in devices.values() for device in where.values()}
+    for name, model in models.items():
+        _empty(model, devices[name])
+        if len(used) > 1:
+            attach_hooks(
+                model, devices[name], placement.execution_devices[name], destination.offload_folder
+            )
+        else:
+            note_devices(model, devices[name])
+    return placement
+
+
+def _copy(
+    models: Mapping[str, nn.Module],
+    devices: Mapping[str, Mapping[str, str]],
+    destination: Destination,
+    load: Load | None,
+    ring: Ring | None,
+) -> None:
+    """Bring to accelerators what belongs there."""
+    names = {device for where in devices.values() for device in where.values()}.difference(_STAYS)
+    runtimes = {name: runtime_of(torch.device(name)) for name in sorted(names)}
+    hollow = Spans(set(load.hollow)) if load and ring else None
+    moves = Moves(
+        [
+            (model, functools.partial(_runtime_at, runtimes, devices[name]))
+            for name, model in models.items()
+        ],
+        (lambda tensor: hollow.find(tensor) is not None) if hollow else None,
+    )
+    if runtimes:
+        _feed(moves, next(iter(runtimes.values())), destination, load, ring)
+    moves.commit()
+
+
+def _feed(
+    moves: Moves, runtime: Runtime, destination: Destination, load: Load | None, ring: Ring | None
+) -> None:
+    """Copy all bytes, in the way that is quickest or was asked for."""
+    left = moves.staged
+    pin = choose_pin(destination.pin, runtime)
+    if pin == "register" and load:
+        files = [(inode_of(os.fstat(fd)), fd) for _, fd in load.open_files()]
+        left = copy_registered(left, files)
+    with contextlib.ExitStack() as closing:
+        if ring is None:
+            shape = ring_shape(filler_count(), destination.max_host_nbytes)
+            ring = closing.enter_context(Ring(shape))
+        pinned = closing.enter_context(PinnedRing(ring, None if pin == "off" else runtime))
+        if load and load.hollow:
+            Stream(moves, load.hollow, ring, pinned).drain()
+            load.wait()
+        upload(left, ring.shape, pinned)
+
+
+def _runtime_at(
+    runtimes: Mapping[str, Runtime], devices: Mapping[str, str], path: str
+) -> Runtime | None:
+    return runtimes.get(device_at(devices, path, CPU))
+
+
+def _empty(model: nn.Module, devices: Mapping[str, str]) -> None:
+    """Leave no weights where the map says `meta`."""
+    for path, device in devices.items():
+        if device == META:
+            model.get_submodule(path).to(META)
+
+
+def _by_path(where: str | Mapping[str, str]) -> dict[str, str]:
+    return {"": where} if isinstance(where, str) else dict(where)
+
+
+def _flat(placement: Placement) -> dict[str, str]:
+    """Return device by component, or by the path of a component's module."""
+    return {
+        f"{name}.{path}" if path else name: device
+        for name, where in placement.components.items()
+        for path, device in _by_path(where).items()
+    }

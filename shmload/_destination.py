@@ -1,0 +1,88 @@
+"""Where a load's weights go in the end, as the caller has said it."""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from shmload._device_map import STRATEGIES
+from shmload._errors import ArgumentError
+from shmload._inventory import CPU, DISK, META, OFFLOAD, canonical_device
+from shmload._resolve import Source
+from shmload._ring import Ring, ring_shape
+from shmload._settings import parse_nbytes, worker_count
+
+_ON_THE_HOST = (CPU, DISK, META, OFFLOAD)
+
+
+class BytesNeeded(Exception):
+    """Raised when a model cannot be built over hollow segments: something looks at its weights."""
+
+
+class Destination(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices, and what may be used on the way there."""
+
+    device_map: object
+    """As `load_pipeline` takes it."""
+    max_memory: Mapping[Any, object] | None = None
+    """Likewise."""
+    max_host_nbytes: int | None = None
+    """How much memory of the host weights may take on their way, in bytes."""
+    pin: str = "auto"
+    """How accelerators are fed."""
+    offload_folder: str | os.PathLike[str] | None = None
+    """For weights that wait on a disk."""
+
+    @property
+    def is_away(self) -> bool:
+        """Whether every weight goes to an accelerator, as far as the map says so by itself."""
+        return all(map(_is_accelerator, _values(self.device_map)))
+
+    def open_ring(self, source: Source) -> Ring | None:
+        """Return a ring for the weights to pass through, the caller's; None if they need none.
+
+        They need none where they leave the host only in part, and where all of them are hardly
+        more than the ring itself.
+
+        Raises:
+            ArgumentError: memory of the host is limited, and some weights are to stay there.
+        """
+        if not self.is_away:
+            if self.max_host_nbytes is not None:
+                raise ArgumentError(
+                    "max_host_memory needs a device_map that names an accelerator for everything, "
+                    "such as 'cuda'"
+                )
+            return None
+        shape = ring_shape(worker_count(parent_is_busy=False), self.max_host_nbytes)
+        shards = (shard for checkpoint in source.checkpoints for shard in checkpoint.shards)
+        nbytes = sum(os.stat(shard).st_size for shard in shards)
+        return Ring(shape) if nbytes > shape.nbytes else None
+
+
+def parse_max_host_memory(value: int | str | None) -> int | None:
+    """Read a number of bytes, or a size such as `512MiB`.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if value is None or isinstance(value, int):
+        return value
+    try:
+        return parse_nbytes(value)
+    except ValueError as exc:
+        raise ArgumentError(f"max_host_memory: {exc}") from exc
+
+
+def _values(device_map: object) -> Iterator[object]:
+    """Yield the devices that a map names, at any depth."""
+    if isinstance(device_map, Mapping):
+        for value in device_map.values():
+            yield from _values(value)
+    else:
+        yield device_map
+
+
+def _is_accelerator(device: object) -> bool:
+    return device not in STRATEGIES and canonical_device(device) not in _ON_THE_HOST

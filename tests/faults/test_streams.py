@@ -1,0 +1,137 @@
+"""Weights that pass through a ring: whoever fails, nothing wrong arrives and nothing is left."""
+
+import os
+
+import pytest
+import torch
+from devices import LateDevice
+from harm import DIE, DIE_ONCE, STOP_ONCE, overwrite
+from safetensors.torch import load_file
+from torch import nn
+
+import shmload
+from shmload._load import Load
+from shmload._progress import Progress
+from shmload._resolve import resolve
+from shmload._ring import Ring, RingShape
+from shmload._rules import Rule
+from shmload._state_dict import wrap
+from shmload.integrations.mapped import Spans
+from shmload.integrations.moves import Moves
+from shmload.integrations.pinned import PinnedRing
+from shmload.integrations.stream import Stream
+
+SHAPE = RingShape(3, 64 << 10)
+
+
+def stream(source, device, shape=SHAPE):
+    """Load a checkpoint onto a device as bfloat16, and return its tensors there."""
+    found = resolve(source, source)
+    rules = {checkpoint.component: Rule(target="BF16") for checkpoint in found.checkpoints}
+    with (
+        Ring(shape) as ring,
+        Progress(None, "test") as progress,
+        Load(found, rules, keep=False, progress=progress, parent_is_busy=False, ring=ring) as load,
+    ):
+        module = nn.Module()
+        for name, fd in load.open_files():
+            for key, tensor in wrap(fd, name).items():
+                module.register_buffer(key, tensor)
+        hollow = Spans(set(load.hollow))
+        moves = Moves(
+            [(module, lambda path: device)], lambda tensor: hollow.find(tensor) is not None
+        )
+        with PinnedRing(ring, device) as pinned:
+            Stream(moves, load.hollow, ring, pinned).drain()
+            load.wait()
+        moves.commit()
+    assert device.pending == 0
+    assert not device.registered
+    return dict(module.named_buffers())
+
+
+def assert_right(found, source):
+    wanted = load_file(source)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        other = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert torch.equal(found[name], other)
+
+
+@pytest.mark.parametrize("shape", [RingShape(2, 4096), SHAPE, RingShape(9, 4 << 20)])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_tensor_larger_than_the_ring_passes_in_pieces(large, configure, shm_names, shape, workers):
+    configure(workers=workers)
+    if shape.slot_nbytes == 4096:
+        large = large.with_name("model.safetensors")  # at a page a piece the large one takes long
+        large.write_bytes(checkpoint_of(100_000))
+    assert_right(stream(large, LateDevice(), shape), large)
+    assert shm_names() == []
+
+
+def checkpoint_of(count):
+    from safetensors.torch import save
+
+    return save({"a": torch.arange(count, dtype=torch.float32), "b": torch.arange(7)})
+
+
+def test_hollow_segment_takes_no_memory(large, monkeypatch):
+    blocks = []
+    wait = Load.wait
+
+    def note(load):
+        wait(load)
+        blocks.extend(os.fstat(fd).st_blocks * 512 for _, fd in load.open_files())
+
+    monkeypatch.setattr(Load, "wait", note)
+    assert_right(stream(large, LateDevice()), large)
+    assert blocks
+    assert max(blocks) < 1 << 20
+
+
+@pytest.mark.parametrize("harm", [DIE_ONCE, STOP_ONCE], ids=["killed", "stopped"])
+def test_worker_that_is_lost_is_replaced(large, workers_that, harm):
+    starts = workers_that(harm, stall_timeout_s=1)
+    assert_right(stream(large, LateDevice()), large)
+    assert starts() == 2
+
+
+def test_worker_that_is_killed_each_time_is_an_error(large, workers_that, shm_names):
+    workers_that(DIE)
+    device = LateDevice()
+    with pytest.raises(shmload.WorkerDied, match="SIGKILL"):
+        stream(large, device)
+    assert device.pending == 0
+    assert not device.registered
+    assert shm_names() == []
+
+
+def test_shard_that_is_overwritten_meanwhile_is_an_error(large, before_decoding):
+    before_decoding(lambda: overwrite(large))
+    device = LateDevice()
+    with pytest.raises(shmload.ShardChanged):
+        stream(large, device)
+    assert device.pending == 0
+
+
+def test_shard_that_is_cut_short_meanwhile_is_an_error(large, before_decoding):
+    before_decoding(lambda: os.truncate(large, 1_000_000))
+    device = LateDevice()
+    with pytest.raises((shmload.ShardTruncated, shmload.ShardChanged)):
+        stream(large, device)
+    assert device.pending == 0
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 100])
+def test_device_that_fails_ends_the_load(large, shm_names, fails_at):
+    device = LateDevice(fails_at=fails_at)
+    with pytest.raises(torch.OutOfMemoryError):
+        stream(large, device)
+    assert device.pending == 0
+    assert not device.registered
+    assert shm_names() == []
+    assert_right(stream(large, LateDevice()), large)
+
+
+def test_device_that_registers_nothing_gets_all(large):
+    assert_right(stream(large, LateDevice(registers=False)), large)

@@ -1,0 +1,152 @@
+"""Pipelines on a CUDA device: the bits that the library brings there, and nothing left behind."""
+
+import pytest
+import torch
+from comparing import reference
+from pipelines import FAMILIES
+from torch import nn
+
+import shmload
+from shmload._ring import Ring, RingShape
+from shmload.integrations.pinned import PinnedRing
+from shmload.integrations.runtime import runtime_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def models_of(pipe):
+    return {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
+
+
+def assert_same(got, wanted, device="cuda:0"):
+    for name, model in models_of(wanted).items():
+        found = dict(models_of(got)[name].named_parameters(remove_duplicate=False))
+        found |= dict(models_of(got)[name].named_buffers(remove_duplicate=False))
+        expected = dict(model.named_parameters(remove_duplicate=False))
+        expected |= dict(model.named_buffers(remove_duplicate=False))
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            other = found[key]
+            assert str(other.device) == device, (name, key)
+            assert other.dtype == tensor.dtype, (name, key)
+            assert torch.equal(other.cpu(), tensor), (name, key)
+            assert other.data_ptr() % 256 == 0 or other.numel() == 0
+
+
+def load(source, device_map="cuda", **kwargs):
+    return shmload.load_pipeline(
+        source, torch_dtype=torch.bfloat16, device_map=device_map, **kwargs
+    )
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("limit", [None, "64KiB"])
+def test_pipeline_equals_the_library(saved, family, limit):
+    source = saved(family)
+    got = load(source, max_host_memory=limit)
+    assert_same(got, reference(source, torch.bfloat16))
+
+
+@pytest.mark.parametrize("pin", ["auto", "ring", "register", "off"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_every_way_of_feeding(saved, evicts, configure, tmp_path, pin, keep):
+    configure(cache_dir=tmp_path)
+    source = saved("flux")
+    got = load(source, pin=pin, keep=keep)
+    assert_same(got, reference(source, torch.bfloat16))
+
+
+@pytest.mark.parametrize("pin", ["ring", "register"])
+def test_large_tensors(tmp_path, evicts, pin):
+    module = nn.ModuleList(nn.Linear(1024, 1024, dtype=torch.bfloat16) for _ in range(40))
+    wanted = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    shmload.to_device(module, 0, pin=pin)
+    assert all(torch.equal(t.cpu(), wanted[name]) for name, t in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    ["cuda", "cuda:0", 0, "balanced", "balanced_low_0", "sequential", "auto", {"*": "cuda"}],
+    ids=str,
+)
+def test_every_way_to_say_the_first_gpu(saved, device_map):
+    source = saved("wan")
+    assert_same(load(source, device_map), reference(source, torch.bfloat16))
+
+
+def test_pipeline_makes_an_image_on_two_devices(saved):
+    source = saved("flux")
+    got = load(source, {"": "cuda:0", "vae": "cpu"})
+    image = got(
+        "a lighthouse",
+        num_inference_steps=2,
+        height=16,
+        width=16,
+        max_sequence_length=32,
+        output_type="np",
+    ).images
+    assert image.shape[0] == 1
+    got.reset_device_map()
+    assert {p.device.type for m in models_of(got).values() for p in m.parameters()} == {"cpu"}
+
+
+def test_weights_that_wait_on_the_cpu(saved):
+    source = saved("flux")
+    wanted = reference(source, torch.bfloat16).text_encoder_2.to("cuda")
+    got = load(source, {"": 0, "text_encoder_2.encoder.block.1": "offload"}).text_encoder_2
+    tokens = torch.arange(7, device="cuda")[None]
+    with torch.no_grad():
+        assert torch.allclose(got(tokens)[0], wanted(tokens)[0], atol=1e-2)
+    assert got.encoder.block[1].layer[0].SelfAttention.q.weight.is_meta
+
+
+def test_two_loads_leave_nothing_on_the_device(saved, base_line):
+    source = saved("flux")
+    load(source)
+    before = base_line()
+    for limit in (None, "64KiB"):
+        got = load(source, max_host_memory=limit)
+        assert base_line() > before
+        del got
+        assert base_line() == before
+
+
+@pytest.mark.parametrize("limit", [None, "1MiB"])
+def test_full_device_is_an_error_and_the_next_load_works(large_model, base_line, limit):
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    before = base_line()
+    torch.cuda.set_per_process_memory_fraction(24e6 / total)
+    try:
+        with pytest.raises((torch.OutOfMemoryError, shmload.DoesNotFit)):
+            load(large_model, max_host_memory=limit)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert base_line() == before
+    assert_same(load(large_model, max_host_memory=limit), reference(large_model, torch.bfloat16))
+
+
+@pytest.fixture
+def large_model(tmp_path):
+    """A pipeline of 50 MB in bfloat16."""
+    import diffusers
+
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(256, 512),
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(tmp_path / "large")
+    return tmp_path / "large"
+
+
+def test_refused_registration_leaves_no_error_behind():
+    runtime = runtime_of(torch.device("cuda:0"))
+    with Ring(RingShape(2, 4096)) as ring, PinnedRing(ring, runtime) as pinned:
+        address = pinned.slot(0).data_ptr()
+        assert not runtime.register(address, 8192, read_only=False)  # a second time
+        assert torch.ones(3, device="cuda").sum().item() == 3  # is not blamed for it

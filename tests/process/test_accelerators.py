@@ -1,0 +1,299 @@
+"""Pipelines on accelerators that are none: the same bits, nothing left on the host."""
+
+import gc
+
+import pytest
+import torch
+from comparing import assert_equal, reference
+from devices import LateDevice
+from pipelines import FAMILIES
+from torch import nn
+
+import shmload
+from shmload import _inventory
+from shmload._inventory import parse_inventory
+from shmload._load import Load
+from shmload._rules import Rule
+from shmload.integrations import placing, rules
+from shmload.integrations.build import Build
+
+
+@pytest.fixture
+def accelerators(monkeypatch):
+    """Two GPUs of 1 GiB, by name; each copies as late as it may."""
+    devices = {name: LateDevice() for name in ("cuda:0", "cuda:1")}
+    monkeypatch.setattr(placing, "runtime_of", lambda device: devices[str(device)])
+    monkeypatch.setattr(_inventory, "machine_inventory", lambda: parse_inventory("2x1GiB,cpu=8GiB"))
+    yield devices
+    for device in devices.values():
+        assert device.pending == 0
+        assert not device.registered
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Return what was hollow in each load that was placed."""
+    seen = []
+    drain = placing.Stream.drain
+
+    def note_and_drain(stream):
+        seen.append(len(stream._bases))
+        drain(stream)
+
+    monkeypatch.setattr(placing.Stream, "drain", note_and_drain)
+    return seen
+
+
+def load(source, torch_dtype=torch.bfloat16, device_map="cuda", **kwargs):
+    return shmload.load_pipeline(
+        source, torch_dtype=torch_dtype, device_map=device_map, pin="ring", **kwargs
+    )
+
+
+def models_of(pipe):
+    return {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
+
+
+def assert_as_on_the_host(got, wanted):
+    """Compare all but the notes of where modules are."""
+    for model in models_of(got).values():
+        del model.hf_device_map
+    got.hf_device_map = None
+    assert_equal(got, wanted)
+
+
+def is_on_accelerator(tensor):
+    return tensor.data_ptr() % 256 == 0 and not tensor.is_shared()
+
+
+# A device for all ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("torch_dtype", [torch.bfloat16, None], ids=["bf16", "none"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_streamed_pipeline_equals_the_library(
+    saved, accelerators, streams, shm_names, family, torch_dtype
+):
+    source = saved(family)
+    got = load(source, torch_dtype, max_host_memory="64KiB")
+    assert streams
+    assert min(streams) > 0
+    assert shm_names() == []
+    assert got.hf_device_map == "cuda:0"
+    assert all(model.hf_device_map == {"": "cuda:0"} for model in models_of(got).values())
+    assert accelerators["cuda:0"].calls.count("copy") > 2
+    assert accelerators["cuda:1"].calls == []
+    assert_as_on_the_host(got, reference(source, torch_dtype))
+
+
+@pytest.mark.parametrize("family", ["flux", "wan"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_pipeline_by_way_of_segments_equals_the_library(
+    saved, accelerators, streams, evicts, family, keep
+):
+    source = saved(family)
+    got = load(source, keep=keep)
+    assert streams == []  # the ring would be larger than the weights
+    assert_as_on_the_host(got, reference(source, torch.bfloat16))
+
+
+def test_sharded_pipeline_with_a_variant(saved, accelerators, streams):
+    source = saved("flux", "float16", variant="fp16", sharded=True)
+    got = load(source, variant="fp16", max_host_memory="64KiB")
+    assert min(streams) > 4
+    assert_as_on_the_host(got, reference(source, torch.bfloat16, variant="fp16"))
+
+
+def test_nothing_of_the_host_is_held_afterwards(saved, accelerators, streams):
+    got = load(saved("flux"), max_host_memory="64KiB")
+    gc.collect()
+    with open("/proc/self/maps") as lines:
+        assert not [line for line in lines if "shmload" in line]
+    assert all(is_on_accelerator(p) for m in models_of(got).values() for p in m.parameters())
+
+
+def test_resident_segments_are_used(saved, accelerators, streams, evicts):
+    source = saved("flux")
+    shmload.warm(source, torch_dtype=torch.bfloat16)
+    read = []
+    got = load(source, max_host_memory="64KiB", progress=lambda done, total: read.append(done))
+    assert streams == []
+    assert max(read, default=0) == 0
+    assert_as_on_the_host(got, reference(source, torch.bfloat16))
+    assert not any(info.is_leased for info in shmload.segments())
+
+
+@pytest.mark.parametrize("limit", ["8KiB", "1MiB"])
+def test_ring_may_be_tiny_or_larger_than_all(saved, accelerators, limit):
+    source = saved("wan")
+    got = load(source, max_host_memory=limit)
+    assert_as_on_the_host(got, reference(source, torch.bfloat16))
+
+
+# What is found out only when it is built ----------------------------------------------------------
+
+
+def test_pipeline_that_wants_its_bytes_on_the_host_gets_them(
+    saved, accelerators, streams, monkeypatch
+):
+    build_early = Build._build_early
+    monkeypatch.setattr(
+        Build, "_build_early", lambda self, parts: None if parts else build_early(self, parts)
+    )
+    source = saved("flux")
+    got = load(source, max_host_memory="64KiB")
+    assert streams == []
+    assert_as_on_the_host(got, reference(source, torch.bfloat16))
+
+
+def test_wrong_rule_is_found_out(saved, accelerators, configure, monkeypatch, tmp_path):
+    source = saved("wan")
+    configure(cache_dir=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(rules, "derive_rule", lambda *_: Rule(target="BF16"))
+        shmload.plan(source, torch_dtype=torch.bfloat16)
+    got = load(source, max_host_memory="64KiB")
+    assert_as_on_the_host(got, reference(source, torch.bfloat16))
+
+
+def test_device_that_is_full_half_way(saved, accelerators, streams, shm_names):
+    accelerators["cuda:0"]._fails_at = 20
+    with pytest.raises(torch.OutOfMemoryError):
+        load(saved("flux"), max_host_memory="64KiB")
+    assert shm_names() == []
+    accelerators["cuda:0"]._fails_at = None
+    got = load(saved("flux"), max_host_memory="64KiB")
+    assert_as_on_the_host(got, reference(saved("flux"), torch.bfloat16))
+
+
+# Several devices ----------------------------------------------------------------------------------
+
+
+def test_components_go_where_the_map_says(saved, accelerators):
+    source = saved("flux")
+    got = load(source, device_map={"transformer": 1, "text_encoder*": "cuda:0", "vae": "cpu"})
+    assert got.hf_device_map == {
+        "transformer": "cuda:1",
+        "text_encoder": "cuda:0",
+        "text_encoder_2": "cuda:0",
+        "vae": "cpu",
+    }
+    assert got.transformer._hf_hook.execution_device == torch.device("cuda:1")
+    sizes = {
+        name: sum(p.nbytes for p in model.parameters()) for name, model in models_of(got).items()
+    }
+    assert all(sizes.values())
+    with pytest.raises(ValueError, match="device mapping strategy"):
+        got.to("cpu")
+    got.reset_device_map()
+    assert not hasattr(got.transformer, "_hf_hook")
+    assert got.hf_device_map is None
+    assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
+
+
+def assert_as_on_the_host_but_for_notes(got, wanted):
+    for name, model in models_of(wanted).items():
+        found = models_of(got)[name].state_dict()
+        assert found.keys() == model.state_dict().keys()
+        assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "balanced_low_0", "sequential", "auto"])
+def test_strategies_place_every_component(saved, accelerators, strategy):
+    got = load(saved("flux"), device_map=strategy)
+    where = got.hf_device_map
+    devices = {where} if isinstance(where, str) else set(where.values())
+    assert devices <= {"cuda:0", "cuda:1"}
+    assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
+
+
+def test_model_that_is_divided(saved, accelerators):
+    got = load(
+        saved("flux"),
+        device_map={
+            "": "cuda:0",
+            "transformer.transformer_blocks": "cuda:1",
+        },
+    )
+    assert got.transformer.hf_device_map["transformer_blocks"] == "cuda:1"
+    assert got.hf_device_map["transformer.transformer_blocks"] == "cuda:1"
+    assert accelerators["cuda:1"].calls.count("empty") > 0
+    assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
+
+
+def test_cpu_for_everything_copies_nothing(saved, accelerators):
+    source = saved("flux")
+    got = load(source, device_map="cpu")
+    assert got.hf_device_map == "cpu"
+    assert accelerators["cuda:0"].calls == []
+    assert_as_on_the_host(got, reference(source, torch.bfloat16))
+
+
+def test_meta_takes_no_memory(saved, accelerators):
+    got = load(saved("flux"), device_map={"": "cuda:0", "transformer": "meta"})
+    assert all(parameter.is_meta for parameter in got.transformer.parameters())
+    assert not any(parameter.is_meta for parameter in got.vae.parameters())
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+def test_unknown_component_is_named(saved, accelerators):
+    with pytest.raises(shmload.UnknownComponent, match="text_encoder_2"):
+        load(saved("flux"), device_map={"": 0, "text_encoder_3": "cuda:1"})
+
+
+def test_what_does_not_fit_is_said_with_the_numbers(saved, accelerators, shm_names):
+    with pytest.raises(shmload.DoesNotFit, match="KiB"):
+        load(saved("flux"), device_map="balanced", max_memory={0: "100KiB", 1: "100KiB"})
+    assert shm_names() == []
+
+
+def test_limit_for_the_host_needs_a_way_off_it(saved, accelerators):
+    with pytest.raises(shmload.ArgumentError, match="max_host_memory"):
+        load(saved("flux"), device_map={"": 0, "vae": "cpu"}, max_host_memory="1MiB")
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("max_host_memory", "much"), ("max_host_memory", 5), ("pin", "fast")]
+)
+def test_odd_arguments_are_refused(saved, accelerators, argument, value):
+    arguments = {"torch_dtype": torch.bfloat16, "device_map": "cuda", argument: value}
+    with pytest.raises(shmload.ArgumentError):
+        shmload.load_pipeline(saved("flux"), **arguments)
+
+
+# Any module ---------------------------------------------------------------------------------------
+
+
+def test_any_module_goes_to_a_device(accelerators):
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    wanted = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    weight = module[0].weight
+    assert shmload.to_device(module, "cuda:1", pin="ring") is module
+    assert module[0].weight is weight
+    assert accelerators["cuda:1"].calls.count("copy") > 0
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in module.state_dict().items())
+
+
+def test_module_stays_as_it_was_where_a_device_is_full(accelerators):
+    accelerators["cuda:0"]._fails_at = 0
+    module = nn.Linear(8, 8)
+    before = module.weight.data_ptr()
+    with pytest.raises(torch.OutOfMemoryError):
+        shmload.to_device(module, 0, pin="ring")
+    assert module.weight.data_ptr() == before
+
+
+def test_load_of_hollow_segments_makes_nothing_resident(saved, accelerators, monkeypatch):
+    made = []
+    begin = Load._begin
+
+    def note(self):
+        begin(self)
+        made.append(self)
+
+    monkeypatch.setattr(Load, "_begin", note)
+    load(saved("wan"), max_host_memory="64KiB")
+    assert made
+    assert not any(held.segments() for held in made)

@@ -1,0 +1,179 @@
+"""Activations follow the weights: over devices that torch only pretends to have, and real ones."""
+
+from pathlib import Path
+
+import pipelines
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import shmload
+
+# Torch's private backend with tensors that have a device and no bytes: operations across devices
+# fail as they do on GPUs. In a process of its own, because a backend is registered for good.
+PRETEND = """
+import sys
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+import pipelines
+from shmload._inventory import parse_inventory
+from shmload._placement import place
+from shmload.integrations.hooks import attach_hooks, device_at
+from shmload.integrations.module_trees import component_of
+_setup_privateuseone_for_python_backend("fakegpu")
+inventory = parse_inventory("fakegpu:0=1GiB,fakegpu:1=1GiB")
+family, component, device_map, has_hooks = eval(sys.argv[1])
+model = getattr(pipelines.build(family), component)
+config = model.config
+placement = place([component_of("model", model)], {"model": device_map}, inventory)
+where = placement.components["model"]
+where = {"": where} if isinstance(where, str) else where
+def move(mode):
+    for path, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    device = device_at(where, f"{path}.{name}".lstrip("."), "cpu")
+                    moved = mode.from_tensor(tensor.detach()).to(device)
+                    is_buffer = tensors is module._buffers
+                    tensors[name] = moved if is_buffer else nn.Parameter(moved, False)
+def ask():
+    match component:
+        case "text_encoder_2" | "text_encoder":
+            return model(torch.ones(1, 7, dtype=torch.long))[0]
+        case "vae":
+            size = config.sample_size // 2 ** (len(config.block_out_channels) - 1)
+            return model.decode(torch.randn(1, config.latent_channels, size, size))[0]
+        case "unet":
+            return model(
+                torch.randn(1, config.in_channels, 8, 8),
+                torch.ones(1),
+                torch.randn(1, 5, config.cross_attention_dim),
+                return_dict=False,
+            )[0]
+    if family == "wan":
+        return model(
+            torch.randn(1, config.in_channels, 1, 8, 8),
+            torch.ones(1),
+            torch.randn(1, 5, config.text_dim),
+            return_dict=False,
+        )[0]
+    return model(
+        hidden_states=torch.randn(1, 16, config.in_channels),
+        encoder_hidden_states=torch.randn(1, 5, config.joint_attention_dim),
+        pooled_projections=torch.randn(1, config.pooled_projection_dim),
+        timestep=torch.ones(1),
+        img_ids=torch.zeros(16, 3),
+        txt_ids=torch.zeros(5, 3),
+        guidance=torch.ones(1) if config.guidance_embeds else None,
+        return_dict=False,
+    )[0]
+with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    move(mode)
+    if has_hooks:
+        attach_hooks(model, where, placement.execution_devices["model"])
+    try:
+        print("OUTPUT", ask().device, flush=True)
+    except Exception as exc:
+        print("OUTPUT", type(exc).__name__, exc, flush=True)
+"""
+
+
+_FIND_PIPELINES = f"import sys\nsys.path.append({str(Path(pipelines.__file__).parent)!r})\n"
+
+
+@pytest.fixture
+def pretend(child):
+    pytest.importorskip("torch.utils.backend_registration")
+    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch has no private backend written in Python")
+
+    def ask(family, component, device_map, *, has_hooks=True):
+        arguments = repr((family, component, device_map, has_hooks))
+        return child(_FIND_PIPELINES + PRETEND, arguments).expect("OUTPUT")
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("family", "component", "device_map"),
+    [
+        ("flux", "text_encoder_2", 1),
+        ("flux", "text_encoder_2", {"": 0, "encoder.block.1": 1}),
+        ("flux", "text_encoder", {"": 0, "text_model.encoder.layers.1": 1}),
+        ("flux", "transformer", 1),
+        ("flux", "transformer", {"": 0, "single_transformer_blocks": 1}),
+        ("flux", "transformer", {"": 1, "transformer_blocks.0": 0}),
+        ("wan", "transformer", {"": 0, "blocks.1": 1}),
+        ("stable-diffusion", "unet", 1),
+        ("stable-diffusion", "unet", {"": 0, "up_blocks": 1}),
+    ],
+)
+def test_outputs_come_back_to_where_inputs_were(pretend, family, component, device_map):
+    if component == "text_encoder" and transformers.__version__ >= "5":
+        device_map = {key.removeprefix("text_model."): to for key, to in device_map.items()}
+    assert pretend(family, component, device_map) == "cpu"
+
+
+def test_decoder_takes_its_inputs_from_anywhere(pretend):
+    # `decode` is no `forward`, so nobody knows where its outputs are wanted.
+    assert pretend("flux", "vae", 1) == "fakegpu:1"
+
+
+def test_without_hooks_it_would_fail(pretend):
+    said = pretend("flux", "transformer", {"": 0, "single_transformer_blocks": 1}, has_hooks=False)
+    assert said != "cpu"
+
+
+# Real devices -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoder():
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2
+    )
+    return transformers.T5EncoderModel(config).eval()
+
+
+_TOKENS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.mark.parametrize("block", ["encoder.block.1", "encoder.block"])
+def test_weights_that_wait_on_a_disk_give_the_same(encoder, tmp_path, block):
+    with torch.no_grad():
+        wanted = encoder(_TOKENS)[0]
+        shmload.to_device(encoder, {"": "cpu", block: "disk"}, offload_folder=tmp_path)
+        assert encoder.encoder.block[1].layer[0].SelfAttention.q.weight.is_meta
+        assert torch.equal(encoder(_TOKENS)[0], wanted)
+    assert encoder.hf_device_map[block] == "disk"
+
+
+def test_disk_needs_a_folder(encoder):
+    with pytest.raises(shmload.ArgumentError, match="offload_folder"):
+        shmload.to_device(encoder, {"": "cpu", "encoder.block.1": "disk"})
+
+
+def test_meta_and_cpu(encoder):
+    before = encoder.shared.weight.data_ptr()
+    shmload.to_device(encoder, {"": "cpu", "encoder.block.2": "meta"})
+    assert encoder.encoder.block[2].layer[0].SelfAttention.q.weight.is_meta
+    assert encoder.shared.weight.data_ptr() == before
+    assert encoder.encoder.embed_tokens.weight is encoder.shared.weight
+
+
+def test_cpu_leaves_a_module_as_it_is(encoder):
+    before = {name: tensor.data_ptr() for name, tensor in encoder.state_dict().items()}
+    assert shmload.to_device(encoder, "cpu") is encoder
+    assert before == {name: tensor.data_ptr() for name, tensor in encoder.state_dict().items()}
+    assert not any(hasattr(module, "_hf_hook") for module in encoder.modules())
+
+
+def test_unknown_module_is_named():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(shmload.UnknownModule, match="2"):
+        shmload.to_device(module, {"": "cpu", "2": "meta"})
