@@ -18,6 +18,7 @@ import torch
 from shmload._destination import BytesNeeded
 from shmload._dtypes import TORCH_NAMES, parse_dtype
 from shmload._load import Load
+from shmload._procfs import mappings, modified_nbytes
 from shmload._resolve import Source
 from shmload._rules import Rule, forget_rule
 from shmload._settings import settings
@@ -260,6 +261,9 @@ class Build:
         """Tell whether every stored tensor of some models is mapped, and none was read."""
         if not components:
             return True
+        # A page that was written to keeps the zeros that its neighbours had at that time.
+        if any(map(modified_nbytes, mappings(self._load.unfinished_inodes()))):
+            return False
         spans = Spans(self._load.inodes())
         models = (m for name, m in self._models_of(pipe).items() if name in components)
         tensors = (tensor for model in models for tensor in model.state_dict().values())

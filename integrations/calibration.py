@@ -9,12 +9,11 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
 
-from shmload._errors import ArgumentError
+from shmload._destination import Pin
 from shmload._linux import inode_of
 from shmload._ring import Ring, ring_shape
 from shmload._settings import settings
@@ -26,29 +25,19 @@ from shmload.integrations.upload import filler_count, upload
 
 logger = logging.getLogger(__name__)
 
-Pin = Literal["auto", "ring", "register", "off"]
-"""How a device is fed: by a ring, from registered segments, without pinned memory, or whichever of
-the first two was quicker here."""
-
-PINS: tuple[Pin, ...] = ("auto", "ring", "register", "off")
 _MEASURED: tuple[Pin, ...] = ("ring", "register")
 # Enough for what it costs to begin not to matter.
 _SAMPLE_NBYTES = 256 << 20
 
 
-def choose_pin(pin: str, runtime: Runtime, sample_nbytes: int = _SAMPLE_NBYTES) -> Pin:
+def choose_pin(pin: Pin, runtime: Runtime, sample_nbytes: int = _SAMPLE_NBYTES) -> Pin:
     """Return how to feed a device.
 
     Args:
-        pin: one of `PINS`. For `auto` it is measured, the first time on a machine.
+        pin: what is wanted. For `auto` it is measured, the first time on a machine.
         runtime: of the device.
         sample_nbytes: how much is copied for that, in bytes.
-
-    Raises:
-        ArgumentError: it is none of them.
     """
-    if pin not in PINS:
-        raise ArgumentError(f"pin is {pin!r}; it must be one of {', '.join(PINS)}")
     if pin != "auto":
         return pin
     path = _memory_path(runtime)
@@ -57,7 +46,10 @@ def choose_pin(pin: str, runtime: Runtime, sample_nbytes: int = _SAMPLE_NBYTES) 
         for known in _MEASURED:
             if remembered == known:
                 return known
-    found = _measure(runtime, sample_nbytes)
+    try:
+        found = _measure(runtime, sample_nbytes)
+    except torch.OutOfMemoryError:  # little is free there; another time, perhaps
+        return "ring"
     _remember(path, found)
     return found
 

@@ -13,8 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shmload._collector import freeze_imports, paused_gc
-from shmload._destination import BytesNeeded, Destination, parse_max_host_memory
-from shmload._errors import SourceNotFound
+from shmload._destination import (
+    BytesNeeded,
+    Destination,
+    Pin,
+    parse_max_host_memory,
+    source_nbytes,
+)
+from shmload._errors import ArgumentError, MemoryLimitExceeded, SourceNotFound
 from shmload._hub import find_source
 from shmload._load import Load
 from shmload._progress import Callback, Progress
@@ -42,8 +48,8 @@ def load_pipeline(
     torch_dtype: object = None,
     device_map: object = None,
     max_memory: Mapping[Any, object] | None = None,
-    max_host_memory: int | str | None = None,
-    pin: str = "auto",
+    max_host_memory: float | str | None = None,
+    pin: Pin = "auto",
     keep: bool = False,
     workers: int | None = None,
     verify: bool = False,
@@ -109,10 +115,22 @@ def load_pipeline(
         )
         build = functools.partial(_build, found, destination, torch_dtype, kwargs, verify=verify)
         may_stream = not (keep or verify or is_bypassed)
+        if max_host_memory is not None and not (destination and may_stream):
+            raise ArgumentError(
+                "max_host_memory is for loads that keep nothing on the host: give a device_map, "
+                "and neither keep, verify, quantization_config nor other files than safetensors"
+            )
         ring = destination.open_ring(found) if destination and may_stream else None
         if ring:
             with ring, contextlib.suppress(BytesNeeded), begin(ring=ring) as (load, rules):
                 return build(load, rules, ring)
+            if max_host_memory is not None and destination:
+                raise MemoryLimitExceeded(
+                    source_nbytes(found),
+                    destination.max_host_nbytes or 0,
+                    "max_host_memory",
+                    "this pipeline wants its weights on the host first; load it without the limit",
+                )
             logger.info("%s: weights are wanted on the host first", source)
         with begin() as (load, rules):
             return build(load, rules)
@@ -121,8 +139,8 @@ def load_pipeline(
 def _destination(
     device_map: object,
     max_memory: Mapping[Any, object] | None,
-    max_host_memory: int | str | None,
-    pin: str,
+    max_host_memory: float | str | None,
+    pin: Pin,
     kwargs: dict[str, Any],
 ) -> Destination | None:
     """Return where the weights go; None if they stay, or if the library brings them there."""
@@ -130,6 +148,8 @@ def _destination(
         return None
     if kwargs.get("quantization_config") is not None:
         kwargs["device_map"] = device_map  # weights are quantised on the device that they go to
+        if max_memory is not None:
+            kwargs["max_memory"] = max_memory
         return None
     return Destination(
         device_map=device_map,

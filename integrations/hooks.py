@@ -5,7 +5,10 @@ accelerate brings them to the device that computes, a module at a time.
 """
 
 import os
+import shutil
+import tempfile
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,8 +17,7 @@ from torch import nn
 
 from shmload._errors import ArgumentError
 from shmload._inventory import CPU, DISK, OFFLOAD
-
-_WAITING = (OFFLOAD, DISK)
+from shmload._placed_parts import WAITING
 
 
 def attach_hooks(
@@ -35,7 +37,7 @@ def attach_hooks(
     Raises:
         ArgumentError: there is no such folder, and weights are to wait there.
     """
-    if any(device in _WAITING for device in devices.values()):
+    if any(device in WAITING for device in devices.values()):
         _dispatch(model, devices, execution_device, offload_folder)
     else:
         _align(model, devices, execution_device)
@@ -101,12 +103,32 @@ def _dispatch(
         warnings.filterwarnings("ignore", "The following device_map keys do not match")
         dispatch_model(
             model,
-            {path: CPU if device == OFFLOAD else device for path, device in devices.items()},
+            _as_accelerate(model, devices, execution_device),
             main_device=execution_device,
-            offload_dir=offload_folder,
+            offload_dir=_own_folder(model, offload_folder) if DISK in devices.values() else None,
             skip_keys=_skip_keys(model),
             force_hooks=True,
         )
+
+
+def _as_accelerate(
+    model: nn.Module, devices: Mapping[str, str], execution_device: str
+) -> dict[str, str]:
+    """Return the map in accelerate's words: weights wait on `cpu`, and a whole model is its parts."""
+    found = dict(devices)
+    if found.get("") in WAITING:
+        own = dict.fromkeys((*model._parameters, *model._buffers), execution_device)
+        found = own | dict.fromkeys((name for name, _ in model.named_children()), found[""])
+    return {path: CPU if device == OFFLOAD else device for path, device in found.items()}
+
+
+def _own_folder(model: nn.Module, parent: str | os.PathLike[str] | None) -> str:
+    """Make a folder that goes with a model: in one that has weights accelerate writes none."""
+    if parent is not None:
+        os.makedirs(parent, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix="shmload-offload-", dir=parent)
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _with_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

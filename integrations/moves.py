@@ -5,6 +5,7 @@ it. Everything else, such as quantised weights, goes the way that torch moves it
 """
 
 import bisect
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shmload._destination import BytesNeeded
 from shmload.integrations.runtime import ALIGNMENT_NBYTES, Runtime
 
 # Smaller tensors share an allocation of this size: thousands of them would cost more to allocate
@@ -77,7 +79,7 @@ class _Place(NamedTuple):
     name: str
     is_parameter: bool
     tensor: torch.Tensor
-    runtime: Runtime
+    runtime: Runtime | None
 
 
 class Moves:
@@ -88,6 +90,9 @@ class Moves:
     Args:
         modules: each with what says where its parts go.
         is_streamed: see there; None if all bytes are there.
+
+    Raises:
+        BytesNeeded: a tensor that is streamed is to stay, or is no run of bytes.
     """
 
     def __init__(
@@ -96,20 +101,24 @@ class Moves:
         is_streamed: IsStreamed | None = None,
     ) -> None:
         self._plain: list[tuple[_Place, torch.Tensor]] = []
-        self._others: dict[nn.Module, Runtime] = {}
+        self._others: dict[nn.Module, dict[int, Runtime]] = {}
         self.allocations: list[Allocation] = []
         self._slabs: dict[tuple[Runtime, bool], Allocation] = {}
         targets: dict[tuple[object, ...], torch.Tensor] = {}
         for place in itertools.chain.from_iterable(itertools.starmap(_places, modules)):
             tensor, runtime = place.tensor, place.runtime
+            comes_later = is_streamed is not None and is_streamed(tensor)
+            if comes_later and (runtime is None or not _is_plain(tensor)):
+                raise BytesNeeded  # nobody would bring them
+            if runtime is None:
+                continue
             if not _is_plain(tensor):
-                self._others[place.holder] = runtime
+                self._others.setdefault(place.holder, {})[id(tensor)] = runtime
                 continue
             # Tied tensors have one target for each device.
             key = (tensor.data_ptr(), tensor.dtype, tensor.shape, runtime)
             if key not in targets:
                 nbytes = tensor.numel() * tensor.itemsize
-                comes_later = is_streamed is not None and is_streamed(tensor)
                 allocation = self._allocate(runtime, nbytes, is_streamed=comes_later)
                 target = allocation.take(tensor.data_ptr(), nbytes)
                 targets[key] = target.view(tensor.dtype).view(tensor.shape)
@@ -118,11 +127,6 @@ class Moves:
         self._streamed = sorted(itertools.chain(*streamed), key=lambda move: move.begin)
         # The furthest end so far, for each: tensors may overlap.
         self._reach = list(itertools.accumulate((move.end for move in self._streamed), max))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all that is copied in bulk, in bytes."""
-        return sum(move.nbytes for there in self.allocations for move in there.moves)
 
     @property
     def runtimes(self) -> list[Runtime]:
@@ -150,16 +154,24 @@ class Moves:
                 yield move, low, high
 
     def commit(self) -> None:
-        """Give the modules their tensors; all bytes must be there."""
+        """Give the modules their tensors; all bytes must be there.
+
+        What torch has to move comes first: until all of that is done the modules are as they were.
+        """
+        moved: dict[tuple[int, Runtime], torch.Tensor] = {}
+        for holder, wanted in self._others.items():
+            for tensor in (*holder._parameters.values(), *holder._buffers.values()):
+                if tensor is not None and id(tensor) in wanted:
+                    _move(tensor, wanted, moved)
         for place, target in self._plain:
             if place.is_parameter:
                 # As `Module.to` does: the parameter stays the same object, so ties and hooks stay.
                 place.tensor.data = target
             else:
                 place.holder._buffers[place.name] = target
-        there: dict[tuple[int, Runtime], torch.Tensor] = {}
-        for holder, runtime in self._others.items():
-            _move_own(holder, runtime, there)
+        for holder, wanted in self._others.items():
+            move = functools.partial(_move, wanted=wanted, moved=moved)
+            holder._apply(move, recurse=False)  # type: ignore[no-untyped-call]
 
     def _allocate(self, runtime: Runtime, nbytes: int, *, is_streamed: bool) -> Allocation:
         """Return an allocation that has so many bytes left."""
@@ -178,18 +190,18 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
 
 
-def _move_own(
-    holder: nn.Module, runtime: Runtime, there: dict[tuple[int, Runtime], torch.Tensor]
-) -> None:
-    """Let torch move a module's own tensors; what several modules share stays one."""
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        key = (id(tensor), runtime)
-        if key not in there:
-            there[key] = tensor.to(runtime.device)
-        return there[key]
-
-    holder._apply(move, recurse=False)  # type: ignore[no-untyped-call]
+def _move(
+    tensor: torch.Tensor, wanted: dict[int, Runtime], moved: dict[tuple[int, Runtime], torch.Tensor]
+) -> torch.Tensor:
+    """Return a tensor where it is wanted; what several modules share stays one."""
+    runtime = wanted.get(id(tensor))
+    if runtime is None:
+        return tensor
+    key = (id(tensor), runtime)
+    if key not in moved:
+        with torch.no_grad():
+            moved[key] = tensor.to(runtime.device)
+    return moved[key]
 
 
 def _places(module: nn.Module, runtime_of: RuntimeOf) -> Iterator[_Place]:
@@ -197,9 +209,8 @@ def _places(module: nn.Module, runtime_of: RuntimeOf) -> Iterator[_Place]:
         prefix = path + "." if path else ""
         for tensors, is_parameter in ((holder._parameters, True), (holder._buffers, False)):
             for name, tensor in tensors.items():
-                runtime = None if tensor is None else runtime_of(prefix + name)
-                if tensor is not None and runtime is not None:
-                    yield _Place(holder, name, is_parameter, tensor, runtime)
+                if tensor is not None:
+                    yield _Place(holder, name, is_parameter, tensor, runtime_of(prefix + name))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shmload._destination import Destination, parse_max_host_memory
-from shmload._inventory import CPU, DISK, META, OFFLOAD, choose_inventory
+from shmload._destination import Destination, Pin, parse_max_host_memory
+from shmload._inventory import CPU, META, choose_inventory, without_host_limits
 from shmload._linux import inode_of
 from shmload._load import Load
+from shmload._placed_parts import WAITING
 from shmload._placement import Placement, place
 from shmload._ring import Ring, ring_shape
 from shmload.integrations.calibration import choose_pin
@@ -29,7 +30,7 @@ from shmload.integrations.upload import filler_count, upload
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-_STAYS = (CPU, OFFLOAD, DISK, META)
+_STAYS = (CPU, *WAITING, META)
 
 
 def to_device(
@@ -37,8 +38,8 @@ def to_device(
     device_map: object,
     *,
     max_memory: Mapping[Any, object] | None = None,
-    max_host_memory: int | str | None = None,
-    pin: str = "auto",
+    max_host_memory: float | str | None = None,
+    pin: Pin = "auto",
     offload_folder: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Move any module to one device or to several, by bulk copies; blocks until it is there.
@@ -49,7 +50,7 @@ def to_device(
         device_map: as for `load_pipeline`, by the paths of the module's own parts.
         max_memory: as there.
         max_host_memory: how large the ring may be that bytes are staged in.
-        pin: as there.
+        pin: as there, but that `register` is for segments, and means `ring` here.
         offload_folder: for weights that are to wait on a disk.
 
     Returns:
@@ -92,8 +93,8 @@ def place_pipeline(
     }
     placement = place_models(models, destination, load, ring)
     used = set(_flat(placement).values())
-    # The libraries allow `to` and offloading where this is one device's name.
-    pipe.hf_device_map = used.pop() if len(used) == 1 else _flat(placement)
+    # The libraries allow `to` and offloading where this has one entry.
+    pipe.hf_device_map = {"": used.pop()} if len(used) == 1 else _flat(placement)
 
 
 def place_models(
@@ -115,13 +116,17 @@ def place_models(
     """
     components = [component_of(name, model) for name, model in models.items()]
     inventory = choose_inventory(None, destination.max_memory)
+    inventory = without_host_limits(inventory, destination.max_memory)
     placement = place(components, destination.device_map, inventory)
-    devices = {name: _by_path(where) for name, where in placement.components.items()}
+    devices = {
+        name: _in_reach(models[name], _by_path(where), placement.execution_devices[name])
+        for name, where in placement.components.items()
+    }
     _copy(models, devices, destination, load, ring)
     used = {device for where in devices.values() for device in where.values()}
     for name, model in models.items():
         _empty(model, devices[name])
-        if len(used) > 1:
+        if len(used) > 1 or not used.isdisjoint(WAITING):
             attach_hooks(
                 model, devices[name], placement.execution_devices[name], destination.offload_folder
             )
@@ -140,6 +145,10 @@ def _copy(
     """Bring to accelerators what belongs there."""
     names = {device for where in devices.values() for device in where.values()}.difference(_STAYS)
     runtimes = {name: runtime_of(torch.device(name)) for name in sorted(names)}
+    if not runtimes:
+        return
+    first = next(iter(runtimes.values()))
+    pin = _choose_pin(destination, first, is_streamed=ring is not None)
     hollow = Spans(set(load.hollow)) if load and ring else None
     moves = Moves(
         [
@@ -148,29 +157,27 @@ def _copy(
         ],
         (lambda tensor: hollow.find(tensor) is not None) if hollow else None,
     )
-    if runtimes:
-        _feed(moves, next(iter(runtimes.values())), destination, load, ring)
-    moves.commit()
-
-
-def _feed(
-    moves: Moves, runtime: Runtime, destination: Destination, load: Load | None, ring: Ring | None
-) -> None:
-    """Copy all bytes, in the way that is quickest or was asked for."""
-    left = moves.staged
-    pin = choose_pin(destination.pin, runtime)
-    if pin == "register" and load:
-        files = [(inode_of(os.fstat(fd)), fd) for _, fd in load.open_files()]
-        left = copy_registered(left, files)
     with contextlib.ExitStack() as closing:
         if ring is None:
             shape = ring_shape(filler_count(), destination.max_host_nbytes)
             ring = closing.enter_context(Ring(shape))
-        pinned = closing.enter_context(PinnedRing(ring, None if pin == "off" else runtime))
+        pinned = closing.enter_context(PinnedRing(ring, None if pin == "off" else first))
         if load and load.hollow:
             Stream(moves, load.hollow, ring, pinned).drain()
             load.wait()
+        left = moves.staged
+        if load and pin == "register":
+            files = [(inode_of(os.fstat(fd)), fd) for _, fd in load.open_files()]
+            left = copy_registered(left, files)
         upload(left, ring.shape, pinned)
+    moves.commit()
+
+
+def _choose_pin(destination: Destination, runtime: Runtime, *, is_streamed: bool) -> Pin:
+    """Return how to feed devices; the sample that finds it out takes memory of the host."""
+    is_bounded = is_streamed or destination.max_host_nbytes is not None
+    pin = "ring" if destination.pin == "auto" and is_bounded else destination.pin
+    return choose_pin(pin, runtime)
 
 
 def _runtime_at(
@@ -179,11 +186,35 @@ def _runtime_at(
     return runtimes.get(device_at(devices, path, CPU))
 
 
+def _in_reach(
+    model: nn.Module, devices: Mapping[str, str], execution_device: str
+) -> dict[str, str]:
+    """Have single tensors lie where they are used: only modules can wait elsewhere."""
+    modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    return {
+        path: execution_device if device in WAITING and path not in modules else device
+        for path, device in devices.items()
+    }
+
+
 def _empty(model: nn.Module, devices: Mapping[str, str]) -> None:
     """Leave no weights where the map says `meta`."""
-    for path, device in devices.items():
-        if device == META:
-            model.get_submodule(path).to(META)
+    if META not in devices.values():
+        return
+    for path, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                tensor_path = f"{path}.{name}" if path else name
+                if tensor is not None and device_at(devices, tensor_path, CPU) == META:
+                    _set_empty(tensors, name, tensor)
+
+
+def _set_empty(tensors: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
+    empty = tensor.detach().to(META)
+    if isinstance(tensor, nn.Parameter):
+        tensors[name] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    else:
+        tensors[name] = empty
 
 
 def _by_path(where: str | Mapping[str, str]) -> dict[str, str]:

@@ -61,8 +61,10 @@ def _copy(allocations: Sequence[Allocation], mapping: Mapping, fd: int) -> bool:
                 source = content[begin : begin + move.nbytes]
                 there.runtime.copy(there.memory[: move.nbytes], source, _LANE)
         finally:
-            drain({there.runtime for there in allocations}, _LANE)
-            runtime.unregister(content.data_ptr())
+            try:
+                drain({there.runtime for there in allocations}, _LANE)
+            finally:
+                runtime.unregister(content.data_ptr())
     return True
 
 

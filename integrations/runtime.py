@@ -5,11 +5,15 @@ source after `copy` has returned: until an event that was recorded behind it is 
 must stay as it is.
 """
 
+import contextlib
+import functools
 import logging
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+
+from shmload._errors import ArgumentError
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +27,8 @@ _PORTABLE, _READ_ONLY = 0x01, 0x08
 class Event(Protocol):
     """A point behind some copies."""
 
-    def is_over(self) -> bool:
-        """Whether all copies before it are done; never waits."""
-
     def wait(self) -> None:
-        """Block until they are."""
+        """Block until they are done."""
 
 
 class Runtime(Protocol):
@@ -59,8 +60,13 @@ class Runtime(Protocol):
 
 def drain(runtimes: Iterable[Runtime], lane: int) -> None:
     """Block until every copy that was begun on a lane is done, also where a later one failed."""
-    for runtime in runtimes:
-        runtime.record(lane).wait()
+    with contextlib.ExitStack() as draining:  # each, whatever becomes of the others
+        for runtime in runtimes:
+            draining.callback(_drain, runtime, lane)
+
+
+def _drain(runtime: Runtime, lane: int) -> None:
+    runtime.record(lane).wait()
 
 
 class _Host:
@@ -88,9 +94,6 @@ class _Host:
 
 
 class _Over:
-    def is_over(self) -> bool:
-        return True
-
     def wait(self) -> None:
         pass
 
@@ -128,7 +131,7 @@ class _Cuda:
             if int(error) == 0:
                 return True
             self._clear_error()
-        logger.info("the driver does not register %d bytes of host memory: %s", nbytes, error)
+        _say_once(f"the driver of {self.name} does not pin memory of the host ({error})")
         return False
 
     def unregister(self, address: int) -> None:
@@ -155,9 +158,6 @@ class _CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
-    def is_over(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
     def wait(self) -> None:
         self._event.synchronize()
 
@@ -166,11 +166,16 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.warning("%s; copies are slower without, and nothing else", reason)
+
+
 def runtime_of(device: torch.device) -> Runtime:
     """Return the runtime of a device that tensors are to be copied to.
 
     Raises:
-        ValueError: it is no kind of device that shmload copies to.
+        ArgumentError: it is no kind of device that shmload copies to.
     """
     match device.type:
         case "cuda":
@@ -178,4 +183,4 @@ def runtime_of(device: torch.device) -> Runtime:
         case "cpu":
             return _Host()
         case _:
-            raise ValueError(f"{device} is no device that tensors are copied to in bulk")
+            raise ArgumentError(f"{device} is no device that shmload copies to; those of CUDA are")

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import torch
+
 from shmload._ring import RingShape
 from shmload.integrations.moves import Allocation
 from shmload.integrations.pinned import PinnedRing
@@ -101,6 +103,8 @@ class _Staging:
         self._shares = shares
         self._lock = threading.Lock()
         self._is_given_up = False
+        # Threads do not inherit it, and only in it may tensors be written to that were made in it.
+        self._is_inference = torch.is_inference_mode_enabled()
 
     def run(self) -> None:
         with ThreadPoolExecutor(len(self._shares), "shmload-upload") as executor:
@@ -112,7 +116,8 @@ class _Staging:
 
     def _start(self, lane: int) -> None:
         try:
-            self._work(lane)
+            with torch.inference_mode(self._is_inference):
+                self._work(lane)
         except BaseException:
             self._is_given_up = True  # the other threads need not go on
             raise

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,6 +13,11 @@ from shmload._resolve import Source
 from shmload._ring import Ring, ring_shape
 from shmload._settings import parse_nbytes, worker_count
 
+Pin = Literal["auto", "ring", "register", "off"]
+"""How a device is fed: by a ring, from registered segments, without pinned memory, or whichever of
+the first two was quicker here."""
+
+PINS: tuple[Pin, ...] = ("auto", "ring", "register", "off")
 _ON_THE_HOST = (CPU, DISK, META, OFFLOAD)
 
 
@@ -21,7 +26,11 @@ class BytesNeeded(Exception):
 
 
 class Destination(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices, and what may be used on the way there."""
+    """Devices, and what may be used on the way there.
+
+    Raises:
+        ArgumentError: `pin` is none of `PINS`.
+    """
 
     device_map: object
     """As `load_pipeline` takes it."""
@@ -29,10 +38,13 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
     """Likewise."""
     max_host_nbytes: int | None = None
     """How much memory of the host weights may take on their way, in bytes."""
-    pin: str = "auto"
+    pin: Pin = "auto"
     """How accelerators are fed."""
     offload_folder: str | os.PathLike[str] | None = None
     """For weights that wait on a disk."""
+
+    def __post_init__(self) -> None:
+        require_pin(self.pin)
 
     @property
     def is_away(self) -> bool:
@@ -42,8 +54,8 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
     def open_ring(self, source: Source) -> Ring | None:
         """Return a ring for the weights to pass through, the caller's; None if they need none.
 
-        They need none where they leave the host only in part, and where all of them are hardly
-        more than the ring itself.
+        They need none where they leave the host only in part; nor, without a limit, where all of
+        them are hardly more than the ring itself.
 
         Raises:
             ArgumentError: memory of the host is limited, and some weights are to stay there.
@@ -56,19 +68,34 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
                 )
             return None
         shape = ring_shape(worker_count(parent_is_busy=False), self.max_host_nbytes)
-        shards = (shard for checkpoint in source.checkpoints for shard in checkpoint.shards)
-        nbytes = sum(os.stat(shard).st_size for shard in shards)
-        return Ring(shape) if nbytes > shape.nbytes else None
+        is_worth_while = source_nbytes(source) > shape.nbytes
+        return Ring(shape) if is_worth_while or self.max_host_nbytes is not None else None
 
 
-def parse_max_host_memory(value: int | str | None) -> int | None:
+def require_pin(pin: str) -> None:
+    """Check that it is one of `PINS`.
+
+    Raises:
+        ArgumentError: it is none of them.
+    """
+    if pin not in PINS:
+        raise ArgumentError(f"pin is {pin!r}; it must be one of {', '.join(PINS)}")
+
+
+def source_nbytes(source: Source) -> int:
+    """Return the size of all of a source's shards, in bytes."""
+    shards = (shard for checkpoint in source.checkpoints for shard in checkpoint.shards)
+    return sum(os.stat(shard).st_size for shard in shards)
+
+
+def parse_max_host_memory(value: float | str | None) -> int | None:
     """Read a number of bytes, or a size such as `512MiB`.
 
     Raises:
         ArgumentError: it is neither.
     """
-    if value is None or isinstance(value, int):
-        return value
+    if value is None or isinstance(value, int | float):
+        return None if value is None else int(value)
     try:
         return parse_nbytes(value)
     except ValueError as exc:

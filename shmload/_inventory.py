@@ -144,6 +144,14 @@ def choose_inventory(
     return found or machine_inventory()
 
 
+def without_host_limits(inventory: Inventory, max_memory: Mapping[Any, object] | None) -> Inventory:
+    """Forget how much the host holds, but for what the caller has set: the weights are there."""
+    named = {_held(device, inventory.kind) for device in max_memory or ()}
+    return Inventory(
+        devices=tuple(device for device in inventory.devices if device.name != CPU or CPU in named)
+    )
+
+
 def machine_inventory() -> Inventory:
     """Return the devices of this machine with what is free on them now; imports torch."""
     import torch
@@ -152,7 +160,9 @@ def machine_inventory() -> Inventory:
     found = {CPU: min(nbytes for nbytes in free if nbytes is not None)}
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            found[f"cuda:{index}"] = torch.cuda.mem_get_info(index)[0]
+            # What torch has taken and does not use is free to it.
+            unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+            found[f"cuda:{index}"] = torch.cuda.mem_get_info(index)[0] + unused
     return _inventory(found, settings().headroom)
 
 

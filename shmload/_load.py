@@ -49,8 +49,8 @@ class Load:
         parent_is_busy: whether the caller computes meanwhile.
         workers: worker processes of its own; None for as many as the settings say.
         service: what decodes instead; None for the running one, if the settings allow for it.
-        ring: where the bytes go that are not resident yet, piece by piece, instead of into
-            segments; stays the caller's. Then no service is asked, and nothing becomes resident.
+        ring: where bytes go that are not resident yet, instead of into segments, and with no help
+            of a service; stays the caller's.
 
     Raises:
         CheckpointError, CapacityError, SegmentError: before anything was decoded.
@@ -188,6 +188,10 @@ class Load:
         held = (held for held in self._held.values() if not isinstance(held, Awaited))
         return linked | {there.inode for there in held}
 
+    def unfinished_inodes(self) -> set[Inode]:
+        """Return the inodes of what is mapped and has bytes that are still to come."""
+        return {held.inode for held in self._held.values() if isinstance(held, Part | Hollow)}
+
     def unfinished_components(self) -> set[str]:
         """Return the components with parts whose bytes are still to come."""
         return {
@@ -269,7 +273,7 @@ class Load:
                 if not is_cached(shard.fd, shard.source.st_size):
                     read_ahead(shard.fd)
             elif name not in self._held:  # two paths may lead to one file
-                self._held[name] = self._take(name)
+                self._held[name] = (attach(name) or Hollow(name)) if self._ring else begin(name)
                 match self._held[name]:
                     case Part() | Hollow():
                         mine.append(shard)
@@ -292,10 +296,6 @@ class Load:
         except RuntimeError:  # no more threads are to be had, and one that never ran has no end
             self._thread = None
             raise
-
-    def _take(self, name: str) -> Held:
-        """Attach a segment, or begin what there will be instead."""
-        return (attach(name) or Hollow(name)) if self._ring else begin(name)
 
     def _note(self) -> None:
         """Tell the service what it was good for."""

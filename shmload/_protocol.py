@@ -207,7 +207,7 @@ class Stopping(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Shutdown`."""
 
 
-_Field = str | int | float | tuple[str, ...] | None
+_Field = str | int | float | tuple[str, ...] | dict[str, str] | None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -295,6 +295,8 @@ def _to_field(value: object) -> _Field:
             return value
         case tuple():
             return tuple(printable(str(item)) for item in value)
+        case dict():
+            return {printable(str(key)): printable(str(item)) for key, item in value.items()}
         case _:
             return printable(str(value))
 

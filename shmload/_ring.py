@@ -88,7 +88,8 @@ class Ring:
         with contextlib.ExitStack() as undoing:
             self.fd = os.memfd_create("shmload-ring", os.MFD_CLOEXEC)
             undoing.callback(os.close, self.fd)
-            os.posix_fallocate(self.fd, 0, shape.nbytes)  # an error here, and no SIGBUS later
+            # Its pages come as they are filled: to take them all first would hold up the workers.
+            os.ftruncate(self.fd, shape.nbytes)
             self.memory = mmap.mmap(self.fd, shape.nbytes)
             """Goes when nobody has it any more, which may be later than `close`."""
             self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

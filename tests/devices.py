@@ -68,11 +68,11 @@ class _Point:
         self._lane = lane
         self._before = before
 
-    def is_over(self):
+    def _is_over(self):
         return not any(copy is other for copy in self._before for other in self._lane)
 
     def wait(self):
-        while not self.is_over():
+        while not self._is_over():
             target, source = self._lane.popleft()
             target.copy_(source)
         self._device.calls.append("wait")

@@ -1,18 +1,21 @@
 """Pipelines on accelerators that are none: the same bits, nothing left on the host."""
 
+import functools
 import gc
 
 import pytest
 import torch
 from comparing import assert_equal, reference
 from devices import LateDevice
+from diffusers import FluxPipeline
 from pipelines import FAMILIES
 from torch import nn
 
 import shmload
-from shmload import _inventory
+from shmload import _destination, _inventory
 from shmload._inventory import parse_inventory
 from shmload._load import Load
+from shmload._ring import RingShape
 from shmload._rules import Rule
 from shmload.integrations import placing, rules
 from shmload.integrations.build import Build
@@ -79,7 +82,7 @@ def test_streamed_pipeline_equals_the_library(
     assert streams
     assert min(streams) > 0
     assert shm_names() == []
-    assert got.hf_device_map == "cuda:0"
+    assert got.hf_device_map == {"": "cuda:0"}
     assert all(model.hf_device_map == {"": "cuda:0"} for model in models_of(got).values())
     assert accelerators["cuda:0"].calls.count("copy") > 2
     assert accelerators["cuda:1"].calls == []
@@ -123,7 +126,12 @@ def test_resident_segments_are_used(saved, accelerators, streams, evicts):
     assert not any(info.is_leased for info in shmload.segments())
 
 
-@pytest.mark.parametrize("limit", ["8KiB", "1MiB"])
+def test_pipeline_on_one_device_can_be_moved(saved, accelerators):
+    got = load(saved("flux"))
+    assert got.to(torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize("limit", ["8KiB", "1MiB", 65536, 1e6])
 def test_ring_may_be_tiny_or_larger_than_all(saved, accelerators, limit):
     source = saved("wan")
     got = load(source, max_host_memory=limit)
@@ -133,26 +141,80 @@ def test_ring_may_be_tiny_or_larger_than_all(saved, accelerators, limit):
 # What is found out only when it is built ----------------------------------------------------------
 
 
+@pytest.fixture
+def large_rings(monkeypatch):
+    """Let a ring of 64 KiB be as large as one without a limit."""
+    monkeypatch.setattr(_destination, "ring_shape", lambda *_: RingShape(2, 32 << 10))
+
+
 def test_pipeline_that_wants_its_bytes_on_the_host_gets_them(
-    saved, accelerators, streams, monkeypatch
+    saved, accelerators, streams, monkeypatch, large_rings
 ):
     build_early = Build._build_early
     monkeypatch.setattr(
         Build, "_build_early", lambda self, parts: None if parts else build_early(self, parts)
     )
     source = saved("flux")
-    got = load(source, max_host_memory="64KiB")
+    assert_as_on_the_host(load(source), reference(source, torch.bfloat16))
     assert streams == []
-    assert_as_on_the_host(got, reference(source, torch.bfloat16))
+    with pytest.raises(shmload.MemoryLimitExceeded, match="max_host_memory"):
+        load(source, max_host_memory="64KiB")
 
 
-def test_wrong_rule_is_found_out(saved, accelerators, configure, monkeypatch, tmp_path):
+def test_weight_that_is_changed_while_the_pipeline_is_built(
+    saved, accelerators, streams, monkeypatch, large_rings
+):
+    def change(init):
+        @functools.wraps(init)  # diffusers reads its signature
+        def init_and_change(pipe, **components):
+            init(pipe, **components)
+            with torch.no_grad():
+                pipe.vae.decoder.conv_in.bias.zero_()
+
+        return init_and_change
+
+    source = saved("flux")
+    monkeypatch.setattr(FluxPipeline, "__init__", change(FluxPipeline.__init__))
+    got = load(source)
+    assert not got.vae.decoder.conv_in.bias.any()
+    assert streams == []
+    assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["class of its own", "transposed"])
+def test_streamed_weight_that_is_no_run_of_bytes(
+    saved, accelerators, streams, monkeypatch, large_rings, kind
+):
+    class Quantised(nn.Parameter):
+        pass
+
+    from_path = Build._from_path
+
+    def wrap(self, root, models):
+        pipe = from_path(self, root, models)
+        layer = pipe.transformer.x_embedder
+        if kind == "transposed":
+            layer.register_buffer("other", layer.weight.detach().t())
+        else:
+            layer.weight = Quantised(layer.weight.detach())
+        return pipe
+
+    monkeypatch.setattr(Build, "_from_path", wrap)
+    got = load(saved("flux")).transformer.x_embedder
+    assert streams == []
+    assert got.weight.any()
+    assert kind == "class of its own" or torch.equal(got.other, got.weight.t())
+
+
+def test_wrong_rule_is_found_out(
+    saved, accelerators, configure, monkeypatch, tmp_path, large_rings
+):
     source = saved("wan")
     configure(cache_dir=tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(rules, "derive_rule", lambda *_: Rule(target="BF16"))
         shmload.plan(source, torch_dtype=torch.bfloat16)
-    got = load(source, max_host_memory="64KiB")
+    got = load(source)
     assert_as_on_the_host(got, reference(source, torch.bfloat16))
 
 
@@ -201,9 +263,7 @@ def assert_as_on_the_host_but_for_notes(got, wanted):
 @pytest.mark.parametrize("strategy", ["balanced", "balanced_low_0", "sequential", "auto"])
 def test_strategies_place_every_component(saved, accelerators, strategy):
     got = load(saved("flux"), device_map=strategy)
-    where = got.hf_device_map
-    devices = {where} if isinstance(where, str) else set(where.values())
-    assert devices <= {"cuda:0", "cuda:1"}
+    assert set(got.hf_device_map.values()) <= {"cuda:0", "cuda:1"}
     assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
 
 
@@ -224,7 +284,7 @@ def test_model_that_is_divided(saved, accelerators):
 def test_cpu_for_everything_copies_nothing(saved, accelerators):
     source = saved("flux")
     got = load(source, device_map="cpu")
-    assert got.hf_device_map == "cpu"
+    assert got.hf_device_map == {"": "cpu"}
     assert accelerators["cuda:0"].calls == []
     assert_as_on_the_host(got, reference(source, torch.bfloat16))
 
@@ -249,9 +309,21 @@ def test_what_does_not_fit_is_said_with_the_numbers(saved, accelerators, shm_nam
     assert shm_names() == []
 
 
-def test_limit_for_the_host_needs_a_way_off_it(saved, accelerators):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"device_map": {"": 0, "vae": "cpu"}},
+        {"device_map": "balanced"},
+        {"device_map": None},
+        {"keep": True},
+        {"verify": True},
+        {"use_safetensors": False},
+    ],
+    ids=str,
+)
+def test_limit_for_the_host_needs_a_way_off_it(saved, accelerators, arguments):
     with pytest.raises(shmload.ArgumentError, match="max_host_memory"):
-        load(saved("flux"), device_map={"": 0, "vae": "cpu"}, max_host_memory="1MiB")
+        load(saved("flux"), max_host_memory="1MiB", **arguments)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +346,35 @@ def test_any_module_goes_to_a_device(accelerators):
     assert module[0].weight is weight
     assert accelerators["cuda:1"].calls.count("copy") > 0
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize("is_made_inside", [False, True])
+def test_inference_mode(accelerators, is_made_inside):
+    with torch.inference_mode(is_made_inside):
+        module = nn.Linear(8, 8)
+    wanted = module.weight.clone()
+    with torch.inference_mode():
+        shmload.to_device(module, 0, pin="ring")
+        assert torch.equal(module.weight, wanted)
+
+
+def test_module_stays_as_it_was_where_torch_cannot_move_a_part(accelerators, monkeypatch):
+    class Stubborn(nn.Parameter):
+        def to(self, *args):
+            raise RuntimeError("no")
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    module[1].weight = Stubborn(torch.zeros(8, 8))
+    before = module[0].weight.data_ptr()
+    with pytest.raises(RuntimeError, match="no"):
+        shmload.to_device(module, 0, pin="ring")
+    assert module[0].weight.data_ptr() == before
+
+
+def test_what_is_on_the_host_needs_no_room_there(monkeypatch):
+    monkeypatch.setattr(_inventory, "machine_inventory", lambda: parse_inventory("cpu=1KiB"))
+    module = nn.Linear(64, 64)
+    assert shmload.to_device(module, "cpu") is module
 
 
 def test_module_stays_as_it_was_where_a_device_is_full(accelerators):

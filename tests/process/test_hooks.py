@@ -1,5 +1,7 @@
 """Activations follow the weights: over devices that torch only pretends to have, and real ones."""
 
+import copy
+import gc
 from pathlib import Path
 
 import pipelines
@@ -151,6 +153,57 @@ def test_weights_that_wait_on_a_disk_give_the_same(encoder, tmp_path, block):
         assert encoder.encoder.block[1].layer[0].SelfAttention.q.weight.is_meta
         assert torch.equal(encoder(_TOKENS)[0], wanted)
     assert encoder.hf_device_map[block] == "disk"
+
+
+def test_models_that_wait_in_one_folder_do_not_mix(encoder, tmp_path):
+    other = copy.deepcopy(encoder)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+        wanted = [model(_TOKENS)[0] for model in (encoder, other)]
+        for model in (encoder, other):
+            where = {"": "cpu", "encoder.block.1": "disk"}
+            shmload.to_device(model, where, offload_folder=tmp_path)
+        for model, output in zip((encoder, other), wanted, strict=True):
+            assert torch.equal(model(_TOKENS)[0], output)
+    assert len(list(tmp_path.iterdir())) == 2
+    del model, other, encoder
+    gc.collect()
+    assert len(list(tmp_path.iterdir())) < 2  # the fixture's own may live on
+
+
+def test_all_of_a_model_may_wait(encoder, tmp_path):
+    with torch.no_grad():
+        wanted = encoder(_TOKENS)[0]
+        shmload.to_device(encoder, "disk", offload_folder=tmp_path)
+        assert all(parameter.is_meta for parameter in encoder.parameters())
+        assert torch.equal(encoder(_TOKENS)[0], wanted)
+
+
+class Table(nn.Module):
+    """Has a tensor of its own beside a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(4.0))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        return self.layer(inputs + self.table)
+
+
+def test_tensor_beside_modules_may_be_meta():
+    model = shmload.to_device(Table(), {"": "meta", "layer": "cpu"})
+    assert model.table.is_meta
+    assert not model.layer.weight.is_meta
+
+
+def test_tensor_beside_modules_stays_where_it_is_used(tmp_path):
+    model = Table()
+    with torch.no_grad():
+        wanted = model(torch.ones(4))
+        shmload.to_device(model, {"": "disk", "layer": "cpu"}, offload_folder=tmp_path)
+        assert torch.equal(model(torch.ones(4)), wanted)
 
 
 def test_disk_needs_a_folder(encoder):

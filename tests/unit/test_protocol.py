@@ -249,6 +249,7 @@ def make(error):
         float: 60.0,
         Iterable[str]: ("first", "second"),
         Mapping[str, Collection[int]]: {"third": (7, 8), "fourth": ()},
+        Mapping[str, str] | None: {"fifth": "cuda:0"},
     }
     parameters = list(inspect.signature(error.__init__).parameters.values())[1:]
     kinds = [each.annotation for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]

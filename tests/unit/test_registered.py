@@ -8,6 +8,7 @@ import torch
 from devices import LateDevice
 from torch import nn
 
+from shmload._destination import Destination
 from shmload._errors import ArgumentError
 from shmload._linux import inode_of
 from shmload.integrations.calibration import choose_pin
@@ -104,9 +105,9 @@ def test_what_is_asked_for_is_not_measured(memory, pin):
     assert device.calls == []
 
 
-def test_unknown_way_is_refused(memory):
+def test_unknown_way_is_refused():
     with pytest.raises(ArgumentError, match="auto, ring, register, off"):
-        choose_pin("fast", LateDevice())
+        Destination(device_map="cuda", pin="fast")
 
 
 def test_it_is_measured_once(memory):
@@ -133,6 +134,11 @@ def test_what_was_remembered_is_used(memory):
 
 def test_way_that_is_impossible_is_not_chosen(memory):
     assert choose_pin("auto", LateDevice(registers=False), sample_nbytes=1 << 20) == "ring"
+
+
+def test_device_without_room_for_the_sample_is_asked_again(memory):
+    assert choose_pin("auto", LateDevice(fails_at=0), sample_nbytes=1 << 20) == "ring"
+    assert not memory.exists()
 
 
 def test_memory_that_cannot_be_written_is_no_error(memory, configure):
