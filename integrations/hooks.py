@@ -114,7 +114,7 @@ def _dispatch(
 def _as_accelerate(
     model: nn.Module, devices: Mapping[str, str], execution_device: str
 ) -> dict[str, str]:
-    """Return the map in accelerate's words: weights wait on `cpu`, and a whole model is its parts."""
+    """Return a map in the words of accelerate, where weights wait on `cpu`, and by parts."""
     found = dict(devices)
     if found.get("") in WAITING:
         own = dict.fromkeys((*model._parameters, *model._buffers), execution_device)
