@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shmload._collector import paused_gc
 from shmload._destination import Destination, Pin, parse_max_host_memory
 from shmload._inventory import CPU, META, choose_inventory, without_host_limits
 from shmload._linux import inode_of
 from shmload._load import Load
 from shmload._placed_parts import WAITING
 from shmload._placement import Placement, place
-from shmload._ring import Ring, ring_shape
+from shmload._ring import Ring, RingShape, ring_shape
 from shmload.integrations.calibration import choose_pin
 from shmload.integrations.hooks import attach_hooks, device_at, note_devices
 from shmload.integrations.mapped import Spans
@@ -30,6 +31,7 @@ from shmload.integrations.upload import filler_count, upload
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+_SMALL_RING_NBYTES = 1 << 20
 _STAYS = (CPU, *WAITING, META)
 
 
@@ -67,7 +69,8 @@ def to_device(
         pin=pin,
         offload_folder=offload_folder,
     )
-    place_models({"": module}, destination)
+    with paused_gc():
+        place_models({"": module}, destination)
     return module
 
 
@@ -148,8 +151,9 @@ def _copy(
     if not runtimes:
         return
     first = next(iter(runtimes.values()))
-    pin = _choose_pin(destination, first, is_streamed=ring is not None)
-    hollow = Spans(set(load.hollow)) if load and ring else None
+    is_streamed = load is not None and bool(load.hollow)
+    pin = _choose_pin(destination, first, is_streamed=is_streamed)
+    hollow = Spans(set(load.hollow)) if load and is_streamed else None
     moves = Moves(
         [
             (model, functools.partial(_runtime_at, runtimes, devices[name]))
@@ -158,11 +162,10 @@ def _copy(
         (lambda tensor: hollow.find(tensor) is not None) if hollow else None,
     )
     with contextlib.ExitStack() as closing:
-        if ring is None:
-            shape = ring_shape(filler_count(), destination.max_host_nbytes)
-            ring = closing.enter_context(Ring(shape))
+        if ring is None or not is_streamed:
+            ring = closing.enter_context(Ring(_shape_for(moves, destination)))
         pinned = closing.enter_context(PinnedRing(ring, None if pin == "off" else first))
-        if load and load.hollow:
+        if load and is_streamed:
             Stream(moves, load.hollow, ring, pinned).drain()
             load.wait()
         left = moves.staged
@@ -171,6 +174,14 @@ def _copy(
             left = copy_registered(left, files)
         upload(left, ring.shape, pinned)
     moves.commit()
+
+
+def _shape_for(moves: Moves, destination: Destination) -> RingShape:
+    """Return the shape of a ring that is no larger than what passes through it."""
+    nbytes = sum(there.used_nbytes for there in moves.staged)
+    limit = destination.max_host_nbytes
+    most = max(nbytes, _SMALL_RING_NBYTES)
+    return ring_shape(filler_count(), most if limit is None else min(most, limit))
 
 
 def _choose_pin(destination: Destination, runtime: Runtime, *, is_streamed: bool) -> Pin:
