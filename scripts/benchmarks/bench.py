@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import shmload
-from benchmarks.checkpoints import Sources, fill_page_cache, weight_files
 from benchmarks.processes import Processes
 from benchmarks.samples import Result, Rounds, interleave
+from benchmarks.sources import Sources, fill_page_cache, weight_files
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,103 +1,28 @@
-"""Makes the sources that are measured: once, in a process of its own, and for all later runs.
+"""Makes the Stable Diffusion pipelines and the files of many tensors that are measured.
 
     python checkpoints.py sd15 DIRECTORY      Stable Diffusion 1.5's real classes and sizes, float32
     python checkpoints.py sd15-bf16 DIRECTORY FLOAT32_DIRECTORY
     python checkpoints.py small DIRECTORY     the same classes, about 1 MB
-    python checkpoints.py tensors DIRECTORY   files of many tensors of 1 KiB
+    python checkpoints.py tensors DIRECTORY COUNT...       files of so many tensors of 1 KiB
 
 The weights are seeded noise: no step of a load looks at their values.
 """
 
 import itertools
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Part of each directory's name: raised whenever the same name would hold something else.
-_VERSION = 1
 _NOISE_STD = 0.02
 _VOCABULARY_COUNT = 49_408  # of Stable Diffusion 1.5's tokenizer
 _SMALL_VOCABULARY_COUNT = 600
-
-TENSOR_COUNTS = (7_500, 15_000, 30_000)
-TENSOR_NBYTES = 1024
+_TENSOR_NBYTES = 1024
 
 Models = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """Directories of the sources below one working directory, and the files of many tensors."""
-
-    work: Path
-
-    @property
-    def fp32(self) -> Path:
-        return self.work / f"sd15-fp32-v{_VERSION}"
-
-    @property
-    def bf16(self) -> Path:
-        return self.work / f"sd15-bf16-v{_VERSION}"
-
-    @property
-    def small(self) -> Path:
-        return self.work / f"small-fp32-v{_VERSION}"
-
-    @property
-    def tensors(self) -> Path:
-        return self.work / f"tensors-v{_VERSION}"
-
-    def tensor_file(self, count: int) -> Path:
-        return self.tensors / f"{count}.safetensors"
-
-    def make_missing(self, environment: dict[str, str]) -> Iterator[str]:
-        """Make what is not there yet, and say so before each."""
-        wanted: tuple[tuple[str, Path, tuple[Path, ...]], ...] = (
-            ("small", self.small, ()),
-            ("tensors", self.tensors, ()),
-            ("sd15", self.fp32, ()),
-            ("sd15-bf16", self.bf16, (self.fp32,)),
-        )
-        for kind, directory, arguments in wanted:
-            if not directory.is_dir():
-                yield f"making {directory}"
-                command: list[str | Path] = [
-                    sys.executable,
-                    "-P",
-                    __file__,
-                    kind,
-                    directory,
-                    *arguments,
-                ]
-                done = subprocess.run(command, env=environment, capture_output=True, text=True)
-                if done.returncode:
-                    raise RuntimeError(f"{directory} cannot be made:\n{done.stderr}")
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files below a directory, in the order of their paths."""
-    return sorted(directory.rglob("*.safetensors"))
-
-
-def weights_nbytes(directory: Path) -> int:
-    """Return the size of all weight files below a directory, in bytes."""
-    return sum(path.stat().st_size for path in weight_files(directory))
-
-
-def fill_page_cache(paths: list[Path]) -> None:
-    """Read files once, so that no measurement waits for the disk."""
-    buffer = memoryview(bytearray(8 << 20))
-    for path in paths:
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
 
 
 def _make_sd15(directory: Path) -> None:
@@ -133,7 +58,7 @@ def _make_sd15(directory: Path) -> None:
     _save(_make_pipeline(sizes), directory, _VOCABULARY_COUNT)
 
 
-def _make_sd15_bf16(directory: Path, source: Path) -> None:
+def _make_sd15_bf16(directory: Path, source: str) -> None:
     import torch
     from diffusers import StableDiffusionPipeline
 
@@ -276,36 +201,29 @@ def _merges() -> Iterator[tuple[str, str]]:
     yield from ((left, right) for left in pairs for right in pairs)
 
 
-def _make_tensors(directory: Path) -> None:
+def _make_tensors(directory: Path, *counts: str) -> None:
     import torch
     from safetensors.torch import save_file
 
     directory.mkdir()
     generator = torch.Generator("cpu").manual_seed(0)
-    for count in TENSOR_COUNTS:
+    for count in map(int, counts):
         tensors = {
             f"model.layers.{number // 10}.block.{number % 10}.weight": torch.randn(
-                TENSOR_NBYTES // 4, generator=generator
+                _TENSOR_NBYTES // 4, generator=generator
             )
             for number in range(count)
         }
         save_file(tensors, directory / f"{count}.safetensors", {"format": "pt"})
 
 
-def main(kind: str, directory: Path, *arguments: Path) -> None:
-    """Make one source; the directory appears when it is complete."""
-    makers: dict[str, Callable[..., None]] = {
-        "sd15": _make_sd15,
-        "sd15-bf16": _make_sd15_bf16,
-        "small": _make_small,
-        "tensors": _make_tensors,
-    }
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix="unfinished-") as unfinished:
-        made = Path(unfinished) / directory.name
-        makers[kind](made, *arguments)
-        os.rename(made, directory)
-
+_MAKERS: dict[str, Callable[..., None]] = {
+    "sd15": _make_sd15,
+    "sd15-bf16": _make_sd15_bf16,
+    "small": _make_small,
+    "tensors": _make_tensors,
+}
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(Path, sys.argv[2:]))
+    kind, directory, *arguments = sys.argv[1:]
+    _MAKERS[kind](Path(directory), *arguments)

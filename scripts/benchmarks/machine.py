@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -21,9 +22,13 @@ _PACKAGES = (
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def describe_machine() -> dict[str, str]:
-    """Return what has an influence on the figures, by name."""
-    return {
+def describe_machine(gpu: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what has an influence on the figures, by name.
+
+    Args:
+        gpu: the same of its GPU, if it has a part in the figures.
+    """
+    return dict(gpu or {}) | {
         "processor": _field(Path("/proc/cpuinfo"), "model name"),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{int(_field(Path('/proc/meminfo'), 'MemTotal').split()[0]) / 2**20:.1f} GiB",
@@ -31,7 +36,7 @@ def describe_machine() -> dict[str, str]:
         "huge pages": f"private {_chosen('enabled')}, shared {_chosen('shmem_enabled')}",
         "load average at the start": f"{os.getloadavg()[0]:.2f}",
         "Python": platform.python_version(),
-        "packages": ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES),
+        "packages": ", ".join(f"{name} {_version_of(name)}" for name in _PACKAGES),
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
     }
@@ -40,6 +45,14 @@ def describe_machine() -> dict[str, str]:
 def available_nbytes() -> int:
     """Return the kernel's estimate of memory to be had without swapping, in bytes."""
     return int(_field(Path("/proc/meminfo"), "MemAvailable").split()[0]) * 1024
+
+
+def _version_of(package: str) -> str:
+    """Return a package's version; it may be used without having been installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(version unknown)"
 
 
 def _field(path: Path, name: str) -> str:

@@ -10,14 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.bench import Bench
-from benchmarks.checkpoints import (
-    TENSOR_COUNTS,
-    weight_files,
-    weights_nbytes,
-)
 from benchmarks.figures import Figure, Line, Target
 from benchmarks.processes import ProbeFailed
 from benchmarks.samples import Result, Rounds, Sample
+from benchmarks.sources import TENSOR_COUNTS, weight_files, weights_nbytes
 
 _DTYPE = "bfloat16"
 # Two whole processes differ by chance by more than the 3 % that is asked about.

@@ -9,8 +9,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.samples import Result
 
@@ -29,6 +30,12 @@ class Processes:
     """Starts processes that are measured, in one working directory and a clean environment."""
 
     work: Path
+    program: Path = _PROBES
+    """Whose functions are the probes."""
+
+    def of(self, program: Path) -> "Processes":
+        """Return the same for the probes of another program."""
+        return replace(self, program=program)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -62,18 +69,22 @@ class Processes:
         return result
 
     def probe(self, name: str, /, *arguments: object, **variables: str) -> Result:
-        """Run one function of `probes` and return what it measured.
+        """Run one function of the program and return what it measured.
 
         Args:
             name: of the function.
             arguments: of the function; paths as text.
             variables: environment variables beside the usual ones.
         """
-        texts = json.dumps([str(a) if isinstance(a, Path) else a for a in arguments])
-        output, _ = self._run(["-P", str(_PROBES), name, texts], variables)
-        # The libraries may print too; the result is the last line.
-        found: dict[str, float] = json.loads(output.splitlines()[-1])
+        found: dict[str, float] = self.ask(name, *arguments, **variables)
         return found
+
+    def ask(self, name: str, /, *arguments: object, **variables: str) -> Any:
+        """Run one function of the program and return what it says; the same as `probe`."""
+        texts = json.dumps([str(a) if isinstance(a, Path) else a for a in arguments])
+        output, _ = self._run(["-P", str(self.program), name, texts], variables)
+        # The libraries may print too; the result is the last line.
+        return json.loads(output.splitlines()[-1])
 
     def _run(self, arguments: Sequence[str], variables: dict[str, str]) -> tuple[str, Result]:
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:

@@ -218,15 +218,7 @@ def measure_rounds(bench: Bench) -> list[Figure]:
 
 
 def _probe(bench: Bench, name: str, *arguments: object, **variables: str) -> Result:
-    done = subprocess.run(
-        [sys.executable, "-P", str(_PROBES), name, json.dumps(arguments)],
-        env=bench.processes.environment | variables,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return bench.processes.of(_PROBES).probe(name, *arguments, **variables)
 
 
 def _status(bench: Bench, variables: dict[str, str]) -> dict[str, float]:

@@ -1,0 +1,246 @@
+"""Loads to a GPU: the figures of `scripts/bench gpu`, as the fourth issue asks for them."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from benchmarks.bench import Bench
+from benchmarks.figures import Figure, Line, Target
+from benchmarks.gpu_peers import FOR_CACHED_FILES
+from benchmarks.processes import ProbeFailed, Processes
+from benchmarks.samples import Result, Rounds, Sample
+from benchmarks.sources import weight_files, weights_nbytes
+
+_DTYPE = "bfloat16"
+_WORKERS = "4"
+_HOST_LIMIT = "256MiB"
+_TENSORS = 2_000
+_ATTEMPTS = 3
+_PROBES = Path(__file__).with_name("gpu_probes.py")
+_DIFFUSERS = {
+    "diffusers, sequential": {},
+    "diffusers, parallel": {"HF_ENABLE_PARALLEL_LOADING": "1"},
+}
+
+
+def describe_gpu(processes: Processes) -> dict[str, str]:
+    """Return what is to be said of this machine's GPU and of other loaders; nothing without one."""
+    ask = processes.of(_PROBES).ask
+    gpu: dict[str, str] = ask("describe")
+    if gpu:
+        gpu["peers"] = ", ".join(f"{n} {v or 'not installed'}" for n, v in ask("peers").items())
+    return gpu
+
+
+def measure_upload(bench: Bench) -> list[Figure]:
+    """Resident segments to the GPU, against what the bus can do."""
+    source = bench.sources.flux_bf16
+    run = _probe(bench, "uploads", bench.sources.flux_small, source)
+    rounds = bench.measure({"uploads": partial(_while_resident, bench, run)})
+    bench.evict()
+
+    def rate(name: str) -> Sample:
+        return rounds.sample("uploads", name).scaled(1e-9)
+
+    def lines(*labels: tuple[str, str]) -> Iterator[Line]:
+        return (Line(label=label, sample=rate(name), unit="GB/s") for label, name in labels)
+
+    what = f"resident {_DTYPE}, {_size(source)}, to the GPU"
+    share = Figure(
+        name="upload",
+        what=f"{what}, to a pinned copy",
+        sample=(rate("auto") / rate("pinned")).scaled(100),
+        unit="%",
+        target=Target(90, is_least=True),
+        beside=(
+            *lines(
+                ("load_pipeline, its copy", "auto"),
+                ("the same, pin=ring", "ring"),
+                ("the same, pin=register", "register"),
+                ("the same, pin=off", "off"),
+                ("to_device, the whole call", "to_device"),
+                ("plain copy, pinned", "pinned"),
+                ("plain copy, pageable", "pageable"),
+            ),
+        ),
+    )
+    if "H200" not in describe_gpu(bench.processes).get("GPU", ""):
+        return [share]
+    absolute = Figure(
+        name="upload-rate",
+        what=what,
+        sample=rate("auto"),
+        unit="GB/s",
+        target=Target(45, is_least=True),
+    )
+    return [share, absolute]
+
+
+def measure_call(bench: Bench) -> list[Figure]:
+    """The whole call over resident segments, against diffusers."""
+    source = bench.sources.flux_bf16
+    ours = _load(bench, "shmload", source)
+    rounds = bench.measure(
+        {"shmload": partial(_while_resident, bench, ours)} | _diffusers(bench, source), source
+    )
+    bench.evict()
+    return [_against_diffusers("call", f"resident {_DTYPE}, the call alone", 5, rounds, source)]
+
+
+def measure_convert(bench: Bench) -> list[Figure]:
+    """A float32 file to bfloat16 on the GPU: the time, and what the host needs for it."""
+    source = bench.sources.flux_fp32
+    ours = partial(_load, bench, "shmload", source)
+    ways = {
+        "shmload": ours(SHMLOAD_WORKERS=_WORKERS),
+        # As many workers as there are cores: four do not fill so large a ring.
+        _HOST_LIMIT: ours(_HOST_LIMIT),
+    }
+    rounds = bench.measure(ways | _diffusers(bench, source), source)
+    what = f"float32 file to {_DTYPE}, {_WORKERS} workers, the call alone"
+    return [
+        _against_diffusers("convert", what, 3, rounds, source),
+        _host_memory("memory", f"{_WORKERS} workers", rounds, "shmload"),
+        _host_memory("memory-limited", f"max_host_memory={_HOST_LIMIT}", rounds, _HOST_LIMIT),
+    ]
+
+
+def _host_memory(name: str, how: str, rounds: Rounds, way: str) -> Figure:
+    peak = rounds.sample(way, "host_nbytes").scaled(1e-6)
+    ring = rounds.sample(way, "ring_nbytes").scaled(1e-6)
+    return Figure(
+        name=name,
+        what=f"the same, {how}: memory of the host beside the ring",
+        sample=peak - ring,
+        unit="MB",
+        target=Target(200),
+        beside=(
+            Line(label="ring", sample=ring, unit="MB"),
+            Line(label="the call", sample=rounds.sample(way, "call_s"), unit="s"),
+        ),
+    )
+
+
+def measure_tensors(bench: Bench) -> list[Figure]:
+    """What a tensor costs apart from its bytes."""
+    rounds = bench.measure({"tensors": _probe(bench, "small_tensors", _TENSORS)})
+    found = {
+        name: rounds.sample("tensors", name).scaled(1e3)
+        for name in ("call_s", "first_s", "torch_s")
+    }
+    return [
+        Figure(
+            name="tensors",
+            what=f"to_device of {_TENSORS:,} tensors of 1 KiB, second call",
+            sample=found["call_s"],
+            unit="ms",
+            target=Target(20),
+            beside=(
+                Line(label="first call", sample=found["first_s"], unit="ms"),
+                Line(label="Module.to", sample=found["torch_s"], unit="ms"),
+            ),
+        )
+    ]
+
+
+def measure_peers(bench: Bench) -> list[Figure]:
+    """Other loaders of the same files; nothing is resident."""
+    source = bench.sources.flux_bf16
+    ways = {"shmload": _load(bench, "shmload", source)}
+    for name, version in bench.processes.of(_PROBES).ask("peers").items():
+        if version is not None:
+            way = _peer(bench, name, source)
+            try:
+                way()
+            except ProbeFailed as exc:
+                bench.announce(f"{name} {version} does not run here: {str(exc).splitlines()[-1]}")
+            else:
+                ways[f"{name} {version}"] = way
+    rounds = bench.measure(ways, source)
+    calls = {way: rounds.sample(way, "call_s") for way in ways}
+    rate = Line(label="shmload", sample=_rate(source, calls["shmload"]), unit="GB/s")
+    return [
+        Figure(
+            name=f"peer-{way.partition(' ')[0]}",
+            what=f"{_DTYPE} files, {_size(source)}, to the GPU, to {way}",
+            sample=calls[way] / calls["shmload"],
+            unit="x",
+            target=Target(1, is_least=True),
+            beside=(rate, Line(label=way, sample=_rate(source, calls[way]), unit="GB/s")),
+        )
+        for way in ways
+        if way != "shmload"
+    ]
+
+
+GPU_MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
+    "upload": measure_upload,
+    "call": measure_call,
+    "convert": measure_convert,
+    "tensors": measure_tensors,
+    "peers": measure_peers,
+}
+"""By the names that `--only` takes, in the order of the table."""
+
+
+def _probe(bench: Bench, name: str, *arguments: object, **variables: str) -> Callable[[], Result]:
+    return partial(bench.processes.of(_PROBES).probe, name, *arguments, **variables)
+
+
+def _load(
+    bench: Bench, way: str, source: Path, *arguments: object, **variables: str
+) -> Callable[[], Result]:
+    return _probe(bench, "load", way, bench.sources.flux_small, source, *arguments, **variables)
+
+
+def _diffusers(bench: Bench, source: Path) -> dict[str, Callable[[], Result]]:
+    return {
+        way: _load(bench, "diffusers", source, **variables) for way, variables in _DIFFUSERS.items()
+    }
+
+
+def _peer(bench: Bench, name: str, source: Path) -> Callable[[], Result]:
+    files = [*weight_files(bench.sources.flux_small), *weight_files(source)]
+    return _probe(bench, "peer", name, *files, **FOR_CACHED_FILES.get(name, {}))
+
+
+def _while_resident(bench: Bench, run: Callable[[], Result]) -> Result:
+    """Run over resident segments: somebody may clean up shared memory meanwhile."""
+    for _ in range(_ATTEMPTS):
+        if not bench.resident():
+            bench.processes.probe("warm", bench.sources.flux_bf16, _DTYPE, None)
+        before = bench.resident()
+        result = run()
+        if before and bench.resident() == before:
+            return result
+        bench.announce("another program removed the segments; once more")
+    raise ProbeFailed("another program keeps removing the segments")
+
+
+def _against_diffusers(name: str, what: str, limit: float, rounds: Rounds, source: Path) -> Figure:
+    """Compare with the better way of diffusers'."""
+    calls = {way: rounds.sample(way, "call_s") for way in ("shmload", *_DIFFUSERS)}
+    best = min(_DIFFUSERS, key=lambda way: calls[way].median)
+    return Figure(
+        name=name,
+        what=f"{what}, to diffusers",
+        sample=calls[best] / calls["shmload"],
+        unit="x",
+        target=Target(limit, is_least=True),
+        beside=(
+            *(Line(label=way, sample=sample, unit="s") for way, sample in calls.items()),
+            *(
+                Line(label=f"{way}, of the files", sample=_rate(source, calls[way]), unit="GB/s")
+                for way in ("shmload", best)
+            ),
+        ),
+    )
+
+
+def _rate(source: Path, elapsed_s: Sample) -> Sample:
+    nbytes = Sample((float(weights_nbytes(source)),) * len(elapsed_s.values))
+    return (nbytes / elapsed_s).scaled(1e-9)
+
+
+def _size(source: Path) -> str:
+    return f"{weights_nbytes(source) / 1e9:.1f} GB"

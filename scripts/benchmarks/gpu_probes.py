@@ -1,0 +1,293 @@
+"""What loads to a GPU measure, each in a fresh process: `python gpu_probes.py NAME ARGUMENTS`.
+
+As in `probes`, only the standard library is imported at the top. Everything is imported, CUDA
+initialised and a small load done before a clock starts; it stops when the device is idle again.
+
+With BENCH_DEVICE=pretend the host takes a GPU's place, so that the suite can be tried where there
+is none. Nothing else looks at that variable, and `describe` says so.
+"""
+
+import gc
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # -P keeps this program's own directory out
+
+from benchmarks.gpu_peers import LOADERS
+
+Numbers = dict[str, float]
+
+_IS_PRETENDED = os.environ.get("BENCH_DEVICE") == "pretend"
+# For other libraries; shmload is always told "cuda".
+_DEVICE = "cpu" if _IS_PRETENDED else "cuda:0"
+_FLOOR_NBYTES = 1 << 30
+_FLOOR_COPIES = 8
+_PINS = ("auto", "ring", "register", "off")
+_VECTOR_LENGTH = 512  # 1 KiB in bfloat16
+# What the pipelines have not, said in the way that FluxPipeline wants it.
+_ABSENT: dict[str, Any] = dict.fromkeys(
+    ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+)
+
+
+# The machine --------------------------------------------------------------------------------------
+
+
+def describe() -> dict[str, str]:
+    """Return what is to be said of the GPU; nothing if there is none."""
+    if _IS_PRETENDED:
+        return {"GPU": "no GPU: pretended", "driver": "none", "CUDA": "none"}
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    facts = torch.cuda.get_device_properties(0)
+    return {
+        "GPU": f"{facts.name}, {facts.total_memory / 2**30:.1f} GiB",
+        "driver": _ask_driver("driver_version"),
+        "CUDA": str(torch.version.cuda),
+        "PCIe": f"generation {_ask_driver('pcie.link.gen.max')}, "
+        f"{_ask_driver('pcie.link.width.max')} lanes",
+    }
+
+
+def _ask_driver(field: str) -> str:
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={field}", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _begin() -> None:
+    """Initialise CUDA, or have the host stand in for it."""
+    import torch
+
+    if not _IS_PRETENDED:
+        torch.zeros(1, device=_DEVICE)
+        return
+    from shmload import _inventory
+    from shmload.integrations import placing, runtime
+
+    host = runtime.runtime_of(torch.device("cpu"))
+    placing.runtime_of = lambda device: host  # type: ignore[attr-defined]
+    _inventory.machine_inventory = lambda: _inventory.parse_inventory("80GiB,cpu=80GiB")
+
+
+def _time(call: Callable[[], object]) -> float:
+    """Return how long a call takes, in seconds; what it returns is dropped after that."""
+    _wait_for_device()
+    began = time.perf_counter()
+    result = call()
+    _wait_for_device()
+    elapsed_s = time.perf_counter() - began
+    del result
+    _tidy_up()
+    return elapsed_s
+
+
+def _wait_for_device() -> None:
+    import torch
+
+    if not _IS_PRETENDED:
+        torch.cuda.synchronize()
+
+
+def _tidy_up() -> None:
+    """Give the device its memory back, so that the next load allocates as the first one did."""
+    import torch
+
+    gc.collect()
+    if not _IS_PRETENDED:
+        torch.cuda.empty_cache()
+
+
+# Pipelines ----------------------------------------------------------------------------------------
+
+
+def load(way: str, small: str, source: str, max_host_memory: str | None = None) -> Numbers:
+    """Load a pipeline in bfloat16 to the GPU.
+
+    Returns:
+        `call_s`; `host_nbytes`, by which the process's memory was larger at its peak than before
+        (anonymous and shared, and files that were mapped for a while); `ring_nbytes`, how much of
+        that is the ring.
+    """
+    _begin()
+    call = _loader(way, max_host_memory)
+    call(small)
+    _tidy_up()
+    rings = _note_rings() if way == "shmload" else []
+    before = _reset_peak()
+    call_s = _time(partial(call, source))
+    after = _memory()
+    # Pages of files, such as of libraries, stay where they are for the life of the process.
+    from_files = max(0, after["RssFile"] - before["RssFile"])
+    return {
+        "call_s": call_s,
+        "host_nbytes": after["VmHWM"] - before["VmRSS"] - from_files,
+        "ring_nbytes": max(rings, default=0),
+    }
+
+
+def _loader(way: str, max_host_memory: str | None = None) -> Callable[[str], Any]:
+    import torch
+
+    if way == "shmload":
+        import shmload
+
+        return lambda source: shmload.load_pipeline(
+            source,
+            torch_dtype=torch.bfloat16,
+            device_map="cuda",
+            max_host_memory=max_host_memory,
+            **_ABSENT,
+        )
+    from diffusers import DiffusionPipeline
+
+    # Only a kind of device, or a strategy, is a device_map there.
+    device = _DEVICE.partition(":")[0]
+    return lambda source: DiffusionPipeline.from_pretrained(
+        source, torch_dtype=torch.bfloat16, device_map=device, **_ABSENT
+    )
+
+
+def _note_rings() -> list[int]:
+    """Return a list that gets the size of each ring that is made from now on, in bytes."""
+    from shmload._ring import Ring, RingShape
+
+    sizes: list[int] = []
+    make = Ring.__init__
+
+    def noted(self: Ring, shape: RingShape) -> None:
+        make(self, shape)
+        sizes.append(shape.nbytes)
+
+    Ring.__init__ = noted  # type: ignore[method-assign]
+    return sizes
+
+
+def _reset_peak() -> Numbers:
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory()
+
+
+def _memory() -> Numbers:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    pairs = (line.split(":") for line in lines if line.startswith(("VmHWM", "VmRSS", "RssFile")))
+    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
+
+
+# Copies -------------------------------------------------------------------------------------------
+
+
+def uploads(small: str, source: str) -> Numbers:
+    """Load a resident pipeline to the GPU, fed in every way, and time only the copy.
+
+    Returns:
+        Bytes per second: `pinned` and `pageable` of plain copies; by way of feeding, of the copy
+        within `load_pipeline`, allocations on the GPU included; of `to_device`, the whole call.
+    """
+    _begin()
+    import torch
+
+    import shmload
+    from shmload.integrations import placing
+
+    copied_s: list[float] = []
+    copy = placing._copy
+
+    def timed(*args: Any, **kwargs: Any) -> None:
+        began = time.perf_counter()
+        copy(*args, **kwargs)
+        copied_s.append(time.perf_counter() - began)
+
+    placing._copy = timed
+
+    def load_pipeline(source: str, **kwargs: Any) -> Any:
+        return shmload.load_pipeline(source, torch_dtype=torch.bfloat16, **kwargs, **_ABSENT)
+
+    for pin in _PINS:
+        load_pipeline(small, device_map="cuda", pin=pin)
+    found = {"pinned": _copy_rate(is_pinned=True), "pageable": _copy_rate(is_pinned=False)}
+    module = load_pipeline(source, keep=True).transformer
+    nbytes = sum(tensor.nbytes for tensor in module.state_dict().values())
+    found["to_device"] = nbytes / _time(partial(shmload.to_device, module, "cuda"))
+    del module
+    _tidy_up()
+    for pin in _PINS:
+        _time(partial(load_pipeline, source, device_map="cuda", pin=pin))
+        found[pin] = nbytes / copied_s[-1]
+    return found
+
+
+def _copy_rate(*, is_pinned: bool) -> float:
+    """Copy memory of the host to the device, and return bytes per second."""
+    import torch
+
+    source = torch.empty(
+        _FLOOR_NBYTES, dtype=torch.uint8, pin_memory=is_pinned and not _IS_PRETENDED
+    ).fill_(1)
+    target = torch.empty_like(source, device=_DEVICE)
+
+    def copy() -> None:
+        for _ in range(_FLOOR_COPIES):
+            target.copy_(source, non_blocking=True)
+
+    target.copy_(source)
+    return _FLOOR_COPIES * _FLOOR_NBYTES / _time(copy)
+
+
+def small_tensors(count: int) -> Numbers:
+    """Move so many tensors of 1 KiB: `first_s` and `call_s` of two calls, and torch's `torch_s`."""
+    _begin()
+    import torch
+
+    import shmload
+
+    def make() -> torch.nn.Module:
+        norm = partial(torch.nn.LayerNorm, _VECTOR_LENGTH, dtype=torch.bfloat16)  # two tensors each
+        return torch.nn.ModuleList(norm() for _ in range(count // 2))
+
+    make().to(_DEVICE)
+    return {
+        "first_s": _time(partial(shmload.to_device, make(), "cuda")),
+        "call_s": _time(partial(shmload.to_device, make(), "cuda")),
+        "torch_s": _time(partial(make().to, _DEVICE)),
+    }
+
+
+# Other loaders ------------------------------------------------------------------------------------
+
+
+def peers() -> dict[str, str | None]:
+    """Return the versions of other loaders; None for those that are not installed."""
+    return {
+        name: metadata.version(name) if importlib.util.find_spec(name.replace("-", "_")) else None
+        for name in LOADERS
+    }
+
+
+def peer(name: str, small: str, *paths: str) -> Numbers:
+    """Load all tensors of some files to the GPU with another loader: `call_s` of the call."""
+    _begin()
+    LOADERS[name]([small], _DEVICE)
+    _tidy_up()
+    return {"call_s": _time(partial(LOADERS[name], list(paths), _DEVICE))}
+
+
+_PROBES: dict[str, Callable[..., Any]] = {
+    probe.__name__: probe for probe in (describe, peers, load, uploads, small_tensors, peer)
+}
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(_PROBES[sys.argv[1]](*json.loads(sys.argv[2]))))

@@ -1,0 +1,130 @@
+"""The sources that are measured: made once, in processes of their own, and for all later runs."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Part of each directory's name: raised whenever the same name would hold something else.
+_VERSION = 1
+_STABLE_DIFFUSION = Path(__file__).with_name("checkpoints.py")
+_FLUX = Path(__file__).with_name("flux_checkpoints.py")
+
+TENSOR_COUNTS = (7_500, 15_000, 30_000)
+
+FLUX_BLOCKS = 8
+"""Double blocks of the transformer that is measured on a GPU."""
+# In bfloat16: of a double block, of a single one, and of all the rest.
+_DOUBLE_NBYTES, _SINGLE_NBYTES, _REST_NBYTES = 680e6, 283e6, 129e6
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Directories of the sources below one working directory, and the files of many tensors."""
+
+    work: Path
+    blocks: int = FLUX_BLOCKS
+    """Double blocks of Flux's transformer; there are half as many single ones more."""
+
+    @property
+    def fp32(self) -> Path:
+        return self._directory("sd15-fp32")
+
+    @property
+    def bf16(self) -> Path:
+        return self._directory("sd15-bf16")
+
+    @property
+    def small(self) -> Path:
+        return self._directory("small-fp32")
+
+    @property
+    def tensors(self) -> Path:
+        return self._directory("tensors")
+
+    @property
+    def flux_fp32(self) -> Path:
+        return self._directory(f"flux-{self.blocks}-fp32")
+
+    @property
+    def flux_bf16(self) -> Path:
+        return self._directory(f"flux-{self.blocks}-bf16")
+
+    @property
+    def flux_small(self) -> Path:
+        return self._directory("flux-small")
+
+    def tensor_file(self, count: int) -> Path:
+        return self.tensors / f"{count}.safetensors"
+
+    @property
+    def single_blocks(self) -> int:
+        return self.blocks * 3 // 2
+
+    @property
+    def flux_nbytes(self) -> float:
+        """About the size of Flux's weights in bfloat16, in bytes."""
+        blocks = self.blocks * _DOUBLE_NBYTES + self.single_blocks * _SINGLE_NBYTES
+        return _REST_NBYTES + blocks
+
+    def missing(self, wanted: Collection[Path]) -> list[Path]:
+        """Return those of some of these directories that are still to be made."""
+        return [each for each in self._makers if each in wanted and not each.is_dir()]
+
+    def make_missing(self, environment: dict[str, str], wanted: Collection[Path]) -> Iterator[str]:
+        """Make what is not there yet, and say so before each; one appears when it is complete.
+
+        Args:
+            environment: of the processes.
+            wanted: which of these directories.
+        """
+        for directory in self.missing(wanted):
+            yield f"making {directory}"
+            program, kind, *arguments = self._makers[directory]
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=directory.parent, prefix="unfinished-") as folder:
+                made = Path(folder, directory.name)
+                command = [sys.executable, "-P", program, kind, made, *arguments]
+                done = subprocess.run(command, env=environment, capture_output=True, text=True)
+                if done.returncode:
+                    raise RuntimeError(f"{directory} cannot be made:\n{done.stderr}")
+                os.rename(made, directory)
+
+    def _directory(self, name: str) -> Path:
+        return self.work / f"{name}-v{_VERSION}"
+
+    @property
+    def _makers(self) -> dict[Path, tuple[str | Path, ...]]:
+        """How each directory is made: program and arguments; before what is made from it."""
+        blocks = str(self.blocks), str(self.single_blocks)
+        return {
+            self.small: (_STABLE_DIFFUSION, "small"),
+            self.tensors: (_STABLE_DIFFUSION, "tensors", *map(str, TENSOR_COUNTS)),
+            self.fp32: (_STABLE_DIFFUSION, "sd15"),
+            self.bf16: (_STABLE_DIFFUSION, "sd15-bf16", self.fp32),
+            self.flux_small: (_FLUX, "small"),
+            self.flux_fp32: (_FLUX, "float32", *blocks),
+            self.flux_bf16: (_FLUX, "bfloat16", *blocks),
+        }
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the weight files below a directory, in the order of their paths."""
+    return sorted(directory.rglob("*.safetensors"))
+
+
+def weights_nbytes(directory: Path) -> int:
+    """Return the size of all weight files below a directory, in bytes."""
+    return sum(path.stat().st_size for path in weight_files(directory))
+
+
+def fill_page_cache(paths: list[Path]) -> None:
+    """Read files once, so that no measurement waits for the disk."""
+    buffer = memoryview(bytearray(8 << 20))
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass

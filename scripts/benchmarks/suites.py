@@ -1,0 +1,56 @@
+"""The suites of `scripts/bench`: what each measures, and what it needs for that."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.bench import Bench
+from benchmarks.figures import Figure
+from benchmarks.gpu_measures import GPU_MEASURES
+from benchmarks.measures import MEASURES
+from benchmarks.service_measures import SERVICE_MEASURES
+from benchmarks.sources import Sources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """Measurements that are made together."""
+
+    measures: Mapping[str, Callable[[Bench], list[Figure]]]
+    """By the names that `--only` takes."""
+    sources: tuple[Path, ...]
+    """Which of the sources they use."""
+    disk_nbytes: float
+    """What these take, in bytes."""
+    shm_nbytes: float
+    """What is resident at a time, in bytes."""
+    memory_nbytes: float
+    """The page cache, the segments or a private copy of them, and the rest, in bytes."""
+
+
+SUITES = ("load", "service", "gpu")
+
+
+def suite_of(name: str, sources: Sources) -> Suite:
+    """Return a suite.
+
+    Args:
+        name: one of `SUITES`.
+        sources: how large they are says what it needs.
+    """
+    if name == "gpu":
+        nbytes = sources.flux_nbytes
+        return Suite(
+            measures=GPU_MEASURES,
+            sources=(sources.flux_small, sources.flux_fp32, sources.flux_bf16),
+            disk_nbytes=3.1 * nbytes,
+            shm_nbytes=1.1 * nbytes + 1e9,  # and rings
+            memory_nbytes=5 * nbytes + 4e9,
+        )
+    return Suite(
+        measures=MEASURES if name == "load" else SERVICE_MEASURES,
+        sources=(sources.small, sources.tensors, sources.fp32, sources.bf16),
+        disk_nbytes=9e9,
+        shm_nbytes=3e9,
+        memory_nbytes=13e9,
+    )
