@@ -8,16 +8,20 @@ copies those of a private mapping to pin them.
 import contextlib
 import mmap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from shmload._linux import Inode
 from shmload._procfs import Mapping, mappings, modified_nbytes
 from shmload.integrations.moves import Allocation
-from shmload.integrations.runtime import drain
+from shmload.integrations.runtime import Event, Runtime, drain
 
 _LANE = 0
+# To register takes time for each page: while one window is copied, the next is registered.
+_WINDOW_NBYTES = 1 << 30
+_WINDOWS = 2
 
 
 def copy_registered(
@@ -49,23 +53,54 @@ def _lies_in(allocation: Allocation, mapping: Mapping) -> bool:
 
 
 def _copy(allocations: Sequence[Allocation], mapping: Mapping, fd: int) -> bool:
-    """Copy allocations that lie in one mapping; returns whether that was possible."""
-    runtime = allocations[0].runtime
-    with _shared(fd) as content:
-        if not runtime.register(content.data_ptr(), content.numel(), read_only=True):
-            return False
-        try:
-            for there in allocations:
-                (move,) = there.moves
-                begin = move.begin - mapping.start + mapping.offset
-                source = content[begin : begin + move.nbytes]
-                there.runtime.copy(there.memory[: move.nbytes], source, _LANE)
-        finally:
-            try:
-                drain({there.runtime for there in allocations}, _LANE)
-            finally:
-                runtime.unregister(content.data_ptr())
+    """Copy allocations that lie in one mapping; returns whether that was possible.
+
+    A window of the file after the other: while the device fetches from one, the next is registered.
+    """
+    base = mapping.start - mapping.offset
+    runtimes = {there.runtime for there in allocations}
+    with _shared(fd) as content, contextlib.ExitStack() as undoing:
+        windows: deque[contextlib.ExitStack] = deque()
+        for begin in range(0, content.numel(), _WINDOW_NBYTES):
+            window = content[begin : begin + _WINDOW_NBYTES]
+            parts = list(_parts(allocations, base + begin, base + begin + window.numel()))
+            if not parts:
+                continue
+            if len(windows) == _WINDOWS:
+                windows.popleft().close()
+            if not allocations[0].runtime.register(
+                window.data_ptr(), window.numel(), read_only=True
+            ):
+                return False
+            windows.append(undoing.enter_context(contextlib.ExitStack()))
+            windows[-1].callback(allocations[0].runtime.unregister, window.data_ptr())
+            events: list[Event] = []
+            windows[-1].callback(_finish, events, runtimes)
+            for there, low, high in parts:
+                source = window[low - base - begin : high - base - begin]
+                first = there.moves[0].begin
+                there.runtime.copy(there.memory[low - first : high - first], source, _LANE)
+            events += [runtime.record(_LANE) for runtime in runtimes]
     return True
+
+
+def _finish(events: list[Event], runtimes: Iterable[Runtime]) -> None:
+    """Wait for a window's copies; without events one of them has failed."""
+    if not events:
+        drain(runtimes, _LANE)
+    for event in events:
+        event.wait()
+
+
+def _parts(
+    allocations: Sequence[Allocation], begin: int, end: int
+) -> Iterator[tuple[Allocation, int, int]]:
+    """Yield what allocations want of a range of addresses."""
+    for there in allocations:
+        low = max(begin, there.moves[0].begin)
+        high = min(end, there.moves[0].end)
+        if low < high:
+            yield there, low, high
 
 
 @contextlib.contextmanager

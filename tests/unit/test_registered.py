@@ -11,6 +11,7 @@ from torch import nn
 from shmload._destination import Destination
 from shmload._errors import ArgumentError
 from shmload._linux import inode_of
+from shmload.integrations import registered
 from shmload.integrations.calibration import choose_pin
 from shmload.integrations.moves import Moves
 from shmload.integrations.registered import copy_registered
@@ -50,6 +51,43 @@ def test_large_tensors_are_copied_from_the_segment_itself(mapped):
     moves.commit()
     assert torch.equal(module.first, wanted["first"])
     assert torch.equal(module.second, wanted["second"])
+
+
+def test_file_larger_than_a_window_is_registered_in_pieces(mapped, monkeypatch):
+    monkeypatch.setattr(registered, "_WINDOW_NBYTES", 128 << 10)
+    module, files = mapped
+    wanted = {name: tensor.clone() for name, tensor in module.named_buffers()}
+    device = LateDevice()
+    moves = Moves([(module, lambda path: device)])
+    device.calls.clear()
+    most = []
+    register = device.register
+
+    def note(*args, **kwargs):
+        most.append(len(device.registered))
+        return register(*args, **kwargs)
+
+    device.register = note
+    left = copy_registered(moves.staged, files)
+    assert len(left) == 1
+    assert device.calls.count("register") == device.calls.count("unregister") == 10
+    assert max(most) == 1  # one is fetched from while the next is registered
+    assert device.pending == 0
+    moves.commit()
+    assert torch.equal(module.first, wanted["first"])
+    assert torch.equal(module.second, wanted["second"])
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 5])
+def test_failure_in_some_window_releases_all(mapped, monkeypatch, fails_at):
+    monkeypatch.setattr(registered, "_WINDOW_NBYTES", 128 << 10)
+    module, files = mapped
+    device = LateDevice(fails_at=fails_at)
+    moves = Moves([(module, lambda path: device)])
+    with pytest.raises(torch.OutOfMemoryError):
+        copy_registered(moves.staged, files)
+    assert device.pending == 0
+    assert not device.registered
 
 
 def test_segment_that_was_written_to_is_left_alone(mapped):
