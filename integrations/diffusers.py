@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from shmload._collector import freeze_imports, paused_gc
 from shmload._destination import (
     BytesNeeded,
@@ -20,9 +22,12 @@ from shmload._destination import (
     parse_max_host_memory,
     source_nbytes,
 )
+from shmload._device_map import STRATEGIES
 from shmload._errors import ArgumentError, MemoryLimitExceeded, SourceNotFound
 from shmload._hub import find_source
+from shmload._inventory import choose_inventory
 from shmload._load import Load
+from shmload._placement import place
 from shmload._progress import Callback, Progress
 from shmload._resolve import Checkpoint, Source
 from shmload._ring import Ring
@@ -108,6 +113,10 @@ def load_pipeline(
         )
     is_bypassed = kwargs.get("use_safetensors") is False or any(map(kwargs.get, _BYPASSING_KWARGS))
     destination = _destination(device_map, max_memory, max_host_memory, pin, kwargs)
+    if destination:
+        destination.require_known(found, kwargs)
+        if max_host_memory is not None:
+            destination = _plan(destination, found, torch_dtype)
     choose = functools.partial(_choose_rules, found, torch_dtype, is_bypassed=is_bypassed)
     with paused_gc(), Progress(progress, found.root.name) as counter:
         begin = functools.partial(
@@ -158,6 +167,17 @@ def _destination(
         pin=pin,
         offload_folder=kwargs.pop("offload_folder", None),
     )
+
+
+def _plan(destination: Destination, source: Source, torch_dtype: object) -> Destination:
+    """Let a strategy decide at once: whether the host can do without segments depends on it."""
+    if destination.device_map not in STRATEGIES:
+        return destination
+    from shmload.integrations.module_trees import components_of
+
+    inventory = choose_inventory(None, destination.max_memory)
+    placement = place(components_of(source, torch_dtype), destination.device_map, inventory)
+    return msgspec.structs.replace(destination, device_map=placement.device_map)
 
 
 def _build(

@@ -1,13 +1,14 @@
 """Where a load's weights go in the end, as the caller has said it."""
 
+import fnmatch
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from shmload._device_map import STRATEGIES
-from shmload._errors import ArgumentError
+from shmload._errors import ArgumentError, UnknownComponent
 from shmload._inventory import CPU, DISK, META, OFFLOAD, canonical_device
 from shmload._resolve import Source
 from shmload._ring import Ring, ring_shape
@@ -51,6 +52,19 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         """Whether every weight goes to an accelerator, as far as the map says so by itself."""
         return all(map(_is_accelerator, _values(self.device_map)))
 
+    def require_known(self, source: Source, passed: Collection[str]) -> None:
+        """Check, before anything is decoded, that the map names components that there are.
+
+        Raises:
+            UnknownComponent: there is no such one.
+        """
+        known = {*source.components, *passed}
+        names = self.device_map if isinstance(self.device_map, Mapping) else ()
+        for name in names:
+            component = str(name).partition(".")[0]
+            if component and not fnmatch.filter(known, component):
+                raise UnknownComponent(component, source.given, known)
+
     def open_ring(self, source: Source) -> Ring | None:
         """Return a ring for the weights to pass through, the caller's; None if they need none.
 
@@ -63,8 +77,8 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         if not self.is_away:
             if self.max_host_nbytes is not None:
                 raise ArgumentError(
-                    "max_host_memory needs a device_map that names an accelerator for everything, "
-                    "such as 'cuda'"
+                    "max_host_memory is for weights that all go to accelerators, and some stay; "
+                    "leave one of the two, or use device_map='cuda'"
                 )
             return None
         shape = ring_shape(worker_count(parent_is_busy=False), self.max_host_nbytes)

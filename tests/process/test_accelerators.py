@@ -267,6 +267,14 @@ def test_strategies_place_every_component(saved, accelerators, strategy):
     assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
 
 
+@pytest.mark.parametrize("strategy", ["balanced", "auto"])
+def test_strategy_that_needs_no_host_streams(saved, accelerators, streams, strategy):
+    got = load(saved("flux"), device_map=strategy, max_host_memory="64KiB")
+    assert min(streams) > 0
+    assert set(got.hf_device_map.values()) <= {"cuda:0", "cuda:1"}
+    assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
+
+
 def test_model_that_is_divided(saved, accelerators):
     got = load(
         saved("flux"),
@@ -298,9 +306,17 @@ def test_meta_takes_no_memory(saved, accelerators):
 # Refusals -----------------------------------------------------------------------------------------
 
 
-def test_unknown_component_is_named(saved, accelerators):
+@pytest.mark.parametrize("keep", [False, True])
+def test_unknown_component_is_named_before_anything_is_decoded(saved, accelerators, keep):
+    read = []
     with pytest.raises(shmload.UnknownComponent, match="text_encoder_2"):
-        load(saved("flux"), device_map={"": 0, "text_encoder_3": "cuda:1"})
+        load(
+            saved("flux"),
+            device_map={"": 0, "text_encoder_3": "cuda:1"},
+            keep=keep,
+            progress=lambda *counts: read.append(counts),
+        )
+    assert read == []
 
 
 def test_what_does_not_fit_is_said_with_the_numbers(saved, accelerators, shm_names):
@@ -313,7 +329,7 @@ def test_what_does_not_fit_is_said_with_the_numbers(saved, accelerators, shm_nam
     "arguments",
     [
         {"device_map": {"": 0, "vae": "cpu"}},
-        {"device_map": "balanced"},
+        {"device_map": "balanced", "max_memory": {"cpu": "1GiB"}},
         {"device_map": None},
         {"keep": True},
         {"verify": True},
