@@ -3,7 +3,7 @@
 import pytest
 import torch
 from devices import LateDevice
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -31,6 +31,7 @@ _sizes = st.lists(
 )
 
 
+@settings(max_examples=30)  # each copies megabytes
 @given(_sizes, st.integers(1, 9), st.sampled_from([4096, 8192, 65536, 1 << 20]))
 def test_every_byte_arrives(sizes, slots, slot_nbytes):
     module = module_of(*sizes)
@@ -44,6 +45,7 @@ def test_every_byte_arrives(sizes, slots, slot_nbytes):
         assert torch.equal(tensor, wanted[name])
 
 
+@settings(max_examples=30)
 @given(_sizes, st.sampled_from([4096, 65536]))
 def test_batches_have_every_byte_once_and_fit_a_slot(sizes, slot_nbytes):
     device = LateDevice()
