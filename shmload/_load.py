@@ -147,10 +147,7 @@ class Load:
         return [held for held in self._held.values() if isinstance(held, Segment)]
 
     def open_files(self) -> list[tuple[str, int]]:
-        """Return name and descriptor of what has each shard's tensors, or will have them.
-
-        That is its segment or part, or the shard itself.
-        """
+        """Return name and descriptor of what has, or will have, each shard's tensors."""
         found = []
         for shard, held in self._show():
             if isinstance(held, Opened):
