@@ -154,6 +154,8 @@ def _destination(
 ) -> Destination | None:
     """Return where the weights go; None if they stay, or if the library brings them there."""
     if device_map is None:
+        if max_memory is not None:
+            raise ArgumentError("max_memory is for a device_map, such as 'auto'; give both")
         return None
     if kwargs.get("quantization_config") is not None:
         kwargs["device_map"] = device_map  # weights are quantised on the device that they go to

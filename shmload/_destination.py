@@ -30,7 +30,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
     """Devices, and what may be used on the way there.
 
     Raises:
-        ArgumentError: `pin` is none of `PINS`.
+        ArgumentError: one of them is none, or does not go with another.
     """
 
     device_map: object
@@ -46,6 +46,16 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_pin(self.pin)
+        if self.max_memory is not None and not isinstance(self.max_memory, Mapping):
+            raise ArgumentError(
+                f"max_memory is {self.max_memory!r}; it must be a dict of sizes by device"
+            )
+        for value in _values(self.device_map):
+            _require_device(value)
+            if value == DISK and self.offload_folder is None:
+                raise ArgumentError(
+                    "device_map: weights are to wait on a disk; give `offload_folder`"
+                )
 
     @property
     def is_away(self) -> bool:
@@ -123,6 +133,22 @@ def _values(device_map: object) -> Iterator[object]:
             yield from _values(value)
     else:
         yield device_map
+
+
+def _require_device(device: object) -> None:
+    """Check, without asking the machine, that it is a strategy or may be a device.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if device in STRATEGIES:
+        return
+    kind = canonical_device(device).partition(":")[0]
+    if kind not in ("cuda", *_ON_THE_HOST):
+        raise ArgumentError(
+            f"device_map: {device!r} is neither a strategy ({', '.join(STRATEGIES)}) nor a device "
+            f"(cuda:0, {', '.join(_ON_THE_HOST)})"
+        )
 
 
 def _is_accelerator(device: object) -> bool:

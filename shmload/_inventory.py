@@ -17,6 +17,7 @@ from shmload._settings import parse_nbytes, settings
 
 CPU, DISK, META, OFFLOAD = "cpu", "disk", "meta", "offload"
 _WITHOUT_INDEX = (CPU, DISK, META, OFFLOAD)
+_BOUNDLESS_NBYTES = 1 << 62
 _NAME = re.compile(r"([a-z][a-z_]*)(?::(\d+))?")
 _COUNTED = re.compile(r"(\d+)\s*x\s*(.+)")
 
@@ -117,6 +118,8 @@ def limit_inventory(
     Raises:
         ArgumentError: something is no device or no size.
     """
+    if not isinstance(max_memory, Mapping):
+        raise ArgumentError(f"max_memory is {max_memory!r}; it must be a dict of sizes by device")
     kind = inventory.kind if inventory else "cuda"
     limited = _inventory({_held(k, kind): _nbytes(v) for k, v in max_memory.items()}, 0.0)
     named = {device.name for device in limited.devices}
@@ -147,9 +150,11 @@ def choose_inventory(
 def without_host_limits(inventory: Inventory, max_memory: Mapping[Any, object] | None) -> Inventory:
     """Forget how much the host holds, but for what the caller has set: the weights are there."""
     named = {_held(device, inventory.kind) for device in max_memory or ()}
-    return Inventory(
-        devices=tuple(device for device in inventory.devices if device.name != CPU or CPU in named)
-    )
+    if CPU in named:
+        return inventory
+    others = [device for device in inventory.devices if device.name != CPU]
+    boundless = Device(name=CPU, nbytes=_BOUNDLESS_NBYTES, room_nbytes=_BOUNDLESS_NBYTES)
+    return Inventory(devices=_in_order((*others, boundless)))
 
 
 def machine_inventory() -> Inventory:

@@ -343,12 +343,36 @@ def test_limit_for_the_host_needs_a_way_off_it(saved, accelerators, arguments):
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"), [("max_host_memory", "much"), ("max_host_memory", 5), ("pin", "fast")]
+    ("argument", "value"),
+    [
+        ("max_host_memory", "much"),
+        ("max_host_memory", 5),
+        ("pin", "fast"),
+        ("device_map", "atuo"),
+        ("device_map", {"": "gpu"}),
+        ("device_map", {"": "disk"}),
+        ("max_memory", "20GiB"),
+    ],
 )
-def test_odd_arguments_are_refused(saved, accelerators, argument, value):
+def test_odd_arguments_are_refused_before_anything_is_decoded(saved, argument, value):
+    read = []
     arguments = {"torch_dtype": torch.bfloat16, "device_map": "cuda", argument: value}
-    with pytest.raises(shmload.ArgumentError):
-        shmload.load_pipeline(saved("flux"), **arguments)
+    with pytest.raises(shmload.ArgumentError, match=argument.replace("pin", "fast")[:4]):
+        shmload.load_pipeline(
+            saved("flux"), **arguments, keep=True, progress=lambda *counts: read.append(counts)
+        )
+    assert read == []
+
+
+def test_limits_alone_mean_nothing(saved):
+    with pytest.raises(shmload.ArgumentError, match="device_map"):
+        shmload.load_pipeline(saved("flux"), max_memory={0: "1GiB"})
+
+
+def test_machine_without_a_gpu_says_what_it_has(saved, monkeypatch):
+    monkeypatch.setattr(_inventory, "machine_inventory", lambda: parse_inventory("cpu=8GiB"))
+    with pytest.raises(shmload.DeviceMapMalformed, match="the devices are cpu"):
+        shmload.to_device(nn.Linear(2, 2), "cuda")
 
 
 # Any module ---------------------------------------------------------------------------------------
