@@ -32,7 +32,9 @@ from serving import service  # noqa: F401 a fixture for all
 from shmload._settings import settings
 
 # Their asserts say what was compared only if pytest knows the modules before they are imported.
-pytest.register_assert_rewrite("comparing", "doors", "mappings", "warming", "watching", "weight")
+pytest.register_assert_rewrite(
+    "accelerated", "comparing", "doors", "mappings", "warming", "watching", "weight"
+)
 
 _SHM = Path("/dev/shm")
 _PREFIX = "shmload-"

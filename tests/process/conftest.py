@@ -7,11 +7,14 @@ import diffusers
 import pytest
 import torch
 import transformers
+from devices import LateDevice
 from safetensors.torch import save_file
 from warming import TENSORS
 
+from shmload import _inventory
+from shmload._inventory import parse_inventory
 from shmload._load import Load
-from shmload.integrations import build
+from shmload.integrations import build, placing
 from shmload.integrations.build import Build
 from shmload.workers.fill import Filler
 
@@ -139,3 +142,32 @@ def built(monkeypatch):
 
     monkeypatch.setattr(Build, "_build_models", count)
     return calls
+
+
+# Accelerators -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerators(monkeypatch):
+    """Two GPUs of 1 GiB, by name; each copies as late as it may."""
+    devices = {name: LateDevice() for name in ("cuda:0", "cuda:1")}
+    monkeypatch.setattr(placing, "runtime_of", lambda device: devices[str(device)])
+    monkeypatch.setattr(_inventory, "machine_inventory", lambda: parse_inventory("2x1GiB,cpu=8GiB"))
+    yield devices
+    for device in devices.values():
+        assert device.pending == 0
+        assert not device.registered
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Return what was hollow in each load that was placed."""
+    seen = []
+    drain = placing.Stream.drain
+
+    def note_and_drain(stream):
+        seen.append(len(stream._bases))
+        drain(stream)
+
+    monkeypatch.setattr(placing.Stream, "drain", note_and_drain)
+    return seen

@@ -1,0 +1,32 @@
+"""Pipelines on accelerators, loaded and compared."""
+
+import torch
+from comparing import assert_equal
+from torch import nn
+
+import shmload
+
+
+def load(source, torch_dtype=torch.bfloat16, device_map="cuda", **kwargs):
+    return shmload.load_pipeline(
+        source, torch_dtype=torch_dtype, device_map=device_map, pin="ring", **kwargs
+    )
+
+
+def models_of(pipe):
+    return {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
+
+
+def assert_as_on_the_host(got, wanted):
+    """Compare all but the notes of where modules are."""
+    for model in models_of(got).values():
+        del model.hf_device_map
+    got.hf_device_map = None
+    assert_equal(got, wanted)
+
+
+def assert_as_on_the_host_but_for_notes(got, wanted):
+    for name, model in models_of(wanted).items():
+        found = models_of(got)[name].state_dict()
+        assert found.keys() == model.state_dict().keys()
+        assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())

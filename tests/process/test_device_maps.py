@@ -1,0 +1,148 @@
+"""Device maps of whole pipelines, and which of them are refused."""
+
+import pytest
+import torch
+from accelerated import assert_as_on_the_host, assert_as_on_the_host_but_for_notes, load, models_of
+from comparing import reference
+from torch import nn
+
+import shmload
+from shmload import _inventory
+from shmload._inventory import parse_inventory
+
+
+def test_components_go_where_the_map_says(saved, accelerators):
+    source = saved("flux")
+    got = load(source, device_map={"transformer": 1, "text_encoder*": "cuda:0", "vae": "cpu"})
+    assert got.hf_device_map == {
+        "transformer": "cuda:1",
+        "text_encoder": "cuda:0",
+        "text_encoder_2": "cuda:0",
+        "vae": "cpu",
+    }
+    assert got.transformer._hf_hook.execution_device == torch.device("cuda:1")
+    sizes = {
+        name: sum(p.nbytes for p in model.parameters()) for name, model in models_of(got).items()
+    }
+    assert all(sizes.values())
+    with pytest.raises(ValueError, match="device mapping strategy"):
+        got.to("cpu")
+    got.reset_device_map()
+    assert not hasattr(got.transformer, "_hf_hook")
+    assert got.hf_device_map is None
+    assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "balanced_low_0", "sequential", "auto"])
+def test_strategies_place_every_component(saved, accelerators, strategy):
+    got = load(saved("flux"), device_map=strategy)
+    assert set(got.hf_device_map.values()) <= {"cuda:0", "cuda:1"}
+    assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "auto"])
+def test_strategy_that_needs_no_host_streams(saved, accelerators, streams, strategy):
+    got = load(saved("flux"), device_map=strategy, max_host_memory="64KiB")
+    assert min(streams) > 0
+    assert set(got.hf_device_map.values()) <= {"cuda:0", "cuda:1"}
+    assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
+
+
+def test_model_that_is_divided(saved, accelerators):
+    got = load(
+        saved("flux"),
+        device_map={
+            "": "cuda:0",
+            "transformer.transformer_blocks": "cuda:1",
+        },
+    )
+    assert got.transformer.hf_device_map["transformer_blocks"] == "cuda:1"
+    assert got.hf_device_map["transformer.transformer_blocks"] == "cuda:1"
+    assert accelerators["cuda:1"].calls.count("empty") > 0
+    assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
+
+
+def test_cpu_for_everything_copies_nothing(saved, accelerators):
+    source = saved("flux")
+    got = load(source, device_map="cpu")
+    assert got.hf_device_map == {"": "cpu"}
+    assert accelerators["cuda:0"].calls == []
+    assert_as_on_the_host(got, reference(source, torch.bfloat16))
+
+
+def test_meta_takes_no_memory(saved, accelerators):
+    got = load(saved("flux"), device_map={"": "cuda:0", "transformer": "meta"})
+    assert all(parameter.is_meta for parameter in got.transformer.parameters())
+    assert not any(parameter.is_meta for parameter in got.vae.parameters())
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_unknown_component_is_named_before_anything_is_decoded(saved, accelerators, keep):
+    read = []
+    with pytest.raises(shmload.UnknownComponent, match="text_encoder_2"):
+        load(
+            saved("flux"),
+            device_map={"": 0, "text_encoder_3": "cuda:1"},
+            keep=keep,
+            progress=lambda *counts: read.append(counts),
+        )
+    assert read == []
+
+
+def test_what_does_not_fit_is_said_with_the_numbers(saved, accelerators, shm_names):
+    with pytest.raises(shmload.DoesNotFit, match="KiB"):
+        load(saved("flux"), device_map="balanced", max_memory={0: "100KiB", 1: "100KiB"})
+    assert shm_names() == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"device_map": {"": 0, "vae": "cpu"}},
+        {"device_map": "balanced", "max_memory": {"cpu": "1GiB"}},
+        {"device_map": None},
+        {"keep": True},
+        {"verify": True},
+        {"use_safetensors": False},
+    ],
+    ids=str,
+)
+def test_limit_for_the_host_needs_a_way_off_it(saved, accelerators, arguments):
+    with pytest.raises(shmload.ArgumentError, match="max_host_memory"):
+        load(saved("flux"), max_host_memory="1MiB", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("max_host_memory", "much"),
+        ("max_host_memory", 5),
+        ("pin", "fast"),
+        ("device_map", "atuo"),
+        ("device_map", {"": "gpu"}),
+        ("device_map", {"": "disk"}),
+        ("max_memory", "20GiB"),
+    ],
+)
+def test_odd_arguments_are_refused_before_anything_is_decoded(saved, argument, value):
+    read = []
+    arguments = {"torch_dtype": torch.bfloat16, "device_map": "cuda", argument: value}
+    with pytest.raises(shmload.ArgumentError, match=argument.replace("pin", "fast")[:4]):
+        shmload.load_pipeline(
+            saved("flux"), **arguments, keep=True, progress=lambda *counts: read.append(counts)
+        )
+    assert read == []
+
+
+def test_limits_alone_mean_nothing(saved):
+    with pytest.raises(shmload.ArgumentError, match="device_map"):
+        shmload.load_pipeline(saved("flux"), max_memory={0: "1GiB"})
+
+
+def test_machine_without_a_gpu_says_what_it_has(saved, monkeypatch):
+    monkeypatch.setattr(_inventory, "machine_inventory", lambda: parse_inventory("cpu=8GiB"))
+    with pytest.raises(shmload.DeviceMapMalformed, match="the devices are cpu"):
+        shmload.to_device(nn.Linear(2, 2), "cuda")

@@ -1,0 +1,57 @@
+"""Any module on a device: copied, or left as it was."""
+
+import pytest
+import torch
+from torch import nn
+
+import shmload
+from shmload import _inventory
+from shmload._inventory import parse_inventory
+
+
+def test_any_module_goes_to_a_device(accelerators):
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    wanted = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    weight = module[0].weight
+    assert shmload.to_device(module, "cuda:1", pin="ring") is module
+    assert module[0].weight is weight
+    assert accelerators["cuda:1"].calls.count("copy") > 0
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize("is_made_inside", [False, True])
+def test_inference_mode(accelerators, is_made_inside):
+    with torch.inference_mode(is_made_inside):
+        module = nn.Linear(8, 8)
+    wanted = module.weight.clone()
+    with torch.inference_mode():
+        shmload.to_device(module, 0, pin="ring")
+        assert torch.equal(module.weight, wanted)
+
+
+def test_module_stays_as_it_was_where_torch_cannot_move_a_part(accelerators, monkeypatch):
+    class Stubborn(nn.Parameter):
+        def to(self, *args):
+            raise RuntimeError("no")
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    module[1].weight = Stubborn(torch.zeros(8, 8))
+    before = module[0].weight.data_ptr()
+    with pytest.raises(RuntimeError, match="no"):
+        shmload.to_device(module, 0, pin="ring")
+    assert module[0].weight.data_ptr() == before
+
+
+def test_what_is_on_the_host_needs_no_room_there(monkeypatch):
+    monkeypatch.setattr(_inventory, "machine_inventory", lambda: parse_inventory("cpu=1KiB"))
+    module = nn.Linear(64, 64)
+    assert shmload.to_device(module, "cpu") is module
+
+
+def test_module_stays_as_it_was_where_a_device_is_full(accelerators):
+    accelerators["cuda:0"]._fails_at = 0
+    module = nn.Linear(8, 8)
+    before = module.weight.data_ptr()
+    with pytest.raises(torch.OutOfMemoryError):
+        shmload.to_device(module, 0, pin="ring")
+    assert module.weight.data_ptr() == before
