@@ -12,11 +12,12 @@ from typing import Literal
 
 import msgspec
 
-from shmload._errors import PeerRefused, ServiceUnavailable, ShmloadError, format_nbytes
+from shmload._errors import PeerRefused, ServiceUnavailable, ShmloadError
 from shmload._procfs import FileSystem
 from shmload._protocol import VERSION, Status
 from shmload._settings import ServiceUse
 from shmload._speed import CopySpeed, ReadSpeed
+from shmload._wording import format_nbytes
 
 # Below the first hardly a model fits, docker's default of 64 MiB for /dev/shm in particular; the
 # second is what Stable Diffusion 1.5 takes in 16 bits.

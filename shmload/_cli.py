@@ -26,9 +26,9 @@ from shmload._errors import (
     SegmentBusy,
     ShmloadError,
     UnknownComponent,
-    format_nbytes,
 )
 from shmload._residency import SegmentInfo
+from shmload._wording import format_nbytes
 
 
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:

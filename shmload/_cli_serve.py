@@ -22,13 +22,13 @@ from shmload._errors import (
     ServiceError,
     ServiceRunning,
     ServiceSilent,
-    format_nbytes,
 )
 from shmload._preload import Wanted, preload, read_list
 from shmload._residency import remove_dead_parts, segments
 from shmload._service import ServiceState
 from shmload._sessions import serve
 from shmload._settings import parse_nbytes, settings, worker_count
+from shmload._wording import format_nbytes
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import click
 from shmload._cli_output import as_json_option, count_of, print_json, print_table
 from shmload._client import Client
 from shmload._endpoint import socket_path
-from shmload._errors import format_nbytes
 from shmload._protocol import GetStatus, Shutdown, Status, Stopping
+from shmload._wording import format_nbytes
 
 _TOP_INTERVAL_S = 1.0
 

@@ -19,7 +19,6 @@ from shmload._errors import (
     ServiceError,
     ServiceSilent,
     ServiceUnavailable,
-    printable,
 )
 from shmload._messages import Inbox, send
 from shmload._protocol import (
@@ -41,6 +40,7 @@ from shmload._protocol import (
     revive,
 )
 from shmload._settings import settings
+from shmload._wording import printable
 
 logger = logging.getLogger(__name__)
 

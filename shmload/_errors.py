@@ -40,39 +40,13 @@ and what to do about it.
         └── SegmentTimeout (TimeoutError)
 """
 
-import difflib
 import errno
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from os import PathLike
 
+from shmload._wording import format_nbytes, listed, nearest
+
 _Path = str | PathLike[str]
-
-
-def format_nbytes(nbytes: float) -> str:
-    """Write a size in bytes the way the errors and tables do, such as `1.50 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} TiB"
-
-
-def printable(text: str) -> str:
-    """Escape what UTF-8 cannot say, such as half a surrogate for a byte of an odd path."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    """Return the name that was perhaps meant, for an error."""
-    found = difflib.get_close_matches(name, known, 1) if not name.isdecimal() else []
-    return f"; did you mean {found[0]!r}?" if found else ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    """List names, numbers in a row as a range."""
-    if len(names) > 2 and list(names) == [str(number) for number in range(len(names))]:
-        return f"0 to {len(names) - 1}"
-    return ", ".join(names)
 
 
 class ShmloadError(Exception):
@@ -102,7 +76,7 @@ class UnknownComponent(ArgumentError):
         self.name = name
         known = sorted(known)
         super().__init__(
-            f"{source} has no component {name!r}; it has {', '.join(known)}{_nearest(name, known)}"
+            f"{source} has no component {name!r}; it has {', '.join(known)}{nearest(name, known)}"
         )
 
 
@@ -118,10 +92,10 @@ class UnknownModule(ArgumentError):
         self.path = path
         self.known = tuple(known)
         where = above or "the model"
-        there = f"it has {_listed(known)}" if known else "it cannot be divided"
+        there = f"it has {listed(known)}" if known else "it cannot be divided"
         super().__init__(
             f"device_map names {path!r}, but {where} has no module {name!r}; "
-            f"{there}{_nearest(name, known)}"
+            f"{there}{nearest(name, known)}"
         )
 
 

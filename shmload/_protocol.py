@@ -18,9 +18,10 @@ from typing import Annotated, Final
 import msgspec
 
 from shmload import _errors
-from shmload._errors import ProtocolError, ShmloadError, printable
+from shmload._errors import ProtocolError, ShmloadError
 from shmload._messages import Run
 from shmload._residency import SegmentInfo
+from shmload._wording import printable
 
 VERSION: Final = 1
 

@@ -21,7 +21,6 @@ from shmload._errors import (
     SegmentError,
     SegmentNotFound,
     SegmentUntrusted,
-    printable,
 )
 from shmload._identity import PART_SUFFIX, identify, name_prefix
 from shmload._layout import read_digest
@@ -38,6 +37,7 @@ from shmload._linux import (
 from shmload._procfs import lock_holders
 from shmload._segment import Segment, attach
 from shmload._view import VIEW_INFIX
+from shmload._wording import printable
 
 # A view is a directory for a moment before it has its lock.
 _VIEW_GRACE_S = 60.0

@@ -1,0 +1,31 @@
+"""How amounts and names are written in errors, tables and logs."""
+
+import difflib
+from collections.abc import Sequence
+
+
+def format_nbytes(nbytes: float) -> str:
+    """Write a size in bytes the way the errors and tables do, such as `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"
+
+
+def printable(text: str) -> str:
+    """Escape what UTF-8 cannot say, such as half a surrogate for a byte of an odd path."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return the name that was perhaps meant, for an error."""
+    found = difflib.get_close_matches(name, known, 1) if not name.isdecimal() else []
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """List names, numbers in a row as a range."""
+    if len(names) > 2 and list(names) == [str(number) for number in range(len(names))]:
+        return f"0 to {len(names) - 1}"
+    return ", ".join(names)
