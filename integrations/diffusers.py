@@ -20,10 +20,9 @@ from shmload._destination import (
     Destination,
     Pin,
     parse_max_host_memory,
-    source_nbytes,
 )
 from shmload._device_map import STRATEGIES
-from shmload._errors import ArgumentError, MemoryLimitExceeded, SourceNotFound
+from shmload._errors import ArgumentError, SourceNotFound
 from shmload._hub import find_source
 from shmload._inventory import choose_inventory
 from shmload._load import Load
@@ -113,33 +112,22 @@ def load_pipeline(
         )
     is_bypassed = kwargs.get("use_safetensors") is False or any(map(kwargs.get, _BYPASSING_KWARGS))
     destination = _destination(device_map, max_memory, max_host_memory, pin, kwargs)
+    may_stream = not (keep or verify or is_bypassed)
+    if max_host_memory is not None:
+        destination = _bound(destination if may_stream else None, found, torch_dtype)
     if destination:
         destination.require_known(found, kwargs)
-        if max_host_memory is not None:
-            destination = _plan(destination, found, torch_dtype)
     choose = functools.partial(_choose_rules, found, torch_dtype, is_bypassed=is_bypassed)
     with paused_gc(), Progress(progress, found.root.name) as counter:
         begin = functools.partial(
             _begin, found, choose, keep=keep, workers=workers, progress=counter
         )
         build = functools.partial(_build, found, destination, torch_dtype, kwargs, verify=verify)
-        may_stream = not (keep or verify or is_bypassed)
-        if max_host_memory is not None and not (destination and may_stream):
-            raise ArgumentError(
-                "max_host_memory is for loads that keep nothing on the host: give a device_map, "
-                "and neither keep, verify, quantization_config nor other files than safetensors"
-            )
         ring = destination.open_ring(found) if destination and may_stream else None
-        if ring:
+        if destination and ring:
             with ring, contextlib.suppress(BytesNeeded), begin(ring=ring) as (load, rules):
                 return build(load, rules, ring)
-            if max_host_memory is not None and destination:
-                raise MemoryLimitExceeded(
-                    source_nbytes(found),
-                    destination.max_host_nbytes or 0,
-                    "max_host_memory",
-                    "this pipeline wants its weights on the host first; load it without the limit",
-                )
+            destination.require_no_limit(found)
             logger.info("%s: weights are wanted on the host first", source)
         with begin() as (load, rules):
             return build(load, rules)
@@ -171,15 +159,28 @@ def _destination(
     )
 
 
-def _plan(destination: Destination, source: Source, torch_dtype: object) -> Destination:
-    """Let a strategy decide at once: whether the host can do without segments depends on it."""
+def _bound(destination: Destination | None, source: Source, torch_dtype: object) -> Destination:
+    """Make sure that the host can be kept from holding weights; a strategy decides at once.
+
+    Raises:
+        ArgumentError: something else that was asked for keeps them there.
+        DoesNotFit: as `place`.
+    """
+    if destination is None:
+        raise ArgumentError(
+            "max_host_memory is for loads that keep nothing on the host: give a device_map, and "
+            "neither keep, verify, quantization_config nor other files than safetensors"
+        )
     if destination.device_map not in STRATEGIES:
         return destination
     from shmload.integrations.module_trees import components_of
 
     inventory = choose_inventory(None, destination.max_memory)
     placement = place(components_of(source, torch_dtype), destination.device_map, inventory)
-    return msgspec.structs.replace(destination, device_map=placement.device_map)
+    # The default is for models without a checkpoint, such as those that are passed in.
+    first = next(iter(placement.execution_devices.values()))
+    decided = {"": first} | placement.device_map
+    return msgspec.structs.replace(destination, device_map=decided)
 
 
 def _build(

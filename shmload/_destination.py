@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from shmload._device_map import STRATEGIES
-from shmload._errors import ArgumentError, UnknownComponent
+from shmload._errors import ArgumentError, MemoryLimitExceeded, UnknownComponent
 from shmload._inventory import CPU, DISK, META, OFFLOAD, canonical_device
 from shmload._resolve import Source
 from shmload._ring import Ring, ring_shape
@@ -74,6 +74,20 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
             component = str(name).partition(".")[0]
             if component and not fnmatch.filter(known, component):
                 raise UnknownComponent(component, source.given, known)
+
+    def require_no_limit(self, source: Source) -> None:
+        """Check that segments may be made after all.
+
+        Raises:
+            MemoryLimitExceeded: memory of the host is limited.
+        """
+        if self.max_host_nbytes is not None:
+            raise MemoryLimitExceeded(
+                source_nbytes(source),
+                self.max_host_nbytes,
+                "max_host_memory",
+                "this pipeline wants its weights on the host first; load it without the limit",
+            )
 
     def open_ring(self, source: Source) -> Ring | None:
         """Return a ring for the weights to pass through, the caller's; None if they need none.
