@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shmload._atomic import replacing
 from shmload._destination import Pin
 from shmload._linux import inode_of
 from shmload._ring import Ring, ring_shape
@@ -62,13 +63,10 @@ def _memory_path(runtime: Runtime) -> Path:
 
 def _remember(path: Path, pin: Pin) -> None:
     """Write it so that a reader sees all or nothing; failing to is no error."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(pin)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        with replacing(path) as file:
+            file.write(pin.encode())
 
 
 def _measure(runtime: Runtime, nbytes: int) -> Pin:

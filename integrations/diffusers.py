@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,15 +22,18 @@ from shmload._destination import (
     parse_max_host_memory,
 )
 from shmload._device_map import STRATEGIES
-from shmload._errors import ArgumentError, SourceNotFound
+from shmload._errors import ArgumentError, MemoryLimitExceeded, SharedMemoryFull, SourceNotFound
 from shmload._hub import find_source
 from shmload._inventory import choose_inventory
 from shmload._load import Load
 from shmload._placement import place
 from shmload._progress import Callback, Progress
-from shmload._resolve import Checkpoint, Source
+from shmload._resolve import Checkpoint, Source, components_with_weights
 from shmload._ring import Ring
 from shmload._rules import RAW, Rule, likely_rule, rule_for
+from shmload._segment import Stay
+from shmload._settings import local_world_size
+from shmload.integrations.ranks import linger
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -40,10 +43,13 @@ logger = logging.getLogger(__name__)
 Rules = dict[str, Rule]
 """The rule of each component's checkpoint."""
 ChooseRule = Callable[[Checkpoint, object], Rule]
+Begin = Callable[..., contextlib.AbstractContextManager[tuple[Load, Rules]]]
+"""`_begin` with what does not depend on where the weights go."""
 
-_HUB_KWARGS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
+HUB_KWARGS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 # With these the library reads other files, or makes new tensors of what it reads.
 _BYPASSING_KWARGS = ("use_flashpack", "use_onnx", "quantization_config")
+_NO_ROOM = (MemoryLimitExceeded, SharedMemoryFull)
 
 
 def load_pipeline(
@@ -54,7 +60,9 @@ def load_pipeline(
     max_memory: Mapping[Any, object] | None = None,
     max_host_memory: float | str | None = None,
     pin: Pin = "auto",
+    components: Collection[str] | None = None,
     keep: bool = False,
+    share: bool | None = None,
     workers: int | None = None,
     verify: bool = False,
     progress: Callback | bool | None = None,
@@ -80,9 +88,14 @@ def load_pipeline(
         pin: how accelerators are fed. `ring`: by a ring of pinned memory; `register`: segments are
             pinned themselves; `off`: without pinned memory; `auto`: which of the first two was the
             quicker when this machine was first asked.
+        components: of those with weights, only these; the others are None. Those without weights,
+            tokenizers and the like, are there in any case.
         keep: leave the segments resident for the next process. Else they belong to this pipeline
             alone and go with its last tensor; segments that are resident already stay. Without it
             weights that all go to accelerators are not put into segments, but pass through a ring.
+        share: let other processes attach the segments for as long as some process has them. None
+            means so for one of several ranks on this host, and at least until the others have come;
+            but not with `max_host_memory`, nor where only a load that shares nothing has room.
         workers: worker processes; None for as many as there are cores to spare.
         verify: recompute the segments' digests, resident ones too.
         progress: a callback of bytes done and bytes in all, True or False for a bar, None for a bar
@@ -100,37 +113,81 @@ def load_pipeline(
         Exception: whatever `from_pretrained` raises, with the source's own paths in it.
     """
     kwargs = from_pretrained_kwargs
+    is_rank = share is None and not keep and max_host_memory is None and local_world_size() > 1
     if torch_dtype is None:
         torch_dtype = kwargs.pop("dtype", None)  # the newer name in diffusers
     # What this asks for, large reads instead of page faults, is what the workers do.
     kwargs.pop("disable_mmap", None)
-    hub_kwargs = {name: kwargs[name] for name in _HUB_KWARGS if kwargs.get(name) is not None}
-    found = find_source(source, variant=kwargs.get("variant"), passed=kwargs, **hub_kwargs)
+    hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if kwargs.get(name) is not None}
+    found = find_source(
+        source,
+        variant=kwargs.get("variant"),
+        components=components,
+        passed=kwargs,
+        **hub_kwargs,
+    )
     if not found.is_pipeline:
         raise SourceNotFound(
             source, "not a pipeline (no model_index.json); use load_state_dict or view for it"
         )
+    if components is not None:
+        others = components_with_weights(found).difference(components, kwargs)
+        kwargs.update(dict.fromkeys(others))
     is_bypassed = kwargs.get("use_safetensors") is False or any(map(kwargs.get, _BYPASSING_KWARGS))
     destination = _destination(device_map, max_memory, max_host_memory, pin, kwargs)
-    may_stream = not (keep or verify or is_bypassed)
+    stay = Stay.RESIDENT if keep else Stay.SHARED if share else Stay.PRIVATE
+    may_stream = stay is Stay.PRIVATE and not (verify or is_bypassed)
     if max_host_memory is not None:
         destination = _bound(destination if may_stream else None, found, torch_dtype)
     if destination:
         destination.require_known(found, kwargs)
     choose = functools.partial(_choose_rules, found, torch_dtype, is_bypassed=is_bypassed)
     with paused_gc(), Progress(progress, found.root.name) as counter:
-        begin = functools.partial(
-            _begin, found, choose, keep=keep, workers=workers, progress=counter
-        )
+        begin = functools.partial(_begin, found, choose, workers=workers, progress=counter)
         build = functools.partial(_build, found, destination, torch_dtype, kwargs, verify=verify)
-        ring = destination.open_ring(found) if destination and may_stream else None
-        if destination and ring:
-            with ring, contextlib.suppress(BytesNeeded), begin(ring=ring) as (load, rules):
-                return build(load, rules, ring)
-            destination.require_no_limit(found)
-            logger.info("%s: weights are wanted on the host first", source)
-        with begin() as (load, rules):
-            return build(load, rules)
+        if is_rank:
+            # For the ring that one process alone would use no room is needed.
+            with contextlib.suppress(*(_NO_ROOM if may_stream and destination else ())):
+                return _load_for_all_ranks(begin, build)
+            logger.warning("%s: no room to share it in; each rank reads it by itself", source)
+        return _load_alone(found, destination, begin, build, stay, may_stream=may_stream)
+
+
+def _load_alone(
+    source: Source,
+    destination: Destination | None,
+    begin: Begin,
+    build: Callable[..., "DiffusionPipeline"],
+    stay: Stay,
+    *,
+    may_stream: bool,
+) -> "DiffusionPipeline":
+    """Load by a ring where that is possible, else by segments."""
+    ring = destination.open_ring(source) if destination and may_stream else None
+    if destination and ring:
+        with (
+            ring,
+            contextlib.suppress(BytesNeeded),
+            begin(stay=stay, ring=ring) as (load, rules),
+        ):
+            return build(load, rules, ring)
+        destination.require_no_limit(source)
+        logger.info("%s: weights are wanted on the host first", source.given)
+    with begin(stay=stay) as (load, rules):
+        pipe = build(load, rules)
+        if stay is Stay.SHARED and local_world_size() > 1:
+            linger(load.segments())
+        return pipe
+
+
+def _load_for_all_ranks(
+    begin: Begin, build: Callable[..., "DiffusionPipeline"]
+) -> "DiffusionPipeline":
+    """Load by segments that stay until every rank on this host has come for them."""
+    with begin(stay=Stay.SHARED) as (load, rules):
+        pipe = build(load, rules)
+        linger(load.segments())
+    return pipe
 
 
 def _destination(
@@ -169,7 +226,7 @@ def _bound(destination: Destination | None, source: Source, torch_dtype: object)
     if destination is None:
         raise ArgumentError(
             "max_host_memory is for loads that keep nothing on the host: give a device_map, and "
-            "neither keep, verify, quantization_config nor other files than safetensors"
+            "neither keep, share, verify, quantization_config nor other files than safetensors"
         )
     if destination.device_map not in STRATEGIES:
         return destination

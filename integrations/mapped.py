@@ -2,11 +2,11 @@
 
 import bisect
 import itertools
-import os
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from shmload._lease import Lease
 from shmload._linux import Inode
 from shmload._procfs import Mapping, is_touched, mappings
 from shmload._segment import Segment
@@ -53,18 +53,17 @@ class Spans:
 
 
 def hold_leases(components: Iterable[Any], segments: Iterable[Segment]) -> None:
-    """Keep the leases of resident segments for exactly as long as a tensor lies in them.
+    """Keep leases of segments for exactly as long as a tensor lies in them.
 
-    Each storage, in the mapping that the library made, gets a finalizer; the last one closes a
-    duplicate of the segment's descriptor, and with it the lock goes. A segment that has no name is
-    not leased: nobody could evict it.
+    Each storage, in the mapping that the library made, gets a finalizer, the last of which closes
+    the lease. A segment that has no name is not leased: nobody could evict it.
     """
-    named = {segment.inode: segment for segment in segments if segment.is_resident}
+    named = {segment.inode: segment for segment in segments if segment.has_name}
     if not named:
         return
     import torch  # not at the top: decoding starts before the second that this takes
 
-    leases = {inode: _Lease(segment.fd) for inode, segment in named.items()}
+    leases = {inode: _Counted(Lease(segment)) for inode, segment in named.items()}
     spans = Spans(set(named))
     seen = set()
     for component in components:
@@ -78,11 +77,11 @@ def hold_leases(components: Iterable[Any], segments: Iterable[Segment]) -> None:
         lease.close_if_unused()
 
 
-class _Lease:
-    """A descriptor that is closed when the last of its storages dies."""
+class _Counted:
+    """A lease that is closed when the last of its storages dies."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = os.dup(fd)
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
         self._count = 0
 
     def add(self, storage: "torch.UntypedStorage") -> None:
@@ -94,6 +93,5 @@ class _Lease:
         self.close_if_unused()
 
     def close_if_unused(self) -> None:
-        if self._count == 0 and self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+        if self._count == 0:
+            self._lease.close()

@@ -44,11 +44,7 @@ def component_of(name: str, model: torch.nn.Module, nbytes_of: NbytesOf | None =
     Returns:
         Its modules with sizes in bytes. A tensor that has several names counts where it is first.
     """
-    whole = {
-        class_name
-        for module in model.modules()
-        for class_name in getattr(module, "_no_split_modules", None) or ()
-    }
+    whole = whole_classes(model)
     first: dict[torch.Tensor, str] = {}
     ties: dict[torch.Tensor, list[str]] = {}
 
@@ -82,6 +78,15 @@ def component_of(name: str, model: torch.nn.Module, nbytes_of: NbytesOf | None =
         ties=tuple(dict.fromkeys(tuple(paths) for paths in ties.values() if len(set(paths)) > 1)),
         runs_each_step=_EVERY_STEP.fullmatch(name) is not None,
     )
+
+
+def whole_classes(model: torch.nn.Module) -> set[str]:
+    """Return the names of the classes that a model, or a module in it, calls indivisible."""
+    return {
+        class_name
+        for module in model.modules()
+        for class_name in getattr(module, "_no_split_modules", None) or ()
+    }
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from shmload._dtypes import TORCH_NAMES
 from shmload._header import TensorSpec, read_header
-from shmload._linux import Inode, inode_of
+from shmload._linux import Inode, inode_of, reopen
 from shmload._state_dict import wrap
 from shmload.integrations.mapped import Spans
 
@@ -121,13 +121,25 @@ def unpickle_models(pickled: PickledModels, files: Files) -> Models:
     for home, stamp in pickled.stamps.items():
         if _stamp(home) != stamp:
             raise Unfit(f"{home} has changed")
-    stored = [wrap(fd, name) for name, fd in files]
+    stored = [_wrap_anew(fd, name) for name, fd in files]
     models: Models = _Unpickler(pickled, stored).load()
     modules = [module for model in models.values() for module in model.modules()]
-    _register(modules)
+    register_classes(modules)
     for config in _hashed_configs(modules):
         config._original_object_hash = hash(config)
     return models
+
+
+def _wrap_anew(fd: int, name: str) -> dict[str, torch.Tensor]:
+    """Map a file, and wrap each tensor of it; the mapping takes no part in the file's lease.
+
+    It is there for a moment longer than its last storage, whose finalizer ends the lease.
+    """
+    own = reopen(fd)
+    try:
+        return wrap(own, name)
+    finally:
+        os.close(own)
 
 
 class _Pickler(pickle.Pickler):
@@ -259,11 +271,14 @@ def _hashed_configs(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
             yield config
 
 
-def _register(modules: Iterable[torch.nn.Module]) -> None:
+def register_classes(modules: Iterable[torch.nn.Module]) -> None:
     """Have transformers know the classes of some modules.
 
     The constructor that all its models share notes each class in a table of the process, by which
-    hidden states are captured; what is unpickled never runs it.
+    hidden states are captured; what is unpickled, or gets another class later, never runs it.
+
+    Args:
+        modules: of any classes; only those of transformers' models count.
     """
     known = set()
     for module in modules:

@@ -24,7 +24,6 @@ import importlib.util
 import logging
 import os
 import platform
-import secrets
 import stat
 import sys
 from pathlib import Path
@@ -33,6 +32,7 @@ import msgspec
 import torch
 import xxhash
 
+from shmload._atomic import replacing
 from shmload._identity import identify
 from shmload._load import Load
 from shmload._resolve import Checkpoint, Source
@@ -75,7 +75,7 @@ def skeleton_path(source: Source, load: Load, torch_dtype: object, root: str) ->
         sys.version,
         # Tables that a model computes depend on the processor's vector unit.
         (platform.machine(), torch.backends.cpu.get_cpu_capability()),
-        sorted(name for folder in sys.path for name in _distributions(folder)),
+        sorted({name for folder in sys.path for name in _distributions(folder)}),
         sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)),
         str(torch.get_default_dtype()),
         repr(torch_dtype),
@@ -175,15 +175,8 @@ def _read(path: Path) -> bytes:
 def _write(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees all of it or nothing, and keep their number small."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(content)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path, mode=0o600) as file:
+        file.write(content)
     with contextlib.suppress(FileNotFoundError):  # another process does the same
         oldest_first = sorted(path.parent.iterdir(), key=lambda entry: entry.stat().st_mtime_ns)
         for entry in oldest_first[:-_MAX_SKELETONS]:

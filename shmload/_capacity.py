@@ -11,7 +11,7 @@ from shmload._errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 from shmload._identity import PART_SUFFIX, name_prefix
 from shmload._linux import shm_free_nbytes, unwritten_nbytes
 from shmload._procfs import cgroup_free_nbytes, machine_free_nbytes
-from shmload._residency import remove_dead_parts
+from shmload._residency import remove_leftovers
 
 # Left to the rest of the process: page tables, the workers themselves (about 40 MB each).
 _MARGIN_NBYTES = 64 << 20
@@ -92,6 +92,6 @@ def make_room(nbytes: int, *, is_charged_here: bool) -> None:
     try:
         require_room(nbytes, is_charged_here=is_charged_here)
     except CapacityError:
-        if not remove_dead_parts():
+        if not remove_leftovers():
             raise
         require_room(nbytes, is_charged_here=is_charged_here)

@@ -19,13 +19,15 @@ from shmload._endpoint import Endpoint, socket_path
 from shmload._errors import (
     ArgumentError,
     ProtocolError,
+)
+from shmload._preload import Wanted, preload, read_list
+from shmload._residency import remove_leftovers, segments
+from shmload._service import ServiceState
+from shmload._service_errors import (
     ServiceError,
     ServiceRunning,
     ServiceSilent,
 )
-from shmload._preload import Wanted, preload, read_list
-from shmload._residency import remove_dead_parts, segments
-from shmload._service import ServiceState
 from shmload._sessions import serve
 from shmload._settings import parse_nbytes, settings, worker_count
 from shmload._wording import format_nbytes
@@ -98,7 +100,7 @@ def serve_command(
     settings.cache_clear()
     _log_with_times()
     with contextlib.closing(_open_endpoint(socket_path())) as endpoint:
-        remove_dead_parts()
+        remove_leftovers()
         count = workers or worker_count(parent_is_busy=False)
         state = ServiceState(count, default_budget() if budget is None else budget)
         with contextlib.closing(state):

@@ -16,9 +16,6 @@ from shmload._coordinator import Job, OnBytes
 from shmload._endpoint import connect, service_pid, socket_path
 from shmload._errors import (
     ProtocolError,
-    ServiceError,
-    ServiceSilent,
-    ServiceUnavailable,
 )
 from shmload._messages import Inbox, send
 from shmload._protocol import (
@@ -38,6 +35,11 @@ from shmload._protocol import (
     Welcome,
     decode_answer,
     revive,
+)
+from shmload._service_errors import (
+    ServiceError,
+    ServiceSilent,
+    ServiceUnavailable,
 )
 from shmload._settings import settings
 from shmload._wording import printable

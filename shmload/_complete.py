@@ -9,6 +9,7 @@ from shmload._load import Load
 from shmload._progress import Callback, Progress
 from shmload._resolve import Source
 from shmload._rules import Rule
+from shmload._segment import Stay
 
 
 @contextlib.contextmanager
@@ -16,7 +17,7 @@ def complete_load(
     source: Source,
     rules: Mapping[str, Rule],
     *,
-    keep: bool,
+    stay: Stay,
     workers: int | None,
     verify: bool,
     progress: Callback | bool | None,
@@ -25,9 +26,9 @@ def complete_load(
     """Do a whole load; a context that ends it.
 
     Args:
-        source: as for `Load`, like `rules`, `keep` and `workers`.
+        source: as for `Load`, like `rules`, `stay` and `workers`.
         rules: see there.
-        keep: see there.
+        stay: see there.
         workers: see there.
         verify: whether to recompute the digest of every segment.
         progress: as for `Progress`.
@@ -46,7 +47,7 @@ def complete_load(
                 Load(
                     source,
                     rules,
-                    keep=keep,
+                    stay=stay,
                     progress=counter,
                     parent_is_busy=False,
                     workers=workers,

@@ -8,7 +8,9 @@ and what to do about it.
     │   ├── UnknownDtype
     │   ├── UnknownComponent
     │   ├── UnknownModule
-    │   └── DeviceMapMalformed
+    │   ├── DeviceMapMalformed
+    │   └── DuplicateKey
+    ├── LibraryTooOld (ImportError)
     ├── SourceNotFound (FileNotFoundError)
     ├── CheckpointError
     │   ├── ShardMissing (FileNotFoundError)
@@ -16,11 +18,17 @@ and what to do about it.
     │   ├── ShardMalformed
     │   ├── ShardTruncated
     │   ├── ShardChanged
+    │   ├── SourceChanged
     │   └── IndexMalformed
     ├── CapacityError (OSError)
     │   ├── SharedMemoryFull
     │   ├── MemoryLimitExceeded
     │   └── DoesNotFit
+    ├── JobError
+    │   ├── ItemError
+    │   │   ├── ItemFailed
+    │   │   └── ItemKilled
+    │   └── JobFailed
     ├── WorkerError
     │   ├── WorkerDied
     │   ├── WorkerStalled
@@ -31,7 +39,18 @@ and what to do about it.
     │   ├── ServiceRunning
     │   ├── SocketUnusable
     │   └── PeerRefused (PermissionError)
+    ├── ResultsError
+    │   ├── ResultsBusy
+    │   ├── ResultsMismatch
+    │   ├── ResultsCorrupt
+    │   ├── ResultsChanged
+    │   ├── ResultsInaccessible (OSError)
+    │   └── ResultsUnfinished (FileNotFoundError)
     ├── ProtocolError
+    ├── NodeError
+    │   ├── NodeLost
+    │   ├── NodeTimeout (TimeoutError)
+    │   └── NodeFailed
     └── SegmentError
         ├── SegmentNotFound (KeyError)
         ├── SegmentBusy
@@ -43,8 +62,9 @@ and what to do about it.
 import errno
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from os import PathLike
+from typing import Any
 
-from shmload._wording import format_nbytes, listed, nearest
+from shmload._wording import format_nbytes, listed, name_processes, nearest
 
 _Path = str | PathLike[str]
 
@@ -55,6 +75,18 @@ class ShmloadError(Exception):
     def __str__(self) -> str:
         # Not that of OSError, which puts the errno before it, nor of KeyError, which quotes it.
         return str(self.args[0]) if self.args else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By its parts: what `__init__` takes is not what is in `args`.
+        state = self.__dict__ | ({"errno": self.errno} if isinstance(self, OSError) else {})
+        return _rebuild, (type(self), self.args), state
+
+
+def _rebuild(kind: type[ShmloadError], args: tuple[Any, ...]) -> ShmloadError:
+    """Make an error that was pickled or copied, without its own `__init__`."""
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class ArgumentError(ShmloadError, ValueError):
@@ -104,6 +136,18 @@ class DeviceMapMalformed(ArgumentError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"device_map: {reason}")
+
+
+class LibraryTooOld(ShmloadError, ImportError):
+    """An installed library has not yet what a part of shmload stands on."""
+
+    def __init__(self, library: str, version: str, wanted: str, reason: str) -> None:
+        self.library = library
+        self.version = version
+        self.wanted = wanted
+        super().__init__(
+            f"{library} {version} has no {reason}; install {library} {wanted} or later"
+        )
 
 
 class SourceNotFound(ShmloadError, FileNotFoundError):
@@ -165,6 +209,17 @@ class ShardChanged(CheckpointError):
     def __init__(self, path: _Path) -> None:
         self.path = path
         super().__init__(f"{path} changed while it was read; load again once nobody writes to it")
+
+
+class SourceChanged(CheckpointError):
+    """A source is no longer what it was when somebody shared it."""
+
+    def __init__(self, source: _Path) -> None:
+        self.source = source
+        super().__init__(
+            f"the weights of {source} were replaced since they were shared; share them again, and "
+            "start anew whoever uses the old ones"
+        )
 
 
 class IndexMalformed(CheckpointError):
@@ -262,69 +317,6 @@ class WorkerFailed(WorkerError):
     """A worker could not start, or failed in its own code; its last output is a note."""
 
 
-class ServiceError(ShmloadError):
-    """The service cannot be used."""
-
-
-class ServiceUnavailable(ServiceError, ConnectionError):
-    """No service listens, or it went away."""
-
-    def __init__(self, path: _Path, reason: str) -> None:
-        self.path = path
-        super().__init__(f"no service answers at {path}: {reason}; start one with `shmload serve`")
-
-
-class ServiceSilent(ServiceUnavailable):
-    """A service took the connection and then did nothing.
-
-    Attributes:
-        pid: of the service, as this process sees it; None if it cannot.
-    """
-
-    def __init__(self, path: _Path, timeout_s: float, pid: int | None) -> None:
-        self.path = path
-        self.pid = pid
-        ShmloadError.__init__(
-            self,
-            f"the service at {path}, process {pid or 'unknown'}, does not answer in {timeout_s:g} "
-            f"s; {f'`kill -9 {pid}`' if pid else 'end it'}, then `shmload serve`",
-        )
-
-
-class ServiceRunning(ServiceError):
-    """A service of this user runs already.
-
-    Args:
-        path: where another one was to listen.
-        pid: of the one that runs, as it calls itself.
-        is_there: whether that one listens at the same path.
-    """
-
-    def __init__(self, path: _Path, pid: str, is_there: bool) -> None:
-        self.path = path
-        by = f"(process {pid or 'unknown'})"
-        super().__init__(
-            f"a service is running at {path} {by}; use it, or end it with `shmload shutdown`"
-            if is_there
-            else f"a service is running {by} whose socket lies in the directory of {path}, under "
-            "another name; choose another directory of your own with SHMLOAD_SOCKET"
-        )
-
-
-class SocketUnusable(ServiceError):
-    """The service cannot listen where it should."""
-
-    def __init__(self, path: _Path, reason: str) -> None:
-        self.path = path
-        super().__init__(
-            f"cannot listen at {path}: {reason}; choose a directory of your own with SHMLOAD_SOCKET"
-        )
-
-
-class PeerRefused(ServiceError, PermissionError):
-    """Another user is at the other end of the service's socket."""
-
-
 class ProtocolError(ShmloadError):
     """A message is not one that this version understands."""
 
@@ -351,18 +343,11 @@ class SegmentBusy(SegmentError):
     def __init__(self, pids: Mapping[str, Collection[int]], removed: Iterable[str] = ()) -> None:
         self.names = tuple(pids)
         self.removed = tuple(removed)
-        held = (f"{name} by {_processes(by)}" for name, by in pids.items())
+        held = (f"{name} by {name_processes(by)}" for name, by in pids.items())
         rest = f" ({len(self.removed)} removed)" if self.removed else ""
         super().__init__(
             f"still attached: {', '.join(held)}; end that process, or evict later{rest}"
         )
-
-
-def _processes(pids: Collection[int]) -> str:
-    """Name processes, of which perhaps none can be seen."""
-    if not pids:
-        return "some process"
-    return f"process{'' if len(pids) == 1 else 'es'} {' and '.join(map(str, sorted(pids)))}"
 
 
 class SegmentCorrupt(SegmentError):

@@ -11,7 +11,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from shmload._errors import IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
+from shmload._errors import (
+    ArgumentError,
+    IndexMalformed,
+    ShardMissing,
+    ShmloadError,
+    SourceNotFound,
+)
 from shmload._resolve import Source, resolve
 
 # huggingface_hub.utils.validate_repo_id, without its details.
@@ -49,6 +55,8 @@ def find_source(
         SourceNotFound: it is nowhere.
         CheckpointError: an index is wrong, or a shard is missing.
     """
+    if isinstance(components, str):
+        raise ArgumentError(f"components is {components!r}; give a list of names")
 
     def resolve_in(root: Path) -> Source:
         below = root / subfolder if subfolder else root

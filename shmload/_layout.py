@@ -66,7 +66,7 @@ def lay_out(
     """
     moves = [(tensor, _stored_nbytes(tensor, dtype_of)) for tensor in header.tensors]
     # Stable: within an alignment the shard's order stays, so that reading it stays sequential.
-    moves.sort(key=lambda move: -_alignment(move[1][1]))
+    moves.sort(key=lambda move: -alignment(move[1][1]))
     specs: list[TensorSpec] = []
     position = 0
     for tensor, (dtype, nbytes) in moves:
@@ -91,6 +91,14 @@ def read_digest(metadata: dict[str, str] | None) -> str | None:
     return None if digest == _NO_DIGEST else digest
 
 
+def alignment(nbytes: int) -> int:
+    """Return the largest power of two up to a cache line that divides a size.
+
+    Tensors in the falling order of theirs each lie on a multiple of their element size.
+    """
+    return min(_LINE_NBYTES, nbytes & -nbytes) if nbytes else _LINE_NBYTES
+
+
 def _stored_nbytes(tensor: TensorSpec, dtype_of: DtypeOf) -> tuple[str, int]:
     dtype = dtype_of(tensor)
     if dtype == tensor.dtype:
@@ -98,11 +106,6 @@ def _stored_nbytes(tensor: TensorSpec, dtype_of: DtypeOf) -> tuple[str, int]:
     assert tensor.dtype in FLOATS, tensor
     assert dtype in FLOATS, dtype
     return dtype, tensor.nbytes * NBITS[dtype] // NBITS[tensor.dtype]
-
-
-def _alignment(nbytes: int) -> int:
-    """Return the largest power of two up to a cache line that divides a size."""
-    return min(_LINE_NBYTES, nbytes & -nbytes) if nbytes else _LINE_NBYTES
 
 
 def _runs(

@@ -4,10 +4,12 @@ Each function is one question to the kernel; errno becomes one of our errors her
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
 import resource
+import signal
 import stat
 import time
 from pathlib import Path
@@ -27,6 +29,7 @@ SHM_DIR = Path("/dev/shm")
 PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 
 _LOCK_POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
 
 
 class Inode(NamedTuple):
@@ -157,6 +160,15 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
     return True
 
 
+def reopen(fd: int) -> int:
+    """Open a file anew, for reading, and return a close-on-exec descriptor, the caller's.
+
+    Its locks are its own, unlike those of a duplicate, also in forked children of others. The file
+    need not have a name any more.
+    """
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
 def unlock(fd: int) -> None:
     """Give up the lock of an open file."""
     fcntl.flock(fd, fcntl.LOCK_UN)
@@ -247,6 +259,17 @@ def resource_limits(kind: int) -> tuple[int, int]:
 def kernel_release() -> str:
     """Return the kernel's version, such as `6.8.0-45-generic`."""
     return os.uname().release
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that forked it ends.
+
+    Raises:
+        OSError: the kernel refuses; it never does.
+    """
+    # linux/prctl.h
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def has_pidfds() -> bool:

@@ -26,11 +26,11 @@ from shmload._errors import ArgumentError, SegmentTimeout
 from shmload._linux import Inode, inode_of, is_cached, read_ahead, unlock
 from shmload._plan import Plan
 from shmload._progress import Progress
-from shmload._residency import check_digest, remove_if_free
+from shmload._residency import check_digest, give_back, remove_if_free
 from shmload._resolve import Source
 from shmload._ring import Ring
 from shmload._rules import Rule
-from shmload._segment import Awaited, Held, Hollow, Opened, Part, Segment, attach, begin
+from shmload._segment import Awaited, Held, Hollow, Opened, Part, Segment, Stay, attach, begin
 from shmload._settings import settings, worker_count
 from shmload._shard import OpenShard
 from shmload._view import descriptor_path
@@ -45,7 +45,7 @@ class Load:
     Args:
         source: what to load.
         rules: the rule of each component's checkpoint.
-        keep: whether the segments shall be resident afterwards.
+        stay: how long the segments shall stay.
         progress: is told of bytes.
         parent_is_busy: whether the caller computes meanwhile.
         workers: worker processes of its own; None for as many as the settings say.
@@ -62,7 +62,7 @@ class Load:
         source: Source,
         rules: Mapping[str, Rule],
         *,
-        keep: bool,
+        stay: Stay,
         progress: Progress,
         parent_is_busy: bool,
         workers: int | None = None,
@@ -71,12 +71,12 @@ class Load:
     ) -> None:
         self._source = source
         self._ring = ring
-        self._keep = keep
+        self._stay = stay
         self._progress = progress
         if workers is not None and workers < 1:
             raise ArgumentError(f"workers is {workers}; it must be 1 or more, or None")
         self._decoder = Decoder(
-            keep=keep,
+            keep=stay is Stay.RESIDENT,
             workers=workers or worker_count(parent_is_busy=parent_is_busy),
             progress=progress,
             service=service,
@@ -100,7 +100,7 @@ class Load:
                             checkpoint.component,
                             path,
                             rules[checkpoint.component],
-                            keep=keep or ring is not None,
+                            keep=stay is Stay.RESIDENT or ring is not None,
                             piece_nbytes=ring.shape.slot_nbytes if ring else None,
                         )
                     )
@@ -219,8 +219,12 @@ class Load:
         with contextlib.ExitStack() as closing:  # each, whatever becomes of the others
             while self._shards:
                 closing.callback(self._shards.pop().close)
-            for held in self._held.values():
-                closing.callback(held.close)
+            while self._held:
+                _, held = self._held.popitem()
+                if isinstance(held, Segment):
+                    closing.callback(give_back, held)
+                else:
+                    closing.callback(held.close)
             closing.callback(self._decoder.close)
         if interrupt:
             raise interrupt
@@ -243,8 +247,8 @@ class Load:
         """End the load and remove the segments that it has made, unless somebody uses them."""
         interrupt = self._cancel()
         for name in self._made:
-            held = self._held[name]
-            if isinstance(held, Segment) and held.fd >= 0:
+            held = self._held.get(name)
+            if isinstance(held, Segment):
                 unlock(held.fd)  # of mappings of this load that are still around
         try:
             self.close()
@@ -278,6 +282,8 @@ class Load:
                     case Segment() as segment:
                         segment.read_header()  # whether it was damaged
                         segment.touch()
+                        if self._stay is Stay.RESIDENT:
+                            segment.keep()
         if self._held and not self._ring:
             self._decoder.find_service()
         self._prepare(mine)
@@ -352,9 +358,11 @@ class Load:
                     raise DecodeCancelled from None
                 raise
             self._held[name] = held
-            if self._keep and isinstance(held, Segment) and not held.is_resident:
+            if self._stay > Stay.PRIVATE and isinstance(held, Segment) and not held.has_name:
                 held.close()  # the other process made it for itself alone
                 self._held[name] = held = begin(name)
+        if self._stay is Stay.RESIDENT and isinstance(held, Segment):
+            held.keep()
         if isinstance(held, Part):
             self._prepare([shard])
             self._decode([shard])
@@ -372,14 +380,15 @@ class Load:
         if self._ring:
             self._decoder.stream(self._jobs(shards), self._ring)
             return
-        digests, keep = self._decoder.decode(self._jobs(shards), lambda: self._renew(shards))
+        digests, is_kept = self._decoder.decode(self._jobs(shards), lambda: self._renew(shards))
+        stay = Stay.RESIDENT if is_kept else self._stay
         for shard, digest in zip(shards, digests, strict=True):
             name = shard.plan.segment
             part = self._part(shard)
             assert isinstance(part, Part)
-            self._held[name] = part.publish(digest, keep=keep)
+            self._held[name] = part.publish(digest, stay)
             self._decoded.add(name)
-            if keep:
+            if stay is not Stay.PRIVATE:
                 self._made.append(name)
         self._decoder.settle()
 

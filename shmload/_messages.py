@@ -134,10 +134,16 @@ def send(channel: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] =
 
 
 class Inbox:
-    """Collects the frames that arrive on one socket."""
+    """Collects the frames that arrive on one socket.
 
-    def __init__(self, channel: socket.socket) -> None:
+    Args:
+        channel: stays the caller's.
+        max_frame_nbytes: what claims to be longer is garbage, in bytes.
+    """
+
+    def __init__(self, channel: socket.socket, max_frame_nbytes: int = _MAX_FRAME_NBYTES) -> None:
         self._channel = channel
+        self._max_frame_nbytes = max_frame_nbytes
         self._buffer = bytearray()
         self.fds: list[int] = []
         """Descriptors that came and nobody has taken yet; the taker closes them."""
@@ -182,11 +188,12 @@ class Inbox:
         if len(self._buffer) < _LENGTH_NBYTES:
             return None
         length = int.from_bytes(self._buffer[:_LENGTH_NBYTES], "big")
-        if length > _MAX_FRAME_NBYTES:
+        if length > self._max_frame_nbytes:
             raise ProtocolError(f"a frame claims {length} bytes; the peer is not a shmload process")
         if len(self._buffer) < _LENGTH_NBYTES + length:
             return None
-        frame = bytes(self._buffer[_LENGTH_NBYTES : _LENGTH_NBYTES + length])
+        with memoryview(self._buffer) as view:  # a slice of the buffer itself would be a copy more
+            frame = bytes(view[_LENGTH_NBYTES : _LENGTH_NBYTES + length])
         del self._buffer[: _LENGTH_NBYTES + length]
         return frame
 

@@ -93,6 +93,17 @@ def lock_holders(locks: Path = Path("/proc/locks")) -> dict[Inode, set[int]]:
     return holders
 
 
+# The kernel ---------------------------------------------------------------------------------------
+
+
+def boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
+    """Return what names this run of the kernel, or an empty text where a sandbox hides it."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
 # Memory -------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from shmload import _errors
+import shmload
 from shmload._errors import ProtocolError, ShmloadError
 from shmload._messages import Run
 from shmload._residency import SegmentInfo
@@ -304,7 +304,7 @@ def _to_field(value: object) -> _Field:
 
 def revive(refused: Refused) -> ShmloadError:
     """Make the error that a message carries; one of an unknown kind becomes the base class."""
-    kind = vars(_errors).get(refused.kind)
+    kind = vars(shmload).get(refused.kind)
     if not (isinstance(kind, type) and issubclass(kind, ShmloadError)):
         kind = ShmloadError
     error: ShmloadError = kind.__new__(kind)

@@ -31,15 +31,14 @@ from shmload._linux import (
     shm_open,
     shm_unlink,
     try_lock,
-    unlock,
     wait_lock,
 )
 from shmload._procfs import lock_holders
-from shmload._segment import Segment, attach
-from shmload._view import VIEW_INFIX
+from shmload._segment import Segment, attach, is_shared
+from shmload._view import VIEW_INFIX, VIEW_MARK
 from shmload._wording import printable
 
-# A view is a directory for a moment before it has its lock.
+# A view is a directory for a moment before it has its lock and its mark.
 _VIEW_GRACE_S = 60.0
 
 
@@ -67,6 +66,8 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """When it was last decoded or attached, in seconds since the epoch."""
     is_pinned: bool
     """Whether the service never evicts it to make room."""
+    is_shared: bool = False
+    """Whether it goes by itself when nobody is attached any more."""
 
 
 def make_metadata(source: str, identity: str, conversion: str) -> dict[str, str]:
@@ -90,10 +91,13 @@ def segments() -> list[SegmentInfo]:
     found = []
     for name in _resident_names():
         with contextlib.suppress(SegmentError):
-            segment = attach(name)
-            if segment:
-                with segment:
-                    found.append(_describe(segment))
+            fd = shm_open(name)
+            if fd is not None:
+                with Segment(name, fd) as segment:
+                    # No lock meanwhile, or who gives the last lease back would take it for one.
+                    info = _describe(segment)
+                    if is_named(fd, name):
+                        found.append(info)
     return sorted(found, key=lambda info: (info.created_at, info.name))
 
 
@@ -118,8 +122,10 @@ def verify_each(*patterns: str | os.PathLike[str]) -> Iterator[SegmentInfo]:
     for info in _select(patterns):
         segment = attach(info.name)
         if segment:
-            with segment:
+            try:
                 check_digest(segment)
+            finally:
+                give_back(segment)
         yield info
 
 
@@ -181,8 +187,8 @@ def holders(names: Iterable[str]) -> dict[str, set[int]]:
 def collect_garbage() -> list[str]:
     """Remove what can never be used again.
 
-    That is parts whose builder died, views whose process died, and segments whose shard has changed
-    or is gone and that nobody is attached to.
+    That is parts whose builder died, views whose process died, and of the segments that nobody is
+    attached to those that were shared, or whose shard has changed or is gone.
 
     Returns:
         The names that were removed.
@@ -190,7 +196,7 @@ def collect_garbage() -> list[str]:
     removed = [
         info.name for info in segments() if not info.is_current and remove_if_free(info.name)
     ]
-    return [*removed, *remove_dead_parts(), *filter(_remove_view, _names_of_views())]
+    return [*removed, *remove_leftovers()]
 
 
 def find_garbage() -> list[str]:
@@ -198,14 +204,28 @@ def find_garbage() -> list[str]:
 
     What is looked at is held for a moment, so whoever wants it then waits as long.
     """
-    outdated = (info.name for info in segments() if not info.is_current and not info.is_leased)
+    unused = (
+        info.name
+        for info in segments()
+        if not info.is_leased and (info.is_shared or not info.is_current)
+    )
     parts = filter(_is_free, _names_of_parts())
-    return [*outdated, *parts, *filter(_is_dead_view, _names_of_views())]
+    return [*unused, *parts, *filter(_is_dead_view, _names_of_views())]
 
 
-def remove_dead_parts() -> list[str]:
-    """Remove the parts whose builder died, and return their names."""
-    return list(filter(remove_if_free, _names_of_parts()))
+def remove_leftovers() -> list[str]:
+    """Remove what processes that died should have removed, and return the names.
+
+    That is the parts of which they were builders, the segments that they shared, and their views.
+    """
+    # Nobody lists parts, so who holds one is building it.
+    parts = (name for name in _names_of_parts() if remove_if_free(name, patience_s=0))
+    return [*parts, *filter(remove_if_unused, _resident_names()), *remove_dead_views()]
+
+
+def remove_dead_views() -> list[str]:
+    """Remove the views of processes that have died, and return the names."""
+    return list(filter(_remove_view, _names_of_views()))
 
 
 def _names_of_parts() -> list[str]:
@@ -233,7 +253,6 @@ def _describe(segment: Segment) -> SegmentInfo:
         is_current = identify(source, os.stat(source)).key == metadata.get("shmload.identity")
     except (OSError, ValueError):
         is_current = False
-    unlock(segment.fd)  # our own lease is not what is asked for
     stat_of = os.fstat(segment.fd)
     return SegmentInfo(
         name=segment.name,
@@ -247,6 +266,7 @@ def _describe(segment: Segment) -> SegmentInfo:
         is_current=is_current,
         used_at=stat_of.st_mtime,
         is_pinned=bool(stat_of.st_mode & stat.S_ISVTX),
+        is_shared=is_shared(stat_of),
     )
 
 
@@ -279,32 +299,65 @@ def _matches(info: SegmentInfo, pattern: str) -> bool:
     return False
 
 
-def remove_if_free(name: str) -> bool:
-    """Remove a segment or part unless somebody holds it; returns whether it was removed."""
-    with _hold(name) as is_mine:
-        if is_mine:
+def remove_if_free(name: str, patience_s: float = 0.2) -> bool:
+    """Remove a segment or part unless somebody holds it; returns whether it was removed.
+
+    Args:
+        name: of it.
+        patience_s: whoever lists segments holds each for a moment; how long to wait, in seconds.
+    """
+    with _hold(name, patience_s) as fd:
+        if fd is not None:
             shm_unlink(name)
-    return is_mine
+    return fd is not None
+
+
+def remove_if_unused(name: str) -> bool:
+    """Remove a shared segment unless somebody holds it; returns whether it was removed.
+
+    One that somebody has made resident meanwhile stays.
+    """
+    with _hold(name, patience_s=0) as fd:
+        is_over = fd is not None and is_shared(os.fstat(fd))
+        if is_over:
+            shm_unlink(name)
+    return is_over
+
+
+def give_back(segment: Segment) -> None:
+    """Close a segment, and have it go if it is shared and that was its last lease."""
+    may_be_last = segment.fd >= 0 and segment.is_shared
+    segment.close()
+    if may_be_last:
+        remove_if_unused(segment.name)
 
 
 def _is_free(name: str) -> bool:
-    with _hold(name) as is_mine:
-        return is_mine
+    with _hold(name) as fd:
+        return fd is not None
 
 
 @contextlib.contextmanager
-def _hold(name: str) -> Iterator[bool]:
-    """Keep others from a segment or part; yields whether it is there and nobody holds it."""
+def _hold(name: str, patience_s: float = 0.2) -> Iterator[int | None]:
+    """Keep others from a segment or part.
+
+    Args:
+        name: of it.
+        patience_s: whoever lists segments holds each for a moment; how long to wait, in seconds.
+
+    Yields:
+        Its descriptor, if it is there and nobody else holds it.
+    """
     try:
         fd = shm_open(name)
     except SegmentUntrusted:
         fd = None
     if fd is None:
-        yield False
+        yield None
         return
     try:
-        # Whoever lists segments holds each for a moment.
-        yield wait_lock(fd, exclusive=True, timeout_s=0.2) and is_named(fd, name)
+        is_free = wait_lock(fd, exclusive=True, timeout_s=patience_s) and is_named(fd, name)
+        yield fd if is_free else None
     finally:
         os.close(fd)
 
@@ -332,7 +385,8 @@ def _hold_view(name: str) -> Iterator[bool]:
     try:
         found = os.fstat(fd)
         # One from the future is old: the clock was set back.
-        is_young = 0 <= time.time() - found.st_mtime < _VIEW_GRACE_S
+        is_new = 0 <= time.time() - found.st_mtime < _VIEW_GRACE_S
+        is_young = is_new and not found.st_mode & VIEW_MARK
         is_ours = found.st_uid == os.geteuid()
         yield is_ours and not is_young and try_lock(fd, exclusive=True)
     finally:

@@ -28,6 +28,7 @@ _DIFFUSERS_BASE = "diffusion_pytorch_model"
 _TRANSFORMERS_BASE = "model"
 # Many times what the largest indexes have; a link to /dev/zero has no end.
 _MAX_JSON_NBYTES = 64 << 20
+_WEIGHTS = (_SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".onnx")
 # Classes whose directories hold JSON files only.
 _WITHOUT_WEIGHTS = (
     "Tokenizer",
@@ -126,6 +127,16 @@ def _resolve(
     if (root / "model_index.json").is_file():
         return _resolve_pipeline(given, root, variant, components, passed)
     return _resolve_component(given, root, variant)
+
+
+def components_with_weights(source: Source) -> set[str]:
+    """Return the components of a pipeline that have weights, in whatever format."""
+    folders = ((name, source.root / name) for name in source.components)
+    return {
+        name
+        for name, folder in folders
+        if os.path.isdir(folder) and any(file.endswith(_WEIGHTS) for file in os.listdir(folder))
+    }
 
 
 def read_json(path: Path) -> dict[str, Any]:

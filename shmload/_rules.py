@@ -6,18 +6,19 @@ doubt it leaves the tensor as it is: the library then casts it itself, which is 
 wrong.
 """
 
+import contextlib
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 import msgspec
 
+from shmload._atomic import replacing
 from shmload._dtypes import FLOATS, WITHIN_F32, parse_dtype
 from shmload._header import TensorSpec
 from shmload._resolve import Checkpoint
@@ -178,10 +179,7 @@ def _library_versions() -> tuple[str, ...]:
 
 def _remember(path: Path, rule: Rule) -> None:
     """Write a rule so that a reader sees all of it or nothing; failing to is no error."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(_ENCODER.encode(rule))
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        with replacing(path) as file:
+            file.write(_ENCODER.encode(rule))

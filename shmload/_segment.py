@@ -6,12 +6,16 @@
                            v                                            v has a lease
                        taken over by whoever wants it next          nothing
 
+A segment may also be private, and never get a name, or shared, and lose it when nobody is attached
+any more: whoever gives the last lease back removes it, or else whoever finds it without one.
+
 Guarantee: what has a final name is complete, and so is what has a digest in its header: the digest
 is written after the last byte. The kernel holds the locks, so no death leaves one behind. A lease
 is a shared lock on an open descriptor, or on a mapping made from it: Python's mmap keeps a
 duplicate.
 """
 
+import enum
 import os
 import stat
 import time
@@ -36,6 +40,20 @@ from shmload._linux import (
 )
 
 _POLL_S = 0.01
+_READ_ONLY = 0o400
+# On a segment's file, where nobody executes anything: that it goes with its last lease.
+_SHARED = stat.S_IXUSR
+
+
+class Stay(enum.IntEnum):
+    """How long a segment stays."""
+
+    PRIVATE = 0
+    """As long as its builder and those who waited for it have it; nobody else finds it."""
+    SHARED = 1
+    """As long as some process is attached; until then any process finds it."""
+    RESIDENT = 2
+    """Until it is evicted."""
 
 
 class Segment:
@@ -66,7 +84,7 @@ class Segment:
         return inode_of(os.fstat(self.fd))
 
     @property
-    def is_resident(self) -> bool:
+    def has_name(self) -> bool:
         """Whether it has a name, for other processes to find."""
         return is_named(self.fd, self.name)
 
@@ -82,9 +100,19 @@ class Segment:
         """
         os.utime(self.fd)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether it goes when nobody is attached any more."""
+        return is_shared(os.fstat(self.fd))
+
+    def keep(self) -> None:
+        """Have it stay when nobody is attached any more."""
+        if self.is_shared:
+            os.fchmod(self.fd, _READ_ONLY)
+
     def pin(self) -> None:
-        """Keep it from being evicted to make room; the sticky bit tells."""
-        os.fchmod(self.fd, 0o400 | stat.S_ISVTX)
+        """Keep it, and keep it from being evicted to make room; the sticky bit tells."""
+        os.fchmod(self.fd, _READ_ONLY | stat.S_ISVTX)
 
     def read_header(self) -> Header:
         """Read the header.
@@ -147,21 +175,23 @@ class Part:
                 raise
             os.close(fd)
 
-    def publish(self, digest: str, *, keep: bool) -> Segment:
+    def publish(self, digest: str, stay: Stay) -> Segment:
         """Declare it complete.
 
         Args:
             digest: of its data, 32 hexadecimal digits.
-            keep: under its final name; else its name is removed, and it lives for as long as
-                somebody has it attached or waits for it.
+            stay: how long it stays; it gets its final name unless it is private.
         """
         write_at(self.fd, digest.encode(), self._digest_offset)
-        if keep:
-            shm_rename(self.name + PART_SUFFIX, self.name)
-        else:
+        mark = _SHARED if stay is Stay.SHARED else 0
+        if mark:  # before it has a name that would stay
+            os.fchmod(self.fd, 0o600 | mark)
+        if stay is Stay.PRIVATE:
             shm_unlink(self.name + PART_SUFFIX)
+        else:
+            shm_rename(self.name + PART_SUFFIX, self.name)
         # Not earlier: who takes over from a builder that dies right here must be able to open it.
-        os.fchmod(self.fd, 0o400)
+        os.fchmod(self.fd, _READ_ONLY | mark)
         try_lock(self.fd, exclusive=False)
         self._is_published = True
         return Segment(self.name, self.fd)
@@ -204,6 +234,11 @@ class Hollow:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def is_shared(found: os.stat_result) -> bool:
+    """Tell whether a segment's file goes when nobody is attached any more."""
+    return bool(found.st_mode & _SHARED)
 
 
 def attach(name: str) -> Segment | None:

@@ -26,8 +26,8 @@ from shmload._protocol import Lease, MakePlan, Planned, Status, Warm, Warmed
 from shmload._residency import (
     SegmentInfo,
     holders,
-    remove_dead_parts,
     remove_if_free,
+    remove_leftovers,
     segments,
 )
 from shmload._warm import plan, warm
@@ -128,7 +128,7 @@ class ServiceState:
         while True:
             budget = self.budget_nbytes - self._reserved
             room = room_nbytes()
-            if room < nbytes and remove_dead_parts():
+            if room < nbytes and remove_leftovers():
                 room = room_nbytes()
             victims = choose_victims(found, nbytes, budget, room)
             require_room(nbytes, evictable=sum(info.nbytes for info in found if may_go(info)))

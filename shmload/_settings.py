@@ -17,6 +17,13 @@ _PREFIX = "SHMLOAD_"
 _WORKERS = _PREFIX + "WORKERS"
 # The variable that huggingface users know for the same thing as our workers, which wins.
 _HUGGINGFACE_WORKERS = "HF_PARALLEL_LOADING_WORKERS"
+# Of torchrun, Open MPI, Intel MPI and MVAPICH.
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
 ServiceUse = Literal["auto", "off", "require"]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 # By a field's type.
@@ -118,6 +125,18 @@ def parse_nbytes(text: str) -> int:
         return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
     except (ValueError, OverflowError) as exc:  # two points, or more than any float
         raise ValueError(f"{text!r} is no size; write it like 40GiB or 16e9") from exc
+
+
+def local_world_size() -> int:
+    """Return how many ranks of one job run on this host: 1 outside of such a job.
+
+    That is what torchrun and `accelerate launch` tell each rank, or the MPI that has started it.
+    """
+    for variable in _LOCAL_SIZES:
+        text = os.environ.get(variable, "")
+        if text.isdecimal():
+            return max(1, int(text))
+    return 1
 
 
 def _user_cache_dir() -> Path:

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,12 @@ from shmload._complete import complete_load
 from shmload._dtypes import NBITS, TORCH_NAMES, parse_dtype
 from shmload._errors import ArgumentError, ShardMalformed
 from shmload._header import read_header
+from shmload._lease import Lease
+from shmload._linux import reopen
 from shmload._progress import Callback
 from shmload._resolve import resolve
 from shmload._rules import Rule
+from shmload._segment import Stay
 
 if TYPE_CHECKING:
     import torch
@@ -57,50 +61,95 @@ def load_state_dict(
     with (
         paused_gc(),
         complete_load(
-            source, rules, keep=keep, workers=workers, verify=verify, progress=progress
+            source,
+            rules,
+            stay=Stay.RESIDENT if keep else Stay.PRIVATE,
+            workers=workers,
+            verify=verify,
+            progress=progress,
         ) as load,
     ):
         tensors: dict[str, torch.Tensor] = {}
+        shared = {segment.fd: segment for segment in load.segments() if segment.is_shared}
         for name, fd in load.open_files():
-            tensors.update(wrap(fd, name))
+            lease = Lease(shared[fd]) if fd in shared else None
+            try:
+                tensors.update(wrap(fd, name, lease))
+            except BaseException:
+                if lease:
+                    lease.close()
+                raise
     return tensors
 
 
-def wrap(fd: int, name: str) -> "dict[str, torch.Tensor]":
+def wrap(fd: int, name: str, lease: Lease | None = None) -> "dict[str, torch.Tensor]":
     """Map a segment, or a shard, and wrap each tensor of it, with no copy.
 
-    The mapping is private (copy-on-write) and keeps the lease: Python's mmap holds a duplicate of
-    the descriptor, and each tensor's storage holds the mapping.
+    The mapping is private (copy-on-write), and each tensor's storage holds it. It keeps the lock on
+    the descriptor too, which Python's mmap duplicates.
 
     Args:
         fd: of the file; stays the caller's.
         name: what errors call it.
+        lease: to be closed with the mapping, instead of that lock: of a shared segment.
 
     Raises:
         CheckpointError: the header is wrong, or a tensor has a dtype that torch lacks.
     """
-    import torch
-
     header = read_header(fd, name)
-    dtypes = {dtype: getattr(torch, name, None) for dtype, name in TORCH_NAMES.items()}
-    mapped = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+    dtypes = torch_dtypes()
+    mapped = memoryview(_map_leased(fd, lease) if lease else _map(fd))
     tensors = {}
     for spec in header.tensors:
-        dtype = dtypes.get(spec.dtype)
-        if dtype is None:
+        if spec.dtype not in dtypes:
             raise ShardMalformed(name, f"this torch has no dtype for {spec.dtype}")
-        # Two half-byte elements are one of torch's, along the last dimension.
-        nbits = NBITS[spec.dtype]
-        shape = spec.shape if nbits >= 8 else (*spec.shape[:-1], spec.shape[-1] * nbits // 8)
-        if spec.nbytes == 0:
-            tensors[spec.name] = torch.empty(shape, dtype=dtype)
-            continue
-        # A storage for each tensor: as views of one, saving any of them would save them all.
-        flat = torch.frombuffer(
-            mapped,
-            dtype=dtype,
-            count=spec.nbytes // dtype.itemsize,
-            offset=header.data_offset + spec.begin,
-        )
-        tensors[spec.name] = flat.view(shape)
+        offset = header.data_offset + spec.begin
+        content = mapped[offset : offset + spec.nbytes]
+        tensors[spec.name] = as_tensor(content, dtypes[spec.dtype], spec.shape, NBITS[spec.dtype])
     return tensors
+
+
+def as_tensor(
+    content: memoryview | bytearray, dtype: "torch.dtype", shape: tuple[int, ...], nbits: int
+) -> "torch.Tensor":
+    """Wrap a tensor's bytes, with no copy; its storage is these bytes and no more.
+
+    As views of one storage, saving any of a file's tensors would save them all.
+
+    Args:
+        content: writable; the tensor keeps it alive.
+        dtype: torch's.
+        shape: as the file says it.
+        nbits: of an element. Two of half a byte are one of torch's, along the last dimension.
+    """
+    import torch
+
+    if nbits < 8:
+        shape = (*shape[:-1], shape[-1] * nbits // 8)
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(content, dtype=dtype).view(shape)
+
+
+def torch_dtypes() -> "dict[str, torch.dtype]":
+    """Return torch's dtypes by their safetensors names, those that this torch has."""
+    import torch
+
+    return {
+        dtype: getattr(torch, name) for dtype, name in TORCH_NAMES.items() if hasattr(torch, name)
+    }
+
+
+def _map(fd: int) -> mmap.mmap:
+    return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+
+
+def _map_leased(fd: int, lease: Lease) -> mmap.mmap:
+    """Map a file without keeping the lock on its descriptor, and close a lease with the mapping."""
+    own = reopen(fd)
+    try:
+        mapped = _map(own)
+    finally:
+        os.close(own)
+    weakref.finalize(mapped, lease.close).atexit = False  # leases see to that themselves
+    return mapped

@@ -10,6 +10,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -18,6 +19,8 @@ from shmload._identity import name_prefix
 from shmload._linux import SHM_DIR, no_inodes, try_lock
 
 VIEW_INFIX = "view-"
+# On a view's directory: that it has had its lock, so without one its process has died.
+VIEW_MARK = stat.S_ISVTX
 
 
 class View:
@@ -42,6 +45,7 @@ class View:
             self._make_folder(self.folder)
             self._fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try_lock(self._fd, exclusive=True)
+            os.fchmod(self._fd, 0o700 | VIEW_MARK)
             # A link is followed from where it lies, so it must not lead to a relative path.
             paths = {_absolute(path): _absolute(to) for path, to in files.items()}
             self.path = self._link(root, paths)

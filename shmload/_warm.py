@@ -23,9 +23,10 @@ from shmload._plan import Plan, plan_shard
 from shmload._progress import Callback
 from shmload._resolve import Source
 from shmload._rules import Rule, rule_for
+from shmload._segment import Stay
 from shmload._view import View
 
-_HUB_KWARGS = frozenset(
+HUB_KWARGS = frozenset(
     {"cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"}
 )
 # As in `model.fp16.safetensors` and `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`.
@@ -81,13 +82,13 @@ def warm(
         SegmentError: nothing of this call is left in shared memory then.
     """
     began = time.monotonic()
-    found, rules = _find(source, torch_dtype, components, variant, hub_kwargs)
+    found, rules = find_with_rules(source, torch_dtype, components, variant, hub_kwargs)
     if not found.checkpoints:
         raise SourceNotFound(source, f"it has no safetensors weights{_hint(found)}")
     with complete_load(
         found,
         rules,
-        keep=True,
+        stay=Stay.RESIDENT,
         workers=workers,
         verify=verify,
         progress=progress,
@@ -146,7 +147,7 @@ def plan(
     """
     if torch_dtype is None:
         torch_dtype = hub_kwargs.pop("dtype", None)  # the newer name in diffusers
-    found, rules = _find(source, torch_dtype, components, variant, hub_kwargs)
+    found, rules = find_with_rules(source, torch_dtype, components, variant, hub_kwargs)
     shards = []
     for checkpoint in found.checkpoints:
         for path in checkpoint.shards:
@@ -203,17 +204,22 @@ def view(
     Raises:
         As `warm`.
     """
-    found, rules = _find(source, torch_dtype, components, variant, hub_kwargs)
+    found, rules = find_with_rules(source, torch_dtype, components, variant, hub_kwargs)
     with (
         complete_load(
-            found, rules, keep=keep, workers=workers, verify=verify, progress=progress
+            found,
+            rules,
+            stay=Stay.RESIDENT if keep else Stay.PRIVATE,
+            workers=workers,
+            verify=verify,
+            progress=progress,
         ) as load,
         View(found.root, load.files()) as lent,
     ):
         yield lent.path
 
 
-def _find(
+def find_with_rules(
     source: str | os.PathLike[str],
     torch_dtype: object,
     components: Collection[str] | None,
@@ -223,7 +229,7 @@ def _find(
     """Find a source and the rules of its checkpoints; what is asked for must be there."""
     if torch_dtype is None:
         torch_dtype = hub_kwargs.pop("dtype", None)  # the newer name in diffusers
-    unknown = hub_kwargs.keys() - _HUB_KWARGS
+    unknown = hub_kwargs.keys() - HUB_KWARGS
     if unknown:
         raise TypeError(f"unknown argument {min(unknown)!r}")
     found = find_source(source, variant=variant, components=components, **hub_kwargs)

@@ -1,7 +1,7 @@
 """How amounts and names are written in errors, tables and logs."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 def format_nbytes(nbytes: float) -> str:
@@ -29,3 +29,10 @@ def listed(names: Sequence[str]) -> str:
     if len(names) > 2 and list(names) == [str(number) for number in range(len(names))]:
         return f"0 to {len(names) - 1}"
     return ", ".join(names)
+
+
+def name_processes(pids: Collection[int]) -> str:
+    """Name processes, of which perhaps none can be seen."""
+    if not pids:
+        return "some process"
+    return f"process{'' if len(pids) == 1 else 'es'} {' and '.join(map(str, sorted(pids)))}"

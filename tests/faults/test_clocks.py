@@ -3,15 +3,15 @@
 import itertools
 import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from harm import STOP_ONCE
 from safetensors.torch import load_file
-from warming import CHILD, begun
+from warming import CHILD, SHM, begun
 
 import shmload
+from shmload._identity import name_prefix
 
 YEAR_S = 365 * 86400
 
@@ -63,20 +63,12 @@ def test_view_in_use_is_no_garbage_whatever_its_age(checkpoint, age_s):
         assert len(load_file(path)) == 2
 
 
-def test_view_of_a_killed_process_is_garbage_after_the_clock_was_set_back(
-    checkpoint, child, shm_names
-):
-    holder = child(
-        "import sys, shmload\n"
-        "with shmload.view(sys.argv[1], torch_dtype='bfloat16') as path:\n"
-        "    print('PATH', path, flush=True)\n"
-        "    sys.stdin.read()\n",
-        checkpoint,
-    )
-    view = Path(holder.expect("PATH")).parent
-    holder.end()
+def test_view_that_never_had_its_lock_is_garbage_once_it_is_old(shm_names):
+    # Its process was killed between the two.
+    view = SHM / f"{name_prefix()}view-0123456789abcdef"
+    view.mkdir(0o700)
     assert shmload.collect_garbage() == []  # it is young, and could be about to get its lock
-    when = time.time() + YEAR_S
+    when = time.time() + YEAR_S  # the clock was set back
     os.utime(view, (when, when))
     assert shmload.collect_garbage() == [view.name]
     assert shm_names() == []

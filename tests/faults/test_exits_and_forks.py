@@ -10,6 +10,7 @@ from warming import TENSORS
 from watching import Watched, workers_of
 
 import shmload
+from shmload import _forks
 
 # The ways to have tensors over a segment, or over the file itself.
 KINDS = {
@@ -191,6 +192,58 @@ def test_forked_child_loads_by_itself(source, child, configure, shm_names, inlin
     assert process.expect("ENDED") == "0"
     assert_quiet_end(process)
     assert shm_names() == []
+
+
+FORK_WITH_THREADS = """
+import faulthandler, os, sys
+import torch
+import shmload
+source, is_loaded = sys.argv[1:]
+handle = shmload.share(source, torch_dtype="bfloat16", components=["vae"])
+large = torch.ones(1 << 20)
+torch.set_num_threads(4)
+large.exp().sum()  # on all four, which wait for more now
+if is_loaded == "True":
+    handle.load()
+if os.fork() == 0:
+    faulthandler.dump_traceback_later(50, exit=True)
+    vae = handle.load().vae
+    print("TOTAL", float(large.sum()), torch.get_num_threads(), flush=True)
+    vae.encode(torch.ones(1, 3, 64, 64, dtype=torch.bfloat16))
+    print("ENCODED", flush=True)
+    sys.stdin.readline()
+    os._exit(0)
+os.wait()
+print("PARENT", torch.get_num_threads(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_forked_child_waits_for_no_threads_of_its_parent(saved, child, shm_names, is_loaded):
+    process = child(FORK_WITH_THREADS, saved("stable-diffusion"), is_loaded)
+    assert process.expect("TOTAL") == f"{float(1 << 20)} 1"
+    process.expect("ENCODED")
+    process.say()
+    assert process.expect("PARENT") == "4"
+    assert process.wait() == 0
+    assert shm_names() == []
+
+
+@pytest.mark.parametrize(("inherited", "chosen", "then"), [(3, 3, 1), (3, 2, 2), (0, 3, 3)])
+def test_forked_child_keeps_the_number_of_threads_that_it_chose(
+    monkeypatch, inherited, chosen, then
+):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(chosen)
+        monkeypatch.setattr(_forks, "_inherited", inherited)
+        _forks.limit_inherited_threads()
+        assert torch.get_num_threads() == then
+        torch.set_num_threads(3)
+        _forks.limit_inherited_threads()  # once in a process
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 # Closed segments ----------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ import threading
 import pytest
 
 import shmload
-from shmload._errors import ServiceUnavailable
 from shmload._hub import find_source
 from shmload._load import Load
 from shmload._progress import Progress
-from shmload._segment import Segment, begin
+from shmload._segment import Segment, Stay, begin
+from shmload._service_errors import (
+    ServiceUnavailable,
+)
 from shmload._warm import derive_rules
 
 
@@ -82,7 +84,7 @@ def test_part_that_somebody_looks_at_stays(service, shard):
         Load(
             source,
             derive_rules(source, "bfloat16"),
-            keep=False,
+            stay=Stay.PRIVATE,
             progress=progress,
             parent_is_busy=False,
             service=service,

@@ -15,6 +15,7 @@ from shmload._progress import Progress
 from shmload._resolve import resolve
 from shmload._ring import Ring, RingShape
 from shmload._rules import Rule
+from shmload._segment import Stay
 from shmload._state_dict import wrap
 from shmload.integrations.mapped import Spans
 from shmload.integrations.moves import Moves
@@ -31,7 +32,9 @@ def stream(source, device, shape=SHAPE):
     with (
         Ring(shape) as ring,
         Progress(None, "test") as progress,
-        Load(found, rules, keep=False, progress=progress, parent_is_busy=False, ring=ring) as load,
+        Load(
+            found, rules, stay=Stay.PRIVATE, progress=progress, parent_is_busy=False, ring=ring
+        ) as load,
     ):
         module = nn.Module()
         for name, fd in load.open_files():

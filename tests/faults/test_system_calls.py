@@ -5,31 +5,15 @@ strace makes it happen, in real processes at the very call; so nothing in the pr
 
 import errno
 import json
-import shutil
-import subprocess
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tracing import needs_strace
 from warming import SHM
 
 import shmload
 from shmload.workers import fill
-
-
-def can_trace():
-    return (
-        bool(shutil.which("strace"))
-        and not subprocess.run(
-            ["strace", "-f", "-o", "/dev/null", "true"],
-            capture_output=True,
-            timeout=60,
-            check=False,
-        ).returncode
-    )
-
-
-needs_strace = pytest.mark.skipif(not can_trace(), reason="strace is missing or forbidden")
 
 # Warms its source, or maps it into a view; says what it read or why it could not.
 LOADER = """

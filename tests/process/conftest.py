@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from devices import LateDevice
+from light_jobs import light_job, light_server, pipeline  # noqa: F401 fixtures for all here
 from safetensors.torch import save_file
 from warming import TENSORS
 

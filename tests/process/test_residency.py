@@ -283,7 +283,7 @@ def test_outdated_segment_in_use_is_no_garbage(checkpoint, child):
     assert shmload.collect_garbage() == [name]
 
 
-def test_view_of_a_killed_process_is_garbage_once_it_is_old(checkpoint, child, shm_names):
+def test_view_of_a_killed_process_is_garbage(checkpoint, child, shm_names):
     process = child(
         "import sys, shmload\n"
         "with shmload.view(sys.argv[1], torch_dtype='bfloat16') as path:\n"

@@ -7,7 +7,9 @@ import time
 import pytest
 
 from shmload._endpoint import connect
-from shmload._errors import ServiceUnavailable
+from shmload._service_errors import (
+    ServiceUnavailable,
+)
 
 
 @pytest.fixture

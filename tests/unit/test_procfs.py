@@ -9,6 +9,7 @@ from shmload._errors import ShmloadError
 from shmload._linux import PAGE_NBYTES, inode_of, shm_unlink
 from shmload._procfs import (
     FileSystem,
+    boot_id,
     cgroup_free_nbytes,
     file_system,
     huge_page_policy,
@@ -218,3 +219,9 @@ def test_touched_page_is_told_from_one_that_is_not(fd, access, place):
         assert not is_touched(page + 1, page + PAGE_NBYTES)
         assert not is_touched(page, page + PAGE_NBYTES - 1)
         assert not is_touched(page, page)
+
+
+def test_boot_id_stays_while_the_kernel_runs(tmp_path):
+    assert boot_id() == boot_id() != ""
+    assert len(boot_id()) == 36
+    assert boot_id(tmp_path / "hidden") == ""

@@ -1,0 +1,56 @@
+"""The ranks of one job on one host: what one has decoded stays until all have come for it."""
+
+import threading
+import time
+from collections.abc import Collection, Iterable
+
+from shmload._lease import Lease
+from shmload._residency import holders
+from shmload._segment import Segment
+from shmload._settings import local_world_size
+
+# How late a rank may be: they start together, and imports differ by seconds.
+_PATIENCE_S = 60.0
+_POLL_S = 0.2
+# Each looks for itself whether all are there, so nobody leaves at once.
+_FAREWELL_S = 1.0
+
+
+def linger(segments: Iterable[Segment]) -> None:
+    """Keep leases of shared segments until every rank on this host has one; returns at once.
+
+    A rank may be done with them before another comes: it has moved its weights to a device, or
+    dropped them. The leases go after a minute in any case, and with the process.
+
+    Args:
+        segments: stay the caller's.
+    """
+    ranks = local_world_size()
+    # Not a forked child's, which has no thread that waits, and would keep them for its lifetime.
+    leases = [Lease(s, crosses_forks=False) for s in segments if s.is_shared]
+    if not leases:
+        return
+    thread = threading.Thread(
+        target=_wait, args=(leases, ranks), name="shmload-linger", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads are to be had
+        _close(leases)
+
+
+def _wait(leases: Collection[Lease], ranks: int) -> None:
+    names = [lease.name for lease in leases]
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        found = holders(names)
+        if all(len(found.get(name, ())) >= ranks for name in names):
+            time.sleep(_FAREWELL_S)
+            break
+        time.sleep(_POLL_S)
+    _close(leases)
+
+
+def _close(leases: Collection[Lease]) -> None:
+    for lease in leases:
+        lease.close()

@@ -1,0 +1,186 @@
+"""The errors of jobs, their results, and clusters; the tree of all errors is in `_errors`."""
+
+import errno
+import reprlib
+from collections.abc import Collection, Sequence
+from os import PathLike
+
+from shmload._errors import ArgumentError, ShmloadError
+from shmload._wording import name_processes
+
+_Path = str | PathLike[str]
+# Of an item as much as tells which one it is: a path, for instance.
+_ITEM = reprlib.Repr()
+_ITEM.maxstring = _ITEM.maxother = 200
+
+
+class DuplicateKey(ArgumentError):
+    """Two items of a job have the same key.
+
+    Attributes:
+        key: of both.
+        places: the items' numbers.
+    """
+
+    def __init__(self, key: str, places: tuple[int, int]) -> None:
+        self.key = key
+        self.places = places
+        super().__init__(
+            f"items {places[0]} and {places[1]} have the same key {key!r}; give each its own"
+        )
+
+
+class JobError(ShmloadError):
+    """A data-prep job could not do all of its work."""
+
+
+class ItemError(JobError):
+    """One item of a job gave no result.
+
+    Attributes:
+        index: of the item, from 0.
+        item: what the function was given.
+        reason: why, without the item.
+    """
+
+    def __init__(self, index: int, item: object, reason: str) -> None:
+        self.index = index
+        self.item = item
+        self.reason = reason
+        super().__init__(f"item {index}, {_ITEM.repr(item)}: {reason}")
+
+
+class ItemFailed(ItemError):
+    """The function raised an error, which is the cause; the traceback is a note."""
+
+
+class ItemKilled(ItemError):
+    """The processes that worked on an item died, each time; it was passed over.
+
+    Attributes:
+        endings: how they ended, such as `SIGKILL` or `exit code 3`.
+    """
+
+    def __init__(self, index: int, item: object, endings: Sequence[str]) -> None:
+        self.endings = tuple(endings)
+        hint = "; perhaps the kernel ran out of memory, see dmesg" if "SIGKILL" in endings else ""
+        super().__init__(
+            index, item, f"{len(endings)} processes ended at it ({', '.join(endings)}){hint}"
+        )
+
+
+class JobFailed(JobError):
+    """The processes of a job cannot be started, or keep ending before they have worked."""
+
+
+class ResultsError(ShmloadError):
+    """A folder of results cannot be used."""
+
+
+class ResultsBusy(ResultsError):
+    """Another run writes to a folder of results."""
+
+    def __init__(self, folder: _Path, pids: Collection[int]) -> None:
+        self.folder = folder
+        super().__init__(
+            f"another run writes to {folder}: {name_processes(pids)}; wait for its end, or give "
+            "another folder"
+        )
+
+
+class ResultsMismatch(ResultsError):
+    """A folder holds the results of other items, or of the same ones made in another way.
+
+    Attributes:
+        folder: where they are.
+        reason: what differs.
+    """
+
+    def __init__(self, folder: _Path, reason: str) -> None:
+        self.folder = folder
+        self.reason = reason
+        super().__init__(
+            f"{folder} holds the results of another job: {reason}; give another folder, or remove "
+            "this one"
+        )
+
+
+class ResultsCorrupt(ResultsError):
+    """A file of results is not as it was written."""
+
+    def __init__(self, path: _Path, reason: str, remedy: str) -> None:
+        self.path = path
+        super().__init__(f"{path} is damaged: {reason}; {remedy}")
+
+
+class ResultsInaccessible(ResultsError, OSError):
+    """The kernel refused to write or to read a file of results; what was stored is still there."""
+
+    def __init__(self, path: _Path, reason: str, number: int = errno.EIO) -> None:
+        self.path = path
+        super().__init__(
+            f"{path} cannot be written or read: {reason}; see to its disk and permissions, then "
+            "run the job again: it goes on where it was"
+        )
+        self.errno = number
+
+
+class ResultsChanged(ResultsError):
+    """A job has changed a folder of results since it was opened for reading."""
+
+    def __init__(self, folder: _Path) -> None:
+        self.folder = folder
+        super().__init__(
+            f"{folder} has changed since it was opened; open it again once the job has ended"
+        )
+
+
+class ResultsUnfinished(ResultsError, FileNotFoundError):
+    """A folder has no index of results: the job that writes it has not ended."""
+
+    def __init__(self, folder: _Path) -> None:
+        self.folder = folder
+        super().__init__(
+            f"{folder} has no index of results; run the job to its end, it goes on where it was"
+        )
+
+
+class NodeError(ShmloadError):
+    """A node of a cluster could not do its part.
+
+    Attributes:
+        node_id: the cluster's name of it.
+        address: of the node, or empty if it is not known.
+    """
+
+    def __init__(self, node_id: str, address: str, reason: str) -> None:
+        self.node_id = node_id
+        self.address = address
+        super().__init__(f"node {node_id[:12]}{f' at {address}' if address else ''}: {reason}")
+
+
+class NodeLost(NodeError):
+    """A node, or the process that worked on it, ended before it was done."""
+
+    def __init__(self, node_id: str, address: str, how: str) -> None:
+        super().__init__(
+            node_id, address, f"{how}; call again once it is back, other nodes keep what they have"
+        )
+
+
+class NodeTimeout(NodeError, TimeoutError):
+    """A node was not done within the deadline."""
+
+    def __init__(self, node_id: str, address: str, timeout_s: float) -> None:
+        super().__init__(
+            node_id,
+            address,
+            f"not done after {timeout_s:g} s; raise timeout_s, or see whether it starts processes",
+        )
+
+
+class NodeFailed(NodeError):
+    """A node failed with an error that is none of shmload; the traceback is a note."""
+
+    def __init__(self, node_id: str, address: str, how: str) -> None:
+        super().__init__(node_id, address, f"{how}; a note of this error says where")

@@ -1,0 +1,72 @@
+"""The errors of the service; the tree of all errors is in `_errors`."""
+
+from os import PathLike
+
+from shmload._errors import (
+    ShmloadError,
+)
+
+_Path = str | PathLike[str]
+
+
+class ServiceError(ShmloadError):
+    """The service cannot be used."""
+
+
+class ServiceUnavailable(ServiceError, ConnectionError):
+    """No service listens, or it went away."""
+
+    def __init__(self, path: _Path, reason: str) -> None:
+        self.path = path
+        super().__init__(f"no service answers at {path}: {reason}; start one with `shmload serve`")
+
+
+class ServiceSilent(ServiceUnavailable):
+    """A service took the connection and then did nothing.
+
+    Attributes:
+        pid: of the service, as this process sees it; None if it cannot.
+    """
+
+    def __init__(self, path: _Path, timeout_s: float, pid: int | None) -> None:
+        self.path = path
+        self.pid = pid
+        ShmloadError.__init__(
+            self,
+            f"the service at {path}, process {pid or 'unknown'}, does not answer in {timeout_s:g} "
+            f"s; {f'`kill -9 {pid}`' if pid else 'end it'}, then `shmload serve`",
+        )
+
+
+class ServiceRunning(ServiceError):
+    """A service of this user runs already.
+
+    Args:
+        path: where another one was to listen.
+        pid: of the one that runs, as it calls itself.
+        is_there: whether that one listens at the same path.
+    """
+
+    def __init__(self, path: _Path, pid: str, is_there: bool) -> None:
+        self.path = path
+        by = f"(process {pid or 'unknown'})"
+        super().__init__(
+            f"a service is running at {path} {by}; use it, or end it with `shmload shutdown`"
+            if is_there
+            else f"a service is running {by} whose socket lies in the directory of {path}, under "
+            "another name; choose another directory of your own with SHMLOAD_SOCKET"
+        )
+
+
+class SocketUnusable(ServiceError):
+    """The service cannot listen where it should."""
+
+    def __init__(self, path: _Path, reason: str) -> None:
+        self.path = path
+        super().__init__(
+            f"cannot listen at {path}: {reason}; choose a directory of your own with SHMLOAD_SOCKET"
+        )
+
+
+class PeerRefused(ServiceError, PermissionError):
+    """Another user is at the other end of the service's socket."""

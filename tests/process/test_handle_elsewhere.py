@@ -1,0 +1,211 @@
+"""A handle crosses to wherever its user's processes come from, and gives the same weights there."""
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from comparing import as_bytes, reference
+from datasets.fingerprint import Hasher
+
+import shmload
+
+# A user's program: what is done in the other processes, and the ways to get them.
+PROGRAM = '''
+import hashlib, json, multiprocessing, os, sys
+import torch
+import shmload
+
+def attach(handle):
+    handle.load()
+
+def look(handle, number=0):
+    """Return a digest of the weights, what they compute, and where."""
+    vae = handle.load().vae
+    with torch.no_grad():
+        image = torch.full((1, 3, 16, 16), number / 8, dtype=vae.dtype)
+        latents = vae.encode(image).latent_dist.mode()[0]
+    digest = hashlib.sha256()
+    for tensor in vae.state_dict().values():
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest(), latents, os.getpid()
+
+class Looks(torch.utils.data.Dataset):
+    def __init__(self, handle):
+        self.handle = handle
+    def __len__(self):
+        return 8
+    def __getitem__(self, number):
+        digest, latents, pid = look(self.handle, number)
+        return {"digest": digest, "latents": latents, "pid": pid}
+
+def in_pool(handle, method):
+    context = multiprocessing.get_context(method)
+    with context.Pool(2, attach, (handle,)) as pool:
+        return pool.starmap(look, [(handle, number) for number in range(8)], chunksize=2)
+
+def in_executor(handle, method):
+    from concurrent.futures import ProcessPoolExecutor
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(2, context, attach, (handle,)) as executor:
+        return list(executor.map(look, [handle] * 8, range(8)))
+
+def in_joblib(handle, method):
+    from joblib import Parallel, delayed
+    return Parallel(n_jobs=2, backend=method)(delayed(look)(handle, n) for n in range(8))
+
+def in_data_loader(handle, method):
+    from torch.utils.data import DataLoader
+    loader = DataLoader(Looks(handle), batch_size=2, num_workers=2, multiprocessing_context=method)
+    return [
+        found for batch in loader
+        for found in zip(batch["digest"], batch["latents"], batch["pid"].tolist(), strict=True)
+    ]
+
+def in_daemon(handle, method):
+    """As a job of a job: in a process that may have no children."""
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=answer, args=(theirs, handle), daemon=True)
+    process.start()
+    found = ours.recv()
+    ours.send("fetched")  # torch's tensors go by descriptors that their process has
+    process.join()
+    return found
+
+def answer(channel, handle):
+    channel.send([look(handle, number) for number in range(8)])
+    channel.recv()
+
+if __name__ == "__main__":
+    source, way, method = sys.argv[1:]
+    with shmload.share(source, torch_dtype="bfloat16", components=["vae"]) as handle:
+        found = globals()[way](handle, method)
+        print(json.dumps({
+            "digests": sorted({digest for digest, _, _ in found}),
+            "latents": [latents.float().tolist() for _, latents, _ in found],
+            "pids": len({pid for _, _, pid in found} - {os.getpid()}),
+            "segments": len(shmload.segments()),
+        }))
+'''
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a program, from a file, a string or standard input; returns what it printed."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(shmload.__file__).parents[1]))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+
+    def start(program, *args, given="file"):
+        path = tmp_path / "program.py"
+        path.write_text(program)
+        how = {"file": [path], "-c": ["-c", program], "stdin": ["-"]}[given]
+        ended = subprocess.run(
+            [sys.executable, "-W", "ignore", *how, *args],
+            input=program if given == "stdin" else None,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    return start
+
+
+def digest_of(vae):
+    return hashlib.sha256(b"".join(map(as_bytes, vae.state_dict().values()))).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("way", "method", "given"),
+    [
+        ("in_pool", "fork", "stdin"),
+        ("in_pool", "spawn", "file"),
+        ("in_pool", "forkserver", "file"),
+        ("in_executor", "spawn", "file"),
+        ("in_joblib", "loky", "-c"),
+        ("in_daemon", "fork", "file"),
+        ("in_data_loader", "fork", "-c"),
+        ("in_data_loader", "spawn", "file"),
+    ],
+)
+def test_processes_of_libraries_attach(saved, run, shm_names, way, method, given):
+    source = saved("stable-diffusion")
+    found = json.loads(run(PROGRAM, source, way, method, given=given))
+    wanted = reference(str(source), torch.bfloat16).vae
+    assert found["digests"] == [digest_of(wanted)]
+    assert found["pids"] in (1, 2)  # a quick one may have done the other's work
+    assert found["segments"] == 1
+    assert len(found["latents"]) == 8
+    with torch.no_grad():
+        image = torch.full((1, 3, 16, 16), 7 / 8, dtype=torch.bfloat16)
+        latents = wanted.encode(image).latent_dist.mode()[0].float()
+    assert torch.allclose(torch.tensor(found["latents"][7]), latents, rtol=0.05, atol=0.05)
+    assert shm_names() == []
+
+
+# datasets -----------------------------------------------------------------------------------------
+
+EMBED = """
+import os, sys
+import datasets, torch
+import shmload
+source, folder, log = sys.argv[1:]
+handle = shmload.share(source, torch_dtype="bfloat16", components={"text_encoder", "vae"})
+def embed(row):
+    pipe = handle.load()
+    with open(log, "a") as calls:
+        calls.write(f"{os.getpid()}\\n")
+    tokens = pipe.tokenizer(row["caption"], padding="max_length", return_tensors="pt")
+    with torch.no_grad():
+        return {"embedding": pipe.text_encoder(tokens.input_ids)[0].float().numpy()}
+datasets.disable_progress_bars()
+mapped = datasets.load_from_disk(folder).map(embed, num_proc=2)
+embedding = mapped.with_format("numpy")["embedding"][:]
+print(datasets.fingerprint.Hasher.hash(handle), mapped._fingerprint, *embedding.shape[:2])
+"""
+
+
+def test_datasets_finds_what_it_has_mapped_again(copied, run, tmp_path, shm_names, monkeypatch):
+    source, folder, log = copied("stable-diffusion"), tmp_path / "captions", tmp_path / "log"
+    captions = ["a cat", "the red dog", "a boat", "fog"]
+    datasets.Dataset.from_dict({"caption": captions}).save_to_disk(folder)
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    first = run(EMBED, source, folder, log)
+    pids = log.read_text().split()
+    assert len(pids) == 4
+    assert len(set(pids)) == 2
+    monkeypatch.setenv("PYTHONHASHSEED", "2")
+    assert run(EMBED, source, folder, log) == first
+    assert log.read_text().split() == pids  # nothing was done again
+    os.utime(source / "vae" / "diffusion_pytorch_model.safetensors", ns=(1, 1))
+    assert run(EMBED, source, folder, log) != first
+    assert len(log.read_text().split()) == 8
+    assert shm_names() == []
+
+
+def test_hash_of_a_handle_is_that_of_what_it_stands_for(saved):
+    source = saved("stable-diffusion")
+    arguments = {"torch_dtype": {"vae": "bfloat16", "default": "float16"}}
+    names = ["vae", "text_encoder"]
+    with shmload.share(source, components=names, **arguments) as handle:
+        hashed = Hasher.hash(handle)
+        handle.load()
+        others = [
+            handle,
+            pickle.loads(pickle.dumps(handle)),
+            shmload.Handle.from_text(handle.text),
+            shmload.Handle.of(source, components=set(names), **arguments),
+        ]
+        assert [Hasher.hash(other) for other in others] == [hashed] * 4
+        one = shmload.Handle.of(source, components=["vae"], **arguments)
+        assert Hasher.hash(one) != hashed
+        assert Hasher.hash(lambda: one) != Hasher.hash(lambda: handle)

@@ -1,0 +1,179 @@
+"""A shared pipeline lasts as long as somebody has it, and a handle is all that it takes."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from comparing import assert_equal, reference
+
+import shmload
+
+CHILD = """
+import os, signal, sys
+import shmload
+from shmload._load import Load
+loads, begin = [], Load._begin
+Load._begin = lambda load: (loads.append(load), begin(load))
+handle = shmload.Handle.from_text(sys.argv[1])
+pipe = handle.load()
+print("LOADED", sum(load.read_nbytes for load in loads), flush=True)
+order = sys.stdin.readline().strip()
+if order == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def source(copied):
+    return copied("stable-diffusion")
+
+
+@pytest.fixture
+def handle(source, evicts):
+    with shmload.share(source, torch_dtype=torch.bfloat16) as shared:
+        yield shared
+
+
+def shared_names():
+    return sorted(info.name for info in shmload.segments() if info.is_shared and info.is_leased)
+
+
+def test_handle_is_small_and_gives_the_same_pipeline(handle, source):
+    crossing = pickle.dumps(handle)
+    assert len(crossing) < 4096
+    assert_equal(pickle.loads(crossing).load(), reference(str(source), torch.bfloat16))
+
+
+def test_loading_again_gives_the_same_object(handle):
+    pipe = handle.load()
+    assert handle.load() is pipe
+    assert shmload.Handle.from_text(handle.text).load() is pipe
+
+
+def test_nothing_is_decoded_twice(handle, child):
+    names = shared_names()
+    assert names
+    first, second = child(CHILD, handle.text), child(CHILD, handle.text)
+    for attached in (first, second):
+        assert attached.expect("LOADED") == "0"
+    assert shared_names() == names
+
+
+def test_segments_go_with_whoever_is_last(handle, child, shm_names):
+    attached = child(CHILD, handle.text)
+    attached.expect("LOADED")
+    handle.close()
+    assert shared_names()
+    attached.say("go")
+    assert attached.wait() == 0
+    assert shm_names() == []
+
+
+def test_what_killed_processes_leave_is_used_by_the_next(handle, child, shm_names):
+    attached = child(CHILD, handle.text)
+    attached.expect("LOADED")
+    names = shared_names()
+    handle.close()
+    attached.say("die")
+    attached.wait()
+    assert shm_names() == names
+    assert not shared_names()  # nobody has them
+    actions = {s.action for s in shmload.plan(handle_source(handle), torch_dtype="bf16").shards}
+    assert actions == {shmload.Action.ATTACH}
+    assert sorted(shmload.collect_garbage()) == names
+    assert shm_names() == []
+
+
+def handle_source(handle):
+    return handle._recipe.source
+
+
+def test_sharing_removes_what_others_left(handle, source, copied, child, shm_names):
+    attached = child(CHILD, handle.text)
+    attached.expect("LOADED")
+    handle.close()
+    attached.say("die")
+    attached.wait()
+    left = shm_names()
+    with shmload.share(copied("flux"), torch_dtype="bfloat16"):
+        assert not set(left) & set(shm_names())
+
+
+def test_loading_without_anybody_who_holds_it_shares_it_anew(handle, shm_names):
+    copy = pickle.loads(pickle.dumps(handle))
+    handle.close()
+    assert shm_names() == []
+    pipe = copy.load()
+    assert shared_names() == shm_names() != []
+    copy.close()
+    del pipe
+    assert shm_names() == []
+
+
+def test_keeping_what_is_shared_has_it_stay(handle, source, shm_names):
+    names = shared_names()
+    assert sorted(shmload.warm(source, torch_dtype=torch.bfloat16).segments) == names
+    handle.close()
+    assert shm_names() == names
+    assert not any(info.is_shared for info in shmload.segments())
+
+
+def test_sharing_what_is_resident_has_it_stay(source, shm_names, evicts):
+    names = sorted(shmload.warm(source, torch_dtype=torch.bfloat16).segments)
+    shmload.share(source, torch_dtype=torch.bfloat16).close()
+    assert shm_names() == names
+
+
+def test_replaced_source_is_an_error_and_no_mixture(handle, source):
+    path = source / "vae" / "diffusion_pytorch_model.safetensors"
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(shmload.SourceChanged, match="replaced since they were shared"):
+        pickle.loads(pickle.dumps(handle)).load()
+
+
+def test_only_the_named_components_are_decoded(source, evicts):
+    with shmload.share(source, torch_dtype="bf16", components=["vae"]) as shared:
+        (segment,) = shmload.segments()
+        assert "vae" in segment.source
+        pipe = shared.load()
+        assert pipe.unet is None
+        assert pipe.text_encoder is None
+        assert pipe.tokenizer is not None
+        wanted = reference(
+            str(source), torch.bfloat16, unet=None, text_encoder=None, safety_checker=None
+        )
+        assert_equal(pipe, wanted)
+
+
+def test_closed_handle_remembers_nothing(handle, shm_names):
+    handle.close()
+    pipe = handle.load()
+    assert handle.load() is not pipe
+    del pipe
+    assert shm_names() == []
+
+
+def test_unknown_component_is_named(source):
+    with pytest.raises(shmload.UnknownComponent, match="did you mean 'vae'"):
+        shmload.share(source, components=["vea"])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"source": 1}', "\x00"])
+def test_text_that_is_no_handle_is_refused(text):
+    with pytest.raises(shmload.ArgumentError, match="not the text of a handle"):
+        shmload.Handle.from_text(text)
+
+
+def test_component_alone_cannot_be_shared(source):
+    with pytest.raises(shmload.SourceNotFound, match="share a whole one"):
+        shmload.share(source / "vae")
+
+
+def test_forked_child_has_what_its_parent_loaded(handle):
+    pipe = handle.load()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if handle.load() is pipe else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert shared_names()

@@ -1,0 +1,49 @@
+"""What the page about handles shows can be run as it stands."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shmload
+
+_PAGE = Path(__file__).parents[2] / "docs" / "handles.md"
+_SOURCE = "path/to/stable-diffusion"
+# What each example prints, in the order of the page.
+_PRINTS = {
+    "share": r"torch.bfloat16 \d+ bytes as text\n",
+    "DataLoader": r"(torch.Size\(\[4, 4, 32, 32\]\)\n){2}",
+    "datasets": r"Dataset\({\n +features: \['caption', 'embedding'\],\n +num_rows: 4\n}\)\n",
+    "multiprocessing": r"8\n",
+    "joblib": r"8\n",
+    "subprocess": r"torch.bfloat16\n",
+}
+
+
+def examples():
+    return re.findall(r"^```python\n(.*?)^```", _PAGE.read_text(), re.M | re.S)
+
+
+def test_each_example_is_run_below():
+    assert len(examples()) == len(_PRINTS)
+    assert all(_SOURCE in example for example in examples())
+
+
+@pytest.mark.parametrize("place", range(len(_PRINTS)), ids=_PRINTS)
+def test_example_runs(saved, tmp_path, monkeypatch, shm_names, place):
+    monkeypatch.setenv("PYTHONPATH", str(Path(shmload.__file__).parents[1]))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    path = tmp_path / "example.py"
+    path.write_text(examples()[place].replace(_SOURCE, str(saved("stable-diffusion"))))
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", path],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert re.fullmatch(list(_PRINTS.values())[place], ended.stdout)
+    assert shm_names() == []

@@ -1,0 +1,169 @@
+"""Whoever gives the last lease of a shared segment back removes it, whoever that is."""
+
+import gc
+
+import pytest
+import torch
+
+import shmload
+from shmload import _residency
+from shmload._segment import Segment
+
+
+@pytest.fixture
+def source(saved):
+    return saved("stable-diffusion")
+
+
+@pytest.fixture
+def handle(source):
+    with shmload.share(source, torch_dtype="bfloat16", components=["vae"]) as shared:
+        yield shared
+
+
+def test_pipeline_from_a_skeleton(source, skeletons, shm_names):
+    for _ in range(2):
+        pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, share=True)
+        assert len(shm_names()) == 4
+        del pipe
+        gc.collect()
+        assert shm_names() == []
+    assert skeletons()
+
+
+def test_tensors_of_one_component(handle, source, shm_names):
+    state = shmload.load_state_dict(source / "vae", "bfloat16")
+    handle.close()
+    (info,) = shmload.segments()
+    assert info.is_shared
+    assert info.is_leased
+    bias = state["decoder.conv_in.bias"]
+    del state
+    assert shm_names() == [info.name]
+    del bias
+    assert shm_names() == []
+
+
+def test_whoever_lists_segments(handle, shm_names, monkeypatch):
+    read_header = Segment.read_header
+
+    def close_and_read(segment):
+        handle.close()
+        return read_header(segment)
+
+    monkeypatch.setattr(Segment, "read_header", close_and_read)
+    assert shmload.segments() == []
+    assert shm_names() == []
+
+
+def test_whoever_verifies_segments(handle, shm_names, monkeypatch):
+    digest_data = _residency.digest_data
+
+    def close_and_digest(*args):
+        handle.close()
+        return digest_data(*args)
+
+    monkeypatch.setattr(_residency, "digest_data", close_and_digest)
+    assert len(shmload.verify()) == 1
+    assert shm_names() == []
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+MULTIPROCESSING = """
+import multiprocessing, signal, sys
+import shmload
+source, how = sys.argv[1:]
+handle = shmload.Handle.of(source, torch_dtype="bfloat16", components=["vae"])
+if how != "alone":
+    handle = shmload.share(source, torch_dtype="bfloat16", components=["vae"])
+def use(handle, loaded):
+    handle.load()
+    if how == "at work":
+        kept = shmload.view(f"{source}/vae", torch_dtype="bfloat16")
+        kept.__enter__()
+    loaded.set()
+    if how != "alone":
+        signal.pause()
+context = multiprocessing.get_context("fork")
+loaded = context.Event()
+process = context.Process(target=use, args=(handle, loaded), daemon=True)
+process.start()
+assert loaded.wait(60)
+if how == "closed":
+    handle.close()
+if how == "alone":
+    process.join()
+print("USED", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("how", ["open", "closed", "at work"])
+def test_process_whose_daemonic_children_end_with_it(source, child, shm_names, how):
+    # Where multiprocessing comes first it ends them after all else that is done at the end.
+    process = child(MULTIPROCESSING, source, how)
+    process.expect("USED")
+    assert len(shm_names()) == (2 if how == "at work" else 1)
+    process.say()
+    assert process.wait() == 0
+    assert shm_names() == []
+
+
+def test_forked_child_of_multiprocessing(source, child, shm_names):
+    process = child(MULTIPROCESSING, source, "alone")
+    process.expect("USED")
+    assert shm_names() == []
+    process.say()
+    assert process.wait() == 0
+
+
+FORK = """
+import os, sys
+import shmload
+pipe = shmload.share(sys.argv[1], torch_dtype="bfloat16", components=["vae"]).load()
+if os.fork():
+    print("FORKED", flush=True)
+    sys.exit()
+sys.stdin.readline()
+print("STILL", len(shmload.segments()), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_forked_child_that_outlives_its_parent(source, child, shm_names):
+    process = child(FORK, source)
+    process.expect("FORKED")
+    assert process.wait() == 0
+    (info,) = shmload.segments()
+    assert info.is_leased
+    process.say()
+    assert process.expect("STILL") == "1"
+    process.say()
+    assert process.process.stdout.read() == b""  # its end
+    assert shm_names() == []
+
+
+def test_handle_of_a_forked_child_holds_nothing(handle, child, shm_names):
+    process = child(
+        """
+import os, sys
+import shmload
+handle = shmload.share(sys.argv[1], torch_dtype="bfloat16", components=["vae"])
+ours, theirs = os.pipe()
+if os.fork() == 0:
+    os.write(theirs, b".")
+    sys.stdin.readline()
+    os._exit(0)
+os.read(ours, 1)  # it has begun
+handle.close()
+print("CLOSED", flush=True)
+os.wait()
+""",
+        handle._recipe.source,
+    )
+    process.expect("CLOSED")
+    handle.close()
+    assert shm_names() == []
+    process.say()
+    assert process.wait() == 0

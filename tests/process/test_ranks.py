@@ -1,0 +1,342 @@
+"""The ranks that torchrun and accelerate start on one host: one decodes, the others attach."""
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from accelerated import assert_as_on_the_host, load
+from comparing import assert_equal, reference
+from mappings import Mappings
+from tracing import can_trace, noted_nbytes, noting_reads
+
+import shmload
+from shmload import _capacity, _destination
+from shmload._ring import RingShape
+from shmload.integrations import ranks
+
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+_ACCELERATE = (
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+)
+
+LOAD = """
+import json, os, signal, sys
+from pathlib import Path
+source, out, tests = sys.argv[1:4]
+sys.path.insert(0, tests)
+import shmload
+from shmload._load import Load
+read = []
+close = Load.close
+def note(load):
+    read.append(load.read_nbytes)
+    load.read_nbytes = 0  # it may be closed again
+    close(load)
+Load.close = note
+pipe = shmload.load_pipeline(source, torch_dtype="bfloat16")
+def tell(**rank):
+    Path(out, os.environ["LOCAL_RANK"] + ".json").write_text(json.dumps(rank))
+"""
+# Looks at what it has, when all have it.
+EQUAL = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+from comparing import assert_equal, reference
+from mappings import Mappings, copied_nbytes, state_of
+tensors = state_of(pipe).values()
+mappings = Mappings()
+assert all(mappings.find(t)[1].startswith("/dev/shm/shmload-") for t in tensors)
+copied = copied_nbytes(pipe)
+assert_equal(pipe, reference(source, torch.bfloat16))
+dist.barrier()  # all have touched all of it
+pss = 0
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    fields = line.split()
+    if not fields[0].endswith(":"):
+        is_segment = "/dev/shm/shmload-" in line
+    elif is_segment and fields[0] == "Pss:":
+        pss += int(fields[1]) * 1024
+segments = [[info.name, info.nbytes, info.is_shared] for info in shmload.segments()]
+tell(read=sum(read), copied=copied, pss=pss, segments=segments)
+dist.barrier()  # nobody ends before
+dist.destroy_process_group()
+"""
+# One of two is killed when it has loaded, which has both started anew.
+RESTARTED = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["LOCAL_RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+tell(read=sum(read))
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """Run a script by a launcher; returns what its ranks noted."""
+
+    def run(launcher, script, source, prefix=()):
+        path, out = tmp_path / "rank.py", tmp_path / "out"
+        path.write_text(LOAD + script)
+        out.mkdir()
+        monkeypatch.setenv("PYTHONPATH", str(Path(shmload.__file__).parents[1]))
+        monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+        command = [*prefix, sys.executable, *launcher, path, source, out, Path(__file__).parents[1]]
+        with subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as launched:
+            try:
+                errors = launched.communicate(timeout=100)[1]
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(launched.pid, signal.SIGKILL)
+        assert launched.returncode == 0, errors
+        return [json.loads(path.read_text()) for path in sorted(out.iterdir())]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size"),
+    [
+        ((*_TORCHRUN, "--nproc-per-node", "4"), 4),
+        ((*_ACCELERATE, "--num_processes", "2"), 2),
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_source_is_read_once_for_all_ranks(saved, launch, tmp_path, shm_names, launcher, size):
+    source, log = saved("stable-diffusion"), tmp_path / "reads"
+    planned = shmload.plan(source, torch_dtype="bfloat16").shards
+    nbytes = sum(shard.read_nbytes for shard in planned)
+    found = launch(launcher, EQUAL, source, noting_reads(log) if can_trace() else ())
+    assert len(found) == size
+    assert sum(rank["read"] for rank in found) == nbytes
+    if can_trace():
+        assert noted_nbytes(log, source) == nbytes
+    assert [rank["copied"] for rank in found] == [0] * size
+    for rank in found:
+        assert rank["segments"] == found[0]["segments"]
+    names, sizes, shared = zip(*found[0]["segments"], strict=True)
+    assert sorted(names) == sorted(shard.segment for shard in planned)
+    assert all(shared)
+    # One copy for all together; each maps some pages of its own, such as the last of a file.
+    assert sum(rank["pss"] for rank in found) <= 1.05 * sum(sizes) + 4096 * len(sizes)
+    assert shm_names() == []
+
+
+def test_ranks_that_are_started_anew_read_nothing(saved, launch, shm_names):
+    options = ("--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1")
+    found = launch((*_TORCHRUN, *options), RESTARTED, saved("stable-diffusion"))
+    assert found == [{"read": 0}] * 2
+    assert shm_names() == []
+
+
+# Deaths -------------------------------------------------------------------------------------------
+
+# Says how it goes, and may stop at the first byte.
+RANK = """
+import logging, sys
+import shmload
+source, role = sys.argv[1:]
+class Say(logging.Handler):
+    def emit(self, record):
+        if "awaited" in record.msg:
+            print("BEGUN", record.getMessage(), flush=True)
+logging.getLogger("shmload").addHandler(Say())
+logging.getLogger("shmload").setLevel(logging.INFO)
+def stop(done, total):
+    print("AT", flush=True)
+    sys.stdin.readline()
+progress = stop if role == "stops" else False
+try:
+    pipe = shmload.load_pipeline(source, torch_dtype="bfloat16", progress=progress)
+except shmload.ShmloadError as exc:
+    print("REFUSED", type(exc).__name__, exc, flush=True)
+else:
+    print("LOADED", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def start_rank(child, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+
+    def start(source, role):
+        rank = child(RANK, source, role)
+        rank.begun = rank.expect("BEGUN")
+        if role == "stops":
+            rank.expect("AT")
+        return rank
+
+    return start
+
+
+def test_ranks_take_over_from_one_that_is_killed(saved, start_rank, shm_names):
+    source = saved("flux")
+    first = start_rank(source, "stops")
+    assert "4 shards to decode" in first.begun
+    others = [start_rank(source, "waits") for _ in range(2)]
+    assert all("4 awaited" in rank.begun for rank in others)
+    first.end()
+    for rank in others:
+        rank.expect("LOADED")
+    names = shm_names()
+    assert len(shmload.verify()) == len(names) == 4
+    for rank in others:
+        rank.end()  # killed, all of them
+    assert shm_names() == names
+    assert sorted(shmload.collect_garbage()) == names
+    assert shm_names() == []
+
+
+def test_ranks_wait_for_one_that_is_stopped_until_a_deadline(
+    saved, start_rank, configure, shm_names
+):
+    source = saved("flux")
+    first = start_rank(source, "stops")
+    first.process.send_signal(signal.SIGSTOP)
+    configure(wait_timeout_s=0.5)
+    second = start_rank(source, "waits")
+    assert second.expect("REFUSED").startswith("SegmentTimeout ")
+    assert second.wait() == 0
+    first.end()
+    assert len(shmload.collect_garbage()) == 4
+    assert shm_names() == []
+
+
+# One rank alone -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """Be one of two, whose other comes when this is called; then nobody waits for it any more."""
+    others = set()
+    holders = ranks.holders
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(ranks, "_FAREWELL_S", 0)
+    monkeypatch.setattr(
+        ranks, "holders", lambda names: {n: pids | others for n, pids in holders(names).items()}
+    )
+
+    def come():
+        others.add(1)
+        for thread in threading.enumerate():
+            if thread.name == "shmload-linger":
+                thread.join(20)
+
+    yield come
+    come()
+
+
+def test_segments_of_a_dropped_pipeline_stay_until_all_have_come(saved, rank, shm_names):
+    source = saved("flux")
+    pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
+    names = shm_names()
+    del pipe
+    gc.collect()
+    assert shm_names() == names != []
+    read = []
+    again = shmload.load_pipeline(
+        source, torch_dtype=torch.bfloat16, progress=lambda *counts: read.append(counts)
+    )
+    assert read == []
+    assert_equal(again, reference(source, torch.bfloat16))
+    rank()
+    assert shm_names() == names
+    del again
+    gc.collect()
+    assert shm_names() == []
+
+
+def test_forked_child_does_not_wait_for_the_others(saved, rank, shm_names):
+    pipe = shmload.load_pipeline(saved("flux"), torch_dtype=torch.bfloat16)
+    del pipe
+    gc.collect()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent closes its end
+        os._exit(0)
+    os.close(reader)
+    try:
+        rank()
+        assert shm_names() == []
+    finally:
+        os.close(writer)
+        os.waitpid(pid, 0)
+
+
+def test_same_dtype_maps_the_files_themselves(saved, rank, shm_names):
+    source = saved("flux", "bfloat16")
+    pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
+    assert shm_names() == []
+    assert Mappings().find(pipe.vae.encoder.conv_in.weight)[1].startswith(str(source))
+
+
+def test_share_is_not_chosen_where_the_caller_has_chosen(saved, rank, shm_names, evicts):
+    pipe = shmload.load_pipeline(saved("flux"), torch_dtype=torch.bfloat16, share=False)
+    assert shm_names() == []
+    del pipe
+    shmload.load_pipeline(saved("flux"), torch_dtype=torch.bfloat16, keep=True)
+    assert not any(info.is_shared for info in shmload.segments())
+
+
+# Accelerators -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rings(monkeypatch):
+    """Let weights of 64 KiB be worth a ring."""
+    monkeypatch.setattr(_destination, "ring_shape", lambda *_: RingShape(2, 32 << 10))
+
+
+def test_ranks_with_accelerators_share_instead_of_a_ring_each(
+    saved, rank, accelerators, streams, rings, shm_names
+):
+    source = saved("flux")
+    got = load(source)
+    assert streams == []
+    assert len(shm_names()) == 4  # although its tensors are all on the device
+    read = []
+    again = load(source, progress=lambda *counts: read.append(counts))
+    assert read == []
+    assert shm_names()
+    rank()
+    assert shm_names() == []
+    for pipe in (got, again):
+        assert_as_on_the_host(pipe, reference(source, torch.bfloat16))
+
+
+def test_ranks_without_room_to_share_have_a_ring_each(
+    saved, rank, accelerators, streams, rings, shm_names, monkeypatch, caplog
+):
+    monkeypatch.setattr(_capacity, "shm_free_nbytes", lambda: 0)
+    source = saved("flux")
+    got = load(source)
+    assert min(streams) > 0
+    assert "no room to share" in caplog.text
+    assert shm_names() == []
+    assert_as_on_the_host(got, reference(source, torch.bfloat16))
+    for kwargs in ({"share": True}, {"device_map": None}, {"verify": True}):
+        with pytest.raises(shmload.SharedMemoryFull):
+            load(source, **kwargs)
+
+
+def test_limit_of_host_memory_is_each_ranks_own(saved, rank, accelerators, streams, shm_names):
+    source = saved("flux")
+    got = load(source, max_host_memory="64KiB")
+    assert min(streams) > 0
+    assert_as_on_the_host(got, reference(source, torch.bfloat16))

@@ -1,0 +1,65 @@
+"""A file is replaced whole or not at all, and survives a loss of power if that was asked for."""
+
+import os
+import stat
+
+import pytest
+
+from shmload._atomic import replacing
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"before")
+    return path
+
+
+def test_file_changes_with_the_end_of_the_block(path):
+    with replacing(path, mode=0o640) as file:
+        file.write(b"after")
+        file.flush()
+        assert path.read_bytes() == b"before"
+    assert path.read_bytes() == b"after"
+    assert stat.S_IMODE(path.stat().st_mode) & ~0o640 == 0
+    assert os.listdir(path.parent) == ["file"]
+
+
+def test_block_that_raises_changes_nothing(path):
+    with pytest.raises(ZeroDivisionError), replacing(path) as file:
+        file.write(b"%d" % (1 // 0))
+    assert path.read_bytes() == b"before"
+    assert os.listdir(path.parent) == ["file"]
+
+
+def test_file_that_cannot_be_made_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "nowhere" / "file"):
+        pass
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_durable_file_is_on_its_disk_before_it_has_its_name(path, monkeypatch, durable):
+    calls = []
+    for name in ("fsync", "rename"):
+        monkeypatch.setattr(os, name, recorded(getattr(os, name), name, calls))
+    with replacing(path, durable=durable) as file:
+        file.write(b"after")
+    assert calls == (
+        [("fsync", b"after"), "rename", ("fsync", "directory")] if durable else ["rename"]
+    )
+
+
+def recorded(call, name, calls):
+    def noted(*args):
+        calls.append((name, content_of(args[0])) if name == "fsync" else name)
+        return call(*args)
+
+    return noted
+
+
+def content_of(fd):
+    path = f"/proc/self/fd/{fd}"
+    if os.path.isdir(path):
+        return "directory"
+    with open(path, "rb") as file:
+        return file.read()

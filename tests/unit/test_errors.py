@@ -1,0 +1,52 @@
+"""Errors say all they have to say in another process too."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+
+import shmload
+
+ERRORS = [
+    shmload.ItemKilled(3, "picture.png", ["SIGKILL"] * 3),
+    shmload.UnknownDtype("int3", ["int8"]),
+    shmload.UnknownModule("a.b", "a", "b", ["c"]),
+    shmload.SourceNotFound("there", "no such file"),
+    shmload.ShardTruncated(Path("a.safetensors"), 8, 4),
+    shmload.ShardUnreadable("a.safetensors", "Input/output error", 5),
+    shmload.SharedMemoryFull(3, 2, "/dev/shm", "free some"),
+    shmload.DoesNotFit(3, 2, "cuda:0", "too much", "use", {"": "cpu"}),
+    shmload.WorkerStalled("a.safetensors", 60.0),
+    shmload.ServiceSilent("service.sock", 10.0, 7),
+    shmload.PeerRefused("somebody else"),
+    shmload.NodeTimeout("0f", "192.0.2.1", 10.0),
+    shmload.SegmentNotFound("shmload-0-ab"),
+    shmload.SegmentBusy({"shmload-0-ab": [7]}, ["shmload-0-cd"]),
+    shmload.SegmentTimeout("shmload-0-ab", 600.0),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "cross", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"]
+)
+def test_error_that_crosses_is_the_same(error, cross):
+    error.add_note("what a worker said")
+    try:
+        crossed = cross(error)
+    finally:
+        del error.__notes__
+    assert type(crossed) is type(error)
+    assert str(crossed) == str(error)
+    assert getattr(crossed, "errno", None) == getattr(error, "errno", None)
+    assert vars(crossed) == vars(error) | {"__notes__": ["what a worker said"]}
+
+
+@pytest.mark.parametrize("item", [Path("/a" * 80), "/a" * 80])
+def test_item_is_told_by_its_path(item):
+    assert str(item) in str(shmload.ItemFailed(0, item, "OSError"))
+
+
+def test_item_that_is_very_long_is_told_in_short():
+    assert len(str(shmload.ItemFailed(0, "x" * 10_000, "OSError"))) < 300

@@ -1,0 +1,108 @@
+"""How long a rank waits for the others, on a clock of its own."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from shmload._settings import _LOCAL_SIZES, local_world_size
+from shmload.integrations import ranks
+
+
+@pytest.mark.parametrize(
+    ("variables", "size"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"LOCAL_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 1),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
+        ({"MPI_LOCALNRANKS": "2"}, 2),
+        ({"MV2_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"LOCAL_WORLD_SIZE": ""}, 1),
+        ({"LOCAL_WORLD_SIZE": "0"}, 1),
+        ({"LOCAL_WORLD_SIZE": "-4"}, 1),
+        ({"WORLD_SIZE": "8"}, 1),
+    ],
+)
+def test_ranks_on_this_host_are_what_the_launcher_says(monkeypatch, variables, size):
+    for name in _LOCAL_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert local_world_size() == size
+
+
+class Leases:
+    """What is leased, who holds it, and a clock on which that changes."""
+
+    def __init__(self, *names, arrivals=()):
+        self.segments = [SimpleNamespace(name=name, is_shared=True) for name in names]
+        self.open = []
+        self.inherited = []
+        self.now_s = 0.0
+        self._arrivals = arrivals
+
+    def take(self, segment, *, crosses_forks):
+        self.open.append(segment.name)
+        self.inherited.append(crosses_forks)
+        return SimpleNamespace(name=segment.name, close=lambda: self.open.remove(segment.name))
+
+    def holders(self, names):
+        assert self.open == list(names)
+        return {
+            name: {pid for pid, came_s, at in self._arrivals if at == name and came_s <= self.now_s}
+            for name in names
+        }
+
+    def sleep(self, seconds):
+        assert 0 < seconds <= 1
+        self.now_s += seconds
+
+
+@pytest.fixture
+def lingering(monkeypatch):
+    """Let a rank of two wait until it does no longer; returns its leases."""
+
+    def wait(*names, **kwargs):
+        leases = Leases(*names, **kwargs)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        monkeypatch.setattr(ranks, "Lease", leases.take)
+        monkeypatch.setattr(ranks, "holders", leases.holders)
+        clock = SimpleNamespace(monotonic=lambda: leases.now_s, sleep=leases.sleep)
+        monkeypatch.setattr(ranks, "time", clock)
+        ranks.linger(leases.segments)
+        for thread in threading.enumerate():
+            if thread.name == "shmload-linger":
+                thread.join(10)
+        return leases
+
+    return wait
+
+
+def test_leases_go_a_second_after_all_have_come(lingering):
+    came = [(1, 0.0, "a"), (1, 0.0, "b"), (2, 5.0, "a"), (2, 7.0, "b")]
+    leases = lingering("a", "b", arrivals=came)
+    assert leases.open == []
+    assert leases.now_s == pytest.approx(8.0, abs=0.3)
+    assert leases.inherited == [False, False]
+
+
+def test_leases_go_after_a_minute_if_some_never_come(lingering):
+    leases = lingering("a", "b", arrivals=[(1, 0.0, "a"), (1, 0.0, "b"), (2, 0.0, "a")])
+    assert leases.open == []
+    assert leases.now_s == pytest.approx(60.0, abs=0.3)
+
+
+def test_what_is_not_shared_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(ranks, "Lease", None)
+    ranks.linger([SimpleNamespace(name="a", is_shared=False)])
+
+
+def test_leases_go_at_once_where_no_thread_is_to_be_had(lingering, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    leases = lingering("a")
+    assert leases.open == []
+    assert leases.now_s == 0
