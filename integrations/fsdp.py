@@ -1,0 +1,128 @@
+"""Shards a model over ranks so that each of them holds its own part of the weights and no more.
+
+The weights stay in the shared segments that they were loaded into. The model is sharded without
+them, on the meta device; then each rank copies its part of every tensor to its device, and lets go
+of the segments.
+
+Guarantee: no rank has the whole model in private or device memory, and none waits for another.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shmload._errors import ArgumentError, LibraryTooOld
+from shmload.integrations.diffusers import load_pipeline
+from shmload.integrations.groups import Blocks, find_groups
+from shmload.integrations.weights import Weights, take_weights
+
+try:
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+except ImportError as exc:
+    raise LibraryTooOld("torch", torch.__version__, "2.6", "fully_shard") from exc
+
+from shmload.integrations.dtensors import fill
+
+__all__ = ["Weights", "fill", "find_groups", "load_sharded", "shard", "take_weights"]
+
+
+def load_sharded(
+    source: str | os.PathLike[str],
+    component: str,
+    mesh: DeviceMesh | None = None,
+    *,
+    blocks: Blocks | None = None,
+    sharding: Mapping[str, Any] | None = None,
+    **load_kwargs: Any,
+) -> nn.Module:
+    """Load one model of a pipeline, sharded over the ranks of a mesh.
+
+    Each rank calls it. The others of the pipeline's models are not read.
+
+    Args:
+        source: as for `load_pipeline`.
+        component: the model's name in the pipeline, such as `transformer`.
+        mesh: as for `shard`.
+        blocks: as for `shard`.
+        sharding: arguments for `fully_shard`.
+        load_kwargs: arguments for `load_pipeline`: `torch_dtype`, `variant` and so on. Among the
+            ranks of a launcher one decodes and the others attach; elsewhere give `share=True`.
+
+    Returns:
+        The model, as `shard` returns it.
+
+    Raises:
+        UnknownComponent: the pipeline has no such model.
+        ShmloadError: as for `load_pipeline` and `shard`.
+    """
+    if load_kwargs.get("device_map") is not None:
+        raise ArgumentError("device_map is for whole models; the mesh says where shards go")
+    pipe = load_pipeline(source, components=[component], **load_kwargs)
+    return shard(getattr(pipe, component), mesh, blocks=blocks, **(sharding or {}))
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    blocks: Blocks | None = None,
+    **sharding: Any,
+) -> nn.Module:
+    """Shard a module whose weights are mapped; without communication.
+
+    Args:
+        module: on the CPU, such as a component of what `load_pipeline` returns; changed in place,
+            and of no use if this raises after it began.
+        mesh: the ranks, as for `fully_shard`; None for all of the process group, on CUDA devices
+            where there are any.
+        blocks: classes of modules, or their names, that are gathered one at a time when they
+            compute; None for those in the model's `_no_split_modules`. A model without any is
+            gathered whole. What differs in dtype from its block is gathered on its own.
+        sharding: arguments for `fully_shard`, the same for all blocks and the rest. What
+            `shard_placement_fn` is given has no values.
+
+    Returns:
+        The module. Its parameters are DTensors; ties, dtypes and `requires_grad` are as they were.
+        Nothing of it is mapped any more. It computes by `forward`; for other methods there is
+        torch's `register_fsdp_forward_method`.
+
+    Raises:
+        ArgumentError: the module cannot be sharded like that, or there is no process group.
+        Exception: what `fully_shard` raises.
+    """
+    mesh = mesh if mesh is not None else _mesh_of_all()
+    groups = find_groups(module, blocks)
+    ignored = _names_of(module, sharding.pop("ignored_params", None) or ())
+    weights = take_weights(module)
+    hollow = dict(module.named_parameters(remove_duplicate=False))
+    if ignored:
+        sharding["ignored_params"] = {hollow[name] for name in ignored}
+    for group in groups:
+        fully_shard(group, mesh=mesh, **sharding)
+    waits = isinstance(sharding.get("offload_policy"), CPUOffloadPolicy)
+    fill(module, weights, device="cpu" if waits else None)
+    return module
+
+
+def _names_of(module: nn.Module, ignored: Any) -> set[str]:
+    """Return the names of parameters that are not sharded: those given, and single numbers."""
+    return {
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if parameter.ndim == 0 or any(parameter is other for other in ignored)
+    }
+
+
+def _mesh_of_all() -> DeviceMesh:
+    if not torch.distributed.is_initialized():
+        raise ArgumentError(
+            "there is no process group; call torch.distributed.init_process_group first, in a "
+            "process that torchrun started"
+        )
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(kind, (torch.distributed.get_world_size(),))

@@ -1,0 +1,119 @@
+"""Models sharded over ranks: equal to the ordinary ones, and no rank holds a whole one."""
+
+import signal
+
+import diffusers
+import pytest
+from ranks import Ranks
+
+import shmload
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    started = Ranks("sharding")
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="module")
+def large_source(tmp_path_factory):
+    """A pipeline with one model, of 64 MiB in bfloat16."""
+    folder = tmp_path_factory.mktemp("large")
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(192, 384),
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(folder)
+    return str(folder)
+
+
+# Equality -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "component", "dtype", "world_size"),
+    [
+        ("stable-diffusion", "unet", "float32", 2),
+        ("stable-diffusion", "text_encoder", "bfloat16", 4),
+        ("stable-diffusion", "vae", "bfloat16", 2),
+        ("sdxl", "text_encoder", "bfloat16", 2),  # its hidden states are wanted
+        ("flux", "transformer", "bfloat16", 4),
+        ("wan", "transformer", "bfloat16", 2),  # keeps some of it in float32
+        ("wan", "text_encoder", "float16", 2),  # likewise
+    ],
+)
+def test_sharded_model_is_the_ordinary_one(
+    ranks, saved, tmp_path, evicts, family, component, dtype, world_size
+):
+    source = str(saved(family))
+    parts = ranks.run(
+        "equal", world_size, tmp_path, source=source, component=component, dtype=dtype
+    )
+    assert sum(parts) == pytest.approx(1)
+    assert max(parts) < 1.3 / world_size  # uneven ones are all on the first ranks
+
+
+def test_model_sharded_in_two_copies_is_the_ordinary_one(ranks, saved, tmp_path, evicts):
+    source = str(saved("flux"))
+    parts = ranks.run(
+        "equal",
+        4,
+        tmp_path,
+        source=source,
+        component="text_encoder_2",
+        dtype="bfloat16",
+        is_hybrid=True,
+    )
+    assert sum(parts) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sharded_model_with_tied_weights_trains_like_the_ordinary_one(
+    ranks, saved, tmp_path, evicts, world_size
+):
+    ranks.run("train", world_size, tmp_path, source=str(saved("wan")), component="text_encoder")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_partitions_make_the_ordinary_model(ranks, saved, tmp_path, evicts, world_size):
+    ranks.run("gather", world_size, tmp_path, source=str(saved("wan")), component="transformer")
+
+
+@pytest.mark.parametrize("job", ["place", "parallelize", "shard_columns"])
+def test_parts_are_those_of_torch(ranks, tmp_path, job):
+    ranks.run(job, 4, tmp_path)
+
+
+# Memory and deaths --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["fsdp", "zero"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_rank_holds_the_whole_model(ranks, large_source, tmp_path, evicts, world_size, how):
+    shmload.warm(large_source, torch_dtype="bfloat16")
+    ranks.run("take_little", world_size, tmp_path, source=large_source, component="unet", how=how)
+
+
+def test_others_take_over_from_a_rank_that_is_killed_while_it_decodes(
+    ranks, saved, tmp_path, evicts, shm_names
+):
+    results = ranks.run(
+        "lose_one", 4, tmp_path, source=str(saved("flux")), component="transformer", how="kill"
+    )
+    assert results == [signal.SIGKILL, "filled", "filled", "filled"]
+    # Its view may be left, for a minute at least.
+    assert not [name for name in shm_names() if "view" not in name]
+
+
+def test_others_fail_in_time_where_a_rank_stops_while_it_decodes(
+    ranks, saved, tmp_path, evicts, shm_names
+):
+    results = ranks.run(
+        "lose_one", 2, tmp_path, source=str(saved("flux")), component="transformer", how="stop"
+    )
+    assert results == [signal.SIGKILL, "failed"]
+    assert len(shmload.collect_garbage()) == 1
+    assert not [name for name in shm_names() if "view" not in name]

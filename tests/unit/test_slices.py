@@ -1,0 +1,110 @@
+"""Parts of tensors: those of all ranks together are the tensor, divided as torch divides it."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from shmload.integrations.slices import Region, Share, Split, divide, region, share
+
+SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3)
+COUNTS = st.integers(1, 5)
+
+
+def numbered(shape):
+    return torch.arange(math.prod(shape)).view(shape)
+
+
+@given(st.integers(1, 40), COUNTS)
+def test_chunks_are_those_of_torch(size, count):
+    row = torch.arange(size)
+    parts = [row[begin : begin + n] for begin, n in (divide(size, count, i) for i in range(count))]
+    wanted = list(row.chunk(count))
+    assert [part.tolist() for part in parts if part.numel()] == [w.tolist() for w in wanted]
+    assert all(not part.numel() for part in parts[len(wanted) :])
+
+
+@given(SHAPES, COUNTS, st.data())
+def test_shards_of_one_dimension_make_the_tensor(shape, count, data):
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    tensor = numbered(shape)
+    parts = [tensor[region(shape, [Split(dim, count, i)]).slices] for i in range(count)]
+    assert torch.equal(torch.cat(parts, dim), tensor)
+    assert all(part.untyped_storage().data_ptr() == tensor.data_ptr() for part in parts)
+
+
+@given(SHAPES, st.data())
+def test_regions_are_where_dtensor_has_them(shape, data):
+    mesh = data.draw(st.lists(COUNTS, min_size=1, max_size=3))
+    dims = [data.draw(st.none() | st.integers(0, len(shape) - 1)) for _ in mesh]
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    for place in itertools.product(*map(range, mesh)):
+        splits = [
+            Split(dim, count, index)
+            for dim, count, index in zip(dims, mesh, place, strict=True)
+            if dim is not None
+        ]
+        got = region(shape, splits)
+        sizes, offsets = _compute_local_shape_and_global_offset(
+            tuple(shape), tuple(mesh), list(place), placements
+        )
+        assert got.sizes == tuple(sizes)
+        if math.prod(sizes):
+            assert got.offsets == tuple(offsets)
+
+
+def test_fsdp_over_tensor_parallelism_divides_what_that_has_left():
+    # A mesh of 2 by 2: the second dimension splits rows first, the first one what it got.
+    def rows(data_rank, tensor_rank):
+        splits = [Split(0, 2, data_rank, shards=2), Split(0, 2, tensor_rank)]
+        return numbered([8])[region([8], splits).slices].tolist()
+
+    assert rows(0, 0) == [0, 1]
+    assert rows(1, 0) == [2, 3]
+    assert rows(0, 1) == [4, 5]
+    assert rows(1, 1) == [6, 7]
+
+
+@given(st.integers(0, 30), COUNTS, COUNTS)
+def test_uneven_regions_of_two_levels_are_disjoint_and_complete(size, outer, inner):
+    found = []
+    for data_rank, tensor_rank in itertools.product(range(outer), range(inner)):
+        splits = [Split(0, outer, data_rank, shards=inner), Split(0, inner, tensor_rank)]
+        found += numbered([size])[region([size], splits).slices].tolist()
+    assert sorted(found) == list(range(size))
+
+
+def test_replicas_have_the_whole_tensor():
+    assert region([3, 4], []) == Region((0, 0), (3, 4))
+    assert region([], []) == Region((), ())
+
+
+def test_splits_that_say_nothing_sensible_are_refused():
+    with pytest.raises(ValueError, match="2 shards and not 4"):
+        region([8], [Split(0, 2, 0, shards=4), Split(0, 2, 0)])
+    for dim in (1, -1):
+        with pytest.raises(ValueError, match="no dimension"):
+            region([8], [Split(dim, 2, 0)])
+
+
+@given(SHAPES | st.just([]), COUNTS)
+def test_shares_are_equally_long_and_make_the_tensor(shape, count):
+    flat = numbered(shape).reshape(-1)
+    shares = [share(shape, count, index) for index in range(count)]
+    assert torch.equal(torch.cat([flat[s.begin : s.end] for s in shares]), flat)
+    length = math.ceil(flat.numel() / count)
+    assert {s.end - s.begin + s.padding for s in shares} == {length}
+
+
+def test_padding_may_fill_whole_shares():
+    assert [share([2], 4, index) for index in range(4)] == [
+        Share(0, 1, 0),
+        Share(1, 2, 0),
+        Share(2, 2, 1),
+        Share(2, 2, 1),
+    ]
