@@ -1,0 +1,104 @@
+"""Data-prep jobs: one function on many items, in processes that share one copy of the weights.
+
+    from shmload.integrations import dataprep
+
+    def encode(pipe, path):
+        pixels = pipe.image_processor.preprocess(Image.open(path)).to(pipe.vae.dtype)
+        return pipe.vae.encode(pixels).latent_dist.sample()
+
+    for latents in dataprep.map(encode, paths, source="path/to/pipeline", components=["vae"]):
+        ...
+
+Guarantee: every item is worked on until it has a result or an error, and each comes out once,
+whatever processes end meanwhile. What an item gives depends on nothing but the item, its place
+among the others, and the weights.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from shmload._handle import Handle
+from shmload.integrations.job import Errors, Function, Job
+from shmload.integrations.results import ResultsReport
+
+__all__ = ["Job", "map", "write"]
+
+
+def map(
+    function: Function,
+    items: Iterable[Any],
+    *,
+    source: str | os.PathLike[str] | Handle,
+    as_completed: bool = False,
+    errors: Errors = "raise",
+    progress: bool | None = None,
+    **job_kwargs: Any,
+) -> Iterator[Any]:
+    """Call a function on every item, in several processes that share one copy of the weights.
+
+    Nothing happens before the first result is asked for. When the last one is there, or the
+    iterator is closed, the processes end and the weights go.
+
+    Args:
+        function: as for `Job.map`, like all that are not named here.
+        items: see there.
+        source: as for `Job`.
+        as_completed: see `Job.map`.
+        errors: see there.
+        progress: see there.
+        job_kwargs: as for `Job`: `components`, `procs`, `devices`, `torch_dtype`, ...
+
+    Yields:
+        As `Job.map`.
+
+    Raises:
+        As `Job` and `Job.map`.
+    """
+    with Job(source, **job_kwargs) as job:
+        yield from job.map(
+            function, items, as_completed=as_completed, errors=errors, progress=progress
+        )
+
+
+def write(
+    function: Function,
+    items: Iterable[Any],
+    folder: str | os.PathLike[str],
+    *,
+    source: str | os.PathLike[str] | Handle,
+    key: Callable[[Any], str] | None = None,
+    shard_items: int = 1000,
+    errors: Errors = "raise",
+    facts: Mapping[str, str] | None = None,
+    progress: bool | None = None,
+    **job_kwargs: Any,
+) -> ResultsReport:
+    """Call a function on every item, in several processes, and store what it returns in a folder.
+
+    Args:
+        function: as for `Job.write`, like all that are not named here.
+        items: see there.
+        folder: see there.
+        source: as for `Job`.
+        key: see `Job.write`.
+        shard_items: see there.
+        errors: see there.
+        facts: see there.
+        progress: see there.
+        job_kwargs: as for `Job`: `components`, `procs`, `devices`, `torch_dtype`, ...
+
+    Raises:
+        As `Job` and `Job.write`.
+    """
+    with Job(source, **job_kwargs) as job:
+        return job.write(
+            function,
+            items,
+            folder,
+            key=key,
+            shard_items=shard_items,
+            errors=errors,
+            facts=facts,
+            progress=progress,
+        )

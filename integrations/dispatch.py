@@ -1,0 +1,141 @@
+"""Which item goes to which runner, what is done again, and in which order results come out.
+
+Plain values: no process and no clock. Guarantee: every item that is taken comes out exactly once,
+as a result or as an error, whatever ends meanwhile; and no more than a window of items is held.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shmload._job_errors import (
+    ItemKilled,
+)
+
+ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An item and its number."""
+
+    index: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of an item."""
+
+    index: int
+    value: Any
+    """What the function returned, or an `ItemError`."""
+
+
+class Dispatch:
+    """Hands items out, and collects what became of them.
+
+    Args:
+        items: numbered upwards; is taken from only when something is handed out. Where it raises
+            an error it ends.
+        window: how many may be held at a time, from being taken until they come out.
+        is_ordered: whether they come out in the order of their numbers.
+    """
+
+    def __init__(self, items: Iterator[Item], *, window: int, is_ordered: bool) -> None:
+        self._items = items
+        self._window = window
+        self._is_ordered = is_ordered
+        self._has_more = True
+        self.error: Exception | None = None
+        """With what the items have ended, before their end."""
+        self._again: deque[Item] = deque()
+        self._given: defaultdict[int, deque[Item]] = defaultdict(deque)
+        self._endings: defaultdict[int, list[str]] = defaultdict(list)
+        self._order: deque[int] = deque()
+        """Numbers of the items that are held, as they were taken."""
+        self._outcomes: dict[int, Outcome] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every item has come out."""
+        return not (self._has_more or self._order)
+
+    def look(self) -> None:
+        """Take the first item already, to know whether there is any."""
+        item = self._take()
+        if item is not None:
+            self._again.append(item)
+
+    def give(self, runner: int, depth: int = 1) -> Item | None:
+        """Return the next item for a runner, or None if it has enough, or there is none now.
+
+        Args:
+            runner: which one.
+            depth: how many are enough: that which it works on, and those that wait for it.
+        """
+        given = self._given[runner]
+        if len(given) >= depth:
+            return None
+        item = self._again.popleft() if self._again else self._take()
+        if item is not None:
+            given.append(item)
+        return item
+
+    def given(self, runner: int) -> Sequence[Item]:
+        """Return what a runner has not answered yet; it works on the first of them."""
+        return self._given[runner]
+
+    def take_back(self, runner: int, value: Any) -> None:
+        """Note what became of the item that a runner was given last, and never got."""
+        self._finish(self._given[runner].pop(), value)
+
+    def answer(self, runner: int, value: Any) -> None:
+        """Note what became of the item that a runner works on."""
+        self._finish(self._given[runner].popleft(), value)
+
+    def end(self, runner: int, how: str | None) -> None:
+        """Note that a runner has ended: what it had not answered is done again.
+
+        Args:
+            runner: which one.
+            how: such as `SIGKILL`; None if it was not because of its item.
+        """
+        given = self._given.pop(runner, deque())
+        if given and how is not None:
+            endings = self._endings[given[0].index]
+            endings.append(how)
+            if len(endings) == ATTEMPTS:
+                item = given.popleft()
+                self._finish(item, ItemKilled(item.index, item.value, endings))
+        self._again.extendleft(reversed(given))
+
+    def come_out(self) -> Iterator[Outcome]:
+        """Yield what is to come out now."""
+        while self._order:
+            if self._is_ordered:
+                found = self._outcomes.pop(self._order[0], None)
+            else:
+                found = self._outcomes.pop(next(iter(self._outcomes), -1), None)
+            if found is None:
+                return
+            self._order.remove(found.index)  # at its left end, or in a window's length
+            yield found
+
+    def _take(self) -> Item | None:
+        if not self._has_more or len(self._order) >= self._window:
+            return None
+        try:
+            item = next(self._items, None)
+        except Exception as exc:  # whatever the user's code does; what was taken is done first
+            item, self.error = None, exc
+        if item is None:
+            self._has_more = False
+            return None
+        self._order.append(item.index)
+        return item
+
+    def _finish(self, item: Item, value: Any) -> None:
+        self._endings.pop(item.index, None)
+        self._outcomes[item.index] = Outcome(item.index, value)

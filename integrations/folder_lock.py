@@ -1,0 +1,59 @@
+"""The lock of a folder that one process at a time may write to."""
+
+import os
+import weakref
+from pathlib import Path
+
+from shmload._job_errors import (
+    ResultsBusy,
+)
+from shmload._linux import inode_of, try_lock
+from shmload._procfs import lock_holders
+
+_NAME = ".lock"
+
+
+class FolderLock:
+    """The lock of a folder, from now on until `release`; the kernel drops it with the process.
+
+    A process that is forked meanwhile does not have it.
+
+    Raises:
+        ResultsBusy: another process, or another object in this one, has it.
+        OSError: the file system refuses.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # A file of its own: NFS locks only what is open for writing, which a directory cannot be.
+        self._fd: int | None = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if not try_lock(self._fd, exclusive=True):
+                inode = inode_of(os.fstat(self._fd))
+                raise ResultsBusy(folder, lock_holders().get(inode, ()))
+        except BaseException:
+            self.release()
+            raise
+        _held.add(self)
+
+    @property
+    def is_held(self) -> bool:
+        """Tell whether this process has the lock."""
+        return self._fd is not None
+
+    def release(self) -> None:
+        """Give it up; a second call does nothing."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _release_all() -> None:
+    for lock in list(_held):
+        lock.release()
+
+
+# A child's copy of the descriptor would hold the lock on after its parent's death.
+os.register_at_fork(after_in_child=_release_all)

@@ -1,0 +1,203 @@
+"""The fork server of a job: `python -P -m shmload.integrations.forkserver CHANNEL PARENT`.
+
+Started with a Unix socket as descriptor CHANNEL and the job's process id. It imports the libraries
+and builds the pipeline once, without CUDA, and forks a runner whenever it is asked for one: a
+runner has all of that from its first moment, and shares its pages.
+
+Forking a process that has imported torch is safe only if it has no thread besides this one, whose
+locks nobody would ever release in the child: it is kept to one, and refuses otherwise.
+
+Guarantee: neither it nor a runner outlives the job. The socket's end of file tells when the job
+closes, its process's pidfd when it was killed, and the kernel kills runners with the fork server.
+"""
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+from shmload._errors import (
+    ProtocolError,
+)
+from shmload._handle import Handle
+from shmload._job_errors import (
+    JobFailed,
+)
+from shmload._linux import die_with_parent
+from shmload._messages import Inbox, send
+from shmload.integrations.job_messages import (
+    Ended,
+    Fork,
+    Forked,
+    Prepared,
+    Refused,
+    Setup,
+    decode_to_server,
+)
+from shmload.integrations.payload import dump_error
+
+# Of those that were told to end: the kernel shows them a little longer than Python does.
+_THREADS_TIMEOUT_S = 5.0
+
+
+def main(channel_fd: int, parent: int) -> None:
+    """Serve one job until it is gone."""
+    # Ctrl-C goes to the whole foreground group; the job decides what it means. It was blocked by
+    # the job, and others may have been by its program, as the ends of children may be ignored.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    channel = socket.socket(fileno=channel_fd)
+    try:
+        parent_fd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return
+    if os.getppid() == parent:
+        server = _ForkServer(channel, parent_fd)
+        try:
+            server.serve()
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the job closed while it was being answered
+        finally:
+            server.close()
+
+
+class _ForkServer:
+    """Owns the runners: it has forked them, reaps them, and kills them when it ends."""
+
+    def __init__(self, channel: socket.socket, parent_fd: int) -> None:
+        self._channel = channel
+        self._parent_fd = parent_fd
+        self._inbox = Inbox(channel)
+        self._setup: Setup | None = None
+        self._runners: dict[int, int] = {}
+        """Process id by pidfd."""
+        self._poll = select.poll()
+        for fd in (channel.fileno(), parent_fd):
+            self._poll.register(fd, select.POLLIN)
+
+    def serve(self) -> None:
+        """Do what the messages say, until the job is gone."""
+        while True:
+            while (frame := self._inbox.next_frame()) is not None:
+                match decode_to_server(frame):
+                    case Setup() as setup:
+                        self._prepare(setup)
+                    case Fork() as fork:
+                        self._fork(fork)
+            ready = {fd for fd, _ in self._poll.poll()}
+            for fd in ready.intersection(self._runners):
+                self._reap(fd)
+            if self._parent_fd in ready:
+                return
+            if self._channel.fileno() in ready and not self._inbox.receive():
+                return
+
+    def close(self) -> None:
+        """Kill the runners, and wait until they have ended."""
+        for fd in self._runners:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        for fd, pid in self._runners.items():
+            os.waitpid(pid, 0)
+            os.close(fd)
+        self._runners.clear()
+
+    def _prepare(self, setup: Setup) -> None:
+        """Import the libraries and build the pipeline."""
+        self._setup = setup
+        sys.path[:] = setup.path
+        tqdm.monitor_interval = 0  # even a bar that is switched off would start a thread
+        try:
+            with self._ending_with_the_job():
+                Handle.from_text(setup.handle).load()
+                for module in setup.preload:
+                    importlib.import_module(module)
+            _require_one_thread()
+        except Exception as exc:  # the outermost loop: whatever it is, the job must learn of it
+            send(self._channel, Refused(dump_error(exc), traceback.format_exc()))
+        else:
+            gc.freeze()  # a collection in a runner would take a copy of every page that it visits
+            send(self._channel, Prepared())
+
+    @contextlib.contextmanager
+    def _ending_with_the_job(self) -> Iterator[None]:
+        """Do something that takes long; if the job goes meanwhile, SystemExit is raised in it.
+
+        Until it is done the job has nothing to say.
+        """
+        before = signal.signal(signal.SIGIO, lambda *_: sys.exit(0))
+        flags = fcntl.fcntl(self._channel, fcntl.F_GETFL)
+        fcntl.fcntl(self._channel, fcntl.F_SETOWN, os.getpid())
+        try:
+            fcntl.fcntl(self._channel, fcntl.F_SETFL, flags | os.O_ASYNC)
+            if self._poll.poll(0):
+                sys.exit(0)
+            yield
+        finally:
+            fcntl.fcntl(self._channel, fcntl.F_SETFL, flags)
+            signal.signal(signal.SIGIO, before)
+
+    def _fork(self, fork: Fork) -> None:
+        if not self._inbox.fds or not self._setup:
+            raise ProtocolError("a runner was asked for without its socket, or before the set-up")
+        from shmload.integrations.runner import run  # with it, torch
+
+        server, theirs = os.getpid(), self._inbox.fds.pop(0)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                die_with_parent()
+                if os.getppid() == server:
+                    self._leave_to_server()
+                    run(theirs, fork, self._setup)
+                    os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)  # whatever happens: the fork server's own way out is not for its child
+        os.close(theirs)
+        fd = os.pidfd_open(pid)
+        self._runners[fd] = pid
+        self._poll.register(fd, select.POLLIN)
+        send(self._channel, Forked(fork.number, pid), (fd,))
+
+    def _leave_to_server(self) -> None:
+        """Close, in a runner, what belongs to the fork server and to other runners."""
+        self._channel.close()
+        for fd in (self._parent_fd, *self._runners):
+            os.close(fd)
+
+    def _reap(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        os.close(fd)
+        pid = self._runners.pop(fd)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        send(self._channel, Ended(pid, how))
+
+
+def _require_one_thread() -> None:
+    deadline = time.monotonic() + _THREADS_TIMEOUT_S
+    while (left := len(os.listdir("/proc/self/task")) - 1) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if left:
+        raise JobFailed(
+            f"building the pipeline, or a module to preload, has left {left} threads running, and "
+            "a process with threads cannot be forked; preload fewer modules, or use processes of "
+            "your own with a shmload.Handle"
+        )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

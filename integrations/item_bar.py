@@ -1,0 +1,36 @@
+"""The progress bar of a job, counted in items."""
+
+import sys
+from collections.abc import Iterable, Sized
+from typing import Any, Self
+
+
+class ItemBar:
+    """A bar of items, or nothing; a context that closes it.
+
+    Args:
+        items: of which the length is asked, if they have one.
+        progress: whether there is a bar; None for one if stderr is a terminal.
+    """
+
+    def __init__(self, items: Iterable[Any], progress: bool | None) -> None:
+        self._bar: Any = None
+        if progress is None:
+            progress = sys.stderr is not None and sys.stderr.isatty()
+        if progress:
+            from tqdm import tqdm
+
+            total = len(items) if isinstance(items, Sized) else None
+            self._bar = tqdm(total=total, unit="item")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self) -> None:
+        """Count one item more."""
+        if self._bar is not None:
+            self._bar.update()

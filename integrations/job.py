@@ -1,0 +1,400 @@
+"""A job: processes that have a pipeline, and what they are given to do."""
+
+import contextlib
+import logging
+import operator
+import os
+import time
+import weakref
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Any, Literal, Self, get_args
+
+from shmload._errors import (
+    ArgumentError,
+)
+from shmload._handle import Handle
+from shmload._inventory import CPU, DISK, META, OFFLOAD, canonical_device
+from shmload._job_errors import (
+    ItemError,
+    ItemFailed,
+)
+from shmload.integrations.crew import Crew
+from shmload.integrations.dispatch import Dispatch, Item, Outcome
+from shmload.integrations.item_bar import ItemBar
+from shmload.integrations.job_messages import Begin, Ended, Raised, Returned, Work
+from shmload.integrations.payload import Payload, dump, load
+from shmload.integrations.results import ResultFolder, ResultsReport
+from shmload.integrations.runners import Answer, Runner
+from shmload.integrations.storing import Storing, Undone
+
+logger = logging.getLogger(__name__)
+
+Function = Callable[[Any, Any], Any]
+"""Is given the pipeline and an item."""
+Errors = Literal["raise", "pass"]
+
+# How many items are held for each process, so that a slow one does not hold up the others.
+_WINDOW = 16
+_POLL_S = 1.0
+_QUICK_S = 0.25
+
+
+class Job:
+    """Processes that have a pipeline, for as many maps as one likes; a context that ends them.
+
+    The weights are decoded once, and begin to be when this is made. The processes are forked from
+    one that has imported the libraries and built the pipeline, so each is there in a moment; no
+    `if __name__ == "__main__"` is needed, and what the function needs may be defined anywhere: it
+    goes by value where it cannot be imported.
+
+    Args:
+        source: a pipeline's directory, a hub id, or a `Handle`, which says all down to `variant`.
+        components: of those with weights, only these are decoded, the others are None; None for
+            all.
+        torch_dtype: as for `load_pipeline`.
+        variant: as for `from_pretrained`.
+        procs: how many processes; 0 for none besides this one, which is for debugging.
+        devices: where the models go: `cpu`; one device for all; a list, of which each process takes
+            the next; `round-robin` for all GPUs in turn.
+        threads: of each process, for torch. Some results depend on their number in the last bit.
+        preload: modules that the function needs, to be imported once for all processes; those of
+            torch, diffusers and transformers are in any case.
+        seed: what random numbers depend on, together with an item's place; a whole number of less
+            than 64 bits.
+        item_timeout_s: after this long without a result, in seconds, a process counts as hung: it
+            is killed and its item done again. None for never.
+        hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`.
+
+    Raises:
+        SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError, ArgumentError.
+        JobFailed: the processes cannot be started.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Handle,
+        *,
+        components: Collection[str] | None = None,
+        torch_dtype: object = None,
+        variant: str | None = None,
+        procs: int = 4,
+        devices: str | Sequence[Any] = CPU,
+        threads: int = 1,
+        preload: Sequence[str] = (),
+        seed: int = 0,
+        item_timeout_s: float | None = 3600.0,
+        **hub_kwargs: Any,
+    ) -> None:
+        if item_timeout_s is not None and item_timeout_s <= 0:
+            raise ArgumentError(f"item_timeout_s is {item_timeout_s}; give seconds, or None")
+        if threads < 1:
+            raise ArgumentError(f"threads is {threads}; it must be 1 or more")
+        if procs < 0:
+            raise ArgumentError(f"procs is {procs}; it must be 1 or more, or 0 for this process")
+        self.handle = _handle(source, components, torch_dtype, variant, hub_kwargs)
+        self._seed = operator.index(seed)
+        self._threads = threads
+        self._item_timeout_s = item_timeout_s
+        self._is_mapping = False
+        chosen = _devices(devices, procs)
+        kinds = {"cuda" if name == "round-robin" else name.partition(":")[0] for name in chosen}
+        self._kinds = ",".join(sorted(kinds))
+        self._crew = None
+        if procs:
+            self._crew = Crew(self.handle, chosen, threads, preload)
+            self._closing = weakref.finalize(self, self._crew.close)
+        elif set(chosen) != {CPU}:
+            raise ArgumentError("procs is 0: the models of this process stay on the CPU")
+        else:
+            mine = contextlib.ExitStack()
+            if self.handle is not source:
+                mine.callback(self.handle.close)
+            self._closing = weakref.finalize(self, mine.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing, and wait until they have; again is fine.
+
+        Another thread may do so; a map that is under way there ends with an `ArgumentError`.
+        """
+        self._closing()
+
+    def map(
+        self,
+        function: Function,
+        items: Iterable[Any],
+        *,
+        as_completed: bool = False,
+        errors: Errors = "raise",
+        progress: bool | None = None,
+    ) -> Iterator[Any]:
+        """Call a function on every item, and yield what it returns.
+
+        Items are taken as they are needed, and results wait to be fetched: of both there are no
+        more at a time than 16 for each process.
+
+        Args:
+            function: gets the pipeline and the item. Gradients are off, and the global random
+                generators of torch, numpy and Python are seeded anew for every item.
+            items: what can be pickled.
+            as_completed: yield results as they come, and not in the order of the items.
+            errors: what to do where the function raises an error: `raise` it as `ItemFailed`, which
+                ends the map, or `pass` it over: the error stands in the result's place.
+            progress: True or False for a bar of items, None for a bar on a terminal.
+
+        Yields:
+            Results; tensors among them on the CPU and without gradients. In place of the result of
+            an item at which three processes have ended, an `ItemKilled`; it is logged too.
+
+        Raises:
+            ItemFailed: the function raised an error; it is the cause, and names the item.
+            JobFailed: the processes end before they have worked.
+            ShmloadError: the pipeline cannot be loaded.
+        """
+        numbered = (Item(index, value) for index, value in enumerate(items))
+        found = self._outcomes(function, numbered, is_ordered=not as_completed, errors=errors)
+        with ItemBar(items, progress) as bar, contextlib.closing(found):
+            for outcome in found:
+                bar.update()
+                yield outcome.value
+
+    def write(
+        self,
+        function: Function,
+        items: Iterable[Any],
+        folder: str | os.PathLike[str],
+        *,
+        key: Callable[[Any], str] | None = None,
+        shard_items: int = 1000,
+        errors: Errors = "raise",
+        facts: Mapping[str, str] | None = None,
+        progress: bool | None = None,
+    ) -> ResultsReport:
+        """Call a function on every item and store what it returns; blocks until all is done.
+
+        A run that was killed, or ended by an error, goes on where it was when this is called again
+        with the same items: what is stored is not done again. The files are then those of a run
+        that was never interrupted, byte for byte; `docs/dataprep.md` says what is in them.
+
+        Args:
+            function: as for `map`; returns tensors or numpy arrays by name.
+            items: as for `map`, in the same order each time.
+            folder: made if it does not exist.
+            key: names an item, by which its result is found; None for its number.
+            shard_items: how many items each file holds.
+            errors: what to do where the function raises an error: `raise` it, or `pass` the item
+                over, as those are at which three processes have ended: the index says which, and
+                the next call tries them again.
+            facts: what else the results depend on, such as a size; the next call must say the same.
+            progress: as for `map`.
+
+        Raises:
+            ItemFailed, JobFailed, ShmloadError: as `map`; what is stored stays.
+            ResultsError: the folder cannot be written to, or holds something else.
+        """
+        known = self.handle.facts | {
+            "seed": str(self._seed),
+            "threads": str(self._threads),
+            "devices": self._kinds,
+        }
+        if taken := known.keys() & dict(facts or {}):
+            raise ArgumentError(f"facts has {min(taken)!r}, which says something else already")
+        known |= dict(facts or {})
+        with (
+            ResultFolder(folder, shard_items=shard_items, facts=known) as results,
+            ItemBar(items, progress) as bar,
+        ):
+            undone = Undone(items, key, results, bar.update)
+            found = self._outcomes(Storing(function), iter(undone), is_ordered=False, errors=errors)
+            with contextlib.closing(found):
+                for outcome in found:
+                    name = undone.keys.pop(outcome.index)
+                    if isinstance(outcome.value, ItemError):
+                        results.fail(outcome.index, name, outcome.value.reason)
+                    else:
+                        results.add(outcome.index, name, outcome.value)
+                    bar.update()
+            return results.finish(undone.count)
+
+    def _outcomes(
+        self, function: Function, items: Iterator[Item], *, is_ordered: bool, errors: Errors
+    ) -> Generator[Outcome, None, None]:
+        """Yield what becomes of items that are numbered already."""
+        if errors not in get_args(Errors):
+            raise ArgumentError(f"errors is {errors!r}; it must be 'raise' or 'pass'")
+        if self._is_mapping:
+            raise ArgumentError("this job is at another map; end that first, or make another job")
+        self._is_mapping = True
+        found = (
+            self._in_processes(self._crew, function, items, is_ordered=is_ordered)
+            if self._crew
+            else self._in_this_process(function, items)
+        )
+        try:
+            # Not left to the garbage collector: whoever keeps an error keeps this frame.
+            with contextlib.closing(found):
+                for outcome in found:
+                    if isinstance(outcome.value, ItemFailed) and errors == "raise":
+                        raise outcome.value
+                    if isinstance(outcome.value, ItemError):
+                        logger.warning("%s", outcome.value)
+                    yield outcome
+        finally:
+            self._is_mapping = False
+
+    def _in_this_process(
+        self, function: Function, items: Iterator[Item]
+    ) -> Generator[Outcome, None, None]:
+        from shmload.integrations.runner import call_function, limited_threads
+
+        if not self._closing.alive:
+            raise ArgumentError("this job is closed; make another one")
+        pipe = self.handle.load()
+        for item in items:
+            value: Any
+            try:
+                with limited_threads(self._threads):
+                    value = call_function(function, pipe, item.value, self._seed, item.index)
+                value = load(dump(value))  # as if it came from another process
+            except (Exception, SystemExit) as exc:  # as in another process
+                value = _failed(item, exc)
+            yield Outcome(item.index, value)
+
+    def _in_processes(
+        self, crew: Crew, function: Function, items: Iterator[Item], *, is_ordered: bool
+    ) -> Generator[Outcome, None, None]:
+        crew.check()
+        window = _WINDOW * len(crew.devices)
+        dispatch = Dispatch(items, window=window, is_ordered=is_ordered)
+        dispatch.look()
+        if not dispatch.is_over:
+            crew.begin(Begin(_dump_function(function), self._seed))
+        try:
+            while True:
+                self._feed(crew, dispatch)
+                has_news = False
+                for outcome in dispatch.come_out():
+                    has_news = True
+                    yield outcome
+                if has_news:
+                    continue  # there is room for items again
+                if dispatch.is_over:
+                    break
+                for runner, message in crew.wait(_POLL_S):
+                    match message:
+                        case Returned() | Raised():
+                            dispatch.answer(runner.number, _value(runner, message, dispatch))
+                        case Ended():
+                            dispatch.end(runner.number, runner.how)
+                self._kill_hung(crew, dispatch)
+        finally:
+            # What they do is of no use to whoever maps next.
+            crew.replace([each for each in crew.runners.values() if dispatch.given(each.number)])
+        if dispatch.error:
+            raise dispatch.error
+
+    def _feed(self, crew: Crew, dispatch: Dispatch) -> None:
+        """Give each process what it can take."""
+        ready = [runner for runner in crew.runners.values() if runner.is_started]
+        # Each has one before any has two, which are for the quick alone: they shall not wait for
+        # the next, and behind a slow one an item would.
+        quick = [runner for runner in ready if runner.item_s < _QUICK_S]
+        for depth, runner in [*((1, each) for each in ready), *((2, each) for each in quick)]:
+            while item := dispatch.give(runner.number, depth):
+                try:
+                    payload = dump(item.value)
+                except Exception as exc:  # whatever the item's class does
+                    dispatch.take_back(runner.number, _failed(item, exc))
+                    continue
+                if len(dispatch.given(runner.number)) == 1:
+                    runner.since = time.monotonic()
+                runner.post(Work(item.index, payload))
+
+    def _kill_hung(self, crew: Crew, dispatch: Dispatch) -> None:
+        limit = self._item_timeout_s
+        if limit is None:
+            return
+        for runner in crew.runners.values():
+            if dispatch.given(runner.number) and runner.idle_s() > limit:
+                runner.kill(f"no result within {limit:g} s")
+
+
+def _handle(
+    source: str | os.PathLike[str] | Handle,
+    components: Collection[str] | None,
+    torch_dtype: object,
+    variant: str | None,
+    hub_kwargs: dict[str, Any],
+) -> Handle:
+    if not isinstance(source, Handle):
+        return Handle.of(
+            source,
+            torch_dtype=torch_dtype,
+            components=components,
+            variant=variant,
+            **hub_kwargs,
+        )
+    if components is not None or torch_dtype is not None or variant is not None or hub_kwargs:
+        raise ArgumentError(
+            "the source is a Handle, which says what to load: give neither components, "
+            "torch_dtype, variant nor arguments for the hub"
+        )
+    return source
+
+
+def _devices(devices: str | Sequence[Any], procs: int) -> tuple[str, ...]:
+    """Return where the models of each process go."""
+    if devices == "round-robin":
+        return ("round-robin",) * procs
+    given = [devices] if isinstance(devices, str | int) else list(devices)
+    if not given:
+        raise ArgumentError("devices is an empty list; name one at least, such as 'cpu'")
+    names = [canonical_device(device) for device in given]
+    if unfit := {META, DISK, OFFLOAD}.intersection(names):
+        raise ArgumentError(f"devices names {min(unfit)!r}, where nothing can be computed")
+    return tuple(names[number % len(names)] for number in range(procs or 1))
+
+
+def _value(runner: Runner, answer: Answer, dispatch: Dispatch) -> Any:
+    """Return what a runner's answer means."""
+    item = dispatch.given(runner.number)[0]
+    assert answer.index == item.index, "a runner answers in the order in which it was asked"
+    traceback = answer.traceback if isinstance(answer, Raised) else ""
+    try:
+        if isinstance(answer, Returned):
+            return load(answer.value)
+        cause = load(answer.error)
+    except Exception as exc:  # whatever its class does
+        cause = exc
+    return _failed(item, cause, traceback)
+
+
+def _dump_function(function: Function) -> Payload:
+    try:
+        return dump(function)
+    except Exception as exc:  # whatever it refers to
+        raise ArgumentError(
+            f"the function cannot be sent to the processes of the job: {exc}; have it refer to "
+            "what can be pickled, and make the rest itself"
+        ) from exc
+
+
+def _failed(item: Item, cause: BaseException, traceback: str = "") -> ItemFailed:
+    error = ItemFailed(item.index, item.value, f"{type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    if traceback:
+        error.add_note(f"in a process of the job:\n{traceback}")
+    return error

@@ -1,0 +1,81 @@
+"""What the results in a folder depend on, as it is written down in `results.json`."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from shmload._atomic import replacing
+from shmload._errors import (
+    ArgumentError,
+)
+from shmload._job_errors import (
+    ResultsCorrupt,
+    ResultsMismatch,
+)
+
+FACTS_NAME = "results.json"
+
+VERSION = "1"
+"""Raised whenever what is written to a folder changes."""
+
+_OTHERWISE = "give another folder, or remove this one"
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """Two folders with equal ones, and the same items, are to have equal bytes."""
+
+    format: str = VERSION
+    shard_items: int
+    facts: dict[str, str]
+
+
+def check_facts(folder: Path, facts: Facts, others: set[str]) -> None:
+    """Compare facts with those of a folder, or write them down.
+
+    Args:
+        folder: of results; the caller has its lock.
+        facts: of this run.
+        others: names of what else in the folder seems to be results.
+
+    Raises:
+        ArgumentError: they are not text that UTF-8 can say.
+        ResultsMismatch: the folder was made with others.
+        ResultsCorrupt: it does not say with which.
+        OSError: they cannot be read or written.
+    """
+    path = folder / FACTS_NAME
+    if path.exists():
+        different = _differences(_read(path), facts)
+        if different:
+            raise ResultsMismatch(folder, "; ".join(different))
+    elif others:
+        raise ResultsCorrupt(path, f"it is not there, but {min(others)} is", _OTHERWISE)
+    else:
+        try:
+            content = msgspec.json.format(msgspec.json.encode(facts, order="sorted"))
+        except UnicodeEncodeError as exc:
+            raise ArgumentError("a fact is not text that UTF-8 can say") from exc
+        with replacing(path, durable=True) as file:
+            file.write(content + b"\n")
+
+
+def _read(path: str | os.PathLike[str]) -> Facts:
+    with open(path, "rb") as file:
+        content = file.read()
+    try:
+        return msgspec.json.decode(content, type=Facts)
+    except msgspec.DecodeError as exc:
+        raise ResultsCorrupt(path, str(exc), _OTHERWISE) from exc
+
+
+def _differences(there: Facts, now: Facts) -> list[str]:
+    pairs = [
+        ("the format", there.format, now.format),
+        ("shard_items", there.shard_items, now.shard_items),
+        *(
+            (f"fact {name!r}", there.facts.get(name), now.facts.get(name))
+            for name in sorted(there.facts.keys() | now.facts.keys())
+        ),
+    ]
+    return [f"{name} is {old!r} there, and {new!r} now" for name, old, new in pairs if old != new]

@@ -1,0 +1,110 @@
+"""What a job gives for one item, checked before anything of it is written."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from shmload._dtypes import NBITS
+from shmload._errors import ArgumentError
+from shmload.integrations.journal import ArrayHead, Buffer, Head
+
+# Of a shard's header, which safetensors limits to 100 MB: what its items may take together.
+_HEADER_NBYTES = 80_000_000
+_ENTRY_NBYTES = 100
+_SIZE_NBYTES = 20
+# As safetensors files are read here.
+_MAX_RANK = 64
+_MAX_ERROR_CHARS = 1000
+
+
+class Array(NamedTuple):
+    """One array of a result."""
+
+    dtype: str
+    """Safetensors name, such as `BF16`."""
+    shape: tuple[int, ...]
+    content: Buffer
+    """Its bytes: C-contiguous, little-endian. Any object with a buffer will do."""
+
+
+class Given(NamedTuple):
+    """An item as its journal takes it."""
+
+    head: Head
+    contents: list[Buffer]
+
+
+def result(index: int, key: str, arrays: Mapping[str, Array], shard_items: int) -> Given:
+    """Check an item's result; its arrays are put in the order of their names.
+
+    Args:
+        index: the item's number.
+        key: its name.
+        arrays: by name; not copied.
+        shard_items: how many items share a header.
+
+    Raises:
+        ArgumentError: a name, dtype or shape cannot be one, or the names are too long.
+    """
+    heads, contents = [], []
+    for name, given in sorted(arrays.items()):
+        if not name or "/" in name:
+            raise ArgumentError(f"item {index}: the array name {name!r} is empty, or has a slash")
+        content = _flat(given, f"item {index}, array {name!r}")
+        digest = xxhash.xxh3_128_digest(content)
+        heads.append(ArrayHead(name, given.dtype, tuple(given.shape), len(content), digest))
+        contents.append(content)
+    head = Head(index, key, None, tuple(heads))
+    _check_names(head, shard_items)
+    return Given(head, contents)
+
+
+def failure(index: int, key: str, error: str, shard_items: int) -> Given:
+    """Check the name of an item that failed; of a long error only the end is kept.
+
+    Raises:
+        ArgumentError: the name is too long, or not text.
+    """
+    error = error.encode(errors="backslashreplace").decode()[-_MAX_ERROR_CHARS:]
+    head = Head(index, key, error or "unknown", ())
+    _check_names(head, shard_items)
+    return Given(head, [])
+
+
+def _flat(given: Array, what: str) -> Buffer:
+    """Return an array's bytes as one row, after a look at their number."""
+    nbits = NBITS.get(given.dtype)
+    if nbits is None:
+        raise ArgumentError(f"{what}: unknown dtype {given.dtype!r}")
+    for size in given.shape:
+        nbits *= size
+    view = memoryview(given.content)
+    is_shape = min(given.shape, default=0) >= 0 and len(given.shape) <= _MAX_RANK
+    if not is_shape or nbits != 8 * view.nbytes or not view.c_contiguous:
+        raise ArgumentError(
+            f"{what}: {given.dtype} of shape {list(given.shape)} does not have the {view.nbytes} "
+            "bytes that were given, or they are not in a row"
+        )
+    return view.cast("B") if view.nbytes else b""
+
+
+def _check_names(head: Head, shard_items: int) -> None:
+    """Refuse an item that the header of its shard might have no room for."""
+    try:
+        # The list of keys is JSON within JSON.
+        nbytes = len(msgspec.json.encode(msgspec.json.encode(head.key).decode()))
+        for array in head.arrays:
+            nbytes += len(msgspec.json.encode(f"{head.key}/{array.name}"))
+            nbytes += _ENTRY_NBYTES + _SIZE_NBYTES * len(array.shape)
+    except UnicodeEncodeError as exc:
+        raise ArgumentError(
+            f"the key of item {head.index}, {head.key!r}, or the name of an array is not text that "
+            "UTF-8 can say; give it another one"
+        ) from exc
+    if nbytes > _HEADER_NBYTES // shard_items:
+        raise ArgumentError(
+            f"the names in item {head.index} take {nbytes} bytes, and the header of {shard_items} "
+            "items has no room for such; give shorter ones, or fewer shard_items"
+        )

@@ -1,0 +1,171 @@
+"""A runner: the forked process that calls a job's function on one item after the other.
+
+        forked ---> on its device ---> waiting <---> working
+           |             |                |             |
+        end of file, the fork server's end, or an end of its own: whoever is at the job's side sees
+
+It answers each item before it begins the next, so of those it was given the first unanswered one is
+the one that it works on.
+"""
+
+import contextlib
+import os
+import random
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from shmload._destination import Destination
+from shmload._errors import ArgumentError
+from shmload._handle import Handle
+from shmload._inventory import CPU
+from shmload._messages import Inbox, send
+from shmload.integrations.job_messages import (
+    MAX_FRAME_NBYTES,
+    Begin,
+    Fork,
+    Raised,
+    Refused,
+    Returned,
+    Setup,
+    Started,
+    Work,
+    decode_to_runner,
+)
+from shmload.integrations.payload import Payload, dump, dump_error, load
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+ROUND_ROBIN = "round-robin"
+
+
+def run(channel_fd: int, fork: Fork, setup: Setup) -> None:
+    """Be a runner; returns when the job is gone."""
+    channel = socket.socket(fileno=channel_fd)
+    for name, value in setup.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    torch.set_num_threads(setup.threads)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        try:
+            pipe = Handle.from_text(setup.handle).load()  # the fork server has loaded it
+            move(pipe, fork.device, fork.number)
+        except Exception as exc:  # the outermost loop: whatever it is, the job must learn of it
+            send(channel, Refused(dump_error(exc), traceback.format_exc()))
+            return
+        send(channel, Started())
+        _Runner(channel, pipe).serve()
+
+
+class _Runner:
+    """Does what the messages say."""
+
+    def __init__(self, channel: socket.socket, pipe: "DiffusionPipeline") -> None:
+        self._channel = channel
+        self._pipe = pipe
+        self._call: Callable[[int, Payload], Payload] | None = None
+
+    def serve(self) -> None:
+        inbox = Inbox(self._channel, MAX_FRAME_NBYTES)
+        while True:
+            while (frame := inbox.next_frame()) is not None:
+                match decode_to_runner(frame):
+                    case Begin(function, seed):
+                        self._call = self._calling(function, seed)
+                    case Work(index, item):
+                        assert self._call, "a job says with what before it says on what"
+                        self._work(index, item)
+            if not inbox.receive():
+                return
+
+    def _calling(self, function: Payload, seed: int) -> Callable[[int, Payload], Payload]:
+        """Return what works on one item."""
+        unpickled: list[Any] = []
+
+        def call(index: int, item: Payload) -> Payload:
+            if not unpickled:  # inside the answer to an item: what cannot be unpickled is an error
+                unpickled.append(load(function))
+            return dump(call_function(unpickled[0], self._pipe, load(item), seed, index))
+
+        return call
+
+    def _work(self, index: int, item: Payload) -> None:
+        assert self._call
+        try:
+            answer: Returned | Raised = Returned(index, self._call(index, item))
+        except (Exception, SystemExit) as exc:  # the outermost loop, for what the user's code does
+            answer = Raised(index, dump_error(exc), traceback.format_exc())
+        finally:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it; it was closed
+                sys.stdout.flush()  # what it has printed, if it is killed at the next
+        send(self._channel, answer)
+
+
+def call_function(
+    function: Callable[[Any, Any], Any], pipe: "DiffusionPipeline", item: Any, seed: int, index: int
+) -> Any:
+    """Call a job's function on one item: without gradients, and with random numbers of its own.
+
+    So the result depends on the item and its place alone, and on no process or order.
+    """
+    seed_generators(seed, index)
+    with torch.no_grad():
+        return function(pipe, item)
+
+
+@contextlib.contextmanager
+def limited_threads(threads: int) -> Iterator[None]:
+    """Have torch use so many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def seed_generators(seed: int, index: int) -> None:
+    """Seed the global generators of torch, numpy and Python for one item.
+
+    Args:
+        seed: of the job.
+        index: of the item.
+    """
+    digest = blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    value = int.from_bytes(digest, "big")
+    torch.manual_seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    random.seed(value)
+
+
+def move(pipe: "DiffusionPipeline", device: str, number: int) -> None:
+    """Bring the models of a pipeline to their device.
+
+    Args:
+        pipe: on the CPU.
+        device: its name, or `round-robin`.
+        number: of the runner, which decides which accelerator is its own.
+    """
+    if device == ROUND_ROBIN:
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise ArgumentError("devices is 'round-robin', but torch finds no CUDA device here")
+        device = f"cuda:{number % count}"
+    if device == CPU:
+        return
+    from shmload.integrations.placing import place_pipeline
+
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise ArgumentError(f"devices names {device!r}, but torch finds no CUDA device here")
+        torch.cuda.set_device(device)  # for what the user's code makes on "cuda"
+    place_pipeline(pipe, Destination(device_map=device))

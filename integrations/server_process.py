@@ -1,0 +1,130 @@
+"""A fork server as its job sees it: start, talk, end."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from shmload._job_errors import JobFailed
+from shmload._messages import Inbox, send
+from shmload._settings import settings
+from shmload.integrations.job_messages import Setup, ToServer
+
+if TYPE_CHECKING:
+    from shmload.integrations.runners import Runner
+
+_KILL_TIMEOUT_S = 10.0
+# What starts threads cannot be forked: the pools of torch, which it reads of when it is imported,
+# bars, and whoever waits for the other ranks of a launcher.
+_SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TQDM_DISABLE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+}
+
+
+class ServerProcess:
+    """A child that runs `shmload.integrations.forkserver`, from here until `close`.
+
+    Args:
+        handle: of the pipeline, as text.
+        threads: of each runner, for torch.
+        preload: modules to import beside the libraries.
+
+    Raises:
+        JobFailed: it cannot be started. That it ends at once is told by the end of its messages.
+    """
+
+    def __init__(self, handle: str, threads: int, preload: tuple[str, ...]) -> None:
+        self.is_prepared = False
+        self.since = time.monotonic()
+        """When it was started, by the monotonic clock, in seconds."""
+        self.forked: list[Runner] = []
+        """Asked for and not yet there, in that order; for who has asked to close."""
+        with contextlib.ExitStack() as undoing:
+            try:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+                undoing.callback(ours.close)
+                undoing.callback(theirs.close)
+                self._process = _start(theirs)
+            except OSError as exc:
+                raise JobFailed(
+                    f"the processes of a job could not be started: {exc}; sys.executable must be a "
+                    "Python interpreter, with processes, memory and descriptors to spare"
+                ) from exc
+            undoing.pop_all()
+        theirs.close()
+        ours.settimeout(settings().stall_timeout_s)
+        self.channel = ours
+        self.inbox = Inbox(ours)
+        setup = Setup(
+            handle=handle,
+            path=tuple(entry for entry in sys.path if isinstance(entry, str)),
+            environment={name: os.environ.get(name) for name in _SINGLE_THREADED},
+            threads=threads,
+            preload=preload,
+        )
+        self.send(setup)
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    def send(self, message: ToServer, fds: tuple[int, ...] = ()) -> bool:
+        """Send a message; False if it did not take it, whose end will be heard then."""
+        try:
+            send(self.channel, message, fds)
+        except OSError:
+            self._process.kill()  # it may have been stopped, with half a message
+            return False
+        return True
+
+    def close(self) -> str:
+        """End it, wait until it and its runners have ended, and return how."""
+        with contextlib.suppress(OSError):
+            # Closing would tell it nothing while a forked copy of this process has the socket too.
+            self.channel.shutdown(socket.SHUT_RDWR)
+        self._release()
+        try:
+            code = self._process.wait(_KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait(_KILL_TIMEOUT_S)
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def forget(self) -> None:
+        """Let go of it in a forked copy of the job's process, whose child it is not."""
+        self._release()
+        self._process.returncode = 0
+
+    def _release(self) -> None:
+        self.channel.close()
+        self.inbox.close()
+
+
+def _start(channel: socket.socket) -> subprocess.Popen[bytes]:
+    # Where this process was started without them, a socket would have the number of one of the
+    # standard streams.
+    fd = fcntl.fcntl(channel, fcntl.F_DUPFD_CLOEXEC, 3)
+    command = [sys.executable, "-P", "-m", "shmload.integrations.forkserver"]
+    # Ctrl-C goes to the whole foreground group; until the child ignores it, it waits there.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            [*command, str(fd), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=None if sys.__stdout__ else subprocess.DEVNULL,
+            stderr=None if sys.__stderr__ else subprocess.DEVNULL,
+            pass_fds=(fd,),
+            env=os.environ | _SINGLE_THREADED,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(fd)

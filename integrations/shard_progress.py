@@ -1,0 +1,197 @@
+"""How far the items of one shard of results are, and where their results lie.
+
+A finished shard has a file. While items are missing there is a journal too, with what came since;
+once all are there, the file is written from both, and then the journal goes:
+
+    nothing ──append──▶ journal ──commit──▶ file ──append──▶ file and journal ──commit──▶ file
+
+The file gets its name in one step. A journal that is left beside a file with the same items is one
+whose removal did not happen any more; it goes when the shard is next opened.
+"""
+
+import contextlib
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shmload._job_errors import (
+    ResultsCorrupt,
+)
+from shmload.integrations.journal import Buffer, Head, Journal
+from shmload.integrations.key_digests import digest_key
+from shmload.integrations.result_shards import Item, Piece, read_contents, read_items, write_shard
+
+_MISSING, _DONE, _FAILED = range(3)
+_AGAIN = "remove it and run the job again, which computes its items anew"
+
+
+class ShardProgress:
+    """The items of one shard. They are called by their place in it, which counts from 0.
+
+    Args:
+        folder: of all results.
+        number: of the shard.
+        size: how many items a shard has, at most.
+
+    Raises:
+        ResultsCorrupt: a file is not what was written.
+        OSError: a file cannot be read.
+    """
+
+    def __init__(self, folder: Path, number: int, size: int) -> None:
+        self.number = number
+        self.first = number * size
+        self.path = folder / shard_name(number)
+        self.keys = array("Q", bytes(8 * size))
+        """Each item's key as a number; 0 where it is not known."""
+        self._states = bytearray(size)
+        self._settled = 0
+        self._journal_path = folder / journal_name(number)
+        self._journal: Journal | None = None
+        # Of each item's record in the journal; 0 where it has none.
+        self._offsets = array("Q")
+        self._has_file = self.path.exists()
+        self._load()
+
+    @property
+    def is_settled(self) -> bool:
+        """Tell whether each item is done, or has failed in this run."""
+        return self._settled == len(self._states)
+
+    @property
+    def has_journal(self) -> bool:
+        """Tell whether there is anything to commit."""
+        return self._journal is not None
+
+    def is_done(self, place: int) -> bool:
+        """Tell whether an item's result is stored."""
+        return self._states[place] == _DONE
+
+    def missing(self, count: int) -> int:
+        """Return the place of the first of some items that is neither done nor failed, or -1."""
+        return self._states.find(_MISSING, 0, count)
+
+    def failures(self) -> int:
+        """Return how many items failed in this run."""
+        return self._states.count(_FAILED)
+
+    def append(self, place: int, head: Head, contents: Sequence[Buffer]) -> None:
+        """Store an item's result, or its error, in the journal.
+
+        Raises:
+            OSError: it cannot be written; the item is as it was.
+        """
+        if self._journal is None:
+            self._open_journal()
+        assert self._journal
+        self._offsets[place] = self._journal.append(head, contents)
+        self._settle(place, _DONE if head.error is None else _FAILED)
+
+    def commit(self, count: int, facts: Mapping[str, str]) -> None:
+        """Write the file from the journal and from what it is now; then the journal goes.
+
+        Args:
+            count: how many items the shard has.
+            facts: what the results depend on.
+
+        Raises:
+            ResultsCorrupt: the journal or the file is not what was written.
+            OSError: the file cannot be written; nothing has changed.
+        """
+        with contextlib.ExitStack() as stack:
+            before: list[Item] = []
+            if self._has_file:
+                fd = os.open(self.path, os.O_RDONLY)
+                stack.callback(os.close, fd)
+                before = read_items(fd, self.path)
+            items = [self._item(place, before) for place in range(count)]
+            write_shard(self.path, self.first, items, facts)
+        self._has_file = True
+        self._remove_journal()
+
+    def key_of(self, place: int) -> str | None:
+        """Return the key under which an item is stored, or None."""
+        if self._offsets and self._offsets[place]:
+            return self._record(place)[0].key
+        if not self._has_file:
+            return None
+        keys = read_contents(self.path).keys
+        return keys[place] if place < len(keys) else None
+
+    def release(self) -> None:
+        """Close the journal for the time being."""
+        if self._journal is not None:
+            self._journal.release()
+
+    def _load(self) -> None:
+        if self._has_file:
+            contents = read_contents(self.path)
+            if contents.first != self.first or len(contents.keys) > len(self.keys):
+                raise ResultsCorrupt(self.path, "it holds the items of another shard", _AGAIN)
+            for place, key in enumerate(contents.keys):
+                self.keys[place] = digest_key(key)
+                if self.first + place not in contents.errors:
+                    self._settle(place, _DONE)
+        if self._journal_path.exists():
+            in_file = self._settled
+            self._open_journal()
+            self.release()
+            if self._has_file and self._settled == in_file:
+                self._remove_journal()
+
+    def _open_journal(self) -> None:
+        self._offsets = array("Q", bytes(8 * len(self.keys)))
+        self._journal = Journal(self._journal_path, self._found)
+
+    def _found(self, offset: int, head: Head) -> None:
+        """Take note of a record that is there already; its item may be in the file too."""
+        place = head.index - self.first
+        if not 0 <= place < len(self.keys):
+            raise ResultsCorrupt(self._journal_path, "it holds another shard's items", _AGAIN)
+        if self._has_file and not self._offsets[place] and self.is_done(place):
+            return
+        self.keys[place] = digest_key(head.key)
+        self._offsets[place] = offset
+        if head.error is None:
+            self._settle(place, _DONE)
+
+    def _settle(self, place: int, state: int) -> None:
+        self._settled += self._states[place] == _MISSING
+        self._states[place] = state
+
+    def _item(self, place: int, before: Sequence[Item]) -> Item:
+        if not self._offsets[place]:
+            return before[place]
+        head, offset = self._record(place)
+        assert self._journal
+        pieces = []
+        for a in head.arrays:
+            where = (self._journal_path, self._journal.fd, offset)
+            pieces.append(Piece(a.name, a.dtype, a.shape, a.nbytes, *where, a.digest))
+            offset += a.nbytes
+        return Item(head.key, head.error, tuple(pieces))
+
+    def _record(self, place: int) -> tuple[Head, int]:
+        assert self._journal
+        found = self._journal.read(self._offsets[place])
+        if found is None or found[0].index != self.first + place:
+            reason = f"the record of item {self.first + place} is not what was written"
+            raise ResultsCorrupt(self._journal_path, reason, _AGAIN)
+        return found
+
+    def _remove_journal(self) -> None:
+        self.release()
+        self._journal = None
+        self._offsets = array("Q")
+        os.unlink(self._journal_path)
+
+
+def shard_name(number: int) -> str:
+    """Return the name of a shard's file."""
+    return f"shard-{number:05}.safetensors"
+
+
+def journal_name(number: int) -> str:
+    """Return the name of a shard's journal."""
+    return f"shard-{number:05}.journal"

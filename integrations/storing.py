@@ -1,0 +1,111 @@
+"""From what a job's function returns to the arrays that a folder of results takes."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmload._dtypes import NBITS, TORCH_NAMES
+from shmload.integrations.dispatch import Item
+from shmload.integrations.payload import bytes_of
+from shmload.integrations.results import Array, ResultFolder
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
+
+
+class Storing:
+    """A job's function, whose results become arrays while still in its process.
+
+    Args:
+        function: returns tensors or numpy arrays by name.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        self._function = function
+
+    def __call__(self, pipe: Any, item: Any) -> dict[str, Array]:
+        """Call it.
+
+        Raises:
+            TypeError: it has returned something else.
+        """
+        found = self._function(pipe, item)
+        if not isinstance(found, Mapping):
+            raise TypeError(
+                f"the function returned a {type(found).__name__}; what is to be stored must be a "
+                "dict of tensors or arrays by name"
+            )
+        return {name: _array(name, value) for name, value in found.items()}
+
+
+class Undone:
+    """The items of a run that are still to be done, with their keys; takes each item once.
+
+    Args:
+        items: all of the run.
+        key: names an item; None for its number.
+        results: says what is done; stays the caller's.
+        on_done: is called for each item that is.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[Any],
+        key: Callable[[Any], str] | None,
+        results: ResultFolder,
+        on_done: Callable[[], object],
+    ) -> None:
+        self._items = items
+        self._key = key
+        self._results = results
+        self._on_done = on_done
+        self.keys: dict[int, str] = {}
+        """Of the items that were taken and whose keys nobody has taken yet, by number."""
+        self.count = 0
+        """How many items there were up to now."""
+
+    def __iter__(self) -> Iterator[Item]:
+        for index, value in enumerate(self._items):
+            self.count = index + 1
+            key = self._key(value) if self._key else f"{index:08}"
+            if self._results.is_done(index, key):
+                self._on_done()
+            else:
+                self.keys[index] = key
+                yield Item(index, value)
+
+
+def _array(name: Any, value: Any) -> Array:
+    if not isinstance(name, str) or not name or "/" in name:
+        raise TypeError(f"{name!r} cannot be the name of an array; give text without a slash")
+    torch = sys.modules.get("torch")  # without it there are no tensors
+    if torch and isinstance(value, torch.Tensor):
+        return _of_tensor(name, value)
+    dtype = _DTYPES.get(getattr(getattr(value, "dtype", None), "name", ""))
+    if dtype is None or not hasattr(value, "__array__"):
+        raise _refused(name, value)
+    found = np.asarray(value)
+    little = found.astype(found.dtype.newbyteorder("<"), copy=False)
+    return Array(dtype, tuple(found.shape), little.tobytes())
+
+
+def _of_tensor(name: str, tensor: "torch.Tensor") -> Array:
+    dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None or str(tensor.layout) != "torch.strided":
+        raise _refused(name, tensor)
+    shape = tuple(tensor.shape)
+    if NBITS[dtype] < 8:  # torch counts the bytes that several elements share
+        shape = (*shape[:-1], shape[-1] * 8 // NBITS[dtype])
+    return Array(dtype, shape, bytes_of(tensor).tobytes())
+
+
+def _refused(name: str, value: Any) -> TypeError:
+    kind = f"{type(value).__name__} {getattr(value, 'dtype', '')}".strip()
+    return TypeError(
+        f"{name!r} is a {kind}; it must be a tensor or a numpy array of a dtype that safetensors "
+        "has"
+    )

@@ -1,0 +1,80 @@
+"""The examples for data-prep jobs: two of them run, and all call what there is."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from shmload.integrations import dataprep
+
+PAGE = re.findall(
+    r"^```python\n(.*?)^```",
+    (Path(__file__).parents[2] / "docs" / "dataprep.md").read_text(),
+    re.M | re.S,
+)
+
+
+def block_with(text):
+    (found,) = [block for block in PAGE if text in block]
+    return found
+
+
+def test_calls_on_the_page_have_arguments_that_there_are():
+    functions = {"dataprep.map": dataprep.map, "dataprep.write": dataprep.write}
+    methods = {"job.map": dataprep.Job.map, "job.write": dataprep.Job.write}
+    seen = set()
+    for node in (node for block in PAGE for node in ast.walk(ast.parse(block))):
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if name not in {*functions, *methods, "dataprep.Job"}:
+            continue
+        seen.add(name)
+        given = {keyword.arg: None for keyword in node.keywords}
+        places = [None] * len(node.args)
+        if name in functions:
+            bound = inspect.signature(functions[name]).bind(*places, **given)
+            source, given = None, bound.arguments.get("job_kwargs", {})
+            inspect.signature(dataprep.Job).bind(source, **given)
+            assert given.keys() <= inspect.signature(dataprep.Job).parameters.keys()
+        elif name in methods:
+            inspect.signature(methods[name]).bind(None, *places, **given)
+        else:
+            inspect.signature(dataprep.Job).bind(*places, **given)
+            assert given.keys() <= inspect.signature(dataprep.Job).parameters.keys()
+    assert seen >= {"dataprep.map", "dataprep.write", "dataprep.Job", "job.map"}
+
+
+def test_wrong_argument_would_be_noticed():
+    with pytest.raises(TypeError, match="unexpected"):
+        inspect.signature(dataprep.Job.map).bind(None, None, None, as_complete=True)
+
+
+def test_first_job_runs(saved, tmp_path):
+    paths = []
+    for number in range(3):
+        paths.append(tmp_path / f"{number}.png")
+        Image.fromarray(np.full((20, 30, 3), 40 * number, np.uint8)).save(paths[-1])
+    code = block_with("dataprep.map(encode, paths").replace("    ...", "    seen.append(latents)")
+    assert "path/to/stable-diffusion" in code
+    code = code.replace("path/to/stable-diffusion", str(saved("stable-diffusion")))
+    code = code.replace("512, 512", "64, 64").replace("procs=4", "procs=2")
+    seen = []
+    exec(code, {"__name__": "__main__", "paths": paths, "seen": seen})
+    assert [latents.shape for latents in seen] == [(1, 4, 32, 32)] * 3
+
+
+def test_results_are_read_as_shown(light_job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    items = [np.full(3, number, np.float32) for number in range(40)]
+    job = light_job()
+    job.write(lambda pipe, item: {"latent": item, "embedding": -item}, items, "latents")
+    code = block_with("class Latents(Dataset)")
+    code = code.replace("    ...", "    seen.append((latents, embeddings))")
+    seen = []
+    exec(code.replace("num_workers=4", "num_workers=0"), {"seen": seen})
+    assert [len(latents) for latents, _ in seen] == [32, 8]
+    assert sorted(float(latent[0]) for latents, _ in seen for latent in latents) == list(range(40))
+    assert all((latents == -embeddings).all() for latents, embeddings in seen)

@@ -1,0 +1,408 @@
+"""A job that stores its results: right, the same each time, and nothing done twice."""
+
+import json
+import os
+import signal
+import sys
+
+import cloudpickle
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from comparing import reference
+from light_jobs import write_server
+from safetensors.torch import load_file
+from storing import content_of
+
+import shmload
+from shmload.integrations import dataprep
+from shmload.integrations.results import ResultFolder, Results
+from shmload.integrations.runner import limited_threads, seed_generators
+
+# What is in it for a job's processes shall not have them import all of the above.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+COUNT = 30
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "results"
+
+
+# With a pipeline ----------------------------------------------------------------------------------
+
+
+def encode(pipe, item):
+    """Give arrays of all kinds, and to each fourth item none."""
+    if item % 4 == 3:
+        return {}
+    pixels = torch.rand(1, 3, 16, 16, dtype=pipe.vae.dtype)
+    latents = pipe.vae.encode(pixels).latent_dist.sample()[0]
+    return {
+        "latents": latents,
+        "half": latents.mT[..., ::2],
+        "mean": latents.float().mean().numpy(),
+        "noise": np.random.rand(item),
+    }
+
+
+def test_results_are_those_of_a_loop_with_the_library(saved, tmp_path):
+    source = saved("stable-diffusion")
+    arguments = {"source": source, "components": ["vae"], "torch_dtype": torch.bfloat16}
+    made = dataprep.write(encode, range(COUNT), tmp_path / "a", procs=2, shard_items=8, **arguments)
+    dataprep.write(encode, range(COUNT), tmp_path / "b", procs=0, shard_items=8, **arguments)
+    assert content_of(tmp_path / "a") == content_of(tmp_path / "b")
+    assert (made.items, made.added, made.failed, made.shards) == (COUNT, COUNT, 0, 4)
+    assert made.nbytes == sum(path.stat().st_size for path in tmp_path.glob("a/*.safetensors"))
+    pipe = reference(str(source), torch.bfloat16, unet=None, text_encoder=None, safety_checker=None)
+    found = {}
+    for path in (tmp_path / "a").glob("*.safetensors"):
+        found |= load_file(path)
+    for item in range(COUNT):
+        seed_generators(0, item)
+        with torch.no_grad(), limited_threads(1):
+            wanted = encode(pipe, item)
+        for name, array in wanted.items():
+            right = torch.as_tensor(array)
+            got = found.pop(f"{item:08}/{name}")
+            assert (got.dtype, got.shape) == (right.dtype, right.shape)
+            assert torch.equal(got, right)
+    assert not found
+
+
+# Killed -------------------------------------------------------------------------------------------
+
+JOB = """
+import os, signal, sys
+import numpy as np
+from shmload.integrations import dataprep, job
+source, python, folder, log, kill_at = sys.argv[1:]
+sys.executable = python
+def work(pipe, item):
+    with open(log, "a") as file:
+        file.write(f"{item}\\n")
+    return {"square": np.arange(item) ** 2}
+add = job.ResultFolder.add
+def add_and_die(results, *args):
+    add(results, *args)
+    if results._added == int(kill_at):
+        os.kill(os.getpid(), signal.SIGKILL)
+job.ResultFolder.add = add_and_die
+made = dataprep.write(work, range(30), folder, source=source, procs=2, shard_items=8)
+print("ADDED", made.added, flush=True)
+"""
+
+
+class Log:
+    """Says for which items a function was called, in whatever process."""
+
+    def __init__(self, path):
+        self.path = path
+        path.touch()
+
+    def note(self, item):
+        with self.path.open("a") as file:
+            file.write(f"{item}\n")
+
+    def take(self):
+        """Return for which it was since this was asked last, in their order."""
+        found = sorted(int(line) for line in self.path.read_text().split())
+        self.path.write_text("")
+        return found
+
+
+@pytest.fixture
+def log(tmp_path):
+    return Log(tmp_path / "log")
+
+
+def squares(pipe, item):
+    return {"square": np.arange(item) ** 2}
+
+
+def stored_in(folder, source):
+    """Return which items a folder has."""
+    facts = shmload.Handle.of(source).facts | {"seed": "0", "threads": "1", "devices": "cpu"}
+    with ResultFolder(folder, shard_items=8, facts=facts) as results:
+        return {index for index in range(COUNT) if results.is_done(index, f"{index:08}")}
+
+
+def test_killed_job_goes_on_and_does_nothing_twice(
+    light_server, pipeline, child, tmp_path, folder, log
+):
+    python, stored = write_server(tmp_path / "server"), set()
+    for kill_at in (3, 9, 0):
+        job = child(JOB, pipeline, python, folder, log.path, kill_at)
+        if not kill_at:
+            assert job.expect("ADDED") == str(COUNT - len(stored))
+        assert job.wait() == (-signal.SIGKILL if kill_at else 0), job.errors
+        called, before, stored = log.take(), stored, stored_in(folder, pipeline)
+        assert len(called) == len(set(called))
+        assert before.isdisjoint(called)
+        assert stored - before <= set(called)
+        assert len(stored) == len(before) + (kill_at or COUNT - len(before))
+        # Of each process: what it works on, what waits for that, and what both have just given.
+        assert len(called) - (len(stored) - len(before)) <= 4 * 2
+    assert len(stored) == COUNT
+    light_server()
+    assert_clean(folder, pipeline, tmp_path)
+
+
+def assert_clean(folder, source, tmp_path):
+    """See that a folder has the bytes of a job that nothing happened to."""
+    with dataprep.Job(source, procs=2) as job:
+        job.write(squares, range(COUNT), tmp_path / "clean", shard_items=8)
+    assert content_of(folder) == content_of(tmp_path / "clean")
+
+
+def test_killed_process_loses_what_it_had_and_no_more(
+    light_job, pipeline, tmp_path, folder, log, caplog
+):
+    def work(pipe, item):
+        log.note(item)
+        if item == 12 and not (tmp_path / "mark").exists():
+            (tmp_path / "mark").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return squares(pipe, item)
+
+    light_job().write(work, range(COUNT), folder, shard_items=8)
+    called = log.take()
+    again = [item for item in range(COUNT) if called.count(item) > 1]
+    assert again == [12]
+    assert len(called) == COUNT + 1
+    assert_clean(folder, pipeline, tmp_path)
+
+
+def test_interrupted_job_keeps_what_it_has_stored(light_job, pipeline, tmp_path, folder, log):
+    def items():
+        for item in range(COUNT):
+            if item == 20:
+                signal.raise_signal(signal.SIGINT)
+            yield item
+
+    def work(pipe, item):
+        log.note(item)
+        return squares(pipe, item)
+
+    job = light_job()
+    with pytest.raises(KeyboardInterrupt):
+        job.write(work, items(), folder, shard_items=8)
+    stored = stored_in(folder, pipeline)
+    assert stored
+    assert stored <= set(log.take())
+    job.write(work, range(COUNT), folder, shard_items=8)
+    assert log.take() == sorted(set(range(COUNT)) - stored)
+    assert_clean(folder, pipeline, tmp_path)
+
+
+def test_what_is_finished_is_found_without_loading_anything(light_job, folder):
+    light_job().write(squares, range(COUNT), folder)
+    before = content_of(folder)
+    job = light_job("Handle.load = lambda handle: note('loading') or time.sleep(1000)")
+    made = job.write(squares, range(COUNT), folder)
+    assert (made.items, made.added) == (COUNT, 0)
+    assert content_of(folder) == before
+
+
+def test_more_items_may_come_later(light_job, pipeline, tmp_path, folder, log):
+    def work(pipe, item):
+        log.note(item)
+        return squares(pipe, item)
+
+    job = light_job()
+    job.write(work, range(10), folder, shard_items=8)
+    log.take()
+    made = job.write(work, range(COUNT), folder, shard_items=8)
+    assert (made.items, made.added) == (COUNT, COUNT - 10)
+    assert log.take() == list(range(10, COUNT))
+    assert_clean(folder, pipeline, tmp_path)
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+def failing_until(mark, log):
+    def work(pipe, item):
+        log.note(item)
+        if item == 12 and not mark.exists():
+            raise LookupError("twelve is not there")
+        return squares(pipe, item)
+
+    return work
+
+
+def test_error_stops_the_job_and_the_next_goes_on(light_job, pipeline, tmp_path, folder, log):
+    work = failing_until(tmp_path / "mark", log)
+    job = light_job()
+    with pytest.raises(shmload.ItemFailed, match="item 12, 12: LookupError: twelve is not there"):
+        job.write(work, range(COUNT), folder, shard_items=8)
+    stored = stored_in(folder, pipeline)
+    assert 12 not in stored
+    assert not (folder / "index.jsonl").exists()
+    log.take()
+    (tmp_path / "mark").touch()
+    made = job.write(work, range(COUNT), folder, shard_items=8)
+    assert log.take() == sorted(set(range(COUNT)) - stored)
+    assert made.added == COUNT - len(stored)
+    assert_clean(folder, pipeline, tmp_path)
+
+
+def test_error_that_is_passed_over_stands_in_the_index(light_job, pipeline, tmp_path, folder, log):
+    work = failing_until(tmp_path / "mark", log)
+    job = light_job()
+    made = job.write(work, range(COUNT), folder, shard_items=8, errors="pass")
+    assert (made.items, made.added, made.failed) == (COUNT, COUNT - 1, 1)
+    assert Results(folder).errors == {"00000012": "LookupError: twelve is not there"}
+    log.take()
+    (tmp_path / "mark").touch()
+    made = job.write(work, range(COUNT), folder, shard_items=8, errors="pass")
+    assert log.take() == [12]
+    assert (made.added, made.failed) == (1, 0)
+    assert_clean(folder, pipeline, tmp_path)
+
+
+def test_deadly_item_stands_in_the_index(light_job, folder):
+    def deadly(pipe, item):
+        if item == 2:
+            os._exit(3)
+        return {}
+
+    made = light_job().write(deadly, range(5), folder)
+    assert (made.added, made.failed) == (4, 1)
+    ((key, error),) = Results(folder).errors.items()
+    assert key == "00000002"
+    assert error == "3 processes ended at it (exit code 3, exit code 3, exit code 3)"
+
+
+REFUSED = {
+    "torch.zeros(3)": "the function returned a Tensor; what is to be stored must be a dict",
+    "None": "the function returned a NoneType;",
+    "{'a': 'text'}": "'a' is a str; it must be a tensor or a numpy array",
+    "{'a': [1.0]}": "'a' is a list;",
+    "{'a': np.array(['text'])}": "'a' is a ndarray <U4;",
+    "{'a': np.zeros(2, complex)}": "'a' is a ndarray complex128;",
+    "{'a': torch.zeros(2, dtype=torch.cdouble)}": "'a' is a Tensor torch.complex128;",
+    "{'a': torch.eye(2).to_sparse()}": "'a' is a Tensor torch.float32;",
+    "{'a/b': np.zeros(2)}": "'a/b' cannot be the name of an array;",
+    "{'': np.zeros(2)}": "'' cannot be the name of an array;",
+    "{3: np.zeros(2)}": "3 cannot be the name of an array;",
+}
+
+
+def test_results_that_cannot_be_stored_are_errors_of_their_items(light_job, folder):
+    def evaluate(pipe, expression):
+        import numpy as np
+        import torch
+
+        return eval(expression, {"np": np, "torch": torch})
+
+    job = light_job()
+    items = [*REFUSED, "{}"]
+    assert job.write(evaluate, items, folder, key=str, errors="pass").failed == len(REFUSED)
+    errors = Results(folder).errors
+    assert list(errors) == list(REFUSED)
+    for expression, message in REFUSED.items():
+        assert errors[expression].startswith(f"TypeError: {message}")
+    with pytest.raises(shmload.ItemFailed, match="item 1, 'None': TypeError: the function"):
+        job.write(evaluate, ["{}", "None"], folder.with_name("other"))
+
+
+def test_two_items_with_one_key_are_an_error(light_job, folder):
+    job = light_job()
+    with pytest.raises(shmload.DuplicateKey, match="items 0 and 7 have the same key 'k0'"):
+        job.write(squares, range(COUNT), folder, key=lambda item: f"k{item % 7}")
+
+
+@pytest.mark.parametrize("key", [lambda item: item, lambda item: item.name])
+def test_key_that_is_none_is_an_error_and_harms_nothing(light_job, folder, key):
+    job = light_job()
+    with pytest.raises((TypeError, AttributeError, shmload.ArgumentError)):
+        job.write(squares, range(3), folder, key=key)
+    assert job.write(squares, range(3), folder).items == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "fact 'seed' is '0' there, and '1' now"),
+        ({"threads": 2}, "fact 'threads' is '1' there, and '2' now"),
+        ({"torch_dtype": "bf16"}, "fact 'torch_dtype' is 'null' there"),
+        ({"components": ["unet"]}, "fact 'components' is 'all' there, and 'unet' now"),
+        ({"facts": {"size": "64"}}, "fact 'size' is None there, and '64' now"),
+        ({"shard_items": 4}, "shard_items is 8 there, and 4 now"),
+        ({"weights": None}, "fact 'weights' is"),
+    ],
+)
+def test_what_was_made_otherwise_is_refused(light_server, pipeline, folder, change, message):
+    light_server()
+    arguments = {"source": pipeline, "procs": 0, "shard_items": 8}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shmload.Handle, "load", lambda handle: None)
+        dataprep.write(squares, range(3), folder, **arguments)
+        if "weights" in change:
+            change = {}
+            os.utime(pipeline / "unet" / "diffusion_pytorch_model.safetensors", ns=(1, 1))
+        before = content_of(folder)
+        with pytest.raises(shmload.ResultsMismatch) as caught:
+            dataprep.write(squares, range(3), folder, **arguments | change)
+    assert message in str(caught.value)
+    assert content_of(folder) == before
+
+
+# What is stored -----------------------------------------------------------------------------------
+
+ARRAYS = {
+    "bool": np.array([True, False, True]),
+    "big endian": np.arange(5, dtype=">f4"),
+    "turned": np.arange(12.0).reshape(3, 4).T,
+    "every second": np.arange(12, dtype=np.int16)[::2],
+    "scalar": np.float64(1.5),
+    "nothing": np.zeros((0, 3), np.uint8),
+    "bfloat16": np.arange(3).astype(ml_dtypes.bfloat16),
+    "complex": np.array([1 + 2j], np.complex64),
+}
+TENSORS = {
+    "bfloat16": torch.arange(7, dtype=torch.bfloat16),
+    "view": torch.arange(12.0).reshape(3, 4)[:, 1],
+    "parameter": torch.nn.Parameter(torch.ones(3)),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "float8": torch.ones(3).to(torch.float8_e4m3fn),
+    "scalar": torch.tensor(7),
+    "one storage": torch.ones(1).expand(5),
+}
+
+
+def test_arrays_and_tensors_of_all_kinds_arrive_as_they_are(light_job, folder):
+    job = light_job()
+    job.write(lambda pipe, item: item, [ARRAYS, TENSORS, {}], folder)
+    arrays, tensors, nothing = (Results(folder)[place] for place in range(3))
+    assert nothing == {}
+    assert arrays.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert arrays[name].shape == array.shape
+        assert arrays[name].to(torch.complex128).numpy().tolist() == array.tolist()
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape)
+        assert tensors[name].to(torch.complex128).tolist() == tensor.to(torch.complex128).tolist()
+
+
+def test_keys_name_the_items(light_job, folder):
+    items = ["b/2.png", "a/1.png", "c"]
+    light_job().write(lambda pipe, item: {"n": np.array(len(item))}, items, folder, key=str)
+    results = Results(folder)
+    assert list(results) == items
+    assert results["a/1.png"]["n"] == 7
+    lines = [json.loads(line) for line in (folder / "index.jsonl").read_text().splitlines()]
+    assert [line["key"] for line in lines] == items
+
+
+def test_bar_counts_what_was_there_too(light_job, folder, capsys):
+    job = light_job()
+    job.write(squares, range(3), folder, progress=True)
+    job.write(squares, range(5), folder, progress=True)
+    shown = capsys.readouterr().err
+    assert "3/3" in shown
+    assert "5/5" in shown

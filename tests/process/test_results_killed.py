@@ -1,0 +1,102 @@
+"""A job that stores results is killed for good, and the next one goes on where it was."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from storing import FACTS, SHARD_ITEMS, content_of, key_of, run
+
+import shmload
+from shmload.integrations.results import ResultFolder
+
+COUNT = 10
+START = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from storing import *
+folder = Path(sys.argv[2])
+"""
+JOB = """
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+with pytest.MonkeyPatch.context() as patch:
+    Mortality(patch, int(sys.argv[3]), 25, die)
+    run(folder, range(10))
+"""
+STORE = """
+results = ResultFolder(folder, shard_items=SHARD_ITEMS, facts=FACTS)
+results.add(0, key_of(0), arrays_of(0))
+print("STORED", flush=True)
+input()
+"""
+FORK = """
+pid = os.fork()
+if pid == 0:
+    try:
+        results.add(1, key_of(1), arrays_of(1))
+    except Exception as exc:
+        print("CHILD", os.getpid(), type(exc).__name__, flush=True)
+input()
+"""
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "results"
+
+
+def done_in(folder):
+    with ResultFolder(folder, shard_items=SHARD_ITEMS, facts=FACTS) as results:
+        return [index for index in range(COUNT) if results.is_done(index, key_of(index))]
+
+
+def test_job_killed_again_and_again_gives_the_same_bytes(child, tmp_path, folder):
+    run(tmp_path / "serial", range(COUNT))
+    left = []
+    # In the first record, in a later one, before a shard has its name, and before its journal goes.
+    for at in (8, 6, 10, 13):
+        job = child(START + JOB, TESTS, folder, at)
+        assert job.wait() == -signal.SIGKILL, job.errors
+        left.append({path.name for path in folder.iterdir()})
+    assert any(name.endswith(".tmp") for name in left[2])
+    assert {"shard-00001.safetensors", "shard-00001.journal"} < left[3]
+    run(folder, range(COUNT))
+    assert content_of(folder) == content_of(tmp_path / "serial")
+
+
+def test_folder_is_free_and_nothing_lost_once_its_job_is_killed(child, folder):
+    job = child(START + STORE, TESTS, folder)
+    job.expect("STORED")
+    with pytest.raises(shmload.ResultsBusy, match=f"process {job.pid}"):
+        run(folder, range(COUNT))
+    job.process.kill()
+    job.wait()
+    assert done_in(folder) == [0]
+
+
+def test_forked_child_neither_writes_nor_keeps_the_lock(child, folder):
+    job = child(START + STORE + FORK, TESTS, folder)
+    job.expect("STORED")
+    job.say()
+    pid, error = job.expect("CHILD").split()
+    try:
+        assert error == "ArgumentError"
+        job.process.kill()
+        job.wait()
+        assert done_in(folder) == [0]
+        os.kill(int(pid), 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def test_storing_imports_no_torch(child):
+    storing = child(
+        "import sys, shmload.integrations.results\nprint('TORCH', 'torch' in sys.modules)"
+    )
+    assert storing.expect("TORCH") == "False"
+    assert storing.wait() == 0

@@ -1,0 +1,100 @@
+"""Items for folders of results, and jobs that store them, whatever becomes of the job."""
+
+import hashlib
+import os
+
+import pytest
+
+from shmload.integrations.results import Array, ResultFolder
+
+FACTS = {"weights": "sha256=0", "dtype": "bfloat16"}
+SHARD_ITEMS = 4
+
+
+def key_of(index):
+    """A key as users have them: slashes, dots, quotes, any alphabet, and no two alike."""
+    letter = ("é", "猫", "😀")[index % 3]
+    return f'a/{index}.b\\"{letter}/' if index % 2 else f"img{index}.png"
+
+
+def arrays_of(index):
+    """What an item's computation gives; each fourth item gives nothing."""
+    if index % 4 == 3:
+        return {}
+    latent = hashlib.shake_128(b"latent %d" % index).digest(64 * (1 + index % 3))
+    odd = hashlib.shake_128(b"odd %d" % index).digest(index % 5)
+    return {
+        "odd": Array("U8", (len(odd),), odd),
+        "latent": Array("BF16", (len(latent) // 8, 4), memoryview(latent).cast("H")),
+    }
+
+
+def run(folder, order, *, failing=(), stored=None, facts=FACTS):
+    """Compute and store what is not done yet, as a job does, in some order of arrival.
+
+    Args:
+        folder: of the results.
+        order: the items' numbers.
+        failing: those that fail.
+        stored: those of which a run was told that they are stored; none of them is done again.
+        facts: of the run.
+    """
+    stored = set() if stored is None else stored
+    with ResultFolder(folder, shard_items=SHARD_ITEMS, facts=facts) as results:
+        for index in order:
+            key = key_of(index)
+            if results.is_done(index, key):
+                continue
+            assert index not in stored
+            if index in failing:
+                results.fail(index, key, f"ValueError: {index}")
+            else:
+                results.add(index, key, arrays_of(index))
+                stored.add(index)
+        return results.finish(len(order))
+
+
+def content_of(folder):
+    """Return name and bytes of all that a folder holds."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# What changes a file system. Each but the last is patched in `os`, which the code calls it by.
+CHANGES = ("mkdir", "open", "pwritev", "ftruncate", "fsync", "rename", "unlink")
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class Mortality:
+    """Ends a job at one of its changes to the file system, with nothing after it.
+
+    Args:
+        patch: pytest's.
+        at: how many changes are made before.
+        part: of what the next one would write, how much is written, in bytes.
+        end: is called then.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, at, part=0, end=lambda: None):
+        self.left = at
+        self._part = part
+        self._end = end
+        for name in CHANGES:
+            patch.setattr(os, name, self._mortal(name, getattr(os, name)))
+
+    def _mortal(self, name, call):
+        def dying(*args, **kwargs):
+            if name == "open" and not args[1] & os.O_CREAT:
+                return call(*args, **kwargs)
+            self.left -= 1
+            if self.left >= 0:
+                return call(*args, **kwargs)
+            if self.left == -1 and name == "pwritev":
+                fd, buffers, offset = args
+                os.pwrite(fd, b"".join(buffers)[: self._part], offset)
+            self._end()
+            raise Killed
+
+        return dying

@@ -1,0 +1,182 @@
+"""Results are read back as they were given, by key or place, as torch's DataLoader wants them."""
+
+import concurrent.futures
+import os
+import pickle
+
+import pytest
+import torch
+from storing import arrays_of, key_of, run
+from torch.utils.data import DataLoader
+
+import shmload
+from shmload.integrations.results import Array, ResultFolder, Results
+
+COUNT = 10
+
+
+@pytest.fixture
+def folder(tmp_path):
+    run(tmp_path / "results", range(COUNT))
+    return tmp_path / "results"
+
+
+def is_what_was_given(tensors, index):
+    wanted = arrays_of(index)
+    return tensors.keys() == wanted.keys() and all(
+        bytes(tensor.view(torch.uint8).numpy()) == bytes(wanted[name].content)
+        and tuple(tensor.shape) == wanted[name].shape
+        for name, tensor in tensors.items()
+    )
+
+
+def test_each_result_is_found_by_key_and_by_place(folder):
+    results = Results(folder)
+    assert len(results) == COUNT
+    assert list(results) == list(results.keys()) == [key_of(index) for index in range(COUNT)]
+    for index in range(COUNT):
+        assert key_of(index) in results
+        assert is_what_was_given(results[key_of(index)], index)
+        assert is_what_was_given(results[index], index)
+    for index, (key, tensors) in enumerate(results.items()):
+        assert key == key_of(index)
+        assert is_what_was_given(tensors, index)
+    assert results[0]["latent"].dtype is torch.bfloat16
+    assert results.read(0)["latent"][:2] == ("BF16", arrays_of(0)["latent"].shape)
+
+
+def test_what_is_not_there_is_a_key_or_index_error(folder):
+    results = Results(folder)
+    for key in ("nothing", "\ud800", ""):
+        assert key not in results
+        with pytest.raises(KeyError):
+            results[key]
+    assert 0 not in results
+    with pytest.raises(IndexError):
+        results[COUNT]
+
+
+def test_tensors_have_memory_of_their_own(folder):
+    results = Results(folder)
+    before = results[1]["latent"].clone()
+    changed = results[1]["latent"]
+    changed.zero_()
+    assert changed.untyped_storage().nbytes() == changed.nbytes
+    assert torch.equal(results[1]["latent"], before)
+
+
+def test_no_descriptor_stays_open(folder):
+    before = len(os.listdir("/proc/self/fd"))
+    results = Results(folder)
+    tensors = [results[index] for index in range(COUNT)]
+    assert len(tensors) == COUNT
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # that of the index's mapping
+
+
+def test_failed_items_are_left_out_and_listed(tmp_path):
+    run(tmp_path, range(COUNT), failing={0, 5})
+    results = Results(tmp_path)
+    assert len(results) == COUNT - 2
+    assert results.errors == {key_of(0): "ValueError: 0", key_of(5): "ValueError: 5"}
+    assert key_of(5) not in results
+    assert is_what_was_given(results[0], 1)
+    assert is_what_was_given(results[7], 9)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_results_are_a_data_set_for_the_data_loader(tmp_path, workers):
+    with ResultFolder(tmp_path, shard_items=3, facts={}) as stored:
+        for index in range(8):
+            latent = torch.full((2, 2), float(index))
+            stored.add(index, str(index), {"latent": Array("F32", (2, 2), latent.numpy())})
+        stored.finish(8)
+    loader = DataLoader(
+        Results(tmp_path),
+        batch_size=4,
+        num_workers=workers,
+        multiprocessing_context=(workers and "fork") or None,
+    )
+    batches = [batch["latent"][:, 0, 0].tolist() for batch in loader]
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_pickled_results_open_the_folder_anew(folder):
+    results = pickle.loads(pickle.dumps(Results(folder)))
+    assert is_what_was_given(results[4], 4)
+
+
+def test_threads_share_results(folder):
+    results = Results(folder)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = pool.map(
+            lambda index: is_what_was_given(results[index % COUNT], index % COUNT), range(200)
+        )
+        assert all(found)
+
+
+def test_unfinished_folder_is_an_error(tmp_path):
+    with pytest.raises(shmload.ResultsUnfinished, match="run the job to its end"):
+        Results(tmp_path / "nothing")
+    with ResultFolder(tmp_path, facts={}) as stored:
+        stored.add(0, "a", {})
+        with pytest.raises(shmload.ResultsUnfinished):
+            Results(tmp_path)
+        stored.finish(1)
+        assert Results(tmp_path)["a"] == {}
+        assert stored.is_done(0, "a")
+        stored.add(1, "b", {})
+        with pytest.raises(shmload.ResultsUnfinished):
+            Results(tmp_path)
+
+
+def test_no_results_can_be_opened(tmp_path):
+    run(tmp_path, [])
+    results = Results(tmp_path)
+    assert (len(results), list(results), "a" in results) == (0, [], False)
+
+
+def test_folder_that_changes_meanwhile_is_an_error(tmp_path):
+    run(tmp_path, range(COUNT), failing={2})
+    results = Results(tmp_path)
+    assert is_what_was_given(results[0], 0)
+    run(tmp_path, range(COUNT))
+    with pytest.raises(shmload.ResultsChanged, match="open it again"):
+        results[0]
+    (tmp_path / "index.jsonl").unlink()
+    with pytest.raises(shmload.ResultsChanged):
+        results[0]
+    assert is_what_was_given(Results(run_again(tmp_path))[2], 2)
+
+
+def run_again(folder):
+    run(folder, range(COUNT))
+    return folder
+
+
+def test_shard_that_is_cut_or_gone_is_an_error(folder):
+    results = Results(folder)
+    path = folder / "shard-00000.safetensors"
+    os.truncate(path, 4096)
+    with pytest.raises(shmload.ResultsCorrupt, match=r"shard-00000\.safetensors is damaged"):
+        results[0]
+    path.unlink()
+    with pytest.raises(shmload.ResultsInaccessible, match="No such file"):
+        results[0]
+
+
+@pytest.mark.parametrize("cut", [1, 30])
+def test_damaged_index_is_an_error(folder, cut):
+    path = folder / "index.jsonl"
+    os.truncate(path, path.stat().st_size - cut)
+    with pytest.raises(shmload.ResultsCorrupt, match=r"index\.jsonl is damaged"):
+        Results(folder)
+
+
+def test_dtype_that_torch_lacks_is_an_error_and_can_be_read_as_bytes(tmp_path):
+    with ResultFolder(tmp_path, facts={}) as stored:
+        stored.add(0, "a", {"x": Array("F6_E2M3", (4,), b"123")})
+        stored.finish(1)
+    results = Results(tmp_path)
+    with pytest.raises(shmload.UnknownDtype, match="F6_E2M3"):
+        results[0]
+    assert results.read(0)["x"] == ("F6_E2M3", (4,), b"123")
