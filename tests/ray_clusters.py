@@ -1,0 +1,92 @@
+"""A Ray cluster of a test's own, whose driver is a child: Ray leaves threads in its process."""
+
+import base64
+import os
+import pickle
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+_TESTS = Path(__file__).parent
+# Far above what any step takes.
+_DEADLINE_S = 90.0
+# All that it starts ends with it, where this is allowed: Ray's processes do not all end by
+# themselves, and have process groups of their own.
+_APART = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+class RayCluster:
+    """A cluster and its driver, which evaluates expressions; a context that ends them."""
+
+    def __init__(self, log):
+        self._log = log
+        # Ray's sockets lie there, and a socket's path has at most 107 bytes.
+        self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        environment = os.environ | {
+            "PYTHONPATH": f"{_TESTS.parent}{os.pathsep}{_TESTS}",
+            "RAY_TMPDIR": self._folder,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [*_apart(), sys.executable, "-W", "ignore", str(_TESTS / "ray_driver.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                bufsize=0,
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self._process.stdin.close()
+        try:
+            self._process.wait(_DEADLINE_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdout.close()
+            shutil.rmtree(self._folder)
+
+    def ask(self, expression):
+        """Return what an expression is there."""
+        self._process.stdin.write(f"{expression}\n".encode())
+        value, error = pickle.loads(base64.b64decode(self._read_line()))
+        assert error is None, f"{error}; {self._said()}"
+        return value
+
+    def _read_line(self):
+        received = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while not received.endswith(b"\n"):
+                assert selector.select(_DEADLINE_S), f"no answer; {self._said()}"
+                got = os.read(self._process.stdout.fileno(), 1 << 16)
+                assert got, f"the driver ended; {self._said()}"
+                received += got
+        return received
+
+    def _said(self):
+        return self._log.read_text(errors="replace")[-4000:]
+
+
+def _apart():
+    try:
+        done = subprocess.run([*_APART, "true"], capture_output=True, timeout=_DEADLINE_S)
+    except FileNotFoundError:
+        return ()
+    return _APART if done.returncode == 0 else ()
+
+
+def weights(model):
+    """Return all the bits of a model's weights."""
+    tensors = model.state_dict().values()
+    return b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors)

@@ -1,0 +1,247 @@
+"""A driver with a Ray cluster of its own, on this machine; `ray_clusters` starts it.
+
+It evaluates expressions, line by line, and answers each with its pickled value. Where it may, each
+node but the first has a /dev/shm of its own: else only one of them would have anything to decode.
+"""
+
+import base64
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.data import ActorPoolStrategy
+from ray_clusters import weights
+
+from shmload.integrations import ray as shmray
+
+# linux/sched.h and linux/mount.h
+_CLONE_FS = 0x00000200
+_CLONE_NEWNS = 0x00020000
+_MS_REC_PRIVATE = 0x4000 | 1 << 18
+_SMALL = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 80 << 20}
+_DEADLINE_S = 50.0
+
+# Nodes --------------------------------------------------------------------------------------------
+
+cluster = Cluster()
+nodes = {}
+_calls = {}
+
+
+def add_node(shm=None, **arguments):
+    """Start a node and return its id; `shm` are the options of a /dev/shm of its own."""
+    # Not in /dev/shm: that may be too small.
+    arguments |= _SMALL | {"plasma_directory": os.environ["RAY_TMPDIR"]}
+    with _own_shm(shm) if shm else contextlib.nullcontext():
+        node = cluster.add_node(**arguments)
+    nodes[node.node_id] = node
+    return node.node_id
+
+
+def has_own_shm():
+    """Tell whether nodes may have a /dev/shm of their own, which takes root."""
+    try:
+        with _own_shm("size=1m"):
+            return True
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _own_shm(options):
+    """Let processes that this thread starts have a /dev/shm of their own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = os.open("/proc/thread-self/ns/mnt", os.O_RDONLY)
+    try:
+        _check(libc.unshare(_CLONE_NEWNS))
+        try:
+            data = f"mode=1777,{options}".encode()
+            # Else it would be mounted in the namespaces above too.
+            _check(libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None))
+            _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, data))
+            yield
+        finally:
+            _check(libc.unshare(_CLONE_FS))  # which threads begun meanwhile share
+            _check(libc.setns(before, _CLONE_NEWNS))
+    finally:
+        os.close(before)
+
+
+def _check(result):
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def kill(node_id):
+    """Kill all processes of a node at once, as if its power were cut."""
+    node = nodes.pop(node_id)
+    for pid in (raylet_of(node), *_children_of(raylet_of(node))):
+        os.kill(pid, signal.SIGKILL)
+    cluster.remove_node(node, allow_graceful=False)
+
+
+def raylet_of(node):
+    (raylet,) = node.all_processes["raylet"]
+    return raylet.process.pid
+
+
+# Calls in the background --------------------------------------------------------------------------
+
+
+def begin(name, call):
+    """Call something in a thread."""
+
+    def run():
+        values.append(call())
+
+    values = []
+    thread = threading.Thread(target=run)
+    _calls[name] = thread, values
+    thread.start()
+
+
+def finish(name):
+    """Return what a call in a thread has returned."""
+    thread, values = _calls.pop(name)
+    thread.join(_DEADLINE_S)
+    return values[0]
+
+
+def until_waiting(node_id):
+    """Wait until a process of a node has a part open, which is somebody else's here."""
+    _until(lambda: _has_waiting(node_id))
+
+
+def until_idle(node_id):
+    """Wait until no process of a node has a part open."""
+    _until(lambda: not _has_waiting(node_id))
+
+
+def _has_waiting(node_id):
+    return any(map(_has_part, _children_of(raylet_of(nodes[node_id]))))
+
+
+def _children_of(pid):
+    found = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that just ended
+            found.update(map(int, path.read_text().split()))
+    return found
+
+
+def _has_part(pid):
+    with contextlib.suppress(OSError):  # a process or a descriptor that is no more
+        folder = f"/proc/{pid}/fd"
+        links = (os.readlink(f"{folder}/{number}") for number in os.listdir(folder))
+        return any("shmload-" in link and link.endswith(".part") for link in links)
+    return False
+
+
+def _until(is_so):
+    """Ask again and again, which is all that can be done from outside."""
+    deadline = time.monotonic() + _DEADLINE_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)
+
+
+def raised(call):
+    """Return what an error says."""
+    try:
+        call()
+    except Exception as exc:
+        return str(exc)
+    raise AssertionError("there was none")
+
+
+# Stages -------------------------------------------------------------------------------------------
+
+
+class Witness(shmray.Stage):
+    """A stage that notes what its actor has, and begins once all actors have done so."""
+
+    def __init__(self, *args, meeting, actors, **kwargs):
+        self._decoded = 0
+        logger = logging.getLogger("shmload")
+        logger.setLevel(logging.INFO)
+        handler = logging.Handler()
+        handler.emit = self._count
+        logger.addHandler(handler)
+        super().__init__(*args, **kwargs)
+        (meeting / f"{os.getpid()}.new").write_text(json.dumps(self._describe()))
+        (meeting / f"{os.getpid()}.new").rename(meeting / f"{os.getpid()}.json")
+        _until(lambda: len(list(meeting.glob("*.json"))) == actors)
+
+    def _count(self, record):
+        if "to decode" in record.msg:
+            _, shards, *_ = record.args
+            self._decoded += shards
+
+    def _describe(self):
+        with open("/proc/self/maps") as lines:
+            mapped = {line.split()[4] for line in lines if "/shmload-" in line}
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "decoded": self._decoded,
+            "segments": sorted(mapped),
+            "missing": sorted(name for name, part in self.pipe.components.items() if part is None),
+        }
+
+
+def give_weights(pipe, batch, *, names):
+    """Yield all bits of some models for each row; of `__main__`, like `Witness`: sent by value."""
+    for row in batch["id"]:
+        yield {"id": [row], "weights": [b"".join(weights(getattr(pipe, name)) for name in names)]}
+
+
+def run_stage(stage, source, names, size, **kwargs):
+    """Have so many actors of one CPU each go through some batches, and return their rows."""
+    rows = ray.data.range(4 * size, override_num_blocks=2 * size)
+    return rows.map_batches(
+        stage,
+        fn_constructor_args=(give_weights, source),
+        fn_constructor_kwargs=kwargs,
+        fn_kwargs={"names": names},
+        compute=ActorPoolStrategy(size=size),
+        batch_size=2,
+        num_cpus=1,
+    ).take_all()
+
+
+# The driver ---------------------------------------------------------------------------------------
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Ray prints is not for whoever asks
+    try:
+        # Ray looks for dead nodes every three seconds else, and believes it the fifth time.
+        config = {"health_check_period_ms": 500, "health_check_failure_threshold": 2}
+        add_node(_system_config=config)
+        ray.init(address=cluster.address, log_to_driver=False)
+        for line in sys.stdin:
+            try:
+                answer = eval(line, globals()), None
+            except Exception as exc:
+                traceback.print_exc()
+                answer = None, f"{type(exc).__name__}: {exc}"
+            print(base64.b64encode(pickle.dumps(answer)).decode(), file=answers, flush=True)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What the documentation shows for clusters and containers can be meant: it names what exists."""
+
+import ast
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from shmload._cli import main
+from shmload._settings import Settings
+
+_DOCS = Path(__file__).parents[2] / "docs"
+_SOCKET = "/run/shmload/own/service.sock"
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (_DOCS / page).read_text(), re.M | re.S)
+
+
+def manifests():
+    for page in ("service.md", "cluster.md"):
+        for block in blocks(page, "yaml"):
+            yield from yaml.safe_load_all(block)
+
+
+def pods():
+    """Return what there is for Kubernetes, each with its pods' own description."""
+    found = [manifest for manifest in manifests() if "kind" in manifest]
+    assert [m["kind"] for m in found] == ["Pod", "DaemonSet", "Deployment"]
+    for manifest in found[1:]:
+        labels = manifest["spec"]["template"]["metadata"]["labels"]
+        assert labels == manifest["spec"]["selector"]["matchLabels"]
+    return [m["spec"] if m["kind"] == "Pod" else m["spec"]["template"]["spec"] for m in found]
+
+
+def containers(pod):
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def test_commands_of_containers_are_right():
+    seen = []
+    for pod in pods():
+        for container in containers(pod):
+            probe = container.get("readinessProbe", {"exec": {"command": []}})
+            for program, *words in (container["command"], probe["exec"]["command"] or [""]):
+                if program == "shmload":
+                    seen.append(words[0])
+                    command = main.commands[words[0]]
+                    command.make_context(words[0], words[1:], resilient_parsing=False).close()
+    assert seen == ["serve", "serve", "status", "warm"]
+
+
+def test_wrong_option_would_be_noticed():
+    with pytest.raises(Exception, match="No such option"):
+        main.commands["serve"].make_context("serve", ["--budgte", "1GiB"])
+
+
+def test_variables_of_containers_exist():
+    known = {f"SHMLOAD_{field.name.upper()}" for field in msgspec.structs.fields(Settings)}
+    for pod in pods():
+        for container in containers(pod):
+            for variable in container.get("env", ()):
+                assert variable["name"] in known
+                if variable["name"] == "SHMLOAD_SOCKET":
+                    assert variable["value"] == _SOCKET
+                if variable["name"] == "SHMLOAD_SERVICE":
+                    assert variable["value"] == "require"
+
+
+def test_volumes_that_are_mounted_are_declared_and_used():
+    for pod in pods():
+        declared = {volume["name"] for volume in pod["volumes"]}
+        mounted = {m["name"] for c in containers(pod) for m in c["volumeMounts"]}
+        assert mounted == declared
+
+
+def test_pods_of_a_node_have_the_same_user_and_volumes():
+    _, service, server = pods()
+    assert service["securityContext"] == server["securityContext"]
+    assert service["volumes"] == server["volumes"]
+    users = [c for c in containers(service) + containers(server) if c["name"] != "own-directory"]
+    assert len({str(c["volumeMounts"]) for c in users}) == 1
+    (shm,) = {m["mountPath"] for c in users for m in c["volumeMounts"] if m["name"] == "shm"}
+    assert shm == "/dev/shm"
+
+
+def test_limit_holds_the_budget_and_the_probe_waits_for_the_service():
+    _, service, _ = pods()
+    (weights,) = service["containers"]
+    budget = weights["command"][weights["command"].index("--budget") + 1]
+    limit = weights["resources"]["limits"]["memory"]
+    assert int(limit.removesuffix("Gi")) > int(budget.removesuffix("GiB"))
+    assert weights["resources"]["requests"]["memory"] == limit
+    assert weights["readinessProbe"]["timeoutSeconds"] > Settings().service_timeout_s
+
+
+def test_example_for_ray_calls_what_there_is(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # Ray puts packages of its own there
+    pytest.importorskip("ray")
+    from shmload.integrations import ray as shmray
+
+    names = []
+    for block in blocks("cluster.md", "python"):
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "shmray":
+                names.append(node.attr)
+                getattr(shmray, node.attr)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "shmray.warm_cluster":
+                given = {keyword.arg: None for keyword in node.keywords}
+                inspect.signature(shmray.warm_cluster).bind("source", **given)
+    assert sorted(set(names)) == ["Stage", "warm_cluster"]
