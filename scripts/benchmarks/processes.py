@@ -68,30 +68,37 @@ class Processes:
         _, result = self._run(["-c", code], variables)
         return result
 
-    def probe(self, name: str, /, *arguments: object, **variables: str) -> Result:
+    def probe(
+        self, name: str, /, *arguments: object, prefix: Sequence[str] = (), **variables: str
+    ) -> Result:
         """Run one function of the program and return what it measured.
 
         Args:
             name: of the function.
             arguments: of the function; paths as text.
+            prefix: a command that runs the program.
             variables: environment variables beside the usual ones.
         """
-        found: dict[str, float] = self.ask(name, *arguments, **variables)
+        found: dict[str, float] = self.ask(name, *arguments, prefix=prefix, **variables)
         return found
 
-    def ask(self, name: str, /, *arguments: object, **variables: str) -> Any:
+    def ask(
+        self, name: str, /, *arguments: object, prefix: Sequence[str] = (), **variables: str
+    ) -> Any:
         """Run one function of the program and return what it says; the same as `probe`."""
         texts = json.dumps([str(a) if isinstance(a, Path) else a for a in arguments])
-        output, _ = self._run(["-P", str(self.program), name, texts], variables)
+        output, _ = self._run(["-P", str(self.program), name, texts], variables, prefix)
         # The libraries may print too; the result is the last line.
         return json.loads(output.splitlines()[-1])
 
-    def _run(self, arguments: Sequence[str], variables: dict[str, str]) -> tuple[str, Result]:
+    def _run(
+        self, arguments: Sequence[str], variables: dict[str, str], prefix: Sequence[str] = ()
+    ) -> tuple[str, Result]:
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             cpu_before = _children_cpu_s()
             began = time.perf_counter()
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [*prefix, sys.executable, *arguments],
                 cwd=self.work,
                 env=self.environment | variables,
                 stdin=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmarks.bench import Bench
 from benchmarks.figures import Figure
 from benchmarks.gpu_measures import GPU_MEASURES
+from benchmarks.many_measures import MANY_MEASURES, PROCESSES
 from benchmarks.measures import MEASURES
 from benchmarks.service_measures import SERVICE_MEASURES
 from benchmarks.sources import Sources
@@ -28,7 +29,7 @@ class Suite:
     """The page cache, the segments or a private copy of them, and the rest, in bytes."""
 
 
-SUITES = ("load", "service", "gpu")
+SUITES = ("load", "service", "many", "gpu")
 
 
 def suite_of(name: str, sources: Sources) -> Suite:
@@ -46,6 +47,15 @@ def suite_of(name: str, sources: Sources) -> Suite:
             disk_nbytes=3.1 * nbytes,
             shm_nbytes=1.1 * nbytes + 1e9,  # and rings
             memory_nbytes=5 * nbytes + 4e9,
+        )
+    if name == "many":
+        return Suite(
+            measures=MANY_MEASURES,
+            sources=(sources.small, sources.fp32),
+            disk_nbytes=6e9,
+            shm_nbytes=3e9,
+            # What diffusers alone takes: a copy and an interpreter for each process.
+            memory_nbytes=PROCESSES * (2.14e9 + 0.4e9),
         )
     return Suite(
         measures=MEASURES if name == "load" else SERVICE_MEASURES,
