@@ -160,7 +160,8 @@ class _ForkServer:
                 die_with_parent()
                 if os.getppid() == server:
                     self._leave_to_server()
-                    run(theirs, fork, self._setup)
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        run(theirs, fork, self._setup)  # until the job is gone
                     os._exit(0)
             except BaseException:
                 traceback.print_exc()

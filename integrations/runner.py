@@ -47,7 +47,7 @@ ROUND_ROBIN = "round-robin"
 
 
 def run(channel_fd: int, fork: Fork, setup: Setup) -> None:
-    """Be a runner; returns when the job is gone."""
+    """Be a runner until the job is gone; then it returns, or sending raises BrokenPipeError."""
     channel = socket.socket(fileno=channel_fd)
     for name, value in setup.environment.items():
         if value is None:
@@ -55,15 +55,14 @@ def run(channel_fd: int, fork: Fork, setup: Setup) -> None:
         else:
             os.environ[name] = value
     torch.set_num_threads(setup.threads)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        try:
-            pipe = Handle.from_text(setup.handle).load()  # the fork server has loaded it
-            move(pipe, fork.device, fork.number)
-        except Exception as exc:  # the outermost loop: whatever it is, the job must learn of it
-            send(channel, Refused(dump_error(exc), traceback.format_exc()))
-            return
-        send(channel, Started())
-        _Runner(channel, pipe).serve()
+    try:
+        pipe = Handle.from_text(setup.handle).load()  # the fork server has loaded it
+        move(pipe, fork.device, fork.number)
+    except Exception as exc:  # the outermost loop: whatever it is, the job must learn of it
+        send(channel, Refused(dump_error(exc), traceback.format_exc()))
+        return
+    send(channel, Started())
+    _Runner(channel, pipe).serve()
 
 
 class _Runner:

@@ -115,5 +115,6 @@ def test_others_fail_in_time_where_a_rank_stops_while_it_decodes(
         "lose_one", 2, tmp_path, source=str(saved("flux")), component="transformer", how="stop"
     )
     assert results == [signal.SIGKILL, "failed"]
-    assert len(shmload.collect_garbage()) == 1
+    removed = shmload.collect_garbage()  # and its view, if it had come so far
+    assert len([name for name in removed if "view" not in name]) == 1
     assert not [name for name in shm_names() if "view" not in name]

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -264,18 +265,20 @@ def test_forked_child_does_not_wait_for_the_others(saved, rank, shm_names):
     pipe = shmload.load_pipeline(saved("flux"), torch_dtype=torch.bfloat16)
     del pipe
     gc.collect()
-    reader, writer = os.pipe()
+    ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
-        os.close(writer)
-        os.read(reader, 1)  # until the parent closes its end
+        ours.close()
+        theirs.sendall(b"!")  # by now it has given back what is not its own
+        theirs.recv(1)  # until the parent closes its end
         os._exit(0)
-    os.close(reader)
+    theirs.close()
     try:
+        assert ours.recv(1)
         rank()
         assert shm_names() == []
     finally:
-        os.close(writer)
+        ours.close()
         os.waitpid(pid, 0)
 
 
