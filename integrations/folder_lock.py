@@ -4,9 +4,7 @@ import os
 import weakref
 from pathlib import Path
 
-from shmload._job_errors import (
-    ResultsBusy,
-)
+from shmload._job_errors import ResultsBusy
 from shmload._linux import inode_of, try_lock
 from shmload._procfs import lock_holders
 

@@ -26,13 +26,9 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from shmload._errors import (
-    ProtocolError,
-)
+from shmload._errors import ProtocolError
 from shmload._handle import Handle
-from shmload._job_errors import (
-    JobFailed,
-)
+from shmload._job_errors import JobFailed
 from shmload._linux import die_with_parent
 from shmload._messages import Inbox, send
 from shmload.integrations.job_messages import (

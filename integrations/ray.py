@@ -21,16 +21,9 @@ except ModuleNotFoundError as exc:
 from ray.exceptions import RayError, RayTaskError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shmload._errors import (
-    SegmentNotFound,
-    ShmloadError,
-)
+from shmload._errors import SegmentNotFound, ShmloadError
 from shmload._hub import find_source
-from shmload._job_errors import (
-    NodeFailed,
-    NodeLost,
-    NodeTimeout,
-)
+from shmload._job_errors import NodeFailed, NodeLost, NodeTimeout
 from shmload._residency import SegmentInfo, evict, segments
 from shmload._warm import WarmReport, warm
 from shmload.integrations.diffusers import load_pipeline

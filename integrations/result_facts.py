@@ -6,13 +6,8 @@ from pathlib import Path
 import msgspec
 
 from shmload._atomic import replacing
-from shmload._errors import (
-    ArgumentError,
-)
-from shmload._job_errors import (
-    ResultsCorrupt,
-    ResultsMismatch,
-)
+from shmload._errors import ArgumentError
+from shmload._job_errors import ResultsCorrupt, ResultsMismatch
 
 FACTS_NAME = "results.json"
 

@@ -17,15 +17,8 @@ import numpy as np
 
 from shmload._atomic import replacing
 from shmload._dtypes import NBITS
-from shmload._errors import (
-    ArgumentError,
-    UnknownDtype,
-)
-from shmload._job_errors import (
-    ResultsChanged,
-    ResultsCorrupt,
-    ResultsUnfinished,
-)
+from shmload._errors import ArgumentError, UnknownDtype
+from shmload._job_errors import ResultsChanged, ResultsCorrupt, ResultsUnfinished
 from shmload._linux import Inode, inode_of
 from shmload._state_dict import as_tensor, torch_dtypes
 from shmload.integrations.key_digests import digest_key

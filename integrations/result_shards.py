@@ -15,15 +15,9 @@ import msgspec
 import xxhash
 
 from shmload._atomic import replacing
-from shmload._errors import (
-    CheckpointError,
-    ShmloadError,
-)
+from shmload._errors import CheckpointError, ShmloadError
 from shmload._header import TensorSpec, build_header, read_header
-from shmload._job_errors import (
-    ResultsCorrupt,
-    ResultsInaccessible,
-)
+from shmload._job_errors import ResultsCorrupt, ResultsInaccessible
 from shmload._layout import alignment
 from shmload.integrations.journal import read_blocks
 from shmload.integrations.result_facts import VERSION

@@ -12,15 +12,10 @@ from typing import Literal
 
 import msgspec
 
-from shmload._errors import (
-    ShmloadError,
-)
+from shmload._errors import ShmloadError
 from shmload._procfs import FileSystem
 from shmload._protocol import VERSION, Status
-from shmload._service_errors import (
-    PeerRefused,
-    ServiceUnavailable,
-)
+from shmload._service_errors import PeerRefused, ServiceUnavailable
 from shmload._settings import ServiceUse
 from shmload._speed import CopySpeed, ReadSpeed
 from shmload._wording import format_nbytes

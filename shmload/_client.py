@@ -14,9 +14,7 @@ from typing import Protocol, Self, TypeVar
 
 from shmload._coordinator import Job, OnBytes
 from shmload._endpoint import connect, service_pid, socket_path
-from shmload._errors import (
-    ProtocolError,
-)
+from shmload._errors import ProtocolError
 from shmload._messages import Inbox, send
 from shmload._protocol import (
     VERSION,
@@ -36,11 +34,7 @@ from shmload._protocol import (
     decode_answer,
     revive,
 )
-from shmload._service_errors import (
-    ServiceError,
-    ServiceSilent,
-    ServiceUnavailable,
-)
+from shmload._service_errors import ServiceError, ServiceSilent, ServiceUnavailable
 from shmload._settings import settings
 from shmload._wording import printable
 

@@ -18,12 +18,7 @@ from pathlib import Path
 
 from shmload._linux import inode_of, try_lock
 from shmload._procfs import lock_holders
-from shmload._service_errors import (
-    PeerRefused,
-    ServiceRunning,
-    ServiceUnavailable,
-    SocketUnusable,
-)
+from shmload._service_errors import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
 from shmload._settings import settings
 
 _SOCKET_NAME = "service.sock"

@@ -23,13 +23,7 @@ from shmload._coordinator import Job, OnBytes
 from shmload._errors import CapacityError
 from shmload._pool import WorkerPool
 from shmload._protocol import Lease, MakePlan, Planned, Status, Warm, Warmed
-from shmload._residency import (
-    SegmentInfo,
-    holders,
-    remove_if_free,
-    remove_leftovers,
-    segments,
-)
+from shmload._residency import SegmentInfo, holders, remove_if_free, remove_leftovers, segments
 from shmload._warm import plan, warm
 
 logger = logging.getLogger(__name__)

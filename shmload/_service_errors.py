@@ -2,9 +2,7 @@
 
 from os import PathLike
 
-from shmload._errors import (
-    ShmloadError,
-)
+from shmload._errors import ShmloadError
 
 _Path = str | PathLike[str]
 

@@ -18,10 +18,7 @@ import msgspec
 
 from shmload._coordinator import DecodeCancelled, Job
 from shmload._endpoint import require_same_user, socket_path
-from shmload._errors import (
-    ProtocolError,
-    ShmloadError,
-)
+from shmload._errors import ProtocolError, ShmloadError
 from shmload._loan import require_sound
 from shmload._messages import Inbox, send, to_frame
 from shmload._protocol import (
@@ -50,10 +47,7 @@ from shmload._protocol import (
     refuse,
 )
 from shmload._residency import SegmentInfo, evict, segments, verify_each
-from shmload._service_errors import (
-    PeerRefused,
-    ServiceUnavailable,
-)
+from shmload._service_errors import PeerRefused, ServiceUnavailable
 from shmload._settings import settings
 
 if TYPE_CHECKING:

@@ -20,15 +20,10 @@ from shmload._checks import (
     check_shared_memory,
     check_source,
 )
-from shmload._errors import (
-    ProtocolError,
-)
+from shmload._errors import ProtocolError
 from shmload._procfs import FileSystem
 from shmload._protocol import Status
-from shmload._service_errors import (
-    PeerRefused,
-    ServiceUnavailable,
-)
+from shmload._service_errors import PeerRefused, ServiceUnavailable
 from shmload._speed import CopySpeed, ReadSpeed
 
 GIB = 1 << 30

@@ -13,16 +13,7 @@ import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storing import (
-    FACTS,
-    SHARD_ITEMS,
-    Killed,
-    Mortality,
-    arrays_of,
-    content_of,
-    key_of,
-    run,
-)
+from storing import FACTS, SHARD_ITEMS, Killed, Mortality, arrays_of, content_of, key_of, run
 
 import shmload
 from shmload.integrations.results import Array, ResultFolder
