@@ -26,7 +26,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_facts(folder: Path, facts: Facts, others: set[str]) -> None:
-    """Compare facts with those of a folder, or write them down.
+    """Compare facts with those of a folder that has results; else write them down.
 
     Args:
         folder: of results; the caller has its lock.
@@ -40,13 +40,13 @@ def check_facts(folder: Path, facts: Facts, others: set[str]) -> None:
         OSError: they cannot be read or written.
     """
     path = folder / FACTS_NAME
-    if path.exists():
+    if others:
+        if not path.exists():
+            raise ResultsCorrupt(path, f"it is not there, but {min(others)} is", _OTHERWISE)
         different = _differences(_read(path), facts)
         if different:
             raise ResultsMismatch(folder, "; ".join(different))
-    elif others:
-        raise ResultsCorrupt(path, f"it is not there, but {min(others)} is", _OTHERWISE)
-    else:
+    else:  # at most those of a run that has stored nothing
         try:
             content = msgspec.json.format(msgspec.json.encode(facts, order="sorted"))
         except UnicodeEncodeError as exc:

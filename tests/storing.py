@@ -9,6 +9,7 @@ from shmload.integrations.results import Array, ResultFolder
 
 FACTS = {"weights": "sha256=0", "dtype": "bfloat16"}
 SHARD_ITEMS = 4
+COUNT = 10
 
 
 def key_of(index):
@@ -57,6 +58,27 @@ def run(folder, order, *, failing=(), stored=None, facts=FACTS):
 def content_of(folder):
     """Return name and bytes of all that a folder holds."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory):
+    """What a run gives that nothing happens to, one item after the other."""
+    folder = tmp_path_factory.mktemp("serial")
+    run(folder, range(COUNT))
+    return content_of(folder)
+
+
+def unfinished(folder):
+    """Leave a journal with three items, and return its path."""
+    with ResultFolder(folder, shard_items=SHARD_ITEMS, facts=FACTS) as results:
+        for index in range(3):
+            results.add(index, key_of(index), arrays_of(index))
+    return folder / "shard-00000.journal"
+
+
+def done_in(folder):
+    with ResultFolder(folder, shard_items=SHARD_ITEMS, facts=FACTS) as results:
+        return [index for index in range(COUNT) if results.is_done(index, key_of(index))]
 
 
 # What changes a file system. Each but the last is patched in `os`, which the code calls it by.

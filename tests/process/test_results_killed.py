@@ -6,12 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from storing import FACTS, SHARD_ITEMS, content_of, key_of, run
+from storing import COUNT, content_of, done_in, run
 
 import shmload
-from shmload.integrations.results import ResultFolder
 
-COUNT = 10
 START = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
@@ -47,11 +45,6 @@ TESTS = Path(__file__).parents[1]
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "results"
-
-
-def done_in(folder):
-    with ResultFolder(folder, shard_items=SHARD_ITEMS, facts=FACTS) as results:
-        return [index for index in range(COUNT) if results.is_done(index, key_of(index))]
 
 
 def test_job_killed_again_and_again_gives_the_same_bytes(child, tmp_path, folder):

@@ -4,6 +4,7 @@ import os
 import secrets
 
 import pytest
+from storing import serial  # noqa: F401 a fixture for all here
 
 from shmload._identity import name_prefix
 from shmload._linux import shm_open

@@ -13,20 +13,21 @@ import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storing import FACTS, SHARD_ITEMS, Killed, Mortality, arrays_of, content_of, key_of, run
+from storing import (
+    COUNT,
+    FACTS,
+    SHARD_ITEMS,
+    Killed,
+    Mortality,
+    arrays_of,
+    content_of,
+    done_in,
+    key_of,
+    run,
+    unfinished,
+)
 
-import shmload
 from shmload.integrations.results import Array, ResultFolder
-
-COUNT = 10
-
-
-@pytest.fixture(scope="module")
-def serial(tmp_path_factory):
-    """What a run gives that nothing happens to, one item after the other."""
-    folder = tmp_path_factory.mktemp("serial")
-    run(folder, range(COUNT))
-    return content_of(folder)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -211,19 +212,6 @@ def is_killed(job, *args, **kwargs):
     return False
 
 
-def unfinished(folder):
-    """Leave a journal with three items, and return its path."""
-    with ResultFolder(folder, shard_items=SHARD_ITEMS, facts=FACTS) as results:
-        for index in range(3):
-            results.add(index, key_of(index), arrays_of(index))
-    return folder / "shard-00000.journal"
-
-
-def done_in(folder):
-    with ResultFolder(folder, shard_items=SHARD_ITEMS, facts=FACTS) as results:
-        return [index for index in range(COUNT) if results.is_done(index, key_of(index))]
-
-
 def test_journal_cut_at_each_byte_keeps_what_stands_before(tmp_path, serial):
     path = unfinished(tmp_path)
     whole = path.read_bytes()
@@ -356,90 +344,3 @@ def test_error_of_any_text_is_stored(tmp_path):
     stored = json.loads(line)["error"]
     assert len(stored) == 1000
     assert stored.endswith("\\ud800 \0 \N{COLLISION SYMBOL}\n")
-
-
-# Damage -------------------------------------------------------------------------------------------
-
-
-def damage(path, offset):
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
-
-
-def test_journal_damaged_by_loss_of_power_is_cut(tmp_path, serial, monkeypatch):
-    path = unfinished(tmp_path)
-    damage(path, -1)
-    monkeypatch.setattr("shmload.integrations.journal.boot_id", lambda: "another")
-    assert done_in(tmp_path) == [0, 1]
-    damage(path, -1)
-    # The kernel has not started anew since: nobody looks at the data before it is needed.
-    assert done_in(tmp_path) == [0, 1]
-    with pytest.raises(shmload.ResultsCorrupt, match="remove it and run the job again"):
-        run(tmp_path, range(COUNT))
-    path.unlink()
-    run(tmp_path, range(COUNT))
-    assert content_of(tmp_path) == serial
-
-
-def test_any_damaged_byte_of_a_journal_is_found_after_loss_of_power(tmp_path, monkeypatch):
-    path = unfinished(tmp_path)
-    whole = path.read_bytes()
-    monkeypatch.setattr("shmload.integrations.journal.boot_id", lambda: "another")
-    for offset in range(55, len(whole), 2):
-        path.write_bytes(whole)
-        damage(path, offset)
-        done = done_in(tmp_path)
-        assert done in ([], [0], [0, 1])
-        assert whole.startswith(path.read_bytes()[55:], 55)
-
-
-def test_kernel_without_a_boot_id_has_its_journals_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr("shmload.integrations.journal.boot_id", lambda: "")
-    path = unfinished(tmp_path)
-    assert done_in(tmp_path) == [0, 1, 2]
-    damage(path, -1)
-    assert done_in(tmp_path) == [0, 1]
-
-
-def test_journal_of_zeros_is_made_anew(tmp_path, serial):
-    path = unfinished(tmp_path)
-    path.write_bytes(bytes(1000))
-    assert done_in(tmp_path) == []
-    run(tmp_path, range(COUNT))
-    assert content_of(tmp_path) == serial
-
-
-@pytest.mark.parametrize("harm", ["cut", "emptied", "rubbish", "another"])
-def test_damaged_shard_is_an_error_until_it_is_removed(tmp_path, serial, harm):
-    run(tmp_path, range(COUNT), failing={9})
-    path = tmp_path / "shard-00001.safetensors"
-    content = path.read_bytes()
-    path.write_bytes(
-        {
-            "cut": content[:-1],
-            "emptied": b"",
-            "rubbish": b"\5\0\0\0\0\0\0\0{}   ",
-            "another": (tmp_path / "shard-00000.safetensors").read_bytes(),
-        }[harm]
-    )
-    with pytest.raises(shmload.ResultsCorrupt, match=r"shard-00001\.safetensors .* remove it"):
-        run(tmp_path, range(COUNT))
-    path.unlink()
-    run(tmp_path, range(COUNT))
-    assert content_of(tmp_path) == serial
-
-
-def test_shards_without_their_facts_are_refused(tmp_path):
-    run(tmp_path, range(COUNT))
-    (tmp_path / "results.json").unlink()
-    with pytest.raises(shmload.ResultsCorrupt, match=r"results\.json"):
-        run(tmp_path, range(COUNT))
-
-
-def test_what_is_not_ours_is_left_alone(tmp_path):
-    for name in ("notes.txt", "shard-1.safetensors", "model.safetensors.12345678.tmp", "x.journal"):
-        (tmp_path / name).write_text("mine")
-    run(tmp_path, range(COUNT))
-    assert [path.name for path in tmp_path.iterdir() if path.read_bytes() == b"mine"] != []
-    assert sum(path.read_bytes() == b"mine" for path in tmp_path.iterdir()) == 4

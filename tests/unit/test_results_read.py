@@ -6,13 +6,11 @@ import pickle
 
 import pytest
 import torch
-from storing import arrays_of, key_of, run
+from storing import COUNT, arrays_of, key_of, run
 from torch.utils.data import DataLoader
 
 import shmload
 from shmload.integrations.results import Array, ResultFolder, Results
-
-COUNT = 10
 
 
 @pytest.fixture

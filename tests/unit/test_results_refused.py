@@ -6,20 +6,11 @@ import resource
 
 import numpy as np
 import pytest
-from storing import FACTS, SHARD_ITEMS, arrays_of, content_of, key_of, run
+from storing import COUNT, FACTS, SHARD_ITEMS, arrays_of, content_of, key_of, run
 
 import shmload
 from shmload.integrations.key_digests import KeyDigests, digest_key
 from shmload.integrations.results import Array, ResultFolder
-
-COUNT = 10
-
-
-@pytest.fixture
-def serial(tmp_path):
-    """What a run gives that nothing happens to."""
-    run(tmp_path / "serial", range(COUNT))
-    return content_of(tmp_path / "serial")
 
 
 @pytest.fixture
@@ -59,6 +50,12 @@ def test_other_facts_are_refused_and_named(folder, serial, changes, says):
     with pytest.raises(shmload.ResultsMismatch, match=says) as caught:
         opened(folder, **changes)
     assert "give another folder, or remove this one" in str(caught.value)
+    assert content_of(folder) == serial
+
+
+def test_facts_of_a_run_that_stored_nothing_bind_nobody(folder, serial):
+    opened(folder, facts={"size": "1"}, shard_items=1).close()
+    run(folder, range(COUNT))
     assert content_of(folder) == serial
 
 

@@ -1,0 +1,100 @@
+"""What damage to a folder of results is mended, and what is refused."""
+
+import os
+
+import pytest
+from storing import COUNT, content_of, done_in, run, unfinished
+
+import shmload
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_disk():
+    """What `fsync` does cannot be seen here, and it takes ten milliseconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
+
+
+def damage(path, offset):
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def test_journal_damaged_by_loss_of_power_is_cut(tmp_path, serial, monkeypatch):
+    path = unfinished(tmp_path)
+    damage(path, -1)
+    monkeypatch.setattr("shmload.integrations.journal.boot_id", lambda: "another")
+    assert done_in(tmp_path) == [0, 1]
+    damage(path, -1)
+    # The kernel has not started anew since: nobody looks at the data before it is needed.
+    assert done_in(tmp_path) == [0, 1]
+    with pytest.raises(shmload.ResultsCorrupt, match="remove it and run the job again"):
+        run(tmp_path, range(COUNT))
+    path.unlink()
+    run(tmp_path, range(COUNT))
+    assert content_of(tmp_path) == serial
+
+
+def test_any_damaged_byte_of_a_journal_is_found_after_loss_of_power(tmp_path, monkeypatch):
+    path = unfinished(tmp_path)
+    whole = path.read_bytes()
+    monkeypatch.setattr("shmload.integrations.journal.boot_id", lambda: "another")
+    for offset in range(55, len(whole), 2):
+        path.write_bytes(whole)
+        damage(path, offset)
+        done = done_in(tmp_path)
+        assert done in ([], [0], [0, 1])
+        assert whole.startswith(path.read_bytes()[55:], 55)
+
+
+def test_kernel_without_a_boot_id_has_its_journals_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr("shmload.integrations.journal.boot_id", lambda: "")
+    path = unfinished(tmp_path)
+    assert done_in(tmp_path) == [0, 1, 2]
+    damage(path, -1)
+    assert done_in(tmp_path) == [0, 1]
+
+
+def test_journal_of_zeros_is_made_anew(tmp_path, serial):
+    path = unfinished(tmp_path)
+    path.write_bytes(bytes(1000))
+    assert done_in(tmp_path) == []
+    run(tmp_path, range(COUNT))
+    assert content_of(tmp_path) == serial
+
+
+@pytest.mark.parametrize("harm", ["cut", "emptied", "rubbish", "another"])
+def test_damaged_shard_is_an_error_until_it_is_removed(tmp_path, serial, harm):
+    run(tmp_path, range(COUNT), failing={9})
+    path = tmp_path / "shard-00001.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(
+        {
+            "cut": content[:-1],
+            "emptied": b"",
+            "rubbish": b"\5\0\0\0\0\0\0\0{}   ",
+            "another": (tmp_path / "shard-00000.safetensors").read_bytes(),
+        }[harm]
+    )
+    with pytest.raises(shmload.ResultsCorrupt, match=r"shard-00001\.safetensors .* remove it"):
+        run(tmp_path, range(COUNT))
+    path.unlink()
+    run(tmp_path, range(COUNT))
+    assert content_of(tmp_path) == serial
+
+
+def test_shards_without_their_facts_are_refused(tmp_path):
+    run(tmp_path, range(COUNT))
+    (tmp_path / "results.json").unlink()
+    with pytest.raises(shmload.ResultsCorrupt, match=r"results\.json"):
+        run(tmp_path, range(COUNT))
+
+
+def test_what_is_not_ours_is_left_alone(tmp_path):
+    for name in ("notes.txt", "shard-1.safetensors", "model.safetensors.12345678.tmp", "x.journal"):
+        (tmp_path / name).write_text("mine")
+    run(tmp_path, range(COUNT))
+    assert [path.name for path in tmp_path.iterdir() if path.read_bytes() == b"mine"] != []
+    assert sum(path.read_bytes() == b"mine" for path in tmp_path.iterdir()) == 4
