@@ -380,7 +380,9 @@ def _dump_function(function: Function) -> Payload:
 
 
 def _failed(item: Item, cause: BaseException, traceback: str = "") -> ItemFailed:
-    error = ItemFailed(item.index, item.value, f"{type(cause).__name__}: {cause}")
+    notes = getattr(cause, "__notes__", ())
+    reason = "; ".join([f"{type(cause).__name__}: {cause}", *notes])
+    error = ItemFailed(item.index, item.value, reason)
     error.__cause__ = cause
     if traceback:
         error.add_note(f"in a process of the job:\n{traceback}")

@@ -118,7 +118,18 @@ def call_function(
     """
     seed_generators(seed, index)
     with torch.no_grad():
-        return function(pipe, item)
+        try:
+            return function(pipe, item)
+        except (AttributeError, TypeError) as exc:
+            if "'NoneType'" in str(exc) and (absent := _absent_components(pipe)):
+                exc.add_note(f"the pipeline has no {absent}: a job loads the components it names")
+            raise
+
+
+def _absent_components(pipe: Any) -> str:
+    """Name the components that a pipeline has none of."""
+    components = getattr(pipe, "components", {})
+    return ", ".join(sorted(name for name, value in components.items() if value is None))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """A job: every item once, whatever ends meanwhile, in processes that share one pipeline."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -145,6 +146,18 @@ def test_error_may_stand_in_the_results_place(job):
     got = list(job.map(fail_at_three, range(8), errors="pass"))
     assert got[:3] + got[4:] == [0, 1, 2, 4, 5, 6, 7]
     assert isinstance(got[3], shmload.ItemFailed)
+
+
+@pytest.mark.parametrize("procs", [0, 2])
+@pytest.mark.parametrize("use", [lambda pipe: pipe.text_encoder(1), lambda pipe: pipe.unet.dtype])
+def test_error_of_a_component_that_was_not_named_says_so(job, source, procs, use):
+    with (
+        contextlib.nullcontext(job) if procs else dataprep.Job(source, components=["vae"], procs=0)
+    ) as asked:
+        with pytest.raises(shmload.ItemFailed, match=r"no .*text_encoder, unet: a job loads"):
+            list(asked.map(lambda pipe, item: use(pipe), [0]))
+        with pytest.raises(shmload.ItemFailed, match=r"'int' object has no attribute 'dtype'$"):
+            list(asked.map(lambda pipe, item: item.dtype, [0]))
 
 
 def test_error_that_cannot_cross_arrives_as_its_text(job):
