@@ -1,0 +1,35 @@
+"""The programs that the page about ranks shows for sharding can be run as they stand."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shmload
+
+_PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
+# What two ranks print together.
+_PRINTS = {"fsdp": "", "zero": r"(torch\.Size\(\[16, 32\]\)\n){2}"}
+
+
+@pytest.mark.parametrize("module", _PRINTS)
+def test_program_runs(saved, tmp_path, monkeypatch, shm_names, module):
+    programs = re.findall(r"^```python\n(# torchrun .*?)^```", _PAGE.read_text(), re.M | re.S)
+    (program,) = [each for each in programs if f"import {module}\n" in each]
+    assert "path/to/flux" in program
+    path = tmp_path / "program.py"
+    path.write_text(program.replace("path/to/flux", str(saved("flux"))))
+    monkeypatch.setenv("PYTHONPATH", str(Path(shmload.__file__).parents[1]))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ended = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", path],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert re.fullmatch(_PRINTS[module], ended.stdout)
+    assert shm_names() == []
