@@ -210,10 +210,12 @@ def test_job_may_be_mapped_long_after_it_was_made(light_job, let_pass):
 
 def test_job_may_be_mapped_long_after_a_map_was_left(job, let_pass):
     pids_of(job)
-    results = job.map(lambda pipe, item: os.getpid(), range(100))
+    results = job.map(lambda pipe, item: item and signal.pause(), range(100))
     next(results)
     results.close()  # those at work are replaced, and nobody looks at that
-    wait_readable(*(runner.channel for runner in job._crew.runners.values()))
+    new = [runner for runner in job._crew.runners.values() if not runner.is_started]
+    assert new
+    wait_readable(*(runner.channel for runner in new))
     let_pass(10_000)
     assert list(job.map(same, range(3))) == [0, 1, 2]
 
