@@ -9,6 +9,7 @@ Owns every descriptor, part and worker of the load until `close`, which runs wha
 """
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from shmload._background import Background
 from shmload._capacity import make_room
 from shmload._client import Service
 from shmload._coordinator import DecodeCancelled, Job
@@ -87,9 +89,7 @@ class Load:
         self._held: dict[str, Held] = {}
         self._showing = threading.Lock()
         self._is_shown = False
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._is_over = threading.Event()
+        self._work: Background | None = None
         self.read_nbytes = 0
         """Bytes of weights that this load reads."""
         try:
@@ -209,9 +209,8 @@ class Load:
         Raises:
             CheckpointError, CapacityError, WorkerError, SegmentError: what went wrong.
         """
-        self._join()
-        if self._error:
-            raise self._error
+        if self._work:
+            self._work.wait()
 
     def close(self) -> None:
         """End the load: stop what still runs, remove its parts, give all leases back."""
@@ -235,13 +234,7 @@ class Load:
         What is closed next is still in use by the thread.
         """
         self._decoder.cancel()
-        interrupt = None
-        while self._thread:
-            try:
-                self._join()
-            except KeyboardInterrupt as exc:
-                interrupt = exc
-        return interrupt
+        return self._work.join_undisturbed() if self._work else None
 
     def discard(self) -> None:
         """End the load and remove the segments that it has made, unless somebody uses them."""
@@ -257,14 +250,6 @@ class Load:
                 remove_if_free(self._made.pop())
         if interrupt:
             raise interrupt
-
-    def _join(self) -> None:
-        """Wait for the thread to end, if there is one."""
-        if self._thread:
-            # Up to Python 3.12 a join that Ctrl-C interrupts takes the thread for ended.
-            self._is_over.wait()
-            self._thread.join()
-            self._thread = None
 
     def _begin(self) -> None:
         """Take the locks and start to decode; other processes' parts are waited for at the end."""
@@ -294,12 +279,8 @@ class Load:
                 self._ring.filled.put(None)
             return
         self._progress.start(self.read_nbytes)
-        self._thread = threading.Thread(target=self._run, args=(mine,), name="shmload-decode")
-        try:
-            self._thread.start()
-        except RuntimeError:  # no more threads are to be had, and one that never ran has no end
-            self._thread = None
-            raise
+        self._work = Background(functools.partial(self._run, mine), "shmload-decode")
+        self._work.start()
 
     def _note(self) -> None:
         """Tell the service what it was good for."""
@@ -339,10 +320,7 @@ class Load:
                 if isinstance(held, Awaited):
                     self._wait_for(shard, held)
             self._note()
-        except BaseException as exc:  # handed to whoever waits
-            self._error = exc
         finally:
-            self._is_over.set()
             if self._ring:
                 self._ring.filled.put(None)
 

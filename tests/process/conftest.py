@@ -93,8 +93,8 @@ def bytes_come_first(monkeypatch):
 
     def begin_and_end(load):
         begin(load)
-        if load._thread:
-            load._thread.join()
+        if load._work:
+            load._work.join()
 
     monkeypatch.setattr(Load, "_begin", begin_and_end)
 
