@@ -14,7 +14,10 @@ class Background:
 
     def __init__(self, function: Callable[[], None], name: str) -> None:
         self._error: BaseException | None = None
+        self._beginning = threading.Lock()
+        self._has_begun = False
         self._is_over = threading.Event()
+        self._is_over.set()
         # The function as an argument, which the thread lets go of in the end.
         self._thread = threading.Thread(target=self._run, args=(function,), name=name)
 
@@ -25,16 +28,19 @@ class Background:
             RuntimeError: no more threads are to be had.
         """
         try:
+            self._is_over.clear()
             self._thread.start()
-        except RuntimeError:
-            self._is_over.set()
+        except BaseException:  # Ctrl-C too, in its middle
+            with self._beginning:
+                if not self._has_begun:
+                    self._is_over.set()
             raise
 
     def join(self) -> None:
         """Block until it has ended, however it has."""
         # Up to Python 3.12 a join that Ctrl-C interrupts takes the thread for ended.
         self._is_over.wait()
-        if self._thread.ident is not None:
+        if self._has_begun:
             self._thread.join()
 
     def wait(self) -> None:
@@ -55,6 +61,10 @@ class Background:
                 return interrupt
 
     def _run(self, function: Callable[[], None]) -> None:
+        with self._beginning:
+            if self._is_over.is_set():
+                return  # it has come too late: whoever started it was told that it has not
+            self._has_begun = True
         try:
             function()
         except BaseException as exc:  # handed to whoever waits

@@ -69,3 +69,23 @@ def test_what_could_not_be_started_is_over(monkeypatch):
     with pytest.raises(RuntimeError, match="can't start new thread"):
         background.start()
     assert background.join_undisturbed() is None
+
+
+def test_what_was_interrupted_before_it_began_is_over_and_never_begins(monkeypatch):
+    starts, done = [], []
+    start = threading.Thread.start
+
+    def interrupt(thread):
+        starts.append(thread)
+        raise KeyboardInterrupt
+
+    background = Background(lambda: done.append(True), "test-background")
+    assert background.join_undisturbed() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            background.start()
+    assert background.join_undisturbed() is None
+    start(starts[0])  # the kernel had it on its way
+    starts[0].join()
+    assert done == []
