@@ -30,8 +30,11 @@ class Lease:
     def __init__(self, segment: Segment, *, crosses_forks: bool = True) -> None:
         self.name = segment.name
         self.crosses_forks = crosses_forks
-        self._fd = reopen(segment.fd)
-        try_lock(self._fd, exclusive=False)  # as the segment's lease does, so nobody is in the way
+        fd = reopen(segment.fd)
+        # Also where it is dropped: by an interrupt, for instance, before anybody has it.
+        self._closing = weakref.finalize(self, _give_back, fd, self.name)
+        self._closing.atexit = False  # see below
+        try_lock(fd, exclusive=False)  # as the segment's lease does, so nobody is in the way
         if segment.is_shared:
             _shared.add(self)
             _names.add(self.name)
@@ -39,12 +42,16 @@ class Lease:
 
     def close(self) -> None:
         """Give it back; again is fine."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            may_be_last = is_shared(os.fstat(fd))
-            os.close(fd)
-            if may_be_last:
-                remove_if_unused(self.name)
+        if found := self._closing.detach():  # and no call: at the program's end that does nothing
+            _, give_back, (fd, name), _ = found
+            give_back(fd, name)
+
+
+def _give_back(fd: int, name: str) -> None:
+    may_be_last = is_shared(os.fstat(fd))
+    os.close(fd)
+    if may_be_last:
+        remove_if_unused(name)
 
 
 _shared: weakref.WeakSet[Lease] = weakref.WeakSet()
