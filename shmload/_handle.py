@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -20,13 +21,15 @@ from shmload._identity import identify
 from shmload._lease import Lease
 from shmload._progress import Callback
 from shmload._residency import remove_leftovers
-from shmload._resolve import Source
+from shmload._resolve import Source, files_of
 from shmload._segment import Stay
 from shmload._warm import HUB_KWARGS, find_with_rules
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+# Configurations and tokenizers have less, weights that are no safetensors files more.
+_SMALL_NBYTES = 32 << 20
 # The pipelines of this process, by their handles' text.
 _loaded: "dict[str, DiffusionPipeline]" = {}
 _loading = threading.Lock()
@@ -51,7 +54,7 @@ class _Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     revision: str | None = None
     cache_dir: str | None = None
     identity: str = ""
-    """Digest of what its shards were."""
+    """Digest of what its files were."""
 
 
 class Handle:
@@ -66,7 +69,6 @@ class Handle:
 
     def __init__(self, recipe: _Recipe, leases: Collection[Lease] = ()) -> None:
         self._recipe = recipe
-        self._leases = leases
         self._closing = weakref.finalize(self, _close_all, leases)
         self._closing.atexit = False  # leases see to that themselves
 
@@ -126,7 +128,7 @@ class Handle:
         """What results that are computed with the pipeline depend on, as text by name."""
         recipe = self._recipe
         return {
-            "weights": recipe.identity,
+            "pipeline": recipe.identity,
             "torch_dtype": msgspec.json.encode(recipe.torch_dtype).decode(),
             "components": "all" if recipe.components is None else ",".join(recipe.components),
         }
@@ -164,8 +166,7 @@ class Handle:
         """
         if torch_dtype is None:
             torch_dtype = hub_kwargs.pop("dtype", None)  # the newer name in diffusers
-        if unknown := hub_kwargs.keys() - HUB_KWARGS:
-            raise TypeError(f"unknown argument {min(unknown)!r}")
+        _require_known(hub_kwargs)
         found = find_source(source, variant=variant, components=components, **hub_kwargs)
         _require_pipeline(found)
         recipe = _recipe(found, torch_dtype, components, variant, hub_kwargs)
@@ -206,7 +207,7 @@ class Handle:
         # Afterwards: what was the same before and after was the same meanwhile, or the load has
         # noticed.
         found = find_source(recipe.source, components=recipe.components, **kwargs)
-        if _identity(found) != recipe.identity:
+        if _identity(found, recipe.components) != recipe.identity:
             raise SourceChanged(recipe.source)
         return pipe
 
@@ -248,6 +249,7 @@ def share(
     """
     if torch_dtype is None:
         torch_dtype = hub_kwargs.pop("dtype", None)  # the newer name in diffusers
+    _require_known(hub_kwargs)
     found, rules = find_with_rules(source, torch_dtype, components, variant, hub_kwargs)
     _require_pipeline(found)
     recipe = _recipe(found, torch_dtype, components, variant, hub_kwargs)
@@ -266,6 +268,12 @@ def share(
 def _close_all(leases: Collection[Lease]) -> None:
     for lease in leases:
         lease.close()
+
+
+def _require_known(hub_kwargs: Mapping[str, Any]) -> None:
+    # A pipeline is the root of its repository.
+    if unknown := hub_kwargs.keys() - (HUB_KWARGS - {"subfolder"}):
+        raise TypeError(f"unknown argument {min(unknown)!r}")
 
 
 def _require_pipeline(source: Source) -> None:
@@ -293,7 +301,7 @@ def _recipe(
         variant=variant,
         revision=hub_kwargs.get("revision"),
         cache_dir=None if cache_dir is None else os.path.abspath(cache_dir),
-        identity=_identity(source),
+        identity=_identity(source, components),
     )
 
 
@@ -304,10 +312,17 @@ def _dtype_names(torch_dtype: object) -> Any:
     return None if torch_dtype is None else TORCH_NAMES[parse_dtype(torch_dtype)]
 
 
-def _identity(source: Source) -> str:
-    shards = [
-        (checkpoint.component, identify(shard, os.stat(shard)).key)
-        for checkpoint in source.checkpoints
-        for shard in checkpoint.shards
-    ]
-    return hashlib.blake2b(repr(shards).encode(), digest_size=16).hexdigest()
+def _identity(source: Source, components: Collection[str] | None) -> str:
+    """Return a digest of what a pipeline's files are."""
+    files = (
+        (os.path.relpath(path, source.root), _stamp(path)) for path in files_of(source, components)
+    )
+    return hashlib.blake2b(repr(list(files)).encode(), digest_size=16).hexdigest()
+
+
+def _stamp(path: Path) -> str:
+    """Tell files apart: small ones by what is in them, weights by what the kernel says of them."""
+    found = os.stat(path)
+    if found.st_size > _SMALL_NBYTES or path.suffix == ".safetensors":
+        return identify(path, found).key
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()

@@ -139,6 +139,25 @@ def components_with_weights(source: Source) -> set[str]:
     }
 
 
+def files_of(source: Source, components: Collection[str] | None = None) -> list[Path]:
+    """Return the files that a pipeline is made of: index, weights, configurations, tokenizers.
+
+    Args:
+        source: a pipeline, resolved with the same components.
+        components: of those with weights, only these; None for all.
+    """
+    found = [source.root / "model_index.json"]
+    left_out = components_with_weights(source) if components is not None else set()
+    for name in sorted(set(source.components).difference(left_out.difference(components or ()))):
+        folder = source.root / name
+        if os.path.isdir(folder):
+            # Of safetensors files there may be variants that nobody reads.
+            names = (each for each in sorted(os.listdir(folder)) if not each.startswith("."))
+            found += (folder / each for each in names if not each.endswith(_SUFFIX))
+    shards = (shard for checkpoint in source.checkpoints for shard in checkpoint.shards)
+    return [*filter(os.path.isfile, found), *shards]
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 

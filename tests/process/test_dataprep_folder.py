@@ -154,7 +154,7 @@ def test_what_results_depend_on_must_be_the_same(job, source, tmp_path):
             other.write(encode, range(3), tmp_path / "out", facts={"size": "16"})
 
 
-@pytest.mark.parametrize("facts", [{"size": 512}, {"seed": "1"}, {"weights": "mine"}])
+@pytest.mark.parametrize("facts", [{"size": 512}, {"seed": "1"}, {"pipeline": "mine"}])
 def test_fact_that_is_no_text_or_known_already_is_refused(job, tmp_path, facts):
     with pytest.raises(shmload.ArgumentError, match=min(facts)):
         job.write(encode, range(3), tmp_path / "out", facts=facts)

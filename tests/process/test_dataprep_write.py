@@ -332,7 +332,7 @@ def test_key_that_is_none_is_an_error_and_harms_nothing(light_job, folder, key):
         ({"components": ["unet"]}, "fact 'components' is 'all' there, and 'unet' now"),
         ({"facts": {"size": "64"}}, "fact 'size' is None there, and '64' now"),
         ({"shard_items": 4}, "shard_items is 8 there, and 4 now"),
-        ({"weights": None}, "fact 'weights' is"),
+        ({"pipeline": None}, "fact 'pipeline' is"),
     ],
 )
 def test_what_was_made_otherwise_is_refused(light_server, pipeline, folder, change, message):
@@ -341,7 +341,7 @@ def test_what_was_made_otherwise_is_refused(light_server, pipeline, folder, chan
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shmload.Handle, "load", lambda handle: None)
         dataprep.write(squares, range(3), folder, **arguments)
-        if "weights" in change:
+        if "pipeline" in change:
             change = {}
             os.utime(pipeline / "unet" / "diffusion_pytorch_model.safetensors", ns=(1, 1))
         before = content_of(folder)

@@ -1,5 +1,6 @@
 """A shared pipeline lasts as long as somebody has it, and a handle is all that it takes."""
 
+import gc
 import os
 import pickle
 
@@ -152,6 +153,46 @@ def test_closed_handle_remembers_nothing(handle, shm_names):
     assert handle.load() is not pipe
     del pipe
     assert shm_names() == []
+
+
+def test_interrupt_at_the_end_of_sharing_leaves_nothing(source, monkeypatch, shm_names):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shmload._handle.remove_leftovers", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        shmload.share(source, torch_dtype=torch.bfloat16)
+    gc.collect()
+    assert shm_names() == []
+
+
+@pytest.mark.parametrize(
+    "name", ["model_index.json", "vae/config.json", "tokenizer/tokenizer_config.json"]
+)
+def test_changed_configuration_gives_another_handle(source, name):
+    before, path = shmload.Handle.of(source, components=["vae"]), source / name
+    path.write_bytes(content := path.read_bytes())  # which makes no difference
+    assert shmload.Handle.of(source, components=["vae"]) == before
+    path.write_bytes(content + b"\n")
+    assert shmload.Handle.of(source, components=["vae"]) != before
+    with pytest.raises(shmload.SourceChanged):
+        before.load()
+
+
+@pytest.mark.parametrize(
+    "name", ["unet/config.json", "README.md", "vae/.lock", "vae/other.safetensors"]
+)
+def test_change_of_what_is_not_loaded_makes_no_difference(source, name):
+    before = shmload.Handle.of(source, components=["vae"])
+    with (source / name).open("a") as file:
+        file.write("\n")
+    assert shmload.Handle.of(source, components=["vae"]) == before
+
+
+@pytest.mark.parametrize("make", [shmload.share, shmload.Handle.of])
+def test_part_of_a_repository_is_no_pipeline(source, make):
+    with pytest.raises(TypeError, match="unknown argument 'subfolder'"):
+        make(source, subfolder="vae")
 
 
 def test_unknown_component_is_named(source):
