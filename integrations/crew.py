@@ -27,13 +27,16 @@ from shmload.integrations.job_messages import (
     Refused,
     Returned,
     Started,
+    ToRunner,
     decode_from_runner,
     decode_from_server,
 )
 from shmload.integrations.payload import Payload, load
-from shmload.integrations.runners import Event, Runner
+from shmload.integrations.runner_process import Event, RunnerProcess
 from shmload.integrations.server_process import ServerProcess
 
+# A wait that lasts so much longer than it was to: this process was stopped, by Ctrl-Z for instance.
+_STOPPED_S = 5.0
 # Of processes that end before they have worked, in a row.
 _MAX_FAILED_STARTS = 3
 
@@ -63,11 +66,13 @@ class Crew:
         self._is_closed = False
         self._is_unsure = False
         """Whether something was begun and has not come to its end."""
+        self._is_mapping = False
+        """Whether there is something that `replace` is to end."""
         self._failed_starts = 0
         # Not epoll, of which a forked copy of this process would share the state.
         self._selector = selectors.PollSelector()
         self._server: ServerProcess | None = None
-        self.runners: dict[int, Runner] = {}
+        self.runners: dict[int, RunnerProcess] = {}
         """By the number of their places; one may be missing while it is replaced."""
         self._begin: Begin | None = None
         self._start_server()
@@ -86,11 +91,15 @@ class Crew:
             raise ArgumentError("this job is closed; make another one")
 
     def begin(self, begin: Begin) -> None:
-        """Say what all runners work with from now on, those that come later too."""
+        """Say what all runners work with from now on, those that come later too.
+
+        `replace` is to be called when that is over.
+        """
         with self._lock:
-            if self._is_unsure:
+            if self._is_unsure or self._is_mapping:
                 self._end_processes()
         with self._working():
+            self._is_mapping = True
             self._begin = begin
             if not self._server:
                 self._failed_starts = 0
@@ -115,12 +124,26 @@ class Crew:
                     wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE * bool(runner.outbox))
                     self._selector.modify(runner.channel, wanted, runner)
             events: list[Event] = []
-            for key, mask in self._selector.select(timeout_s):
+            until = time.monotonic() + timeout_s
+            ready = self._selector.select(timeout_s)
+            if (lost_s := time.monotonic() - until) > _STOPPED_S:
+                self._make_up_for(lost_s)
+            for key, mask in ready:
                 events += self._take(key.data, mask)
             self._check_starts()
+            self._check_ends()
             return events
 
-    def replace(self, runners: Iterable[Runner]) -> None:
+    def post(self, runner: RunnerProcess, message: ToRunner) -> None:
+        """Have a message go out to a runner.
+
+        Raises:
+            ArgumentError: as `check`.
+        """
+        with self._working():
+            runner.post(message)
+
+    def replace(self, runners: Iterable[RunnerProcess]) -> None:
         """Kill runners that do what nobody wants any more, and have others take their places."""
         if self._is_closed or not self._is_mine:
             return
@@ -133,6 +156,7 @@ class Crew:
                 runner.kill()
                 self._drop(runner)
                 self._fork(runner.number)
+            self._is_mapping = False
 
     def close(self) -> None:
         """End all processes, and wait until they have; again is fine.
@@ -162,7 +186,7 @@ class Crew:
 
     def _take(self, source: object, mask: int) -> Iterator[Event]:
         """Take what one process sends."""
-        if isinstance(source, Runner):
+        if isinstance(source, RunnerProcess):
             if self.runners.get(source.number) is source:  # it may just have been replaced
                 if mask & selectors.EVENT_WRITE:
                     source.flush()
@@ -219,11 +243,11 @@ class Crew:
         server, self._server = self._server, None
         runners = [*self.runners.values(), *(server.forked if server else ())]
         self.runners.clear()
-        self._is_unsure = False
-        if server:
-            server.close()
+        self._is_unsure = self._is_mapping = False
         for runner in runners:
             runner.close()
+        if server:
+            server.close()
 
     def _forget(self) -> None:
         """Let go of all, in a forked copy of their owner."""
@@ -249,25 +273,26 @@ class Crew:
             if not server.send(Fork(number, self.devices[number]), (theirs.fileno(),)):
                 ours.close()  # its successor forks for every place
                 return
-        runner = Runner(number, ours)
+        runner = RunnerProcess(number, ours)
         server.forked.append(runner)
         self.runners[number] = runner
         self._selector.register(ours, selectors.EVENT_READ, runner)
 
-    def _hear(self, runner: Runner) -> Iterator[Event]:
+    def _hear(self, runner: RunnerProcess) -> Iterator[Event]:
         """Yield what a runner has said; that it has ended is heard from the fork server."""
         is_there = runner.receive()
         yield from self._answers(runner)
         if not is_there:
             self._silence(runner)
 
-    def _silence(self, runner: Runner) -> None:
+    def _silence(self, runner: RunnerProcess) -> None:
         """Listen to a runner no longer."""
         if not runner.is_silent:
             runner.is_silent = True
+            runner.expect_end()
             self._selector.unregister(runner.channel)
 
-    def _answers(self, runner: Runner) -> Iterator[Event]:
+    def _answers(self, runner: RunnerProcess) -> Iterator[Event]:
         while (frame := runner.inbox.next_frame()) is not None:
             message = decode_from_runner(frame)
             match message:
@@ -294,17 +319,18 @@ class Crew:
                 self._fork(runner.number)
                 return
 
-    def _finish(self, runner: Runner, ended: Ended, *, is_innocent: bool) -> Iterator[Event]:
+    def _finish(self, runner: RunnerProcess, ended: Ended, *, is_innocent: bool) -> Iterator[Event]:
         """Hear a runner out, and say that it has ended."""
         with contextlib.suppress(BlockingIOError):
             while runner.inbox.receive():
                 pass
         yield from self._answers(runner)
         self._drop(runner)
-        runner.how = None if is_innocent else runner.how or ended.how
+        if not is_innocent:
+            runner.how = runner.how or ended.how
         yield runner, ended
 
-    def _drop(self, runner: Runner) -> None:
+    def _drop(self, runner: RunnerProcess) -> None:
         if self.runners.get(runner.number) is runner:
             del self.runners[runner.number]
             self._silence(runner)
@@ -327,6 +353,24 @@ class Crew:
                 raise JobFailed(
                     f"a process was not ready within {limit:g} s; raise SHMLOAD_WAIT_TIMEOUT_S"
                 )
+
+    def _make_up_for(self, lost_s: float) -> None:
+        """Count a time for nobody: all were stopped together, or nobody could be heard."""
+        if self._server:
+            self._server.since += lost_s
+        for runner in self.runners.values():
+            runner.since += lost_s
+            runner.active_at += lost_s
+            runner.ending_since += lost_s
+
+    def _check_ends(self) -> None:
+        """Kill a fork server that does not say of a runner that it has ended.
+
+        It was stopped, perhaps; or the kernel cannot end the runner, which waits for a dead disk.
+        """
+        late = time.monotonic() - settings().stall_timeout_s
+        if self._server and any(each.ending_since < late for each in self.runners.values()):
+            self._server.kill()
 
     def _count_failed_start(self, what: str) -> None:
         self._failed_starts += 1

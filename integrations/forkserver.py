@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 from tqdm import tqdm
 
@@ -30,7 +31,7 @@ from shmload._errors import ProtocolError
 from shmload._handle import Handle
 from shmload._job_errors import JobFailed
 from shmload._linux import die_with_parent
-from shmload._messages import Inbox, send
+from shmload._messages import Inbox, send, take_channel
 from shmload.integrations.job_messages import (
     Ended,
     Fork,
@@ -40,26 +41,29 @@ from shmload.integrations.job_messages import (
     Setup,
     decode_to_server,
 )
-from shmload.integrations.payload import dump_error
+from shmload.integrations.payload import dump_error, format_traceback
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 # Of those that were told to end: the kernel shows them a little longer than Python does.
 _THREADS_TIMEOUT_S = 5.0
 
 
 def main(channel_fd: int, parent: int) -> None:
     """Serve one job until it is gone."""
-    # Ctrl-C goes to the whole foreground group; the job decides what it means. It was blocked by
-    # the job, and others may have been by its program, as the ends of children may be ignored.
+    # These go to the whole group, from a terminal or who ends a service; the job decides what they
+    # mean. The first was blocked by the job, and others may have been by its program, as the ends
+    # of children may be ignored.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    channel = socket.socket(fileno=channel_fd)
+    channel = take_channel(channel_fd)
     try:
         parent_fd = os.pidfd_open(parent)
     except ProcessLookupError:
         return
     if os.getppid() == parent:
-        server = _ForkServer(channel, parent_fd)
+        server = _ForkServer(channel, parent_fd, before)
         try:
             server.serve()
         except (BrokenPipeError, ConnectionResetError):
@@ -71,9 +75,12 @@ def main(channel_fd: int, parent: int) -> None:
 class _ForkServer:
     """Owns the runners: it has forked them, reaps them, and kills them when it ends."""
 
-    def __init__(self, channel: socket.socket, parent_fd: int) -> None:
+    def __init__(
+        self, channel: socket.socket, parent_fd: int, handlers: dict[signal.Signals, Any]
+    ) -> None:
         self._channel = channel
         self._parent_fd = parent_fd
+        self._handlers = handlers
         self._inbox = Inbox(channel)
         self._setup: Setup | None = None
         self._runners: dict[int, int] = {}
@@ -112,7 +119,7 @@ class _ForkServer:
     def _prepare(self, setup: Setup) -> None:
         """Import the libraries and build the pipeline."""
         self._setup = setup
-        sys.path[:] = setup.path
+        sys.path[:] = map(os.fsdecode, setup.path)
         tqdm.monitor_interval = 0  # even a bar that is switched off would start a thread
         try:
             with self._ending_with_the_job():
@@ -121,8 +128,11 @@ class _ForkServer:
                     importlib.import_module(module)
             _require_one_thread()
         except Exception as exc:  # the outermost loop: whatever it is, the job must learn of it
-            send(self._channel, Refused(dump_error(exc), traceback.format_exc()))
+            send(self._channel, Refused(dump_error(exc), format_traceback()))
         else:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none
+                    stream.flush()  # what modules have said; each runner would say it again
             gc.freeze()  # a collection in a runner would take a copy of every page that it visits
             send(self._channel, Prepared())
 
@@ -132,7 +142,7 @@ class _ForkServer:
 
         Until it is done the job has nothing to say.
         """
-        before = signal.signal(signal.SIGIO, lambda *_: sys.exit(0))
+        before = signal.signal(signal.SIGIO, _leave)
         flags = fcntl.fcntl(self._channel, fcntl.F_GETFL)
         fcntl.fcntl(self._channel, fcntl.F_SETOWN, os.getpid())
         try:
@@ -171,6 +181,8 @@ class _ForkServer:
 
     def _leave_to_server(self) -> None:
         """Close, in a runner, what belongs to the fork server and to other runners."""
+        for number, handler in self._handlers.items():  # what a function starts inherits them
+            signal.signal(number, handler)
         self._channel.close()
         for fd in (self._parent_fd, *self._runners):
             os.close(fd)
@@ -182,6 +194,13 @@ class _ForkServer:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         send(self._channel, Ended(pid, how))
+
+
+def _leave(*_: object) -> None:
+    # A socket that is shut down and closed tells twice: once would be in the middle of what the
+    # first has begun.
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    sys.exit(0)
 
 
 def _require_one_thread() -> None:

@@ -17,9 +17,9 @@ from shmload.integrations.crew import Crew
 from shmload.integrations.dispatch import Dispatch, Item, Outcome
 from shmload.integrations.item_bar import ItemBar
 from shmload.integrations.job_messages import Begin, Ended, Raised, Returned, Work
-from shmload.integrations.payload import Payload, dump, load
+from shmload.integrations.payload import Payload, describe_error, dump, load
 from shmload.integrations.results import ResultFolder, ResultsReport
-from shmload.integrations.runners import Answer, Runner
+from shmload.integrations.runner_process import Answer, RunnerProcess
 from shmload.integrations.storing import Storing, Undone
 
 logger = logging.getLogger(__name__)
@@ -308,7 +308,7 @@ class Job:
                     continue
                 if len(dispatch.given(runner.number)) == 1:
                     runner.since = time.monotonic()
-                runner.post(Work(item.index, payload))
+                crew.post(runner, Work(item.index, payload))
 
     def _kill_hung(self, crew: Crew, dispatch: Dispatch) -> None:
         limit = self._item_timeout_s
@@ -355,7 +355,7 @@ def _devices(devices: str | Sequence[Any], procs: int) -> tuple[str, ...]:
     return tuple(names[number % len(names)] for number in range(procs or 1))
 
 
-def _value(runner: Runner, answer: Answer, dispatch: Dispatch) -> Any:
+def _value(runner: RunnerProcess, answer: Answer, dispatch: Dispatch) -> Any:
     """Return what a runner's answer means."""
     item = dispatch.given(runner.number)[0]
     assert answer.index == item.index, "a runner answers in the order in which it was asked"
@@ -380,9 +380,7 @@ def _dump_function(function: Function) -> Payload:
 
 
 def _failed(item: Item, cause: BaseException, traceback: str = "") -> ItemFailed:
-    notes = getattr(cause, "__notes__", ())
-    reason = "; ".join([f"{type(cause).__name__}: {cause}", *notes])
-    error = ItemFailed(item.index, item.value, reason)
+    error = ItemFailed(item.index, item.value, describe_error(cause))
     error.__cause__ = cause
     if traceback:
         error.add_note(f"in a process of the job:\n{traceback}")

@@ -31,8 +31,8 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
     handle: str
     """As text."""
-    path: tuple[str, ...]
-    """`sys.path`."""
+    path: tuple[bytes, ...]
+    """`sys.path`, as the file system has it."""
     environment: dict[str, str | None]
     """Variables that the fork server was started with otherwise; None for one that is not set."""
     threads: int

@@ -8,6 +8,7 @@ This is for processes that one user's program has started for itself, over socke
 has: what is unpickled here can run any code.
 """
 
+import contextlib
 import io
 import pickle
 import sys
@@ -63,12 +64,26 @@ def dump(value: object) -> Payload:
 
 def dump_error(error: BaseException) -> Payload:
     """Pickle an error; one that would not arrive is a `RuntimeError` of what it says."""
-    try:
+    with contextlib.suppress(Exception):  # whatever its class does
         payload = dump(error)
-        load(payload)  # many an error can be pickled, and not be made from what was pickled
-        return payload
-    except Exception:  # whatever its class does
-        return dump(RuntimeError("".join(traceback.format_exception_only(error)).strip()))
+        # Many an error can be pickled, and not be made from what was pickled.
+        if isinstance(load(payload), BaseException):
+            return payload
+    return dump(RuntimeError(describe_error(error)))
+
+
+def describe_error(error: BaseException) -> str:
+    """Return class, message and notes of an error, whatever its class does."""
+    lines = traceback.format_exception_only(error)
+    return "; ".join(line.removesuffix("\n") for line in lines)
+
+
+def format_traceback() -> str:
+    """Return the traceback of the error at hand as text that UTF-8 can say.
+
+    Messages that name files may hold what it cannot.
+    """
+    return traceback.format_exc().encode(errors="backslashreplace").decode()
 
 
 def load(payload: Payload) -> Any:

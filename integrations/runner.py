@@ -13,7 +13,6 @@ import os
 import random
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from shmload._destination import Destination
 from shmload._errors import ArgumentError
 from shmload._handle import Handle
 from shmload._inventory import CPU
-from shmload._messages import Inbox, send
+from shmload._messages import Inbox, send, take_channel
 from shmload.integrations.job_messages import (
     MAX_FRAME_NBYTES,
     Begin,
@@ -38,7 +37,7 @@ from shmload.integrations.job_messages import (
     Work,
     decode_to_runner,
 )
-from shmload.integrations.payload import Payload, dump, dump_error, load
+from shmload.integrations.payload import Payload, dump, dump_error, format_traceback, load
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -48,7 +47,7 @@ ROUND_ROBIN = "round-robin"
 
 def run(channel_fd: int, fork: Fork, setup: Setup) -> None:
     """Be a runner until the job is gone; then it returns, or sending raises BrokenPipeError."""
-    channel = socket.socket(fileno=channel_fd)
+    channel = take_channel(channel_fd)
     for name, value in setup.environment.items():
         if value is None:
             os.environ.pop(name, None)
@@ -59,7 +58,7 @@ def run(channel_fd: int, fork: Fork, setup: Setup) -> None:
         pipe = Handle.from_text(setup.handle).load()  # the fork server has loaded it
         move(pipe, fork.device, fork.number)
     except Exception as exc:  # the outermost loop: whatever it is, the job must learn of it
-        send(channel, Refused(dump_error(exc), traceback.format_exc()))
+        send(channel, Refused(dump_error(exc), format_traceback()))
         return
     send(channel, Started())
     _Runner(channel, pipe).serve()
@@ -102,7 +101,7 @@ class _Runner:
         try:
             answer: Returned | Raised = Returned(index, self._call(index, item))
         except (Exception, SystemExit) as exc:  # the outermost loop, for what the user's code does
-            answer = Raised(index, dump_error(exc), traceback.format_exc())
+            answer = Raised(index, dump_error(exc), format_traceback())
         finally:
             with contextlib.suppress(OSError, ValueError):  # nobody reads it; it was closed
                 sys.stdout.flush()  # what it has printed, if it is killed at the next

@@ -21,7 +21,7 @@ from shmload.integrations.job_messages import (
 _READS_IN_A_ROW = 64
 
 
-class Runner:
+class RunnerProcess:
     """One runner; owns its socket and its pidfd."""
 
     def __init__(self, number: int, channel: socket.socket) -> None:
@@ -35,11 +35,13 @@ class Runner:
         self.is_silent = False
         """Whether nothing more will come from it."""
         self.how: str | None = None
-        """How it ended; None before, and if that was not its own doing."""
+        """How it ended, or why it was killed; None before, and if it was not its own doing."""
         self.since = time.monotonic()
         """When it has begun with what it does now, by the monotonic clock, in seconds."""
         self.active_at = self.since
         """When it last took or said anything, by the same clock."""
+        self.ending_since = math.inf
+        """When it was killed or fell silent, by the same clock: its end is to be heard of soon."""
         self.item_s = math.inf
         """How long it took for the item before, in seconds."""
 
@@ -70,11 +72,20 @@ class Runner:
         return time.monotonic() - max(self.since, self.active_at)
 
     def kill(self, how: str | None = None) -> None:
-        """Kill it; that it has ended is told later, perhaps in other words."""
+        """Kill it; that it has ended is told later.
+
+        Args:
+            how: what is to be said of its end, instead of what ended it; None for nothing else.
+        """
         self.how = how
+        self.expect_end()
         if self.pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def expect_end(self) -> None:
+        """Take note that its end is to be heard of from now on; again is fine."""
+        self.ending_since = min(self.ending_since, time.monotonic())
 
     def close(self) -> None:
         """Give back what it takes here; again is fine."""
@@ -85,5 +96,5 @@ class Runner:
 
 
 Answer = Returned | Raised
-Event = tuple[Runner, Started | Answer | Ended]
+Event = tuple[RunnerProcess, Started | Answer | Ended]
 """What a runner has said, or that it has ended."""

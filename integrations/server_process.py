@@ -16,7 +16,7 @@ from shmload._settings import settings
 from shmload.integrations.job_messages import Setup, ToServer
 
 if TYPE_CHECKING:
-    from shmload.integrations.runners import Runner
+    from shmload.integrations.runner_process import RunnerProcess
 
 _KILL_TIMEOUT_S = 10.0
 # What starts threads cannot be forked: the pools of torch, which it reads of when it is imported,
@@ -45,7 +45,7 @@ class ServerProcess:
         self.is_prepared = False
         self.since = time.monotonic()
         """When it was started, by the monotonic clock, in seconds."""
-        self.forked: list[Runner] = []
+        self.forked: list[RunnerProcess] = []
         """Asked for and not yet there, in that order; for who has asked to close."""
         with contextlib.ExitStack() as undoing:
             try:
@@ -65,7 +65,7 @@ class ServerProcess:
         self.inbox = Inbox(ours)
         setup = Setup(
             handle=handle,
-            path=tuple(entry for entry in sys.path if isinstance(entry, str)),
+            path=tuple(os.fsencode(entry) for entry in sys.path if isinstance(entry, str)),
             environment={name: os.environ.get(name) for name in _SINGLE_THREADED},
             threads=threads,
             preload=preload,
@@ -82,9 +82,13 @@ class ServerProcess:
         try:
             send(self.channel, message, fds)
         except OSError:
-            self._process.kill()  # it may have been stopped, with half a message
+            self.kill()  # it may have been stopped, with half a message
             return False
         return True
+
+    def kill(self) -> None:
+        """Kill it, and so its runners; its end is heard by the end of its messages."""
+        self._process.kill()
 
     def close(self) -> str:
         """End it, wait until it and its runners have ended, and return how."""
@@ -126,5 +130,5 @@ def _start(channel: socket.socket) -> subprocess.Popen[bytes]:
             env=os.environ | _SINGLE_THREADED,
         )
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(fd)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # from here on it may be raised

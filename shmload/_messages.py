@@ -122,6 +122,16 @@ def to_frame(message: msgspec.Struct) -> bytes:
     return len(body).to_bytes(_LENGTH_NBYTES, "big") + body
 
 
+def take_channel(fd: int) -> socket.socket:
+    """Take up a socket that another process has made for this one; it blocks.
+
+    Neither that process's default timeout nor this one's holds for it.
+    """
+    channel = socket.socket(fileno=fd)
+    channel.settimeout(None)
+    return channel
+
+
 def send(channel: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
     """Send one message, descriptors with it; blocks until the socket takes it.
 

@@ -34,13 +34,13 @@ def note(word):
 note("start")
 {early}
 from shmload._handle import Handle
-from shmload._messages import Inbox, send
+from shmload._messages import Inbox, send, take_channel
 from shmload.integrations import forkserver, job_messages
 from shmload.integrations.job_messages import *
 from shmload.integrations.payload import dump, load
 Handle.load = lambda handle: None
 def run(channel_fd, fork, setup):
-    channel = socket.socket(fileno=channel_fd)
+    channel = take_channel(channel_fd)
     send(channel, Started())
     inbox = Inbox(channel, job_messages.MAX_FRAME_NBYTES)
     while True:

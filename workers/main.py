@@ -35,6 +35,7 @@ from shmload._messages import (
     ToWorker,
     decode_to_worker,
     send,
+    take_channel,
 )
 from shmload.workers.fill import Filler, FillError
 
@@ -43,7 +44,7 @@ def main(channel_fd: int, parent: int) -> None:
     """Serve one coordinator until it is gone."""
     # Ctrl-C goes to the whole foreground group; the coordinator decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = socket.socket(fileno=channel_fd)
+    channel = take_channel(channel_fd)
     try:
         parent_fd = os.pidfd_open(parent)
     except ProcessLookupError:

@@ -111,7 +111,9 @@ def test_process_that_is_never_ready_is_an_error(
     ids=["loading", "asked", "forking", "no process", "reaping"],
 )
 def test_fork_server_that_ends_is_replaced(light_job, code):
-    assert done_in(light_job(code)) == ["start"] * 2
+    job = light_job(code)
+    pids_of(job)  # one process alone might be quick enough for what follows
+    assert done_in(job) == ["start"] * 2
 
 
 def test_errors_that_cannot_cross_arrive_as_their_text(light_job):
@@ -150,8 +152,49 @@ def test_thread_that_stays_is_an_error(light_job):
 
 
 def test_path_may_hold_what_imports_ignore(light_job, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere"), b"/nowhere"])
+    others = [Path("/nowhere"), b"/nowhere", "/nowhere/\udcff"]
+    monkeypatch.setattr(sys, "path", [*sys.path, *others])
     done_in(light_job())
+
+
+def test_default_timeout_of_sockets_is_nothing_to_a_job(light_job):
+    """Which some libraries set for their downloads."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(10)
+    try:
+        job = light_job(early="import socket; socket.setdefaulttimeout(0.01)")
+        assert done_in(job) == ["start"]
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def test_function_finds_the_signals_of_the_program(light_job):
+    def handlers(pipe, item):
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as with nohup
+    try:
+        assert list(light_job().map(handlers, [0])) == [[signal.SIG_DFL, signal.SIG_IGN]]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_fork_server_that_is_stopped_when_a_runner_ends_is_replaced(
+    light_job, configure, monkeypatch, tmp_path
+):
+    def stop_server_and_die(pipe, item):
+        if item == 5 and not (tmp_path / "mark").exists():
+            (tmp_path / "mark").touch()
+            os.kill(os.getppid(), signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+    job = light_job()
+    pids_of(job)
+    configure(stall_timeout_s=0.2)
+    monkeypatch.setattr("shmload.integrations.job._POLL_S", 0.05)
+    assert list(job.map(stop_server_and_die, range(20))) == list(range(20))
+    assert notes(job.program) == ["start"] * 2
 
 
 def test_ignored_ends_of_children_are_not_passed_on(light_job):

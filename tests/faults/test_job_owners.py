@@ -16,7 +16,7 @@ if sys.argv[1] == "group":
 program = sys.argv[3]
 if program:
     sys.executable = program
-from shmload.integrations import dataprep, runners
+from shmload.integrations import dataprep
 """
 MAP = """
 job = dataprep.Job(sys.argv[2], procs=2)
@@ -62,6 +62,7 @@ STAGES = {
             try:
                 time.sleep(1000)
             finally:
+                os.kill(os.getpid(), signal.SIGIO)  # a close tells once more
                 note("cleaned up")
         Handle.load = wait
         """,
@@ -158,6 +159,19 @@ def test_job_ends_with_its_owner(owner_at, stage, number):
         assert "cleaned up" in notes(program)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def test_end_of_the_whole_group_leaves_nothing(child, saved, shm_names, number):
+    """As a terminal that closes ends it, or who ends a service."""
+    owner = child(OWNER + MAP, "group", saved("stable-diffusion", "float16"), "")
+    server = int(owner.expect("SERVER"))
+    _, runner = map(int, owner.expect("WORKING").split())
+    assert shm_names() != []
+    os.killpg(owner.pid, number)
+    assert owner.wait() == -number
+    wait_until_ended(server, runner)
+    assert shm_names() == []
+
+
 EXIT = """
 job = dataprep.Job(sys.argv[2], procs=2)
 results = job.map(lambda pipe, item: (os.getppid(), os.getpid()), range(100))
@@ -218,6 +232,35 @@ def test_forked_child_can_do_nothing_to_the_job_of_its_parent(child, tmp_path, p
     assert [line[: len(refused)] for line in said[:2]] == [refused] * 2
     assert said[2:] == ["CHILD", "CLOSED 0", "PARENT 180 2"]
     assert owner.errors == ""
+
+
+FULL = """
+def work(pipe, item):
+    if item == 31:
+        open(sys.argv[4], "w").close()
+    while item == 0 and not os.path.exists(sys.argv[4]):
+        pass
+    return item
+job = dataprep.Job(sys.argv[2], procs=2)
+results = job.map(work, range(100))
+next(results)  # all that may be taken were, and are there
+pid = os.fork()
+if pid == 0:
+    try:
+        list(results)
+    except Exception as exc:
+        print("CHILD", type(exc).__name__, flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+print("PARENT", list(results) == list(range(1, 100)), flush=True)
+"""
+
+
+def test_forked_child_gives_the_processes_of_its_parent_nothing(child, tmp_path, pipeline):
+    owner = child(OWNER + FULL, "", pipeline, write_server(tmp_path / "server"), tmp_path / "go")
+    assert owner.expect("CHILD") == "ArgumentError"
+    assert owner.expect("PARENT") == "True"
+    assert owner.wait() == 0
 
 
 LEFT = """

@@ -8,7 +8,7 @@ import pytest
 from light_jobs import notes, pids_of, same, wait_readable
 
 import shmload
-from shmload.integrations import crew, runners, server_process
+from shmload.integrations import crew, runner_process, server_process
 from shmload.integrations import job as job_module
 
 
@@ -93,7 +93,11 @@ def test_interrupted_map_does_not_disturb_the_next(job, monkeypatch, where):
             patch.setattr(crew.Crew, "_answers", interrupted)
         if where == "begin":
             pids_of(job)
-            patch.setattr(runners.Runner, "post", lambda *args: signal.raise_signal(signal.SIGINT))
+            patch.setattr(
+                runner_process.RunnerProcess,
+                "post",
+                lambda *args: signal.raise_signal(signal.SIGINT),
+            )
         with pytest.raises(KeyboardInterrupt):
             list(job.map(interrupting, items()))
     assert list(job.map(same, range(100))) == list(range(100))
@@ -164,6 +168,16 @@ def test_job_can_be_closed_by_another_thread(light_job):
     assert "closed" in caught[0]
 
 
+def test_job_may_be_closed_while_its_items_are_taken(job):
+    def items():
+        yield from range(3)
+        job.close()
+        yield 3
+
+    with pytest.raises(shmload.ArgumentError, match="closed"):
+        list(job.map(same, items()))
+
+
 def test_job_lives_on_when_the_thread_that_made_it_has_ended(light_job):
     made = []
 
@@ -184,7 +198,7 @@ def test_job_lives_on_when_the_thread_that_made_it_has_ended(light_job):
 @pytest.fixture
 def let_pass(monkeypatch):
     """Have a time pass for this process alone: `let_pass(seconds)`."""
-    clock = runners.time
+    clock = runner_process.time
     offset = 0.0
 
     class Clock:
@@ -196,7 +210,7 @@ def let_pass(monkeypatch):
         nonlocal offset
         offset += seconds
 
-    for module in (crew, job_module, runners, server_process):
+    for module in (crew, job_module, runner_process, server_process):
         monkeypatch.setattr(module, "time", Clock)
     return advance
 
@@ -230,6 +244,28 @@ def test_process_does_not_count_as_hung_while_nobody_takes_its_results(light_job
         let_pass(10_000)
         pids.append(next(results)[0])
     assert len(set(pids)) == 1
+
+
+def test_time_in_which_the_job_itself_was_stopped_counts_for_nobody(light_job, let_pass, tmp_path):
+    """As by Ctrl-Z, which stops its processes with it."""
+    job = light_job(procs=1, item_timeout_s=100.0)
+    (pid,) = pids_of(job)
+    crew, select = job._crew, job._crew._selector.select
+    go = tmp_path / "go"
+
+    def stopped(timeout_s):
+        crew._selector.select = select
+        let_pass(10_000)
+        go.touch()
+        return []
+
+    def wait(pipe, go):
+        while not go.exists():
+            pass
+        return os.getpid()
+
+    crew._selector.select = stopped
+    assert list(job.map(wait, [go])) == [pid]
 
 
 def test_process_does_not_count_as_hung_while_its_item_waits_here(light_job, let_pass):

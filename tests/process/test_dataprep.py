@@ -172,6 +172,33 @@ def test_error_that_cannot_cross_arrives_as_its_text(job):
         list(job.map(fail, [0]))
 
 
+def test_error_of_any_text_arrives(job):
+    def fail(pipe, item):
+        raise ValueError("the name \udcff is no UTF-8")
+
+    with pytest.raises(shmload.ItemFailed, match="the name \udcff is") as caught:
+        list(job.map(fail, [0]))
+    assert "the name \\udcff is" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("procs", [0, 2])
+def test_error_that_cannot_say_what_it_is_is_that_items_error(job, source, procs):
+    def fail(pipe, item):
+        class Mute(Exception):
+            def __str__(self):
+                raise TypeError("no words")
+
+        if item:
+            raise Mute
+
+    with (
+        contextlib.nullcontext(job) if procs else dataprep.Job(source, components=["vae"], procs=0)
+    ) as asked:
+        got = list(asked.map(fail, [0, 1], errors="pass"))
+    assert got[0] is None
+    assert "Mute: <exception str() failed>" in str(got[1])
+
+
 def test_result_that_cannot_cross_is_the_items_error(job):
     with pytest.raises(shmload.ItemFailed, match="cannot pickle"):
         list(job.map(lambda pipe, item: threading.Lock(), [0]))
