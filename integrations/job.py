@@ -27,10 +27,13 @@ logger = logging.getLogger(__name__)
 Function = Callable[[Any, Any], Any]
 """Is given the pipeline and an item."""
 Errors = Literal["raise", "pass"]
+"""What an item's error does: end the map, or stand in the result's place."""
 
 # How many items are held for each process, so that a slow one does not hold up the others.
 _WINDOW = 16
+# How late it may be seen that a process hangs; all else wakes whoever waits.
 _POLL_S = 1.0
+# A process whose items take less than this gets the next before it asks.
 _QUICK_S = 0.25
 
 

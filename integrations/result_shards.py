@@ -24,7 +24,7 @@ from shmload.integrations.result_facts import VERSION
 
 # Not the machine's page: the same results give the same bytes everywhere.
 _DATA_ALIGNMENT = 4096
-_AGAIN = "remove it and run the job again, which computes its items anew"
+AGAIN = "remove it and run the job again, which computes its items anew"
 
 _Path = str | os.PathLike[str]
 
@@ -131,12 +131,12 @@ def read_contents(path: _Path) -> Contents:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > os.fstat(file.fileno()).st_size:
-            raise ResultsCorrupt(path, "it ends within its header", _AGAIN)
+            raise ResultsCorrupt(path, "it ends within its header", AGAIN)
         raw = file.read(length)
     try:
         return _contents(msgspec.json.decode(raw, type=_Front).metadata)
     except (KeyError, ValueError) as exc:
-        raise ResultsCorrupt(path, "its header is not that of a shard of results", _AGAIN) from exc
+        raise ResultsCorrupt(path, "its header is not that of a shard of results", AGAIN) from exc
 
 
 def read_items(fd: int, path: _Path) -> list[Item]:
@@ -149,12 +149,12 @@ def read_items(fd: int, path: _Path) -> list[Item]:
         header = read_header(fd, path)
         contents = _contents(header.metadata or {})
     except (CheckpointError, KeyError, ValueError) as exc:
-        raise ResultsCorrupt(path, str(exc), _AGAIN) from exc
+        raise ResultsCorrupt(path, str(exc), AGAIN) from exc
     pieces: dict[str, list[Piece]] = {key: [] for key in contents.keys}
     for spec in header.tensors:
         key, _, name = spec.name.rpartition("/")
         if key not in pieces:
-            raise ResultsCorrupt(path, f"tensor {spec.name!r} belongs to no item", _AGAIN)
+            raise ResultsCorrupt(path, f"tensor {spec.name!r} belongs to no item", AGAIN)
         offset = header.data_offset + spec.begin
         piece = Piece(name, spec.dtype, spec.shape, spec.nbytes, path, fd, offset)
         pieces[key].append(piece)
@@ -186,4 +186,4 @@ def _copy(piece: Piece, file: BinaryIO) -> None:
             digest.update(block)
         left -= len(block)
     if left or piece.digest not in (None, digest.digest()):
-        raise ResultsCorrupt(piece.path, f"{piece.name!r} is not what was written", _AGAIN)
+        raise ResultsCorrupt(piece.path, f"{piece.name!r} is not what was written", AGAIN)

@@ -18,6 +18,7 @@ from shmload.integrations.job_messages import Setup, ToServer
 if TYPE_CHECKING:
     from shmload.integrations.runner_process import RunnerProcess
 
+# It kills its runners and gives back what is shared; the kernel then ends it.
 _KILL_TIMEOUT_S = 10.0
 # What starts threads cannot be forked: the pools of torch, which it reads of when it is imported,
 # bars, and whoever waits for the other ranks of a launcher.

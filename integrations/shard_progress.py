@@ -18,10 +18,16 @@ from pathlib import Path
 from shmload._job_errors import ResultsCorrupt
 from shmload.integrations.journal import Buffer, Head, Journal
 from shmload.integrations.key_digests import digest_key
-from shmload.integrations.result_shards import Item, Piece, read_contents, read_items, write_shard
+from shmload.integrations.result_shards import (
+    AGAIN,
+    Item,
+    Piece,
+    read_contents,
+    read_items,
+    write_shard,
+)
 
 _MISSING, _DONE, _FAILED = range(3)
-_AGAIN = "remove it and run the job again, which computes its items anew"
 
 
 class ShardProgress:
@@ -126,7 +132,7 @@ class ShardProgress:
         if self._has_file:
             contents = read_contents(self.path)
             if contents.first != self.first or len(contents.keys) > len(self.keys):
-                raise ResultsCorrupt(self.path, "it holds the items of another shard", _AGAIN)
+                raise ResultsCorrupt(self.path, "it holds the items of another shard", AGAIN)
             for place, key in enumerate(contents.keys):
                 self.keys[place] = digest_key(key)
                 if self.first + place not in contents.errors:
@@ -146,7 +152,7 @@ class ShardProgress:
         """Take note of a record that is there already; its item may be in the file too."""
         place = head.index - self.first
         if not 0 <= place < len(self.keys):
-            raise ResultsCorrupt(self._journal_path, "it holds another shard's items", _AGAIN)
+            raise ResultsCorrupt(self._journal_path, "it holds another shard's items", AGAIN)
         if self._has_file and not self._offsets[place] and self.is_done(place):
             return
         self.keys[place] = digest_key(head.key)
@@ -175,7 +181,7 @@ class ShardProgress:
         found = self._journal.read(self._offsets[place])
         if found is None or found[0].index != self.first + place:
             reason = f"the record of item {self.first + place} is not what was written"
-            raise ResultsCorrupt(self._journal_path, reason, _AGAIN)
+            raise ResultsCorrupt(self._journal_path, reason, AGAIN)
         return found
 
     def _remove_journal(self) -> None:
