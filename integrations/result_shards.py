@@ -25,6 +25,7 @@ from shmload.integrations.result_facts import VERSION
 # Not the machine's page: the same results give the same bytes everywhere.
 _DATA_ALIGNMENT = 4096
 AGAIN = "remove it and run the job again, which computes its items anew"
+"""What to do about a damaged file."""
 
 _Path = str | os.PathLike[str]
 
