@@ -178,6 +178,7 @@ class Crew:
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
         """Do something from which a way out in the middle leaves all unsure."""
+        self.check()  # in a forked child, whose parent's thread may have had the lock
         with self._lock:
             self.check()
             before, self._is_unsure = self._is_unsure, True
@@ -244,10 +245,12 @@ class Crew:
         runners = [*self.runners.values(), *(server.forked if server else ())]
         self.runners.clear()
         self._is_unsure = self._is_mapping = False
-        for runner in runners:
-            runner.close()
-        if server:
-            server.close()
+        try:
+            for runner in runners:
+                runner.close()
+        finally:
+            if server:
+                server.close()
 
     def _forget(self) -> None:
         """Let go of all, in a forked copy of their owner."""
@@ -369,7 +372,10 @@ class Crew:
         It was stopped, perhaps; or the kernel cannot end the runner, which waits for a dead disk.
         """
         late = time.monotonic() - settings().stall_timeout_s
-        if self._server and any(each.ending_since < late for each in self.runners.values()):
+        silent = [each for each in self.runners.values() if each.ending_since < late]
+        for runner in silent:
+            runner.kill(runner.how or "it has closed its socket")
+        if self._server and silent:
             self._server.kill()
 
     def _count_failed_start(self, what: str) -> None:

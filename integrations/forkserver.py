@@ -182,7 +182,7 @@ class _ForkServer:
     def _leave_to_server(self) -> None:
         """Close, in a runner, what belongs to the fork server and to other runners."""
         for number, handler in self._handlers.items():  # what a function starts inherits them
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: of a C library, long gone
         self._channel.close()
         for fd in (self._parent_fd, *self._runners):
             os.close(fd)

@@ -73,9 +73,18 @@ def dump_error(error: BaseException) -> Payload:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return class, message and notes of an error, whatever its class does."""
-    lines = traceback.format_exception_only(error)
-    return "; ".join(line.removesuffix("\n") for line in lines)
+    """Return class, message and notes of an error, whatever its class does.
+
+    Not as Python's tracebacks say it: what they add does not cross to another process.
+    """
+    try:
+        text = str(error)
+    except Exception:  # whatever its class does
+        text = "<exception str() failed>"
+    notes = getattr(error, "__notes__", None)
+    said = [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
+    name = type(error).__name__
+    return "; ".join([f"{name}: {text}" if text else name, *said])
 
 
 def format_traceback() -> str:

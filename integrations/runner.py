@@ -120,15 +120,19 @@ def call_function(
         try:
             return function(pipe, item)
         except (AttributeError, TypeError) as exc:
-            if "'NoneType'" in str(exc) and (absent := _absent_components(pipe)):
-                exc.add_note(f"the pipeline has no {absent}: a job loads the components it names")
+            with contextlib.suppress(Exception):  # the error itself is what counts
+                _note_absent_components(exc, pipe)
             raise
 
 
-def _absent_components(pipe: Any) -> str:
-    """Name the components that a pipeline has none of."""
-    components = getattr(pipe, "components", {})
-    return ", ".join(sorted(name for name, value in components.items() if value is None))
+def _note_absent_components(error: Exception, pipe: "DiffusionPipeline") -> None:
+    """Add to an error about None what of a pipeline is None."""
+    absent = sorted(name for name, value in pipe.components.items() if value is None)
+    if absent and "'NoneType'" in str(error):
+        error.add_note(
+            f"None in this pipeline: {', '.join(absent)}; a job may have left them out by its "
+            "`components`"
+        )
 
 
 @contextlib.contextmanager

@@ -48,6 +48,7 @@ class ServerProcess:
         """When it was started, by the monotonic clock, in seconds."""
         self.forked: list[RunnerProcess] = []
         """Asked for and not yet there, in that order; for who has asked to close."""
+        path = tuple(os.fsencode(entry) for entry in sys.path if isinstance(entry, str))
         with contextlib.ExitStack() as undoing:
             try:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -66,7 +67,7 @@ class ServerProcess:
         self.inbox = Inbox(ours)
         setup = Setup(
             handle=handle,
-            path=tuple(os.fsencode(entry) for entry in sys.path if isinstance(entry, str)),
+            path=path,
             environment={name: os.environ.get(name) for name in _SINGLE_THREADED},
             threads=threads,
             preload=preload,

@@ -1,5 +1,6 @@
 """Handles: what it takes to attach a pipeline in any process of this host, in a few bytes."""
 
+import contextlib
 import hashlib
 import importlib
 import os
@@ -323,6 +324,7 @@ def _identity(source: Source, components: Collection[str] | None) -> str:
 def _stamp(path: Path) -> str:
     """Tell files apart: small ones by what is in them, weights by what the kernel says of them."""
     found = os.stat(path)
-    if found.st_size > _SMALL_NBYTES or path.suffix == ".safetensors":
-        return identify(path, found).key
-    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    if found.st_size <= _SMALL_NBYTES and path.suffix != ".safetensors":
+        with contextlib.suppress(OSError):  # what may not be read is not read by the library either
+            return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    return identify(path, found).key

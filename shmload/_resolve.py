@@ -140,22 +140,28 @@ def components_with_weights(source: Source) -> set[str]:
 
 
 def files_of(source: Source, components: Collection[str] | None = None) -> list[Path]:
-    """Return the files that a pipeline is made of: index, weights, configurations, tokenizers.
+    """Return the files that a pipeline is made of: code, weights, configurations, tokenizers.
 
     Args:
         source: a pipeline, resolved with the same components.
         components: of those with weights, only these; None for all.
     """
-    found = [source.root / "model_index.json"]
+    found = [source.root / "model_index.json", *sorted(source.root.glob("*.py"))]
     left_out = components_with_weights(source) if components is not None else set()
+    with_shards = {checkpoint.component for checkpoint in source.checkpoints}
     for name in sorted(set(source.components).difference(left_out.difference(components or ()))):
         folder = source.root / name
         if os.path.isdir(folder):
-            # Of safetensors files there may be variants that nobody reads.
-            names = (each for each in sorted(os.listdir(folder)) if not each.startswith("."))
-            found += (folder / each for each in names if not each.endswith(_SUFFIX))
+            names = [each for each in sorted(os.listdir(folder)) if not each.startswith(".")]
+            if name in with_shards:  # beside which others may lie that nobody reads
+                names = [each for each in names if not _is_of_weights(each)]
+            found += (folder / each for each in names)
     shards = (shard for checkpoint in source.checkpoints for shard in checkpoint.shards)
     return [*filter(os.path.isfile, found), *shards]
+
+
+def _is_of_weights(name: str) -> bool:
+    return name.endswith(_WEIGHTS) or ".index." in name
 
 
 def read_json(path: Path) -> dict[str, Any]:

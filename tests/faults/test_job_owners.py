@@ -235,10 +235,11 @@ def test_forked_child_can_do_nothing_to_the_job_of_its_parent(child, tmp_path, p
 
 
 FULL = """
+go = sys.argv[4]  # by value to the others
 def work(pipe, item):
     if item == 31:
-        open(sys.argv[4], "w").close()
-    while item == 0 and not os.path.exists(sys.argv[4]):
+        open(go, "w").close()
+    while item == 0 and not os.path.exists(go):
         pass
     return item
 job = dataprep.Job(sys.argv[2], procs=2)

@@ -180,7 +180,8 @@ def test_changed_configuration_gives_another_handle(source, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["unet/config.json", "README.md", "vae/.lock", "vae/other.safetensors"]
+    "name",
+    ["unet/config.json", "README.md", "vae/.lock", "vae/other.safetensors", "vae/model.fp16.bin"],
 )
 def test_change_of_what_is_not_loaded_makes_no_difference(source, name):
     before = shmload.Handle.of(source, components=["vae"])

@@ -22,6 +22,7 @@ def test_program_runs(saved, tmp_path, monkeypatch, shm_names, module):
     path = tmp_path / "program.py"
     path.write_text(program.replace("path/to/flux", str(saved("flux"))))
     monkeypatch.setenv("PYTHONPATH", str(Path(shmload.__file__).parents[1]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # there may be one device for two ranks
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ended = subprocess.run(
         [*torchrun, "--nproc-per-node", "2", path],
