@@ -28,11 +28,13 @@ _READS = "preadv,preadv2,sendfile"
 
 def noting_reads(log):
     """Return the words before a command to have its bulk reads noted, and its children's."""
-    # Only processes that make such a call are stopped at it.
-    return ("strace", "-f", "--seccomp-bpf", "-y", "-qq", "-e", f"trace={_READS}", "-o", str(log))
+    # Only processes that make such a call are stopped at it. Each thread has a file of its own, for
+    # in one for all a call whose end is noted late is torn in two, of which one names no file.
+    return ("strace", "-ff", "--seccomp-bpf", "-y", "-qq", "-e", f"trace={_READS}", "-o", str(log))
 
 
 def noted_nbytes(log, folder):
     """Return how many bytes of a folder's files were read."""
-    lines = (line for line in log.read_text().splitlines() if f"<{folder}/" in line)
+    texts = (path.read_text() for path in log.parent.glob(f"{log.name}.*"))
+    lines = (line for text in texts for line in text.splitlines() if f"<{folder}/" in line)
     return sum(int(re.search(r"= (\d+)$", line)[1]) for line in lines)
