@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import signal
 import socket
 import sys
@@ -157,15 +158,35 @@ def test_path_may_hold_what_imports_ignore(light_job, monkeypatch):
     done_in(light_job())
 
 
-def test_default_timeout_of_sockets_is_nothing_to_a_job(light_job):
+def test_default_timeout_of_the_programs_sockets_is_nothing_to_a_job(light_job):
     """Which some libraries set for their downloads."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(10)
     try:
-        job = light_job(early="import socket; socket.setdefaulttimeout(0.01)")
+        job = light_job()
+        pids_of(job)  # with a moment in which they wait for work
         assert done_in(job) == ["start"]
     finally:
         socket.setdefaulttimeout(before)
+
+
+def test_default_timeout_of_a_preloaded_module_is_nothing_to_a_runner(light_job):
+    job = light_job(early="import socket; socket.setdefaulttimeout(0.01)")
+    pids_of(job)
+    poll = select.poll()
+    for runner in job._crew.runners.values():
+        poll.register(runner.pidfd)
+    assert not poll.poll(300)  # none ends because nothing is said
+
+
+def test_what_a_preloaded_module_prints_comes_out_once(light_job, capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    job = light_job(early="print('said once')")  # into a buffer, where it goes to no terminal
+    list(job.map(lambda pipe, item: print("done", flush=True), range(20)))
+    pids_of(job)
+    job.close()
+    shown = capfd.readouterr().out
+    assert (shown.count("said once"), shown.count("done")) == (1, 20)
 
 
 def test_function_finds_the_signals_of_the_program(light_job):
