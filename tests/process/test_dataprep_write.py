@@ -1,12 +1,10 @@
 """A job that stores its results: right, the same each time, and nothing done twice."""
 
-import json
 import os
 import signal
 import sys
 
 import cloudpickle
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -349,54 +347,6 @@ def test_what_was_made_otherwise_is_refused(light_server, pipeline, folder, chan
             dataprep.write(squares, range(3), folder, **arguments | change)
     assert message in str(caught.value)
     assert content_of(folder) == before
-
-
-# What is stored -----------------------------------------------------------------------------------
-
-ARRAYS = {
-    "bool": np.array([True, False, True]),
-    "big endian": np.arange(5, dtype=">f4"),
-    "turned": np.arange(12.0).reshape(3, 4).T,
-    "every second": np.arange(12, dtype=np.int16)[::2],
-    "scalar": np.float64(1.5),
-    "nothing": np.zeros((0, 3), np.uint8),
-    "bfloat16": np.arange(3).astype(ml_dtypes.bfloat16),
-    "complex": np.array([1 + 2j], np.complex64),
-}
-TENSORS = {
-    "bfloat16": torch.arange(7, dtype=torch.bfloat16),
-    "view": torch.arange(12.0).reshape(3, 4)[:, 1],
-    "parameter": torch.nn.Parameter(torch.ones(3)),
-    "conjugate": torch.tensor([1 + 2j]).conj(),
-    "float8": torch.ones(3).to(torch.float8_e4m3fn),
-    "scalar": torch.tensor(7),
-    "one storage": torch.ones(1).expand(5),
-}
-
-
-def test_arrays_and_tensors_of_all_kinds_arrive_as_they_are(light_job, folder):
-    job = light_job()
-    job.write(lambda pipe, item: item, [ARRAYS, TENSORS, {}], folder)
-    arrays, tensors, nothing = (Results(folder)[place] for place in range(3))
-    assert nothing == {}
-    assert arrays.keys() == ARRAYS.keys()
-    for name, array in ARRAYS.items():
-        assert arrays[name].shape == array.shape
-        assert arrays[name].to(torch.complex128).numpy().tolist() == array.tolist()
-    assert tensors.keys() == TENSORS.keys()
-    for name, tensor in TENSORS.items():
-        assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape)
-        assert tensors[name].to(torch.complex128).tolist() == tensor.to(torch.complex128).tolist()
-
-
-def test_keys_name_the_items(light_job, folder):
-    items = ["b/2.png", "a/1.png", "c"]
-    light_job().write(lambda pipe, item: {"n": np.array(len(item))}, items, folder, key=str)
-    results = Results(folder)
-    assert list(results) == items
-    assert results["a/1.png"]["n"] == 7
-    lines = [json.loads(line) for line in (folder / "index.jsonl").read_text().splitlines()]
-    assert [line["key"] for line in lines] == items
 
 
 def test_bar_counts_what_was_there_too(light_job, folder, capsys):
