@@ -143,7 +143,7 @@ def load_pipeline(
         if is_rank:
             # For the ring that one process alone would use no room is needed.
             with contextlib.suppress(*(_NO_ROOM if may_stream and destination else ())):
-                return _load_for_all_ranks(begin, build)
+                return _load_by_segments(begin, build, Stay.SHARED)
             logger.warning("%s: no room to share it in; each rank reads it by itself", source)
         return _load_alone(found, destination, begin, build, stay, may_stream=may_stream)
 
@@ -168,20 +168,17 @@ def _load_alone(
             return build(load, rules, ring)
         destination.require_no_limit(source)
         logger.info("%s: weights are wanted on the host first", source.given)
+    return _load_by_segments(begin, build, stay)
+
+
+def _load_by_segments(
+    begin: Begin, build: Callable[..., "DiffusionPipeline"], stay: Stay
+) -> "DiffusionPipeline":
+    """Load by segments; what is shared stays until every rank on this host has come for it."""
     with begin(stay=stay) as (load, rules):
         pipe = build(load, rules)
         if stay is Stay.SHARED and local_world_size() > 1:
             linger(load.segments())
-        return pipe
-
-
-def _load_for_all_ranks(
-    begin: Begin, build: Callable[..., "DiffusionPipeline"]
-) -> "DiffusionPipeline":
-    """Load by segments that stay until every rank on this host has come for them."""
-    with begin(stay=Stay.SHARED) as (load, rules):
-        pipe = build(load, rules)
-        linger(load.segments())
     return pipe
 
 
