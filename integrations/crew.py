@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from shmload._errors import ArgumentError
 from shmload._handle import Handle
-from shmload._job_errors import JobFailed
 from shmload._settings import settings
+from shmload.errors.jobs import JobFailed
+from shmload.errors.loading import ArgumentError
 from shmload.integrations.job_messages import (
     Begin,
     Ended,

@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 import shmload
-from shmload._errors import WorkerFailed
 from shmload._wording import format_nbytes
+from shmload.errors.loading import WorkerFailed
 
 _CHILD_TIMEOUT_S = 600.0
 _WAYS = {

@@ -17,7 +17,6 @@ import msgspec
 from shmload._collector import freeze_imports, paused_gc
 from shmload._destination import BytesNeeded, Destination, Pin, parse_max_host_memory
 from shmload._device_map import STRATEGIES
-from shmload._errors import ArgumentError, MemoryLimitExceeded, SharedMemoryFull, SourceNotFound
 from shmload._hub import find_source
 from shmload._inventory import choose_inventory
 from shmload._load import Load
@@ -28,6 +27,12 @@ from shmload._ring import Ring
 from shmload._rules import RAW, Rule, likely_rule, rule_for
 from shmload._segment import Stay
 from shmload._settings import local_world_size
+from shmload.errors.loading import (
+    ArgumentError,
+    MemoryLimitExceeded,
+    SharedMemoryFull,
+    SourceNotFound,
+)
 from shmload.integrations.ranks import linger
 
 if TYPE_CHECKING:

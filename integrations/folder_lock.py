@@ -4,9 +4,9 @@ import os
 import weakref
 from pathlib import Path
 
-from shmload._job_errors import ResultsBusy
 from shmload._linux import inode_of, try_lock
 from shmload._procfs import lock_holders
+from shmload.errors.jobs import ResultsBusy
 
 _NAME = ".lock"
 

@@ -27,11 +27,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shmload._errors import ProtocolError
 from shmload._handle import Handle
-from shmload._job_errors import JobFailed
 from shmload._linux import die_with_parent
 from shmload._messages import Inbox, send, take_channel
+from shmload.errors.jobs import JobFailed
+from shmload.errors.loading import ProtocolError
 from shmload.integrations.job_messages import (
     Ended,
     Fork,

@@ -16,7 +16,7 @@ import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shmload._errors import ArgumentError, LibraryTooOld
+from shmload.errors.loading import ArgumentError, LibraryTooOld
 from shmload.integrations.diffusers import load_pipeline
 from shmload.integrations.groups import Blocks, find_groups
 from shmload.integrations.weights import Weights, take_weights

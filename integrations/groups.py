@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from torch import nn
 
-from shmload._errors import ArgumentError
 from shmload._wording import listed, nearest
+from shmload.errors.loading import ArgumentError
 from shmload.integrations.module_trees import whole_classes
 
 Blocks = Iterable[str | type[nn.Module]]

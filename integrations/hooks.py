@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shmload._errors import ArgumentError
 from shmload._inventory import CPU, DISK, OFFLOAD
 from shmload._placed_parts import WAITING
+from shmload.errors.loading import ArgumentError
 
 
 def attach_hooks(

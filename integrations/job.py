@@ -9,10 +9,10 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
-from shmload._errors import ArgumentError
 from shmload._handle import Handle
 from shmload._inventory import CPU, DISK, META, OFFLOAD, canonical_device
-from shmload._job_errors import ItemError, ItemFailed
+from shmload.errors.jobs import ItemError, ItemFailed
+from shmload.errors.loading import ArgumentError
 from shmload.integrations.crew import Crew
 from shmload.integrations.dispatch import Dispatch, Item, Outcome
 from shmload.integrations.item_bar import ItemBar

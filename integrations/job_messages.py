@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shmload._errors import ProtocolError
+from shmload.errors.loading import ProtocolError
 from shmload.integrations.payload import Payload
 
 # What items and results may take each; a frame's length has four bytes.

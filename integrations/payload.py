@@ -19,8 +19,8 @@ from typing import Any
 import cloudpickle
 import msgspec
 
-from shmload._errors import ArgumentError
 from shmload._wording import format_nbytes
+from shmload.errors.loading import ArgumentError
 
 # The length of a frame has four bytes, and there is a little more than this in it.
 MAX_NBYTES = (1 << 32) - (1 << 20)

@@ -21,11 +21,11 @@ except ModuleNotFoundError as exc:
 from ray.exceptions import RayError, RayTaskError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shmload._errors import SegmentNotFound, ShmloadError
 from shmload._hub import find_source
-from shmload._job_errors import NodeFailed, NodeLost, NodeTimeout
 from shmload._residency import SegmentInfo, evict, segments
 from shmload._warm import WarmReport, warm
+from shmload.errors.jobs import NodeFailed, NodeLost, NodeTimeout
+from shmload.errors.loading import SegmentNotFound, ShmloadError
 from shmload.integrations.diffusers import load_pipeline
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 
 from shmload._atomic import replacing
-from shmload._errors import ArgumentError
-from shmload._job_errors import ResultsCorrupt, ResultsMismatch
+from shmload.errors.jobs import ResultsCorrupt, ResultsMismatch
+from shmload.errors.loading import ArgumentError
 
 FACTS_NAME = "results.json"
 

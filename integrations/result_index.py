@@ -17,10 +17,10 @@ import numpy as np
 
 from shmload._atomic import replacing
 from shmload._dtypes import NBITS
-from shmload._errors import ArgumentError, UnknownDtype
-from shmload._job_errors import ResultsChanged, ResultsCorrupt, ResultsUnfinished
 from shmload._linux import Inode, inode_of
 from shmload._state_dict import as_tensor, torch_dtypes
+from shmload.errors.jobs import ResultsChanged, ResultsCorrupt, ResultsUnfinished
+from shmload.errors.loading import ArgumentError, UnknownDtype
 from shmload.integrations.key_digests import digest_key
 from shmload.integrations.result_items import Array
 from shmload.integrations.result_shards import Item, accessing, read_items

@@ -15,10 +15,10 @@ import msgspec
 import xxhash
 
 from shmload._atomic import replacing
-from shmload._errors import CheckpointError, ShmloadError
 from shmload._header import TensorSpec, build_header, read_header
-from shmload._job_errors import ResultsCorrupt, ResultsInaccessible
 from shmload._layout import alignment
+from shmload.errors.jobs import ResultsCorrupt, ResultsInaccessible
+from shmload.errors.loading import CheckpointError, ShmloadError
 from shmload.integrations.journal import read_blocks
 from shmload.integrations.result_facts import VERSION
 

@@ -20,8 +20,8 @@ from typing import Self
 import msgspec
 
 from shmload._atomic import TEMPORARY_SUFFIX
-from shmload._errors import ArgumentError
-from shmload._job_errors import DuplicateKey, ResultsMismatch
+from shmload.errors.jobs import DuplicateKey, ResultsMismatch
+from shmload.errors.loading import ArgumentError
 from shmload.integrations.folder_lock import FolderLock
 from shmload.integrations.key_digests import KeyDigests, digest_key
 from shmload.integrations.result_facts import FACTS_NAME, Facts, check_facts

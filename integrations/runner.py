@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from shmload._destination import Destination
-from shmload._errors import ArgumentError
 from shmload._handle import Handle
 from shmload._inventory import CPU
 from shmload._messages import Inbox, send, take_channel
+from shmload.errors.loading import ArgumentError
 from shmload.integrations.job_messages import (
     MAX_FRAME_NBYTES,
     Begin,

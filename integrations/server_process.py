@@ -10,9 +10,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from shmload._job_errors import JobFailed
 from shmload._messages import Inbox, send
 from shmload._settings import settings
+from shmload.errors.jobs import JobFailed
 from shmload.integrations.job_messages import Setup, ToServer
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shmload._job_errors import ResultsCorrupt
+from shmload.errors.jobs import ResultsCorrupt
 from shmload.integrations.journal import Buffer, Head, Journal
 from shmload.integrations.key_digests import digest_key
 from shmload.integrations.result_shards import (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shmload._collector import paused_gc
-from shmload._errors import ArgumentError
+from shmload.errors.loading import ArgumentError
 from shmload.integrations.copies import copy_to
 from shmload.integrations.slices import share
 from shmload.integrations.weights import own_buffers, take_weights

@@ -7,7 +7,26 @@ then attaches them in milliseconds and shares one copy. Importing this package i
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shmload._errors import (
+from shmload.errors.jobs import (
+    DuplicateKey,
+    ItemError,
+    ItemFailed,
+    ItemKilled,
+    JobError,
+    JobFailed,
+    NodeError,
+    NodeFailed,
+    NodeLost,
+    NodeTimeout,
+    ResultsBusy,
+    ResultsChanged,
+    ResultsCorrupt,
+    ResultsError,
+    ResultsInaccessible,
+    ResultsMismatch,
+    ResultsUnfinished,
+)
+from shmload.errors.loading import (
     ArgumentError,
     CapacityError,
     CheckpointError,
@@ -40,26 +59,7 @@ from shmload._errors import (
     WorkerFailed,
     WorkerStalled,
 )
-from shmload._job_errors import (
-    DuplicateKey,
-    ItemError,
-    ItemFailed,
-    ItemKilled,
-    JobError,
-    JobFailed,
-    NodeError,
-    NodeFailed,
-    NodeLost,
-    NodeTimeout,
-    ResultsBusy,
-    ResultsChanged,
-    ResultsCorrupt,
-    ResultsError,
-    ResultsInaccessible,
-    ResultsMismatch,
-    ResultsUnfinished,
-)
-from shmload._service_errors import (
+from shmload.errors.service import (
     PeerRefused,
     ServiceError,
     ServiceRunning,

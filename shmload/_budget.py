@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from shmload._errors import SharedMemoryFull
 from shmload._linux import shm_total_nbytes
 from shmload._procfs import cgroup_limit_nbytes
 from shmload._residency import SegmentInfo
 from shmload._wording import format_nbytes
+from shmload.errors.loading import SharedMemoryFull
 
 
 def default_budget() -> int:

@@ -7,11 +7,11 @@ Shared memory is charged to whoever touches a page first, counts against the fil
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shmload._errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 from shmload._identity import PART_SUFFIX, name_prefix
 from shmload._linux import shm_free_nbytes, unwritten_nbytes
 from shmload._procfs import cgroup_free_nbytes, machine_free_nbytes
 from shmload._residency import remove_leftovers
+from shmload.errors.loading import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 
 # Left to the rest of the process: page tables, the workers themselves (about 40 MB each).
 _MARGIN_NBYTES = 64 << 20

@@ -12,13 +12,13 @@ from typing import Literal
 
 import msgspec
 
-from shmload._errors import ShmloadError
 from shmload._procfs import FileSystem
 from shmload._protocol import VERSION, Status
-from shmload._service_errors import PeerRefused, ServiceUnavailable
 from shmload._settings import ServiceUse
 from shmload._speed import CopySpeed, ReadSpeed
 from shmload._wording import format_nbytes
+from shmload.errors.loading import ShmloadError
+from shmload.errors.service import PeerRefused, ServiceUnavailable
 
 # Below the first hardly a model fits, docker's default of 64 MiB for /dev/shm in particular; the
 # second is what Stable Diffusion 1.5 takes in 16 bits.

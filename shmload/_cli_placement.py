@@ -7,12 +7,12 @@ from typing import Any
 import click
 
 from shmload._cli_output import print_table
-from shmload._errors import DeviceMapMalformed
 from shmload._inventory import CPU, OFFLOAD
 from shmload._placed_parts import PlacedPart
 from shmload._placement import DeviceUse, Placement
 from shmload._shortest_map import print_device_map
 from shmload._wording import format_nbytes
+from shmload.errors.loading import DeviceMapMalformed
 
 
 def placement_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,14 +16,14 @@ from shmload._budget import budget_warnings, default_budget
 from shmload._cli_output import count_of
 from shmload._client import Client
 from shmload._endpoint import Endpoint, socket_path
-from shmload._errors import ArgumentError, ProtocolError
 from shmload._preload import Wanted, preload, read_list
 from shmload._residency import remove_leftovers, segments
 from shmload._service import ServiceState
-from shmload._service_errors import ServiceError, ServiceRunning, ServiceSilent
 from shmload._sessions import serve
 from shmload._settings import parse_nbytes, settings, worker_count
 from shmload._wording import format_nbytes
+from shmload.errors.loading import ArgumentError, ProtocolError
+from shmload.errors.service import ServiceError, ServiceRunning, ServiceSilent
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from typing import Protocol, Self, TypeVar
 
 from shmload._coordinator import Job, OnBytes
 from shmload._endpoint import connect, service_pid, socket_path
-from shmload._errors import ProtocolError
 from shmload._messages import Inbox, send
 from shmload._protocol import (
     VERSION,
@@ -34,9 +33,10 @@ from shmload._protocol import (
     decode_answer,
     revive,
 )
-from shmload._service_errors import ServiceError, ServiceSilent, ServiceUnavailable
 from shmload._settings import settings
 from shmload._wording import printable
+from shmload.errors.loading import ProtocolError
+from shmload.errors.service import ServiceError, ServiceSilent, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 

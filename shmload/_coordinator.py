@@ -18,7 +18,13 @@ import msgspec
 
 from shmload._digest import combine_digests
 from shmload._dtypes import NBITS
-from shmload._errors import (
+from shmload._identity import SourceStat, is_unchanged
+from shmload._linux import shm_free_nbytes
+from shmload._messages import Failed, Fill, Filled, FromWorker, Progress, Reason, Run
+from shmload._ring import FilledSlot, Ring
+from shmload._settings import settings
+from shmload._worker_process import Task, WorkerProcess
+from shmload.errors.loading import (
     ProtocolError,
     ShardChanged,
     ShardTruncated,
@@ -29,12 +35,6 @@ from shmload._errors import (
     WorkerFailed,
     WorkerStalled,
 )
-from shmload._identity import SourceStat, is_unchanged
-from shmload._linux import shm_free_nbytes
-from shmload._messages import Failed, Fill, Filled, FromWorker, Progress, Reason, Run
-from shmload._ring import FilledSlot, Ring
-from shmload._settings import settings
-from shmload._worker_process import Task, WorkerProcess
 
 logger = logging.getLogger(__name__)
 

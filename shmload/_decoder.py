@@ -12,8 +12,8 @@ from shmload._client import Service, find_service
 from shmload._coordinator import Coordinator, Job
 from shmload._progress import Progress
 from shmload._ring import Ring
-from shmload._service_errors import ServiceUnavailable
 from shmload._settings import settings
+from shmload.errors.service import ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 

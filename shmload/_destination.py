@@ -8,11 +8,11 @@ from typing import Any, Literal
 import msgspec
 
 from shmload._device_map import STRATEGIES
-from shmload._errors import ArgumentError, MemoryLimitExceeded, UnknownComponent
 from shmload._inventory import CPU, DISK, META, OFFLOAD, canonical_device
 from shmload._resolve import Source
 from shmload._ring import Ring, ring_shape
 from shmload._settings import parse_nbytes, worker_count
+from shmload.errors.loading import ArgumentError, MemoryLimitExceeded, UnknownComponent
 
 Pin = Literal["auto", "ring", "register", "off"]
 """How a device is fed: by a ring, from registered segments, without pinned memory, or whichever of

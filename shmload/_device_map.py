@@ -17,9 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from shmload._errors import ArgumentError, DeviceMapMalformed, UnknownComponent, UnknownModule
 from shmload._inventory import CPU, DISK, META, OFFLOAD, Inventory, canonical_device
 from shmload._modules import Component, Module, join, parent_of
+from shmload.errors.loading import (
+    ArgumentError,
+    DeviceMapMalformed,
+    UnknownComponent,
+    UnknownModule,
+)
 
 STRATEGIES = ("balanced", "balanced_low_0", "sequential", "auto")
 

@@ -30,7 +30,6 @@ from shmload._checks import (
 )
 from shmload._client import Client
 from shmload._endpoint import connect, service_pid, socket_path
-from shmload._errors import ProtocolError, ShmloadError
 from shmload._hub import find_source
 from shmload._linux import (
     SHM_DIR,
@@ -50,9 +49,10 @@ from shmload._procfs import (
 )
 from shmload._protocol import GetStatus, Status
 from shmload._residency import find_garbage
-from shmload._service_errors import ServiceError
 from shmload._settings import settings
 from shmload._speed import is_file_cached, measure_copies, measure_reading
+from shmload.errors.loading import ProtocolError, ShmloadError
+from shmload.errors.service import ServiceError
 
 
 def diagnose(source: str | None = None) -> Iterator[Finding]:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from shmload._linux import inode_of, try_lock
 from shmload._procfs import lock_holders
-from shmload._service_errors import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
 from shmload._settings import settings
+from shmload.errors.service import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
 
 _SOCKET_NAME = "service.sock"
 _LOCK_NAME = "service.lock"

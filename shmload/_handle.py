@@ -15,7 +15,6 @@ import msgspec
 from shmload._collector import paused_gc
 from shmload._complete import complete_load
 from shmload._dtypes import TORCH_NAMES, parse_dtype
-from shmload._errors import ArgumentError, SourceChanged, SourceNotFound
 from shmload._forks import limit_inherited_threads
 from shmload._hub import find_source
 from shmload._identity import identify
@@ -25,6 +24,7 @@ from shmload._residency import remove_leftovers
 from shmload._resolve import Source, files_of
 from shmload._segment import Stay
 from shmload._warm import HUB_KWARGS, find_with_rules
+from shmload.errors.loading import ArgumentError, SourceChanged, SourceNotFound
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

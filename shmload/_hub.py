@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from shmload._errors import (
+from shmload._resolve import Source, resolve
+from shmload.errors.loading import (
     ArgumentError,
     IndexMalformed,
     ShardMissing,
     ShmloadError,
     SourceNotFound,
 )
-from shmload._resolve import Source, resolve
 
 # huggingface_hub.utils.validate_repo_id, without its details.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

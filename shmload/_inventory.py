@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from shmload._errors import ArgumentError
 from shmload._procfs import cgroup_free_nbytes, machine_free_nbytes
 from shmload._settings import parse_nbytes, settings
+from shmload.errors.loading import ArgumentError
 
 CPU, DISK, META, OFFLOAD = "cpu", "disk", "meta", "offload"
 _WITHOUT_INDEX = (CPU, DISK, META, OFFLOAD)

@@ -24,7 +24,6 @@ from shmload._capacity import make_room
 from shmload._client import Service
 from shmload._coordinator import DecodeCancelled, Job
 from shmload._decoder import Decoder
-from shmload._errors import ArgumentError, SegmentTimeout
 from shmload._linux import Inode, inode_of, is_cached, read_ahead, unlock
 from shmload._plan import Plan
 from shmload._progress import Progress
@@ -37,6 +36,7 @@ from shmload._settings import settings, worker_count
 from shmload._shard import OpenShard
 from shmload._view import descriptor_path
 from shmload._wording import format_nbytes
+from shmload.errors.loading import ArgumentError, SegmentTimeout
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import stat
 
 from shmload._coordinator import Job
 from shmload._dtypes import FLOATS, NBITS
-from shmload._errors import ArgumentError, ShardUnreadable
 from shmload._linux import is_writable
 from shmload._messages import Run
+from shmload.errors.loading import ArgumentError, ShardUnreadable
 
 
 def require_sound(job: Job) -> None:

@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from shmload._errors import ProtocolError
+from shmload.errors.loading import ProtocolError
 
 VERSION: Final = 1
 

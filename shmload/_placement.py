@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from shmload._device_map import Devices, expand, merge, parse_device_map
-from shmload._errors import DoesNotFit
 from shmload._inventory import CPU, DISK, OFFLOAD, Inventory
 from shmload._modules import Component, join
 from shmload._placed_parts import WAITING, PlacedPart, parts_of
 from shmload._shortest_map import shorten
 from shmload._strategies import WHOLE, nbytes_by_device, place_auto, rooms_of
 from shmload._wording import format_nbytes
+from shmload.errors.loading import DoesNotFit
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):

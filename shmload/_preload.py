@@ -18,10 +18,10 @@ import msgspec
 
 from shmload._coordinator import DecodeCancelled
 from shmload._dtypes import parse_dtype
-from shmload._errors import ArgumentError, ShmloadError
 from shmload._residency import segments
 from shmload._warm import warm
 from shmload._wording import format_nbytes
+from shmload.errors.loading import ArgumentError, ShmloadError
 
 if TYPE_CHECKING:
     from shmload._service import ServiceState

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from shmload._errors import ShmloadError
 from shmload._linux import PAGE_NBYTES, Inode
+from shmload.errors.loading import ShmloadError
 
 # Network and user-space file systems: a page fault there is a round trip, so a mapping crawls.
 _REMOTE_FILE_SYSTEMS = (

@@ -18,10 +18,10 @@ from typing import Annotated, Final
 import msgspec
 
 import shmload
-from shmload._errors import ProtocolError, ShmloadError
 from shmload._messages import Run
 from shmload._residency import SegmentInfo
 from shmload._wording import printable
+from shmload.errors.loading import ProtocolError, ShmloadError
 
 VERSION: Final = 1
 

@@ -14,14 +14,6 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from shmload._digest import digest_data
-from shmload._errors import (
-    ArgumentError,
-    SegmentBusy,
-    SegmentCorrupt,
-    SegmentError,
-    SegmentNotFound,
-    SegmentUntrusted,
-)
 from shmload._identity import PART_SUFFIX, identify, name_prefix
 from shmload._layout import read_digest
 from shmload._linux import SHM_DIR, inode_of, is_named, shm_open, shm_unlink, try_lock, wait_lock
@@ -29,6 +21,14 @@ from shmload._procfs import lock_holders
 from shmload._segment import Segment, attach, is_shared
 from shmload._view import VIEW_INFIX, VIEW_MARK
 from shmload._wording import printable
+from shmload.errors.loading import (
+    ArgumentError,
+    SegmentBusy,
+    SegmentCorrupt,
+    SegmentError,
+    SegmentNotFound,
+    SegmentUntrusted,
+)
 
 # A view is a directory for a moment before it has its lock and its mark.
 _VIEW_GRACE_S = 60.0

@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from shmload._errors import (
+from shmload._linux import open_source
+from shmload.errors.loading import (
     IndexMalformed,
     ShardMissing,
     ShmloadError,
     SourceNotFound,
     UnknownComponent,
 )
-from shmload._linux import open_source
 
 _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index"

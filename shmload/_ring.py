@@ -14,9 +14,9 @@ import queue
 import threading
 from typing import NamedTuple, Self
 
-from shmload._errors import ArgumentError
 from shmload._linux import PAGE_NBYTES
 from shmload._wording import format_nbytes
+from shmload.errors.loading import ArgumentError
 
 _SLOT_NBYTES = 16 << 20
 # One that is being filled, one that waits in the worker's socket, one that is being emptied.

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from shmload._errors import SegmentCorrupt, SegmentTimeout, ShmloadError
 from shmload._header import Header, read_header
 from shmload._identity import PART_SUFFIX
 from shmload._layout import Layout, read_digest
@@ -38,6 +37,7 @@ from shmload._linux import (
     wait_lock,
     write_at,
 )
+from shmload.errors.loading import SegmentCorrupt, SegmentTimeout, ShmloadError
 
 _POLL_S = 0.01
 _READ_ONLY = 0o400

@@ -18,7 +18,6 @@ import msgspec
 
 from shmload._coordinator import DecodeCancelled, Job
 from shmload._endpoint import require_same_user, socket_path
-from shmload._errors import ProtocolError, ShmloadError
 from shmload._loan import require_sound
 from shmload._messages import Inbox, send, to_frame
 from shmload._protocol import (
@@ -47,8 +46,9 @@ from shmload._protocol import (
     refuse,
 )
 from shmload._residency import SegmentInfo, evict, segments, verify_each
-from shmload._service_errors import PeerRefused, ServiceUnavailable
 from shmload._settings import settings
+from shmload.errors.loading import ProtocolError, ShmloadError
+from shmload.errors.service import PeerRefused, ServiceUnavailable
 
 if TYPE_CHECKING:
     from shmload._service import ServiceState

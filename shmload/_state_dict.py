@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from shmload._collector import paused_gc
 from shmload._complete import complete_load
 from shmload._dtypes import NBITS, TORCH_NAMES, parse_dtype
-from shmload._errors import ArgumentError, ShardMalformed
 from shmload._header import read_header
 from shmload._lease import Lease
 from shmload._linux import reopen
@@ -17,6 +16,7 @@ from shmload._progress import Callback
 from shmload._resolve import resolve
 from shmload._rules import Rule
 from shmload._segment import Stay
+from shmload.errors.loading import ArgumentError, ShardMalformed
 
 if TYPE_CHECKING:
     import torch

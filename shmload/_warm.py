@@ -14,7 +14,6 @@ import msgspec
 from shmload._client import Service
 from shmload._collector import paused_gc
 from shmload._complete import complete_load
-from shmload._errors import SourceNotFound, UnknownComponent
 from shmload._hub import find_source
 from shmload._inventory import Inventory, choose_inventory
 from shmload._linux import open_source
@@ -25,6 +24,7 @@ from shmload._resolve import Source
 from shmload._rules import Rule, rule_for
 from shmload._segment import Stay
 from shmload._view import View
+from shmload.errors.loading import SourceNotFound, UnknownComponent
 
 HUB_KWARGS = frozenset(
     {"cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"}

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shmload._errors import ProtocolError, WorkerFailed
 from shmload._messages import (
     VERSION,
     Close,
@@ -31,6 +30,7 @@ from shmload._messages import (
     send,
 )
 from shmload._settings import settings
+from shmload.errors.loading import ProtocolError, WorkerFailed
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ import socket
 import sys
 import traceback
 
-from shmload._errors import ProtocolError
 from shmload._messages import (
     VERSION,
     Close,
@@ -37,6 +36,7 @@ from shmload._messages import (
     send,
     take_channel,
 )
+from shmload.errors.loading import ProtocolError
 from shmload.workers.fill import Filler, FillError
 
 

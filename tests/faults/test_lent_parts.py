@@ -10,8 +10,8 @@ from shmload._hub import find_source
 from shmload._load import Load
 from shmload._progress import Progress
 from shmload._segment import Segment, Stay, begin
-from shmload._service_errors import ServiceUnavailable
 from shmload._warm import derive_rules
+from shmload.errors.service import ServiceUnavailable
 
 
 class GoneService:

@@ -13,10 +13,10 @@ from weight import assert_right
 import shmload
 from shmload._client import Client
 from shmload._endpoint import socket_path
-from shmload._errors import ProtocolError
 from shmload._messages import to_frame
 from shmload._protocol import GetStatus, Lend, Stat, Status, Warm, Warmed
-from shmload._service_errors import PeerRefused, ServiceUnavailable
+from shmload.errors.loading import ProtocolError
+from shmload.errors.service import PeerRefused, ServiceUnavailable
 
 # A client lies, or does nothing -------------------------------------------------------------------
 

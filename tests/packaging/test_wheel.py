@@ -39,7 +39,7 @@ def test_wheel_holds_exactly_the_tracked_modules(wheel):
     with zipfile.ZipFile(wheel) as archive:
         found = {n for n in archive.namelist() if ".dist-info/" not in n}
     wanted = {
-        f"{target}/{Path(name).name}"
+        f"{target}/{Path(name).relative_to(folder)}"
         for folder, target in _FOLDERS.items()
         for name in _git_files(folder)
         if name.endswith((".py", "py.typed"))

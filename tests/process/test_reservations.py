@@ -13,10 +13,10 @@ import shmload
 from shmload import _service
 from shmload._client import Client
 from shmload._endpoint import socket_path
-from shmload._errors import SharedMemoryFull
 from shmload._protocol import Reserve, Reserved, Warm, Warmed
 from shmload._segment import begin
 from shmload._service import ServiceState
+from shmload.errors.loading import SharedMemoryFull
 
 _SEGMENT = (1 << 20) + 4096
 

@@ -18,7 +18,6 @@ from warming import NBYTES, TENSORS, as_bf16, assert_same
 import shmload
 from shmload._client import Client
 from shmload._endpoint import socket_path
-from shmload._errors import SharedMemoryFull
 from shmload._protocol import (
     Evict,
     ListSegments,
@@ -31,6 +30,7 @@ from shmload._protocol import (
     Warm,
     Warmed,
 )
+from shmload.errors.loading import SharedMemoryFull
 
 # Loading ------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from shmload._client import Client
 from shmload._endpoint import connect, peer_of, socket_path
 from shmload._protocol import Shutdown, Stopping
 from shmload._segment import begin
-from shmload._service_errors import ServiceUnavailable
+from shmload.errors.service import ServiceUnavailable
 
 
 def test_second_start_says_that_one_is_running(service, child):

@@ -4,8 +4,8 @@ import pytest
 
 from shmload import _budget
 from shmload._budget import budget_warnings, choose_victims
-from shmload._errors import SharedMemoryFull
 from shmload._residency import SegmentInfo
+from shmload.errors.loading import SharedMemoryFull
 
 GIB = 1 << 30
 

@@ -20,11 +20,11 @@ from shmload._checks import (
     check_shared_memory,
     check_source,
 )
-from shmload._errors import ProtocolError
 from shmload._procfs import FileSystem
 from shmload._protocol import Status
-from shmload._service_errors import PeerRefused, ServiceUnavailable
 from shmload._speed import CopySpeed, ReadSpeed
+from shmload.errors.loading import ProtocolError
+from shmload.errors.service import PeerRefused, ServiceUnavailable
 
 GIB = 1 << 30
 TMPFS = FileSystem("tmpfs", ("rw", "size=24684096k", "huge=within_size"))

@@ -8,7 +8,7 @@ import pytest
 
 from shmload import _endpoint
 from shmload._endpoint import Endpoint, socket_path
-from shmload._service_errors import ServiceRunning, SocketUnusable
+from shmload.errors.service import ServiceRunning, SocketUnusable
 
 REMEDY = "; choose a directory of your own with SHMLOAD_SOCKET"
 

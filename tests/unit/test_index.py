@@ -11,7 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shmload._errors import (
+from shmload._hub import find_source
+from shmload._resolve import resolve
+from shmload._rules import likely_rule
+from shmload.errors.loading import (
     ArgumentError,
     CheckpointError,
     IndexMalformed,
@@ -19,9 +22,6 @@ from shmload._errors import (
     ShmloadError,
     SourceNotFound,
 )
-from shmload._hub import find_source
-from shmload._resolve import resolve
-from shmload._rules import likely_rule
 
 _INDEX = "model.safetensors.index.json"
 _SHARD = "a.safetensors"

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from shmload._errors import ArgumentError
 from shmload._inventory import (
     canonical_device,
     choose_inventory,
@@ -11,6 +10,7 @@ from shmload._inventory import (
     machine_inventory,
     parse_inventory,
 )
+from shmload.errors.loading import ArgumentError
 
 GIB = 1 << 30
 

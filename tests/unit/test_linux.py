@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from shmload._errors import SegmentUntrusted, ShardMissing, ShardUnreadable
 from shmload._linux import (
     SHM_DIR,
     has_pidfds,
@@ -27,6 +26,7 @@ from shmload._linux import (
     unlock,
     wait_lock,
 )
+from shmload.errors.loading import SegmentUntrusted, ShardMissing, ShardUnreadable
 
 # Names --------------------------------------------------------------------------------------------
 

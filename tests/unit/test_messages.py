@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmload._errors import ProtocolError
 from shmload._messages import (
     VERSION,
     Close,
@@ -26,6 +25,7 @@ from shmload._messages import (
     decode_to_worker,
     send,
 )
+from shmload.errors.loading import ProtocolError
 
 _numbers = st.integers(0, 2**63 - 1)
 _runs = st.builds(Run, _numbers, _numbers, _numbers, st.text(max_size=4), st.text(max_size=4))

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from shmload._endpoint import connect
-from shmload._service_errors import ServiceUnavailable
+from shmload.errors.service import ServiceUnavailable
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-from shmload._errors import ShmloadError
 from shmload._linux import PAGE_NBYTES, inode_of, shm_unlink
 from shmload._procfs import (
     FileSystem,
@@ -18,6 +17,7 @@ from shmload._procfs import (
     machine_free_nbytes,
     mappings,
 )
+from shmload.errors.loading import ShmloadError
 
 # File systems -------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shmload
-from shmload._errors import ProtocolError, ShmloadError
 from shmload._messages import Inbox, Run, send, to_frame
 from shmload._protocol import (
     Answer,
@@ -31,6 +30,7 @@ from shmload._protocol import (
     refuse,
     revive,
 )
+from shmload.errors.loading import ProtocolError, ShmloadError
 
 REQUESTS, ANSWERS = typing.get_args(Request), typing.get_args(Answer)
 

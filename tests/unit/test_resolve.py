@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shmload._errors import IndexMalformed, ShardMissing, SourceNotFound, UnknownComponent
 from shmload._resolve import resolve
+from shmload.errors.loading import IndexMalformed, ShardMissing, SourceNotFound, UnknownComponent
 
 PIPELINE = {
     "_class_name": "StableDiffusionPipeline",

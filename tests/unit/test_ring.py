@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmload._errors import ArgumentError
 from shmload._ring import Ring, RingShape, ring_shape
+from shmload.errors.loading import ArgumentError
 
 
 @given(st.integers(1, 64), st.one_of(st.none(), st.integers(8192, 1 << 40)))

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from shmload._dtypes import FLOATS, parse_dtype
-from shmload._errors import UnknownDtype
 from shmload._header import TensorSpec
 from shmload._resolve import Checkpoint
 from shmload._rules import RAW, Rule, forget_rule, likely_rule, rule_for, wanted_dtype
 from shmload._settings import settings
+from shmload.errors.loading import UnknownDtype
 
 
 def _tensor(name="a.b.weight", dtype="F32"):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shmload._errors import ArgumentError
 from shmload._progress import Progress
 from shmload._settings import settings, worker_count
+from shmload.errors.loading import ArgumentError
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,12 @@
-"""The errors of jobs, their results, and clusters; the tree of all errors is in `_errors`."""
+"""The errors of jobs, their results, and clusters; the tree of all errors is in `loading`."""
 
 import errno
 import reprlib
 from collections.abc import Collection, Sequence
 from os import PathLike
 
-from shmload._errors import ArgumentError, ShmloadError
 from shmload._wording import name_processes
+from shmload.errors.loading import ArgumentError, ShmloadError
 
 _Path = str | PathLike[str]
 # Of an item as much as tells which one it is: a path, for instance.

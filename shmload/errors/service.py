@@ -1,8 +1,8 @@
-"""The errors of the service; the tree of all errors is in `_errors`."""
+"""The errors of the service; the tree of all errors is in `loading`."""
 
 from os import PathLike
 
-from shmload._errors import ShmloadError
+from shmload.errors.loading import ShmloadError
 
 _Path = str | PathLike[str]
 
