@@ -17,8 +17,8 @@ import torch
 
 from shmload._destination import BytesNeeded
 from shmload._dtypes import TORCH_NAMES, parse_dtype
+from shmload._host.procfs import mappings, modified_nbytes
 from shmload._load import Load
-from shmload._procfs import mappings, modified_nbytes
 from shmload._resolve import Source
 from shmload._rules import Rule, forget_rule
 from shmload._settings import settings

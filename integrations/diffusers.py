@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shmload._collector import freeze_imports, paused_gc
 from shmload._destination import BytesNeeded, Destination, Pin, parse_max_host_memory
 from shmload._device_map import STRATEGIES
+from shmload._host.collector import freeze_imports, paused_gc
 from shmload._hub import find_source
 from shmload._inventory import choose_inventory
 from shmload._load import Load

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shmload._collector import paused_gc
+from shmload._host.collector import paused_gc
 from shmload.errors.loading import ArgumentError
 from shmload.integrations.copies import copy_to
 from shmload.integrations.pickling import register_classes

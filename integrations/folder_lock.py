@@ -4,8 +4,8 @@ import os
 import weakref
 from pathlib import Path
 
-from shmload._linux import inode_of, try_lock
-from shmload._procfs import lock_holders
+from shmload._host.linux import inode_of, try_lock
+from shmload._host.procfs import lock_holders
 from shmload.errors.jobs import ResultsBusy
 
 _NAME = ".lock"

@@ -28,7 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from shmload._handle import Handle
-from shmload._linux import die_with_parent
+from shmload._host.linux import die_with_parent
 from shmload._messages import Inbox, send, take_channel
 from shmload.errors.jobs import JobFailed
 from shmload.errors.loading import ProtocolError

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 import xxhash
 
-from shmload._procfs import boot_id
+from shmload._host.procfs import boot_id
 
 Buffer = bytes | bytearray | memoryview
 

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from shmload._host.linux import Inode
+from shmload._host.procfs import Mapping, is_touched, mappings
 from shmload._lease import Lease
-from shmload._linux import Inode
-from shmload._procfs import Mapping, is_touched, mappings
 from shmload._segment import Segment
 
 if TYPE_CHECKING:

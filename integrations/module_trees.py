@@ -15,7 +15,7 @@ import torch
 
 from shmload._dtypes import FLOATS, NBITS, TORCH_NAMES, parse_dtype
 from shmload._header import TensorSpec, read_header
-from shmload._linux import open_source
+from shmload._host.linux import open_source
 from shmload._modules import Component, Module, join, parent_of
 from shmload._resolve import Checkpoint, Source, read_json
 from shmload._rules import Rule, rule_for, wanted_dtype

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from shmload._dtypes import TORCH_NAMES
 from shmload._header import TensorSpec, read_header
-from shmload._linux import Inode, inode_of, reopen
+from shmload._host.linux import Inode, inode_of, reopen
 from shmload._state_dict import wrap
 from shmload.integrations.mapped import Spans
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shmload._collector import paused_gc
 from shmload._destination import Destination, Pin, parse_max_host_memory
+from shmload._host.collector import paused_gc
+from shmload._host.linux import inode_of
 from shmload._inventory import CPU, META, choose_inventory, without_host_limits
-from shmload._linux import inode_of
 from shmload._load import Load
 from shmload._placed_parts import WAITING
 from shmload._placement import Placement, place

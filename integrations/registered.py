@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from shmload._linux import Inode
-from shmload._procfs import Mapping, mappings, modified_nbytes
+from shmload._host.linux import Inode
+from shmload._host.procfs import Mapping, mappings, modified_nbytes
 from shmload.integrations.moves import Allocation
 from shmload.integrations.runtime import Event, Runtime, drain
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._atomic import replacing
+from shmload._host.files import replacing
 from shmload.errors.jobs import ResultsCorrupt, ResultsMismatch
 from shmload.errors.loading import ArgumentError
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from shmload._atomic import replacing
 from shmload._dtypes import NBITS
-from shmload._linux import Inode, inode_of
+from shmload._host.files import replacing
+from shmload._host.linux import Inode, inode_of
 from shmload._state_dict import as_tensor, torch_dtypes
 from shmload.errors.jobs import ResultsChanged, ResultsCorrupt, ResultsUnfinished
 from shmload.errors.loading import ArgumentError, UnknownDtype

@@ -19,7 +19,7 @@ from typing import Self
 
 import msgspec
 
-from shmload._atomic import TEMPORARY_SUFFIX
+from shmload._host.files import TEMPORARY_SUFFIX
 from shmload.errors.jobs import DuplicateKey, ResultsMismatch
 from shmload.errors.loading import ArgumentError
 from shmload.integrations.folder_lock import FolderLock

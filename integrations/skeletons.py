@@ -32,7 +32,7 @@ import msgspec
 import torch
 import xxhash
 
-from shmload._atomic import replacing
+from shmload._host.files import replacing
 from shmload._identity import identify
 from shmload._load import Load
 from shmload._resolve import Checkpoint, Source

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shmload._collector import paused_gc
+from shmload._host.collector import paused_gc
 from shmload.errors.loading import ArgumentError
 from shmload.integrations.copies import copy_to
 from shmload.integrations.slices import share

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from shmload._procfs import FileSystem
+from shmload._host.procfs import FileSystem
 from shmload._protocol import VERSION, Status
 from shmload._settings import ServiceUse
 from shmload._speed import CopySpeed, ReadSpeed

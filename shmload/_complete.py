@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 from shmload._client import Service
-from shmload._collector import paused_gc
+from shmload._host.collector import paused_gc
 from shmload._load import Load
 from shmload._progress import Callback, Progress
 from shmload._resolve import Source

@@ -18,8 +18,8 @@ import msgspec
 
 from shmload._digest import combine_digests
 from shmload._dtypes import NBITS
+from shmload._host.linux import shm_free_nbytes
 from shmload._identity import SourceStat, is_unchanged
-from shmload._linux import shm_free_nbytes
 from shmload._messages import Failed, Fill, Filled, FromWorker, Progress, Reason, Run
 from shmload._ring import FilledSlot, Ring
 from shmload._settings import settings

@@ -30,8 +30,7 @@ from shmload._checks import (
 )
 from shmload._client import Client
 from shmload._endpoint import connect, service_pid, socket_path
-from shmload._hub import find_source
-from shmload._linux import (
+from shmload._host.linux import (
     SHM_DIR,
     has_pidfds,
     kernel_release,
@@ -39,7 +38,7 @@ from shmload._linux import (
     shm_free_nbytes,
     shm_total_nbytes,
 )
-from shmload._procfs import (
+from shmload._host.procfs import (
     FileSystem,
     cgroup_free_nbytes,
     cgroup_limit_nbytes,
@@ -47,6 +46,7 @@ from shmload._procfs import (
     huge_page_policy,
     machine_free_nbytes,
 )
+from shmload._hub import find_source
 from shmload._protocol import GetStatus, Status
 from shmload._residency import find_garbage
 from shmload._settings import settings

@@ -16,8 +16,8 @@ import struct
 import time
 from pathlib import Path
 
-from shmload._linux import inode_of, try_lock
-from shmload._procfs import lock_holders
+from shmload._host.linux import inode_of, try_lock
+from shmload._host.procfs import lock_holders
 from shmload._settings import settings
 from shmload.errors.service import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
 

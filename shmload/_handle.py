@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from shmload._collector import paused_gc
 from shmload._complete import complete_load
 from shmload._dtypes import TORCH_NAMES, parse_dtype
-from shmload._forks import limit_inherited_threads
+from shmload._host.collector import paused_gc
+from shmload._host.forks import limit_inherited_threads
 from shmload._hub import find_source
 from shmload._identity import identify
 from shmload._lease import Lease

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from shmload._procfs import cgroup_free_nbytes, machine_free_nbytes
+from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
 from shmload._settings import parse_nbytes, settings
 from shmload.errors.loading import ArgumentError
 

@@ -11,7 +11,7 @@ import msgspec
 
 from shmload._dtypes import FLOATS, NBITS
 from shmload._header import Header, TensorSpec, build_header
-from shmload._linux import PAGE_NBYTES
+from shmload._host.linux import PAGE_NBYTES
 from shmload._messages import Run
 
 PIECE_NBYTES = 64 << 20

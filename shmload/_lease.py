@@ -9,7 +9,7 @@ import os
 import sys
 import weakref
 
-from shmload._linux import reopen, try_lock
+from shmload._host.linux import reopen, try_lock
 from shmload._residency import remove_dead_views, remove_if_unused
 from shmload._segment import Segment, is_shared
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shmload._background import Background
 from shmload._capacity import make_room
 from shmload._client import Service
 from shmload._coordinator import DecodeCancelled, Job
 from shmload._decoder import Decoder
-from shmload._linux import Inode, inode_of, is_cached, read_ahead, unlock
+from shmload._host.background import Background
+from shmload._host.linux import Inode, inode_of, is_cached, read_ahead, unlock
 from shmload._plan import Plan
 from shmload._progress import Progress
 from shmload._residency import check_digest, give_back, remove_if_free

@@ -14,10 +14,18 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from shmload._digest import digest_data
+from shmload._host.linux import (
+    SHM_DIR,
+    inode_of,
+    is_named,
+    shm_open,
+    shm_unlink,
+    try_lock,
+    wait_lock,
+)
+from shmload._host.procfs import lock_holders
 from shmload._identity import PART_SUFFIX, identify, name_prefix
 from shmload._layout import read_digest
-from shmload._linux import SHM_DIR, inode_of, is_named, shm_open, shm_unlink, try_lock, wait_lock
-from shmload._procfs import lock_holders
 from shmload._segment import Segment, attach, is_shared
 from shmload._view import VIEW_INFIX, VIEW_MARK
 from shmload._wording import printable

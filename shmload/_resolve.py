@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shmload._linux import open_source
+from shmload._host.linux import open_source
 from shmload.errors.loading import (
     IndexMalformed,
     ShardMissing,

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._atomic import replacing
 from shmload._dtypes import FLOATS, WITHIN_F32, parse_dtype
 from shmload._header import TensorSpec
+from shmload._host.files import replacing
 from shmload._resolve import Checkpoint
 from shmload._settings import settings
 

@@ -23,9 +23,7 @@ from collections.abc import Callable
 from typing import Self
 
 from shmload._header import Header, read_header
-from shmload._identity import PART_SUFFIX
-from shmload._layout import Layout, read_digest
-from shmload._linux import (
+from shmload._host.linux import (
     Inode,
     inode_of,
     is_named,
@@ -37,6 +35,8 @@ from shmload._linux import (
     wait_lock,
     write_at,
 )
+from shmload._identity import PART_SUFFIX
+from shmload._layout import Layout, read_digest
 from shmload.errors.loading import SegmentCorrupt, SegmentTimeout, ShmloadError
 
 _POLL_S = 0.01

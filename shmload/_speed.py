@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shmload._linux import is_cached, open_source
+from shmload._host.linux import is_cached, open_source
 
 if TYPE_CHECKING:
     import torch

@@ -6,12 +6,12 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shmload._collector import paused_gc
 from shmload._complete import complete_load
 from shmload._dtypes import NBITS, TORCH_NAMES, parse_dtype
 from shmload._header import read_header
+from shmload._host.collector import paused_gc
+from shmload._host.linux import reopen
 from shmload._lease import Lease
-from shmload._linux import reopen
 from shmload._progress import Callback
 from shmload._resolve import resolve
 from shmload._rules import Rule

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from shmload._client import Service
-from shmload._collector import paused_gc
 from shmload._complete import complete_load
+from shmload._host.collector import paused_gc
+from shmload._host.linux import open_source
 from shmload._hub import find_source
 from shmload._inventory import Inventory, choose_inventory
-from shmload._linux import open_source
 from shmload._placement import place
 from shmload._plan import Plan, plan_shard
 from shmload._progress import Callback

@@ -17,7 +17,7 @@ from weight import VALUES, save_weight
 
 from shmload import _capacity
 from shmload._coordinator import Coordinator
-from shmload._procfs import cgroup_free_nbytes
+from shmload._host.procfs import cgroup_free_nbytes
 
 TENSORS = {"a": torch.arange(5000.0).reshape(50, 100), "b": torch.arange(7)}
 

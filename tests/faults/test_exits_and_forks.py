@@ -10,7 +10,7 @@ from warming import TENSORS
 from watching import Watched, workers_of
 
 import shmload
-from shmload import _forks
+from shmload._host import forks
 
 # The ways to have tensors over a segment, or over the file itself.
 KINDS = {
@@ -236,11 +236,11 @@ def test_forked_child_keeps_the_number_of_threads_that_it_chose(
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(chosen)
-        monkeypatch.setattr(_forks, "_inherited", inherited)
-        _forks.limit_inherited_threads()
+        monkeypatch.setattr(forks, "_inherited", inherited)
+        forks.limit_inherited_threads()
         assert torch.get_num_threads() == then
         torch.set_num_threads(3)
-        _forks.limit_inherited_threads()  # once in a process
+        forks.limit_inherited_threads()  # once in a process
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import shmload
 from shmload import _capacity
-from shmload._procfs import machine_free_nbytes
+from shmload._host.procfs import machine_free_nbytes
 
 SMALL_SHM = 'mount -t tmpfs -o size=16m,mode=1777{options} tmpfs /dev/shm && exec "$0" "$@"'
 

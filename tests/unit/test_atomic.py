@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from shmload._atomic import replacing
+from shmload._host.files import replacing
 
 
 @pytest.fixture

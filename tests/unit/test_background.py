@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shmload._background import Background
+from shmload._host.background import Background
 
 
 def started(function):

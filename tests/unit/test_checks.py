@@ -20,7 +20,7 @@ from shmload._checks import (
     check_shared_memory,
     check_source,
 )
-from shmload._procfs import FileSystem
+from shmload._host.procfs import FileSystem
 from shmload._protocol import Status
 from shmload._speed import CopySpeed, ReadSpeed
 from shmload.errors.loading import ProtocolError

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from shmload._collector import paused_gc
+from shmload._host.collector import paused_gc
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from shmload import _digest, _layout
 from shmload._digest import combine_digests, digest_data
 from shmload._dtypes import FLOATS, NBITS, TORCH_NAMES
 from shmload._header import read_header
+from shmload._host.linux import PAGE_NBYTES
 from shmload._layout import lay_out, needs_conversion, read_digest
-from shmload._linux import PAGE_NBYTES
 from shmload.workers.fill import Filler
 
 _PIECE_NBYTES = 256  # instead of 64 MiB, so that small tensors are cut too

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from shmload._linux import (
+from shmload._host.linux import (
     SHM_DIR,
     has_pidfds,
     is_cached,

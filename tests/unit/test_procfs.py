@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from shmload._linux import PAGE_NBYTES, inode_of, shm_unlink
-from shmload._procfs import (
+from shmload._host.linux import PAGE_NBYTES, inode_of, shm_unlink
+from shmload._host.procfs import (
     FileSystem,
     boot_id,
     cgroup_free_nbytes,

@@ -9,7 +9,7 @@ from devices import LateDevice
 from torch import nn
 
 from shmload._destination import Destination
-from shmload._linux import inode_of
+from shmload._host.linux import inode_of
 from shmload.errors.loading import ArgumentError
 from shmload.integrations import registered
 from shmload.integrations.calibration import choose_pin

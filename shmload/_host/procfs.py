@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from shmload._linux import PAGE_NBYTES, Inode
+from shmload._host.linux import PAGE_NBYTES, Inode
 from shmload.errors.loading import ShmloadError
 
 # Network and user-space file systems: a page fault there is a round trip, so a mapping crawls.
