@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from shmload._handle import Handle
 from shmload._host.linux import die_with_parent
-from shmload._messages import Inbox, send, take_channel
+from shmload._ipc.frames import Inbox, send, take_channel
 from shmload.errors.jobs import JobFailed
 from shmload.errors.loading import ProtocolError
 from shmload.integrations.job_messages import (

@@ -23,7 +23,7 @@ import torch
 from shmload._destination import Destination
 from shmload._handle import Handle
 from shmload._inventory import CPU
-from shmload._messages import Inbox, send, take_channel
+from shmload._ipc.frames import Inbox, send, take_channel
 from shmload.errors.loading import ArgumentError
 from shmload.integrations.job_messages import (
     MAX_FRAME_NBYTES,

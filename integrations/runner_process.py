@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 
-from shmload._messages import Inbox, to_frame
+from shmload._ipc.frames import Inbox, to_frame
 from shmload.integrations.job_messages import (
     MAX_FRAME_NBYTES,
     Ended,

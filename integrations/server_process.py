@@ -10,7 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from shmload._messages import Inbox, send
+from shmload._ipc.frames import Inbox, send
 from shmload._settings import settings
 from shmload.errors.jobs import JobFailed
 from shmload.integrations.job_messages import Setup, ToServer

@@ -14,7 +14,7 @@ from typing import Protocol, Self, TypeVar
 
 from shmload._coordinator import Job, OnBytes
 from shmload._endpoint import connect, service_pid, socket_path
-from shmload._messages import Inbox, send
+from shmload._ipc.frames import Inbox, send
 from shmload._protocol import (
     VERSION,
     Answer,

@@ -12,7 +12,7 @@ import msgspec
 from shmload._dtypes import FLOATS, NBITS
 from shmload._header import Header, TensorSpec, build_header
 from shmload._host.linux import PAGE_NBYTES
-from shmload._messages import Run
+from shmload._ipc.frames import Run
 
 PIECE_NBYTES = 64 << 20
 """The most that one worker fills at a time, in bytes of the segment."""

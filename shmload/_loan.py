@@ -11,7 +11,7 @@ import stat
 from shmload._coordinator import Job
 from shmload._dtypes import FLOATS, NBITS
 from shmload._host.linux import is_writable
-from shmload._messages import Run
+from shmload._ipc.frames import Run
 from shmload.errors.loading import ArgumentError, ShardUnreadable
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Final
 import msgspec
 
 import shmload
-from shmload._messages import Run
+from shmload._ipc.frames import Run
 from shmload._residency import SegmentInfo
 from shmload._wording import printable
 from shmload.errors.loading import ProtocolError, ShmloadError

@@ -18,8 +18,8 @@ import msgspec
 
 from shmload._coordinator import DecodeCancelled, Job
 from shmload._endpoint import require_same_user, socket_path
+from shmload._ipc.frames import Inbox, send, to_frame
 from shmload._loan import require_sound
-from shmload._messages import Inbox, send, to_frame
 from shmload._protocol import (
     VERSION,
     Answer,

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shmload._messages import (
+from shmload._ipc.frames import (
     VERSION,
     Close,
     Failed,

@@ -34,7 +34,7 @@ def note(word):
 note("start")
 {early}
 from shmload._handle import Handle
-from shmload._messages import Inbox, send, take_channel
+from shmload._ipc.frames import Inbox, send, take_channel
 from shmload.integrations import forkserver, job_messages
 from shmload.integrations.job_messages import *
 from shmload.integrations.payload import dump, load

@@ -20,7 +20,7 @@ import socket
 import sys
 import traceback
 
-from shmload._messages import (
+from shmload._ipc.frames import (
     VERSION,
     Close,
     Failed,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from serving import held_by, raw_client, status, wait_until_alone
 
-from shmload._messages import to_frame
+from shmload._ipc.frames import to_frame
 from shmload._protocol import GetStatus, Lend, Stat
 from shmload._sessions import _MAX_CLIENTS
 

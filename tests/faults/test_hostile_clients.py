@@ -13,7 +13,7 @@ import shmload
 from shmload._client import Client
 from shmload._coordinator import Job
 from shmload._endpoint import socket_path
-from shmload._messages import Inbox, Run, to_frame
+from shmload._ipc.frames import Inbox, Run, to_frame
 from shmload._protocol import (
     Attached,
     Decode,

@@ -13,7 +13,7 @@ from weight import assert_right
 import shmload
 from shmload._client import Client
 from shmload._endpoint import socket_path
-from shmload._messages import to_frame
+from shmload._ipc.frames import to_frame
 from shmload._protocol import GetStatus, Lend, Stat, Status, Warm, Warmed
 from shmload.errors.loading import ProtocolError
 from shmload.errors.service import PeerRefused, ServiceUnavailable
@@ -152,7 +152,7 @@ def test_service_of_another_version_is_not_used(configure, tmp_path, shard, chil
     configure(service="require", socket=tmp_path / "service.sock", inline_nbytes=0)
     fake = child(
         "import socket, sys\n"
-        "from shmload._messages import to_frame\n"
+        "from shmload._ipc.frames import to_frame\n"
         "from shmload._protocol import Welcome\n"
         "listener = socket.socket(socket.AF_UNIX)\n"
         "listener.bind(sys.argv[1]); listener.listen()\n"

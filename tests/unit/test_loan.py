@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from shmload._coordinator import Job
 from shmload._dtypes import NBITS
+from shmload._ipc.frames import Run
 from shmload._loan import require_sound
-from shmload._messages import Run
 from shmload._protocol import Stat
 from shmload.errors.loading import ArgumentError
 from shmload.workers.fill import Filler

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmload._messages import (
+from shmload._ipc.frames import (
     VERSION,
     Close,
     Failed,

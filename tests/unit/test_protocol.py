@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shmload
-from shmload._messages import Inbox, Run, send, to_frame
+from shmload._ipc.frames import Inbox, Run, send, to_frame
 from shmload._protocol import (
     Answer,
     Evict,

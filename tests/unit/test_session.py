@@ -6,7 +6,7 @@ import time
 import pytest
 
 from shmload import _session
-from shmload._messages import Inbox
+from shmload._ipc.frames import Inbox
 from shmload._protocol import Progress, decode_answer
 from shmload._session import ProgressStream
 
