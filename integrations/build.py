@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
+from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.rules import Rule, forget_rule
 from shmload._destination import BytesNeeded
-from shmload._dtypes import TORCH_NAMES, parse_dtype
 from shmload._host.procfs import mappings, modified_nbytes
 from shmload._load import Load
-from shmload._resolve import Source
-from shmload._rules import Rule, forget_rule
 from shmload._settings import settings
 from shmload._view import View
 from shmload.integrations.mapped import Spans, hold_leases

@@ -21,7 +21,7 @@ except ModuleNotFoundError as exc:
 from ray.exceptions import RayError, RayTaskError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shmload._hub import find_source
+from shmload._checkpoints.hub import find_source
 from shmload._residency import SegmentInfo, evict, segments
 from shmload._warm import WarmReport, warm
 from shmload.errors.jobs import NodeFailed, NodeLost, NodeTimeout

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from shmload._dtypes import NBITS
+from shmload._checkpoints.dtypes import NBITS
 from shmload._host.files import replacing
 from shmload._host.linux import Inode, inode_of
 from shmload._state_dict import as_tensor, torch_dtypes

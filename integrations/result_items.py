@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from shmload._dtypes import NBITS
+from shmload._checkpoints.dtypes import NBITS
 from shmload.errors.loading import ArgumentError
 from shmload.integrations.journal import ArrayHead, Buffer, Head
 

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import xxhash
 
-from shmload._header import TensorSpec, build_header, read_header
+from shmload._checkpoints.header import TensorSpec, build_header, read_header
 from shmload._host.files import replacing
 from shmload._layout import alignment
 from shmload.errors.jobs import ResultsCorrupt, ResultsInaccessible

@@ -12,9 +12,9 @@ from typing import Any
 
 from packaging import version
 
-from shmload._dtypes import TORCH_NAMES
-from shmload._resolve import Checkpoint
-from shmload._rules import RAW, Rule
+from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.resolve import Checkpoint
+from shmload._checkpoints.rules import RAW, Rule
 
 logger = logging.getLogger(__name__)
 

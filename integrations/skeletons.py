@@ -32,10 +32,10 @@ import msgspec
 import torch
 import xxhash
 
+from shmload._checkpoints.identity import identify
+from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._host.files import replacing
-from shmload._identity import identify
 from shmload._load import Load
-from shmload._resolve import Checkpoint, Source
 from shmload._settings import settings
 from shmload.integrations.pickling import (
     Files,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmload._dtypes import NBITS, TORCH_NAMES
+from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
 from shmload.integrations.dispatch import Item
 from shmload.integrations.payload import bytes_of
 from shmload.integrations.results import Array, ResultFolder

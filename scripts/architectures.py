@@ -30,8 +30,8 @@ import torch
 import transformers
 from diffusers.pipelines.stable_diffusion import safety_checker
 
-from shmload._dtypes import NBITS, TORCH_NAMES
-from shmload._header import TensorSpec, build_header
+from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
+from shmload._checkpoints.header import TensorSpec, build_header
 
 _DTYPES = {
     getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items() if hasattr(torch, name)

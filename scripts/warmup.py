@@ -10,7 +10,7 @@ import sys
 import click
 
 import shmload
-from shmload._dtypes import dtype_by_component
+from shmload._checkpoints.dtypes import dtype_by_component
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

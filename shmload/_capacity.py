@@ -7,9 +7,9 @@ Shared memory is charged to whoever touches a page first, counts against the fil
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shmload._checkpoints.identity import PART_SUFFIX, name_prefix
 from shmload._host.linux import shm_free_nbytes, unwritten_nbytes
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
-from shmload._identity import PART_SUFFIX, name_prefix
 from shmload._residency import remove_leftovers
 from shmload.errors.loading import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 

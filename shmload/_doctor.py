@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from shmload._checkpoints.hub import find_source
 from shmload._checks import (
     Finding,
     check_control_group,
@@ -46,7 +47,6 @@ from shmload._host.procfs import (
     huge_page_policy,
     machine_free_nbytes,
 )
-from shmload._hub import find_source
 from shmload._protocol import GetStatus, Status
 from shmload._residency import find_garbage
 from shmload._settings import settings

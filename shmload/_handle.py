@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
+from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.identity import identify
+from shmload._checkpoints.resolve import Source, files_of
 from shmload._complete import complete_load
-from shmload._dtypes import TORCH_NAMES, parse_dtype
 from shmload._host.collector import paused_gc
 from shmload._host.forks import limit_inherited_threads
-from shmload._hub import find_source
-from shmload._identity import identify
 from shmload._lease import Lease
 from shmload._progress import Callback
 from shmload._residency import remove_leftovers
-from shmload._resolve import Source, files_of
 from shmload._segment import Stay
 from shmload._warm import HUB_KWARGS, find_with_rules
 from shmload.errors.loading import ArgumentError, SourceChanged, SourceNotFound

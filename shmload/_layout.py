@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from shmload._dtypes import FLOATS, NBITS
-from shmload._header import Header, TensorSpec, build_header
+from shmload._checkpoints.dtypes import FLOATS, NBITS
+from shmload._checkpoints.header import Header, TensorSpec, build_header
 from shmload._host.linux import PAGE_NBYTES
 from shmload._ipc.frames import Run
 

@@ -20,6 +20,8 @@ from types import TracebackType
 from typing import Self
 
 from shmload._capacity import make_room
+from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.rules import Rule
 from shmload._client import Service
 from shmload._coordinator import DecodeCancelled, Job
 from shmload._decoder import Decoder
@@ -28,9 +30,7 @@ from shmload._host.linux import Inode, inode_of, is_cached, read_ahead, unlock
 from shmload._plan import Plan
 from shmload._progress import Progress
 from shmload._residency import check_digest, give_back, remove_if_free
-from shmload._resolve import Source
 from shmload._ring import Ring
-from shmload._rules import Rule
 from shmload._segment import Awaited, Held, Hollow, Opened, Part, Segment, Stay, attach, begin
 from shmload._settings import settings, worker_count
 from shmload._shard import OpenShard

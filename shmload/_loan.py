@@ -8,8 +8,8 @@ import itertools
 import os
 import stat
 
+from shmload._checkpoints.dtypes import FLOATS, NBITS
 from shmload._coordinator import Job
-from shmload._dtypes import FLOATS, NBITS
 from shmload._host.linux import is_writable
 from shmload._ipc.frames import Run
 from shmload.errors.loading import ArgumentError, ShardUnreadable

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._header import read_header
+from shmload._checkpoints.header import read_header
+from shmload._checkpoints.identity import identify, segment_name
+from shmload._checkpoints.rules import RAW, Rule
 from shmload._host.linux import SHM_DIR
 from shmload._host.procfs import is_remote
-from shmload._identity import identify, segment_name
 from shmload._layout import Layout, lay_out, needs_conversion
 from shmload._placement import Placement
 from shmload._residency import make_metadata
-from shmload._rules import RAW, Rule
 
 
 class Action(enum.Enum):

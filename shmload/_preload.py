@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shmload._checkpoints.dtypes import parse_dtype
 from shmload._coordinator import DecodeCancelled
-from shmload._dtypes import parse_dtype
 from shmload._residency import segments
 from shmload._warm import warm
 from shmload._wording import format_nbytes

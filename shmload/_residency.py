@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from shmload._checkpoints.identity import PART_SUFFIX, identify, name_prefix
 from shmload._digest import digest_data
 from shmload._host.linux import (
     SHM_DIR,
@@ -24,7 +25,6 @@ from shmload._host.linux import (
     wait_lock,
 )
 from shmload._host.procfs import lock_holders
-from shmload._identity import PART_SUFFIX, identify, name_prefix
 from shmload._layout import read_digest
 from shmload._segment import Segment, attach, is_shared
 from shmload._view import VIEW_INFIX, VIEW_MARK

@@ -22,7 +22,8 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from shmload._header import Header, read_header
+from shmload._checkpoints.header import Header, read_header
+from shmload._checkpoints.identity import PART_SUFFIX
 from shmload._host.linux import (
     Inode,
     inode_of,
@@ -35,7 +36,6 @@ from shmload._host.linux import (
     wait_lock,
     write_at,
 )
-from shmload._identity import PART_SUFFIX
 from shmload._layout import Layout, read_digest
 from shmload.errors.loading import SegmentCorrupt, SegmentTimeout, ShmloadError
 

@@ -6,15 +6,15 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES, parse_dtype
+from shmload._checkpoints.header import read_header
+from shmload._checkpoints.resolve import resolve
+from shmload._checkpoints.rules import Rule
 from shmload._complete import complete_load
-from shmload._dtypes import NBITS, TORCH_NAMES, parse_dtype
-from shmload._header import read_header
 from shmload._host.collector import paused_gc
 from shmload._host.linux import reopen
 from shmload._lease import Lease
 from shmload._progress import Callback
-from shmload._resolve import resolve
-from shmload._rules import Rule
 from shmload._segment import Stay
 from shmload.errors.loading import ArgumentError, ShardMalformed
 

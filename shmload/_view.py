@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+from shmload._checkpoints.identity import name_prefix
 from shmload._host.linux import SHM_DIR, no_inodes, try_lock
-from shmload._identity import name_prefix
 
 VIEW_INFIX = "view-"
 # On a view's directory: that it has had its lock, so without one its process has died.

@@ -11,17 +11,17 @@ from typing import Any
 
 import msgspec
 
+from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.rules import Rule, rule_for
 from shmload._client import Service
 from shmload._complete import complete_load
 from shmload._host.collector import paused_gc
 from shmload._host.linux import open_source
-from shmload._hub import find_source
 from shmload._inventory import Inventory, choose_inventory
 from shmload._placement import place
 from shmload._plan import Plan, plan_shard
 from shmload._progress import Callback
-from shmload._resolve import Source
-from shmload._rules import Rule, rule_for
 from shmload._segment import Stay
 from shmload._view import View
 from shmload.errors.loading import SourceNotFound, UnknownComponent

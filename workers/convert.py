@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from shmload._dtypes import TORCH_NAMES
+from shmload._checkpoints.dtypes import TORCH_NAMES
 
 _NUMPY_DTYPES: Final[dict[str, np.dtype[np.generic]]] = {
     "F64": np.dtype(np.float64),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import xxhash
 
-from shmload._dtypes import NBITS
+from shmload._checkpoints.dtypes import NBITS
 from shmload._ipc.frames import Reason, Run
 from shmload.workers.convert import Converter
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 import shmload
-from shmload._hub import find_source
+from shmload._checkpoints.hub import find_source
 from shmload._load import Load
 from shmload._progress import Progress
 from shmload._segment import Segment, Stay, begin

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import shmload
+from shmload._checkpoints.resolve import resolve
+from shmload._checkpoints.rules import Rule
 from shmload._load import Load
 from shmload._progress import Progress
-from shmload._resolve import resolve
 from shmload._ring import Ring, RingShape
-from shmload._rules import Rule
 from shmload._segment import Stay
 from shmload._state_dict import wrap
 from shmload.integrations.mapped import Spans

@@ -12,12 +12,12 @@ from accelerate.utils import check_device_map
 from safetensors import safe_open
 
 import shmload
-from shmload._dtypes import NBITS
-from shmload._header import TensorSpec
+from shmload._checkpoints.dtypes import NBITS
+from shmload._checkpoints.header import TensorSpec
+from shmload._checkpoints.resolve import resolve
+from shmload._checkpoints.rules import rule_for
 from shmload._inventory import limit_inventory
 from shmload._placement import place
-from shmload._resolve import resolve
-from shmload._rules import rule_for
 from shmload.integrations.module_trees import component_of, components_of
 
 _FAMILIES = ("stable-diffusion", "sdxl", "sd3", "flux", "wan", "qwen-image")

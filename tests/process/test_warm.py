@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from warming import NBYTES, SHM, TENSORS, as_bf16, assert_same
 
 import shmload
-from shmload._dtypes import dtype_by_component
-from shmload._identity import name_prefix
+from shmload._checkpoints.dtypes import dtype_by_component
+from shmload._checkpoints.identity import name_prefix
 
 # Warm ---------------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ def test_hub_that_cannot_be_reached_is_one_sentence(monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("shmload._hub._is_offline", lambda hub_kwargs: False)
+    monkeypatch.setattr("shmload._checkpoints.hub._is_offline", lambda hub_kwargs: False)
     monkeypatch.setattr("shmload.integrations.diffusers.download", fail)
     with pytest.raises(shmload.SourceNotFound) as caught:
         shmload.warm("models/sd")

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from shmload import _doctor
+from shmload._checkpoints.identity import PART_SUFFIX, name_prefix
 from shmload._checks import Finding
 from shmload._doctor import diagnose
 from shmload._host.linux import SHM_DIR, shm_open, try_lock
-from shmload._identity import PART_SUFFIX, name_prefix
 from shmload._residency import collect_garbage, find_garbage
 
 # Leftovers ----------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shmload._hub import find_source
-from shmload._resolve import resolve
-from shmload._rules import likely_rule
+from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.resolve import resolve
+from shmload._checkpoints.rules import likely_rule
 from shmload.errors.loading import (
     ArgumentError,
     CheckpointError,

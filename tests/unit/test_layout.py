@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmload import _digest, _layout
+from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES
+from shmload._checkpoints.header import read_header
 from shmload._digest import combine_digests, digest_data
-from shmload._dtypes import FLOATS, NBITS, TORCH_NAMES
-from shmload._header import read_header
 from shmload._host.linux import PAGE_NBYTES
 from shmload._layout import lay_out, needs_conversion, read_digest
 from shmload.workers.fill import Filler

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shmload._resolve import resolve
+from shmload._checkpoints.resolve import resolve
 from shmload.errors.loading import IndexMalformed, ShardMissing, SourceNotFound, UnknownComponent
 
 PIPELINE = {

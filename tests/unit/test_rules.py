@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from shmload._dtypes import FLOATS, parse_dtype
-from shmload._header import TensorSpec
-from shmload._resolve import Checkpoint
-from shmload._rules import RAW, Rule, forget_rule, likely_rule, rule_for, wanted_dtype
+from shmload._checkpoints.dtypes import FLOATS, parse_dtype
+from shmload._checkpoints.header import TensorSpec
+from shmload._checkpoints.resolve import Checkpoint
+from shmload._checkpoints.rules import RAW, Rule, forget_rule, likely_rule, rule_for, wanted_dtype
 from shmload._settings import settings
 from shmload.errors.loading import UnknownDtype
 

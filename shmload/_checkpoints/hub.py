@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from shmload._resolve import Source, resolve
+from shmload._checkpoints.resolve import Source, resolve
 from shmload.errors.loading import (
     ArgumentError,
     IndexMalformed,

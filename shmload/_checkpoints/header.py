@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shmload._dtypes import NBITS
+from shmload._checkpoints.dtypes import NBITS
 from shmload.errors.loading import ShardMalformed, ShardTruncated, ShardUnreadable
 
 # The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE).

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._dtypes import FLOATS, WITHIN_F32, parse_dtype
-from shmload._header import TensorSpec
+from shmload._checkpoints.dtypes import FLOATS, WITHIN_F32, parse_dtype
+from shmload._checkpoints.header import TensorSpec
+from shmload._checkpoints.resolve import Checkpoint
 from shmload._host.files import replacing
-from shmload._resolve import Checkpoint
 from shmload._settings import settings
 
 # Raised whenever `shmload.integrations.rules` would answer differently than before.
