@@ -21,8 +21,8 @@ from shmload._checkpoints.rules import Rule, forget_rule
 from shmload._destination import BytesNeeded
 from shmload._host.procfs import mappings, modified_nbytes
 from shmload._load import Load
+from shmload._segments.view import View
 from shmload._settings import settings
-from shmload._view import View
 from shmload.integrations.mapped import Spans, hold_leases
 from shmload.integrations.paths import PathRepair
 from shmload.integrations.pickling import Models

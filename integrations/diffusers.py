@@ -25,7 +25,7 @@ from shmload._load import Load
 from shmload._placement import place
 from shmload._progress import Callback, Progress
 from shmload._ring import Ring
-from shmload._segment import Stay
+from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
 from shmload.errors.loading import (
     ArgumentError,

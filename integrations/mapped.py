@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from shmload._host.linux import Inode
 from shmload._host.procfs import Mapping, is_touched, mappings
-from shmload._lease import Lease
-from shmload._segment import Segment
+from shmload._segments.lease import Lease
+from shmload._segments.segment import Segment
 
 if TYPE_CHECKING:
     import torch

@@ -4,9 +4,9 @@ import threading
 import time
 from collections.abc import Collection, Iterable
 
-from shmload._lease import Lease
-from shmload._residency import holders
-from shmload._segment import Segment
+from shmload._segments.lease import Lease
+from shmload._segments.listing import holders
+from shmload._segments.segment import Segment
 from shmload._settings import local_world_size
 
 # How late a rank may be: they start together, and imports differ by seconds.

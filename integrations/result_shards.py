@@ -16,7 +16,7 @@ import xxhash
 
 from shmload._checkpoints.header import TensorSpec, build_header, read_header
 from shmload._host.files import replacing
-from shmload._layout import alignment
+from shmload._segments.layout import alignment
 from shmload.errors.jobs import ResultsCorrupt, ResultsInaccessible
 from shmload.errors.loading import CheckpointError, ShmloadError
 from shmload.integrations.journal import read_blocks

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from shmload._handle import Handle, share
     from shmload._placement import Placement
     from shmload._plan import Action, Plan, ShardPlan
-    from shmload._residency import SegmentInfo, collect_garbage, evict, segments, verify
+    from shmload._segments.listing import SegmentInfo, collect_garbage, evict, segments, verify
     from shmload._state_dict import load_state_dict
     from shmload._warm import WarmReport, plan, view, warm
     from shmload.integrations.diffusers import load_pipeline
@@ -86,18 +86,18 @@ _HOMES = {
     "Handle": "shmload._handle",
     "Placement": "shmload._placement",
     "Plan": "shmload._plan",
-    "SegmentInfo": "shmload._residency",
+    "SegmentInfo": "shmload._segments.listing",
     "ShardPlan": "shmload._plan",
     "WarmReport": "shmload._warm",
-    "collect_garbage": "shmload._residency",
-    "evict": "shmload._residency",
+    "collect_garbage": "shmload._segments.listing",
+    "evict": "shmload._segments.listing",
     "load_pipeline": "shmload.integrations.diffusers",
     "load_state_dict": "shmload._state_dict",
     "plan": "shmload._warm",
-    "segments": "shmload._residency",
+    "segments": "shmload._segments.listing",
     "share": "shmload._handle",
     "to_device": "shmload.integrations.placing",
-    "verify": "shmload._residency",
+    "verify": "shmload._segments.listing",
     "view": "shmload._warm",
     "warm": "shmload._warm",
 }

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shmload._host.linux import shm_total_nbytes
 from shmload._host.procfs import cgroup_limit_nbytes
-from shmload._residency import SegmentInfo
+from shmload._segments.listing import SegmentInfo
 from shmload._wording import format_nbytes
 from shmload.errors.loading import SharedMemoryFull
 

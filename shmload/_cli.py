@@ -15,7 +15,7 @@ import shmload
 from shmload import _cli_doctor, _cli_placement, _cli_serve, _cli_service
 from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._cli_output import as_json_option, count_of, is_of_output, print_json, print_table
-from shmload._residency import SegmentInfo
+from shmload._segments.listing import SegmentInfo
 from shmload._wording import format_nbytes
 from shmload.errors.loading import ArgumentError, SegmentBusy, ShmloadError, UnknownComponent
 

@@ -17,7 +17,7 @@ from shmload._cli_output import count_of
 from shmload._client import Client
 from shmload._endpoint import Endpoint, socket_path
 from shmload._preload import Wanted, preload, read_list
-from shmload._residency import remove_leftovers, segments
+from shmload._segments.listing import remove_leftovers, segments
 from shmload._service import ServiceState
 from shmload._sessions import serve
 from shmload._settings import parse_nbytes, settings, worker_count

@@ -9,7 +9,7 @@ from shmload._client import Service
 from shmload._host.collector import paused_gc
 from shmload._load import Load
 from shmload._progress import Callback, Progress
-from shmload._segment import Stay
+from shmload._segments.segment import Stay
 
 
 @contextlib.contextmanager

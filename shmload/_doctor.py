@@ -48,7 +48,7 @@ from shmload._host.procfs import (
     machine_free_nbytes,
 )
 from shmload._protocol import GetStatus, Status
-from shmload._residency import find_garbage
+from shmload._segments.listing import find_garbage
 from shmload._settings import settings
 from shmload._speed import is_file_cached, measure_copies, measure_reading
 from shmload.errors.loading import ProtocolError, ShmloadError

@@ -19,10 +19,10 @@ from shmload._checkpoints.resolve import Source, files_of
 from shmload._complete import complete_load
 from shmload._host.collector import paused_gc
 from shmload._host.forks import limit_inherited_threads
-from shmload._lease import Lease
 from shmload._progress import Callback
-from shmload._residency import remove_leftovers
-from shmload._segment import Stay
+from shmload._segments.lease import Lease
+from shmload._segments.listing import remove_leftovers
+from shmload._segments.segment import Stay
 from shmload._warm import HUB_KWARGS, find_with_rules
 from shmload.errors.loading import ArgumentError, SourceChanged, SourceNotFound
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shmload._capacity import make_room
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rules import Rule
 from shmload._client import Service
@@ -29,12 +28,23 @@ from shmload._host.background import Background
 from shmload._host.linux import Inode, inode_of, is_cached, read_ahead, unlock
 from shmload._plan import Plan
 from shmload._progress import Progress
-from shmload._residency import check_digest, give_back, remove_if_free
 from shmload._ring import Ring
-from shmload._segment import Awaited, Held, Hollow, Opened, Part, Segment, Stay, attach, begin
+from shmload._segments.capacity import make_room
+from shmload._segments.listing import check_digest, give_back, remove_if_free
+from shmload._segments.segment import (
+    Awaited,
+    Held,
+    Hollow,
+    Opened,
+    Part,
+    Segment,
+    Stay,
+    attach,
+    begin,
+)
+from shmload._segments.view import descriptor_path
 from shmload._settings import settings, worker_count
 from shmload._shard import OpenShard
-from shmload._view import descriptor_path
 from shmload._wording import format_nbytes
 from shmload.errors.loading import ArgumentError, SegmentTimeout
 

@@ -11,9 +11,9 @@ from shmload._checkpoints.identity import identify, segment_name
 from shmload._checkpoints.rules import RAW, Rule
 from shmload._host.linux import SHM_DIR
 from shmload._host.procfs import is_remote
-from shmload._layout import Layout, lay_out, needs_conversion
 from shmload._placement import Placement
-from shmload._residency import make_metadata
+from shmload._segments.layout import Layout, lay_out, needs_conversion
+from shmload._segments.listing import make_metadata
 
 
 class Action(enum.Enum):

@@ -18,7 +18,7 @@ import msgspec
 
 from shmload._checkpoints.dtypes import parse_dtype
 from shmload._coordinator import DecodeCancelled
-from shmload._residency import segments
+from shmload._segments.listing import segments
 from shmload._warm import warm
 from shmload._wording import format_nbytes
 from shmload.errors.loading import ArgumentError, ShmloadError

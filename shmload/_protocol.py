@@ -19,7 +19,7 @@ import msgspec
 
 import shmload
 from shmload._ipc.frames import Run
-from shmload._residency import SegmentInfo
+from shmload._segments.listing import SegmentInfo
 from shmload._wording import printable
 from shmload.errors.loading import ProtocolError, ShmloadError
 

@@ -17,12 +17,18 @@ from typing import Any
 import msgspec
 
 from shmload._budget import choose_victims, may_go
-from shmload._capacity import require_room, room_nbytes
 from shmload._client import Service
 from shmload._coordinator import Job, OnBytes
 from shmload._pool import WorkerPool
 from shmload._protocol import Lease, MakePlan, Planned, Status, Warm, Warmed
-from shmload._residency import SegmentInfo, holders, remove_if_free, remove_leftovers, segments
+from shmload._segments.capacity import require_room, room_nbytes
+from shmload._segments.listing import (
+    SegmentInfo,
+    holders,
+    remove_if_free,
+    remove_leftovers,
+    segments,
+)
 from shmload._warm import plan, warm
 from shmload.errors.loading import CapacityError
 

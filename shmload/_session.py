@@ -45,7 +45,7 @@ from shmload._protocol import (
     decode_request,
     refuse,
 )
-from shmload._residency import SegmentInfo, evict, segments, verify_each
+from shmload._segments.listing import SegmentInfo, evict, segments, verify_each
 from shmload._settings import settings
 from shmload.errors.loading import ProtocolError, ShmloadError
 from shmload.errors.service import PeerRefused, ServiceUnavailable

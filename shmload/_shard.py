@@ -7,7 +7,7 @@ from shmload._checkpoints.rules import Rule
 from shmload._coordinator import Job
 from shmload._host.linux import open_source
 from shmload._plan import Action, plan_shard
-from shmload._segment import Hollow, Part
+from shmload._segments.segment import Hollow, Part
 
 
 class OpenShard:

@@ -13,9 +13,9 @@ from shmload._checkpoints.rules import Rule
 from shmload._complete import complete_load
 from shmload._host.collector import paused_gc
 from shmload._host.linux import reopen
-from shmload._lease import Lease
 from shmload._progress import Callback
-from shmload._segment import Stay
+from shmload._segments.lease import Lease
+from shmload._segments.segment import Stay
 from shmload.errors.loading import ArgumentError, ShardMalformed
 
 if TYPE_CHECKING:

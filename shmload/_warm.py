@@ -22,8 +22,8 @@ from shmload._inventory import Inventory, choose_inventory
 from shmload._placement import place
 from shmload._plan import Plan, plan_shard
 from shmload._progress import Callback
-from shmload._segment import Stay
-from shmload._view import View
+from shmload._segments.segment import Stay
+from shmload._segments.view import View
 from shmload.errors.loading import SourceNotFound, UnknownComponent
 
 HUB_KWARGS = frozenset(

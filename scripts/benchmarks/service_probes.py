@@ -23,7 +23,7 @@ def attach_part(source: str) -> Numbers:
     time, in seconds.
     """
     from shmload._client import find_service
-    from shmload._residency import segments
+    from shmload._segments.listing import segments
 
     names = [info.name for info in segments() if info.source.startswith(source + os.sep)]
     print("READY", flush=True)

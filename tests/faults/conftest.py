@@ -15,9 +15,9 @@ from light_jobs import light_job, light_server  # noqa: F401 fixtures for all he
 from safetensors.torch import save_file
 from weight import VALUES, save_weight
 
-from shmload import _capacity
 from shmload._coordinator import Coordinator
 from shmload._host.procfs import cgroup_free_nbytes
+from shmload._segments import capacity
 
 TENSORS = {"a": torch.arange(5000.0).reshape(50, 100), "b": torch.arange(7)}
 
@@ -107,7 +107,7 @@ def cgroup(tmp_path, monkeypatch):
         membership = tmp_path / "membership"
         membership.write_text("0::/box\n")
         read = functools.partial(cgroup_free_nbytes, tmp_path / "cgroup", membership)
-        monkeypatch.setattr(_capacity, "cgroup_free_nbytes", read)
+        monkeypatch.setattr(capacity, "cgroup_free_nbytes", read)
 
     return make
 

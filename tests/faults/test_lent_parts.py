@@ -9,7 +9,7 @@ import shmload
 from shmload._checkpoints.hub import find_source
 from shmload._load import Load
 from shmload._progress import Progress
-from shmload._segment import Segment, Stay, begin
+from shmload._segments.segment import Segment, Stay, begin
 from shmload._warm import derive_rules
 from shmload.errors.service import ServiceUnavailable
 

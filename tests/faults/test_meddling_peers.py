@@ -18,7 +18,7 @@ import shmload
 PEER = """
 import ctypes, json, mmap, os, sys
 import shmload
-from shmload._segment import attach
+from shmload._segments.segment import attach
 path, builder, uid = sys.argv[1], sys.argv[2], int(sys.argv[3])
 os.setresgid(uid, uid, uid)
 os.setresuid(uid, uid, uid)

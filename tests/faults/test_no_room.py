@@ -11,8 +11,8 @@ from doors import decoding_door, refusal, state_dict
 from safetensors.torch import save_file
 
 import shmload
-from shmload import _capacity
 from shmload._host.procfs import machine_free_nbytes
+from shmload._segments import capacity
 
 SMALL_SHM = 'mount -t tmpfs -o size=16m,mode=1777{options} tmpfs /dev/shm && exec "$0" "$@"'
 
@@ -218,7 +218,7 @@ def test_no_room_in_the_machine(large, door, tmp_path, monkeypatch):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 100000 kB\nMemAvailable: 51200 kB\n")
     read = functools.partial(machine_free_nbytes, meminfo)
-    monkeypatch.setattr(_capacity, "machine_free_nbytes", read)
+    monkeypatch.setattr(capacity, "machine_free_nbytes", read)
     refusal(
         door,
         large,
@@ -232,6 +232,6 @@ def test_no_room_in_the_machine(large, door, tmp_path, monkeypatch):
 
 def test_what_takes_no_room_needs_none(checkpoint, evicts, monkeypatch):
     shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
-    monkeypatch.setattr(_capacity, "shm_free_nbytes", lambda: 0)
+    monkeypatch.setattr(capacity, "shm_free_nbytes", lambda: 0)
     shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
     state_dict(checkpoint)  # maps the file

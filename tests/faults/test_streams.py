@@ -15,7 +15,7 @@ from shmload._checkpoints.rules import Rule
 from shmload._load import Load
 from shmload._progress import Progress
 from shmload._ring import Ring, RingShape
-from shmload._segment import Stay
+from shmload._segments.segment import Stay
 from shmload._state_dict import wrap
 from shmload.integrations.mapped import Spans
 from shmload.integrations.moves import Moves

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import shmload
-from shmload import _residency
-from shmload._segment import Segment
+from shmload._segments import listing
+from shmload._segments.segment import Segment
 
 
 @pytest.fixture
@@ -57,13 +57,13 @@ def test_whoever_lists_segments(handle, shm_names, monkeypatch):
 
 
 def test_whoever_verifies_segments(handle, shm_names, monkeypatch):
-    digest_data = _residency.digest_data
+    digest_data = listing.digest_data
 
     def close_and_digest(*args):
         handle.close()
         return digest_data(*args)
 
-    monkeypatch.setattr(_residency, "digest_data", close_and_digest)
+    monkeypatch.setattr(listing, "digest_data", close_and_digest)
     assert len(shmload.verify()) == 1
     assert shm_names() == []
 

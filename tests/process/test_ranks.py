@@ -19,8 +19,9 @@ from mappings import Mappings
 from tracing import can_trace, noted_nbytes, noting_reads
 
 import shmload
-from shmload import _capacity, _destination
+from shmload import _destination
 from shmload._ring import RingShape
+from shmload._segments import capacity
 from shmload.integrations import ranks
 
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -326,7 +327,7 @@ def test_ranks_with_accelerators_share_instead_of_a_ring_each(
 def test_ranks_without_room_to_share_have_a_ring_each(
     saved, rank, accelerators, streams, rings, shm_names, monkeypatch, caplog
 ):
-    monkeypatch.setattr(_capacity, "shm_free_nbytes", lambda: 0)
+    monkeypatch.setattr(capacity, "shm_free_nbytes", lambda: 0)
     source = saved("flux")
     got = load(source)
     assert min(streams) > 0

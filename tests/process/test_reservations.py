@@ -14,7 +14,7 @@ from shmload import _service
 from shmload._client import Client
 from shmload._endpoint import socket_path
 from shmload._protocol import Reserve, Reserved, Warm, Warmed
-from shmload._segment import begin
+from shmload._segments.segment import begin
 from shmload._service import ServiceState
 from shmload.errors.loading import SharedMemoryFull
 

@@ -19,7 +19,7 @@ import shmload
 from shmload._client import Client
 from shmload._endpoint import connect, peer_of, socket_path
 from shmload._protocol import Shutdown, Stopping
-from shmload._segment import begin
+from shmload._segments.segment import begin
 from shmload.errors.service import ServiceUnavailable
 
 

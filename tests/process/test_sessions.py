@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 import shmload
-from shmload import _residency, _sessions
+from shmload import _sessions
 from shmload._client import Client
 from shmload._endpoint import Endpoint
 from shmload._protocol import GetStatus, Segments, Status, Verify, Warm, Warmed
-from shmload._segment import begin
+from shmload._segments import listing
+from shmload._segments.segment import begin
 from shmload._service import ServiceState
 from shmload._sessions import Sessions, serve
 
@@ -204,7 +205,7 @@ def test_client_that_leaves_ends_the_wait_for_another_builder(served, state, sha
 def test_service_that_verifies_shows_life(served, shard, evicts, monkeypatch):
     shmload.warm(shard, torch_dtype="bfloat16")
     beats = Beats()
-    monkeypatch.setattr(_residency, "check_digest", lambda segment: beats.are_enough.wait(60))
+    monkeypatch.setattr(listing, "check_digest", lambda segment: beats.are_enough.wait(60))
     with Client(served) as client:
         client.ask(Verify(()), Segments, on_progress=beats)
     assert beats.are_enough.is_set()

@@ -4,7 +4,7 @@ import pytest
 
 from shmload import _budget
 from shmload._budget import budget_warnings, choose_victims
-from shmload._residency import SegmentInfo
+from shmload._segments.listing import SegmentInfo
 from shmload.errors.loading import SharedMemoryFull
 
 GIB = 1 << 30

@@ -13,7 +13,7 @@ from shmload._checkpoints.identity import PART_SUFFIX, name_prefix
 from shmload._checks import Finding
 from shmload._doctor import diagnose
 from shmload._host.linux import SHM_DIR, shm_open, try_lock
-from shmload._residency import collect_garbage, find_garbage
+from shmload._segments.listing import collect_garbage, find_garbage
 
 # Leftovers ----------------------------------------------------------------------------------------
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmload import _digest, _layout
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES
 from shmload._checkpoints.header import read_header
-from shmload._digest import combine_digests, digest_data
 from shmload._host.linux import PAGE_NBYTES
-from shmload._layout import lay_out, needs_conversion, read_digest
+from shmload._segments import digest, layout
+from shmload._segments.digest import combine_digests, digest_data
+from shmload._segments.layout import lay_out, needs_conversion, read_digest
 from shmload.workers.fill import Filler
 
 _PIECE_NBYTES = 256  # instead of 64 MiB, so that small tensors are cut too
@@ -66,8 +66,8 @@ def in_memory(content=b""):
 @contextlib.contextmanager
 def small_pieces():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_layout, "PIECE_NBYTES", _PIECE_NBYTES)
-        patch.setattr(_digest, "PIECE_NBYTES", _PIECE_NBYTES)
+        patch.setattr(layout, "PIECE_NBYTES", _PIECE_NBYTES)
+        patch.setattr(digest, "PIECE_NBYTES", _PIECE_NBYTES)
         yield
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from shmload._checkpoints.identity import PART_SUFFIX, identify, name_prefix
-from shmload._digest import digest_data
 from shmload._host.linux import (
     SHM_DIR,
     inode_of,
@@ -25,9 +24,10 @@ from shmload._host.linux import (
     wait_lock,
 )
 from shmload._host.procfs import lock_holders
-from shmload._layout import read_digest
-from shmload._segment import Segment, attach, is_shared
-from shmload._view import VIEW_INFIX, VIEW_MARK
+from shmload._segments.digest import digest_data
+from shmload._segments.layout import read_digest
+from shmload._segments.segment import Segment, attach, is_shared
+from shmload._segments.view import VIEW_INFIX, VIEW_MARK
 from shmload._wording import printable
 from shmload.errors.loading import (
     ArgumentError,

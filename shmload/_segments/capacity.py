@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shmload._checkpoints.identity import PART_SUFFIX, name_prefix
 from shmload._host.linux import shm_free_nbytes, unwritten_nbytes
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
-from shmload._residency import remove_leftovers
+from shmload._segments.listing import remove_leftovers
 from shmload.errors.loading import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 
 # Left to the rest of the process: page tables, the workers themselves (about 40 MB each).

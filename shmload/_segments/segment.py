@@ -36,7 +36,7 @@ from shmload._host.linux import (
     wait_lock,
     write_at,
 )
-from shmload._layout import Layout, read_digest
+from shmload._segments.layout import Layout, read_digest
 from shmload.errors.loading import SegmentCorrupt, SegmentTimeout, ShmloadError
 
 _POLL_S = 0.01

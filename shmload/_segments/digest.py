@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import xxhash
 
 from shmload._checkpoints.header import Header
-from shmload._layout import PIECE_NBYTES
+from shmload._segments.layout import PIECE_NBYTES
 
 _BLOCK_NBYTES = 1 << 20
 
