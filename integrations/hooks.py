@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shmload._inventory import CPU, DISK, OFFLOAD
-from shmload._placed_parts import WAITING
+from shmload._placement.inventory import CPU, DISK, OFFLOAD
+from shmload._placement.table import WAITING
 from shmload.errors.loading import ArgumentError
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from typing import Any, Literal, Self, get_args
 
 from shmload._handle import Handle
-from shmload._inventory import CPU, DISK, META, OFFLOAD, canonical_device
+from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, canonical_device
 from shmload.errors.jobs import ItemError, ItemFailed
 from shmload.errors.loading import ArgumentError
 from shmload.integrations.crew import Crew

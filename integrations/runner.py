@@ -22,8 +22,8 @@ import torch
 
 from shmload._destination import Destination
 from shmload._handle import Handle
-from shmload._inventory import CPU
 from shmload._ipc.frames import Inbox, send, take_channel
+from shmload._placement.inventory import CPU
 from shmload.errors.loading import ArgumentError
 from shmload.integrations.job_messages import (
     MAX_FRAME_NBYTES,

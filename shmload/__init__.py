@@ -70,7 +70,7 @@ from shmload.errors.service import (
 
 if TYPE_CHECKING:
     from shmload._handle import Handle, share
-    from shmload._placement import Placement
+    from shmload._placement.placement import Placement
     from shmload._plan import Action, Plan, ShardPlan
     from shmload._segments.listing import SegmentInfo, collect_garbage, evict, segments, verify
     from shmload._state_dict import load_state_dict
@@ -84,7 +84,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Action": "shmload._plan",
     "Handle": "shmload._handle",
-    "Placement": "shmload._placement",
+    "Placement": "shmload._placement.placement",
     "Plan": "shmload._plan",
     "SegmentInfo": "shmload._segments.listing",
     "ShardPlan": "shmload._plan",

@@ -7,10 +7,10 @@ from typing import Any
 import click
 
 from shmload._cli_output import print_table
-from shmload._inventory import CPU, OFFLOAD
-from shmload._placed_parts import PlacedPart
-from shmload._placement import DeviceUse, Placement
-from shmload._shortest_map import print_device_map
+from shmload._placement.inventory import CPU, OFFLOAD
+from shmload._placement.placement import DeviceUse, Placement
+from shmload._placement.shortest_map import print_device_map
+from shmload._placement.table import PlacedPart
 from shmload._wording import format_nbytes
 from shmload.errors.loading import DeviceMapMalformed
 

@@ -11,7 +11,7 @@ from shmload._checkpoints.identity import identify, segment_name
 from shmload._checkpoints.rules import RAW, Rule
 from shmload._host.linux import SHM_DIR
 from shmload._host.procfs import is_remote
-from shmload._placement import Placement
+from shmload._placement.placement import Placement
 from shmload._segments.layout import Layout, lay_out, needs_conversion
 from shmload._segments.listing import make_metadata
 

@@ -18,8 +18,8 @@ from shmload._client import Service
 from shmload._complete import complete_load
 from shmload._host.collector import paused_gc
 from shmload._host.linux import open_source
-from shmload._inventory import Inventory, choose_inventory
-from shmload._placement import place
+from shmload._placement.inventory import Inventory, choose_inventory
+from shmload._placement.placement import place
 from shmload._plan import Plan, plan_shard
 from shmload._progress import Callback
 from shmload._segments.segment import Stay

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from shmload._modules import Component, Module, parent_of
+from shmload._placement.modules import Component, Module, parent_of
 
 UNIT = 1 << 20
 

@@ -75,12 +75,12 @@ def _begin() -> None:
     if not _IS_PRETENDED:
         torch.zeros(1, device=_DEVICE)
         return
-    from shmload import _inventory
+    from shmload._placement import inventory
     from shmload.integrations import placing, runtime
 
     host = runtime.runtime_of(torch.device("cpu"))
     placing.runtime_of = lambda device: host  # type: ignore[attr-defined]
-    _inventory.machine_inventory = lambda: _inventory.parse_inventory("80GiB,cpu=80GiB")
+    inventory.machine_inventory = lambda: inventory.parse_inventory("80GiB,cpu=80GiB")
 
 
 def _time(call: Callable[[], object]) -> float:

@@ -12,9 +12,9 @@ from light_jobs import light_job, light_server, pipeline  # noqa: F401 fixtures 
 from safetensors.torch import save_file
 from warming import TENSORS
 
-from shmload import _inventory
-from shmload._inventory import parse_inventory
 from shmload._load import Load
+from shmload._placement import inventory
+from shmload._placement.inventory import parse_inventory
 from shmload.integrations import build, placing
 from shmload.integrations.build import Build
 from shmload.workers.fill import Filler
@@ -153,7 +153,7 @@ def accelerators(monkeypatch):
     """Two GPUs of 1 GiB, by name; each copies as late as it may."""
     devices = {name: LateDevice() for name in ("cuda:0", "cuda:1")}
     monkeypatch.setattr(placing, "runtime_of", lambda device: devices[str(device)])
-    monkeypatch.setattr(_inventory, "machine_inventory", lambda: parse_inventory("2x1GiB,cpu=8GiB"))
+    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("2x1GiB,cpu=8GiB"))
     yield devices
     for device in devices.values():
         assert device.pending == 0

@@ -7,8 +7,8 @@ from comparing import reference
 from torch import nn
 
 import shmload
-from shmload import _inventory
-from shmload._inventory import parse_inventory
+from shmload._placement import inventory
+from shmload._placement.inventory import parse_inventory
 
 
 def test_components_go_where_the_map_says(saved, accelerators):
@@ -153,6 +153,6 @@ def test_limits_alone_mean_nothing(saved):
 
 
 def test_machine_without_a_gpu_says_what_it_has(saved, monkeypatch):
-    monkeypatch.setattr(_inventory, "machine_inventory", lambda: parse_inventory("cpu=8GiB"))
+    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("cpu=8GiB"))
     with pytest.raises(shmload.DeviceMapMalformed, match="the devices are cpu"):
         shmload.to_device(nn.Linear(2, 2), "cuda")

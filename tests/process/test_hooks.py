@@ -20,8 +20,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 import pipelines
-from shmload._inventory import parse_inventory
-from shmload._placement import place
+from shmload._placement.inventory import parse_inventory
+from shmload._placement.placement import place
 from shmload.integrations.hooks import attach_hooks, device_at
 from shmload.integrations.module_trees import component_of
 _setup_privateuseone_for_python_backend("fakegpu")

@@ -16,8 +16,8 @@ from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rules import rule_for
-from shmload._inventory import limit_inventory
-from shmload._placement import place
+from shmload._placement.inventory import limit_inventory
+from shmload._placement.placement import place
 from shmload.integrations.module_trees import component_of, components_of
 
 _FAMILIES = ("stable-diffusion", "sdxl", "sd3", "flux", "wan", "qwen-image")

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import shmload
-from shmload import _inventory
-from shmload._inventory import parse_inventory
+from shmload._placement import inventory
+from shmload._placement.inventory import parse_inventory
 
 
 def test_any_module_goes_to_a_device(accelerators):
@@ -43,7 +43,7 @@ def test_module_stays_as_it_was_where_torch_cannot_move_a_part(accelerators, mon
 
 
 def test_what_is_on_the_host_needs_no_room_there(monkeypatch):
-    monkeypatch.setattr(_inventory, "machine_inventory", lambda: parse_inventory("cpu=1KiB"))
+    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("cpu=1KiB"))
     module = nn.Linear(64, 64)
     assert shmload.to_device(module, "cpu") is module
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from placing import block, blocks, components, flux, leaf, model
 
 from shmload import DeviceMapMalformed, UnknownComponent, UnknownModule
-from shmload._device_map import expand, parse_device_map
-from shmload._inventory import parse_inventory
-from shmload._modules import Component, parent_of
-from shmload._placement import place
-from shmload._shortest_map import number_patterns, print_device_map, shorten
+from shmload._placement.device_map import expand, parse_device_map
+from shmload._placement.inventory import parse_inventory
+from shmload._placement.modules import Component, parent_of
+from shmload._placement.placement import place
+from shmload._placement.shortest_map import number_patterns, print_device_map, shorten
 
 INVENTORY = parse_inventory("4x80GiB")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shmload._inventory import (
+from shmload._placement.inventory import (
     canonical_device,
     choose_inventory,
     limit_inventory,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from placing import UNIT, blocks, components, flux, inventories, leaf, model
 
 from shmload import DoesNotFit
-from shmload._device_map import expand
-from shmload._inventory import limit_inventory, parse_inventory
-from shmload._modules import Component, join
-from shmload._placement import place
+from shmload._placement.device_map import expand
+from shmload._placement.inventory import limit_inventory, parse_inventory
+from shmload._placement.modules import Component, join
+from shmload._placement.placement import place
 
 STRATEGIES = ("balanced", "balanced_low_0", "sequential", "auto")
 

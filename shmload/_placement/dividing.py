@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from shmload._device_map import tied_pieces
-from shmload._modules import Component, join
+from shmload._placement.device_map import tied_pieces
+from shmload._placement.modules import Component, join
 
 # Of the share of each device that is used: finer than any block.
 _LEVEL_STEPS = 1 << 12

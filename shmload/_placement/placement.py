@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from shmload._device_map import Devices, expand, merge, parse_device_map
-from shmload._inventory import CPU, DISK, OFFLOAD, Inventory
-from shmload._modules import Component, join
-from shmload._placed_parts import WAITING, PlacedPart, parts_of
-from shmload._shortest_map import shorten
-from shmload._strategies import WHOLE, nbytes_by_device, place_auto, rooms_of
+from shmload._placement.device_map import Devices, expand, merge, parse_device_map
+from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory
+from shmload._placement.modules import Component, join
+from shmload._placement.shortest_map import shorten
+from shmload._placement.strategies import WHOLE, nbytes_by_device, place_auto, rooms_of
+from shmload._placement.table import WAITING, PlacedPart, parts_of
 from shmload._wording import format_nbytes
 from shmload.errors.loading import DoesNotFit
 

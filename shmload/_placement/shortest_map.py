@@ -6,8 +6,8 @@ from itertools import groupby
 
 import msgspec
 
-from shmload._device_map import Devices
-from shmload._modules import Component, Module, join
+from shmload._placement.device_map import Devices
+from shmload._placement.modules import Component, Module, join
 
 
 class _Written(msgspec.Struct, frozen=True):

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from shmload._inventory import CPU, DISK, META, OFFLOAD, Inventory, canonical_device
-from shmload._modules import Component, Module, join, parent_of
+from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, Inventory, canonical_device
+from shmload._placement.modules import Component, Module, join, parent_of
 from shmload.errors.loading import (
     ArgumentError,
     DeviceMapMalformed,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shmload._inventory import DISK, OFFLOAD
-from shmload._modules import Component, Module
+from shmload._placement.inventory import DISK, OFFLOAD
+from shmload._placement.modules import Component, Module
 
 WAITING = (OFFLOAD, DISK)
 """Where weights wait until they are computed with."""

@@ -11,10 +11,10 @@ from itertools import combinations
 
 import msgspec
 
-from shmload._device_map import Devices
-from shmload._inventory import CPU, DISK, OFFLOAD, Inventory
-from shmload._modules import Component, join
-from shmload._runs import Divided, divide, fill, split
+from shmload._placement.device_map import Devices
+from shmload._placement.dividing import Divided, divide, fill, split
+from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory
+from shmload._placement.modules import Component, join
 
 Rooms = Mapping[str, int]
 """Bytes by device, in the order of the devices."""
