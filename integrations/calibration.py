@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shmload._decoding.ring import Ring, ring_shape
 from shmload._destination import Pin
 from shmload._host.files import replacing
 from shmload._host.linux import inode_of
-from shmload._ring import Ring, ring_shape
 from shmload._settings import settings
 from shmload.integrations.moves import Moves
 from shmload.integrations.pinned import PinnedRing

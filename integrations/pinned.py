@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from shmload._ring import Ring
+from shmload._decoding.ring import Ring
 from shmload.integrations.runtime import Runtime
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shmload._decoding.ring import Ring, RingShape, ring_shape
 from shmload._destination import Destination, Pin, parse_max_host_memory
 from shmload._host.collector import paused_gc
 from shmload._host.linux import inode_of
@@ -16,7 +17,6 @@ from shmload._load import Load
 from shmload._placement.inventory import CPU, META, choose_inventory, without_host_limits
 from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
-from shmload._ring import Ring, RingShape, ring_shape
 from shmload.integrations.calibration import choose_pin
 from shmload.integrations.hooks import attach_hooks, device_at, note_devices
 from shmload.integrations.mapped import Spans

@@ -7,9 +7,9 @@ import queue
 from collections import deque
 from collections.abc import Sequence
 
+from shmload._decoding.ring import FilledSlot, Ring
 from shmload._host.linux import Inode
 from shmload._host.procfs import mappings
-from shmload._ring import FilledSlot, Ring
 from shmload.integrations.moves import Moves
 from shmload.integrations.pinned import PinnedRing
 from shmload.integrations.runtime import Event, Runtime, drain

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from shmload._ring import RingShape
+from shmload._decoding.ring import RingShape
 from shmload.integrations.moves import Allocation
 from shmload.integrations.pinned import PinnedRing
 from shmload.integrations.runtime import Event, Runtime, drain

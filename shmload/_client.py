@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
-from shmload._coordinator import Job, OnBytes
+from shmload._decoding.coordinator import Job, OnBytes
 from shmload._endpoint import connect, service_pid, socket_path
 from shmload._ipc.frames import Inbox, send
 from shmload._protocol import (

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import msgspec
 
 from shmload._checkpoints.resolve import Source
+from shmload._decoding.ring import Ring, ring_shape
 from shmload._placement.device_map import STRATEGIES
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, canonical_device
-from shmload._ring import Ring, ring_shape
 from shmload._settings import parse_nbytes, worker_count
 from shmload.errors.loading import ArgumentError, MemoryLimitExceeded, UnknownComponent
 

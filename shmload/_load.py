@@ -22,13 +22,13 @@ from typing import Self
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rules import Rule
 from shmload._client import Service
-from shmload._coordinator import DecodeCancelled, Job
 from shmload._decoder import Decoder
+from shmload._decoding.coordinator import DecodeCancelled, Job
+from shmload._decoding.ring import Ring
 from shmload._host.background import Background
 from shmload._host.linux import Inode, inode_of, is_cached, read_ahead, unlock
 from shmload._plan import Plan
 from shmload._progress import Progress
-from shmload._ring import Ring
 from shmload._segments.capacity import make_room
 from shmload._segments.listing import check_digest, give_back, remove_if_free
 from shmload._segments.segment import (

@@ -9,7 +9,7 @@ import os
 import stat
 
 from shmload._checkpoints.dtypes import FLOATS, NBITS
-from shmload._coordinator import Job
+from shmload._decoding.coordinator import Job
 from shmload._host.linux import is_writable
 from shmload._ipc.frames import Run
 from shmload.errors.loading import ArgumentError, ShardUnreadable

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from shmload._coordinator import Coordinator, DecodeCancelled, Job, OnBytes
+from shmload._decoding.coordinator import Coordinator, DecodeCancelled, Job, OnBytes
 
 _POLL_S = 0.1
 

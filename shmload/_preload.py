@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shmload._checkpoints.dtypes import parse_dtype
-from shmload._coordinator import DecodeCancelled
+from shmload._decoding.coordinator import DecodeCancelled
 from shmload._segments.listing import segments
 from shmload._warm import warm
 from shmload._wording import format_nbytes

@@ -18,7 +18,7 @@ import msgspec
 
 from shmload._budget import choose_victims, may_go
 from shmload._client import Service
-from shmload._coordinator import Job, OnBytes
+from shmload._decoding.coordinator import Job, OnBytes
 from shmload._pool import WorkerPool
 from shmload._protocol import Lease, MakePlan, Planned, Status, Warm, Warmed
 from shmload._segments.capacity import require_room, room_nbytes

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
-from shmload._coordinator import DecodeCancelled, Job
+from shmload._decoding.coordinator import DecodeCancelled, Job
 from shmload._endpoint import require_same_user, socket_path
 from shmload._ipc.frames import Inbox, send, to_frame
 from shmload._loan import require_sound

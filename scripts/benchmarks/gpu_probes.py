@@ -163,7 +163,7 @@ def _loader(way: str, max_host_memory: str | None = None) -> Callable[[str], Any
 
 def _note_rings() -> list[int]:
     """Return a list that gets the size of each ring that is made from now on, in bytes."""
-    from shmload._ring import Ring, RingShape
+    from shmload._decoding.ring import Ring, RingShape
 
     sizes: list[int] = []
     make = Ring.__init__

@@ -197,7 +197,7 @@ def warm(source: str, dtype: str, workers: int | None) -> Numbers:
         part, the coordinator's, from when the workers are ready; 0 if nothing was decoded.
     """
     import shmload
-    from shmload._coordinator import Coordinator
+    from shmload._decoding.coordinator import Coordinator
 
     decode = Coordinator.decode
     decode_s: list[float] = []

@@ -15,7 +15,7 @@ from light_jobs import light_job, light_server  # noqa: F401 fixtures for all he
 from safetensors.torch import save_file
 from weight import VALUES, save_weight
 
-from shmload._coordinator import Coordinator
+from shmload._decoding.coordinator import Coordinator
 from shmload._host.procfs import cgroup_free_nbytes
 from shmload._segments import capacity
 

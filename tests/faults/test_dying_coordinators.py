@@ -11,7 +11,7 @@ from warming import CHILD, TENSORS, begun
 from watching import Watched, users_of, workers_of
 
 import shmload
-from shmload._coordinator import Coordinator
+from shmload._decoding.coordinator import Coordinator
 
 
 @pytest.mark.parametrize("how", ["warm", "load"])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import shmload
 from shmload._checkpoints.header import TensorSpec, build_header
-from shmload._worker_process import WorkerProcess
+from shmload._decoding.worker_process import WorkerProcess
 
 
 def assert_right(source):

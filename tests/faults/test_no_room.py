@@ -121,7 +121,7 @@ def test_shm_that_fills_up_before_a_worker_writes(tmp_path, in_small_shm, config
     save_file({"a": torch.ones(8_000_000)}, path)
     configure(inline_nbytes=0, workers=1)
     code = (
-        "from shmload._coordinator import Coordinator\n"
+        "from shmload._decoding.coordinator import Coordinator\n"
         "decode = Coordinator.decode\n"
         "def fill_and_decode(*args):\n"
         "    report(0, 0)\n"

@@ -12,9 +12,9 @@ from torch import nn
 import shmload
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rules import Rule
+from shmload._decoding.ring import Ring, RingShape
 from shmload._load import Load
 from shmload._progress import Progress
-from shmload._ring import Ring, RingShape
 from shmload._segments.segment import Stay
 from shmload._state_dict import wrap
 from shmload.integrations.mapped import Spans

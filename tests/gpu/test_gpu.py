@@ -7,7 +7,7 @@ from pipelines import FAMILIES
 from torch import nn
 
 import shmload
-from shmload._ring import Ring, RingShape
+from shmload._decoding.ring import Ring, RingShape
 from shmload.integrations.pinned import PinnedRing
 from shmload.integrations.runtime import runtime_of
 

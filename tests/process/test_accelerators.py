@@ -15,8 +15,8 @@ from torch import nn
 import shmload
 from shmload import _destination
 from shmload._checkpoints.rules import Rule
+from shmload._decoding.ring import RingShape
 from shmload._load import Load
-from shmload._ring import RingShape
 from shmload.integrations import rules
 from shmload.integrations.build import Build
 

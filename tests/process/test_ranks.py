@@ -20,7 +20,7 @@ from tracing import can_trace, noted_nbytes, noting_reads
 
 import shmload
 from shmload import _destination
-from shmload._ring import RingShape
+from shmload._decoding.ring import RingShape
 from shmload._segments import capacity
 from shmload.integrations import ranks
 

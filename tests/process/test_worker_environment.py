@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from shmload._coordinator import Coordinator
+from shmload._decoding.coordinator import Coordinator
 
 
 def test_what_systemd_tells_its_service_stays_there(monkeypatch, worker_pids):

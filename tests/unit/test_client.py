@@ -7,7 +7,7 @@ import pytest
 
 from shmload import _client
 from shmload._client import Client
-from shmload._coordinator import Job
+from shmload._decoding.coordinator import Job
 from shmload._ipc.frames import to_frame
 from shmload._protocol import VERSION, Decoded, GetStatus, Progress, Reserved, Stat, Welcome
 from shmload.errors.loading import ProtocolError

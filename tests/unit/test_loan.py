@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmload._checkpoints.dtypes import NBITS
-from shmload._coordinator import Job
+from shmload._decoding.coordinator import Job
 from shmload._ipc.frames import Run
 from shmload._loan import require_sound
 from shmload._protocol import Stat

@@ -5,7 +5,7 @@ import torch
 from devices import LateDevice
 from torch import nn
 
-from shmload._ring import Ring, RingShape
+from shmload._decoding.ring import Ring, RingShape
 from shmload.integrations.moves import Moves
 from shmload.integrations.pinned import PinnedRing
 from shmload.integrations.upload import upload

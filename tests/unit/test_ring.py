@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmload._ring import Ring, RingShape, ring_shape
+from shmload._decoding.ring import Ring, RingShape, ring_shape
 from shmload.errors.loading import ArgumentError
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shmload._ring import Ring, RingShape
+from shmload._decoding.ring import Ring, RingShape
 from shmload.integrations.moves import Moves
 from shmload.integrations.pinned import PinnedRing
 from shmload.integrations.upload import batch, upload
