@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from shmload._host.procfs import FileSystem
-from shmload._protocol import VERSION, Status
+from shmload._service.protocol import VERSION, Status
 from shmload._settings import ServiceUse
 from shmload._speed import CopySpeed, ReadSpeed
 from shmload._wording import format_nbytes

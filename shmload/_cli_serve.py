@@ -12,14 +12,14 @@ from typing import Any
 
 import click
 
-from shmload._budget import budget_warnings, default_budget
 from shmload._cli_output import count_of
-from shmload._client import Client
-from shmload._endpoint import Endpoint, socket_path
 from shmload._preload import Wanted, preload, read_list
 from shmload._segments.listing import remove_leftovers, segments
-from shmload._service import ServiceState
-from shmload._sessions import serve
+from shmload._service.budget import budget_warnings, default_budget
+from shmload._service.client import Client
+from shmload._service.endpoint import Endpoint, socket_path
+from shmload._service.server import serve
+from shmload._service.state import ServiceState
 from shmload._settings import parse_nbytes, settings, worker_count
 from shmload._wording import format_nbytes
 from shmload.errors.loading import ArgumentError, ProtocolError
@@ -121,7 +121,7 @@ def _end_by_signals(state: ServiceState) -> None:
 
 
 def _serve_metrics(host: str, port: int, state: ServiceState) -> None:
-    from shmload._metrics import serve_metrics
+    from shmload._service.metrics import serve_metrics
 
     port = serve_metrics(host, port, state.status)
     shown = f"[{host}]" if ":" in host else host

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import click
 
 from shmload._cli_output import as_json_option, count_of, print_json, print_table
-from shmload._client import Client
-from shmload._endpoint import socket_path
-from shmload._protocol import GetStatus, Shutdown, Status, Stopping
+from shmload._service.client import Client
+from shmload._service.endpoint import socket_path
+from shmload._service.protocol import GetStatus, Shutdown, Status, Stopping
 from shmload._wording import format_nbytes
 
 _TOP_INTERVAL_S = 1.0

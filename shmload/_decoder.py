@@ -8,10 +8,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from shmload._client import Service, find_service
 from shmload._decoding.coordinator import Coordinator, Job
 from shmload._decoding.ring import Ring
 from shmload._progress import Progress
+from shmload._service.client import Service, find_service
 from shmload._settings import settings
 from shmload.errors.service import ServiceUnavailable
 

@@ -29,8 +29,6 @@ from shmload._checks import (
     check_shared_memory,
     check_source,
 )
-from shmload._client import Client
-from shmload._endpoint import connect, service_pid, socket_path
 from shmload._host.linux import (
     SHM_DIR,
     has_pidfds,
@@ -47,8 +45,10 @@ from shmload._host.procfs import (
     huge_page_policy,
     machine_free_nbytes,
 )
-from shmload._protocol import GetStatus, Status
 from shmload._segments.listing import find_garbage
+from shmload._service.client import Client
+from shmload._service.endpoint import connect, service_pid, socket_path
+from shmload._service.protocol import GetStatus, Status
 from shmload._settings import settings
 from shmload._speed import is_file_cached, measure_copies, measure_reading
 from shmload.errors.loading import ProtocolError, ShmloadError

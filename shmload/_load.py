@@ -21,7 +21,6 @@ from typing import Self
 
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rules import Rule
-from shmload._client import Service
 from shmload._decoder import Decoder
 from shmload._decoding.coordinator import DecodeCancelled, Job
 from shmload._decoding.ring import Ring
@@ -43,6 +42,7 @@ from shmload._segments.segment import (
     begin,
 )
 from shmload._segments.view import descriptor_path
+from shmload._service.client import Service
 from shmload._settings import settings, worker_count
 from shmload._shard import OpenShard
 from shmload._wording import format_nbytes

@@ -24,7 +24,7 @@ from shmload._wording import format_nbytes
 from shmload.errors.loading import ArgumentError, ShmloadError
 
 if TYPE_CHECKING:
-    from shmload._service import ServiceState
+    from shmload._service.state import ServiceState
 
 logger = logging.getLogger(__name__)
 

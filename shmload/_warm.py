@@ -14,7 +14,6 @@ import msgspec
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rules import Rule, rule_for
-from shmload._client import Service
 from shmload._complete import complete_load
 from shmload._host.collector import paused_gc
 from shmload._host.linux import open_source
@@ -24,6 +23,7 @@ from shmload._plan import Plan, plan_shard
 from shmload._progress import Callback
 from shmload._segments.segment import Stay
 from shmload._segments.view import View
+from shmload._service.client import Service
 from shmload.errors.loading import SourceNotFound, UnknownComponent
 
 HUB_KWARGS = frozenset(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shmload._client import Client
-from shmload._endpoint import socket_path
-from shmload._protocol import GetStatus, Status
+from shmload._service.client import Client
+from shmload._service.endpoint import socket_path
+from shmload._service.protocol import GetStatus, Status
 
 # Says when it is ready, and that it has ended.
 SERVE = """

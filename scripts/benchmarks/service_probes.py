@@ -22,8 +22,8 @@ def attach_part(source: str) -> Numbers:
     It does so once for each line on stdin, so that many of these begin at once, and prints each
     time, in seconds.
     """
-    from shmload._client import find_service
     from shmload._segments.listing import segments
+    from shmload._service.client import find_service
 
     names = [info.name for info in segments() if info.source.startswith(source + os.sep)]
     print("READY", flush=True)

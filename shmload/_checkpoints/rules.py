@@ -30,7 +30,7 @@ _LIBRARIES = ("torch", "diffusers", "transformers")
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to store the tensors of one checkpoint; callable as `shmload._segments.layout.DtypeOf`."""
+    """How to store the tensors of one checkpoint; callable as a `DtypeOf` of layouts."""
 
     target: str | None = None
     """The safetensors dtype that floats get, or None to leave all tensors as they are."""

@@ -11,8 +11,8 @@ import pytest
 from serving import held_by, raw_client, status, wait_until_alone
 
 from shmload._ipc.frames import to_frame
-from shmload._protocol import GetStatus, Lend, Stat
-from shmload._sessions import _MAX_CLIENTS
+from shmload._service.protocol import GetStatus, Lend, Stat
+from shmload._service.server import _MAX_CLIENTS
 
 
 @contextlib.contextmanager

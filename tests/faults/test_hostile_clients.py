@@ -10,11 +10,11 @@ import pytest
 from serving import held_by, raw_client, read_to_the_end, wait_until_alone
 
 import shmload
-from shmload._client import Client
 from shmload._decoding.coordinator import Job
-from shmload._endpoint import socket_path
 from shmload._ipc.frames import Inbox, Run, to_frame
-from shmload._protocol import (
+from shmload._service.client import Client
+from shmload._service.endpoint import socket_path
+from shmload._service.protocol import (
     Attached,
     Decode,
     Decoded,

@@ -76,7 +76,7 @@ def test_shm_too_small_is_one_line_of_the_command(large, in_small_shm):
 WITH_A_SERVICE = """
 import contextlib, sys
 import shmload
-from shmload._service import ServiceState
+from shmload._service.state import ServiceState
 with contextlib.closing(ServiceState(workers=1, budget_nbytes=40 << 30)) as state:
     for path in sys.argv[1:]:
         pin = path is sys.argv[1]

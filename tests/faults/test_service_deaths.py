@@ -13,8 +13,8 @@ from serving import SERVE, status, stopped, wait_until, workers_of
 from weight import VALUES, assert_right
 
 import shmload
-from shmload._endpoint import socket_path
-from shmload._session import ProgressStream, has_hung_up
+from shmload._service.endpoint import socket_path
+from shmload._service.session import ProgressStream, has_hung_up
 
 _LOAD = """
 import sys, shmload

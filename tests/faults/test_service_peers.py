@@ -11,10 +11,10 @@ from serving import status, wait_until
 from weight import assert_right
 
 import shmload
-from shmload._client import Client
-from shmload._endpoint import socket_path
 from shmload._ipc.frames import to_frame
-from shmload._protocol import GetStatus, Lend, Stat, Status, Warm, Warmed
+from shmload._service.client import Client
+from shmload._service.endpoint import socket_path
+from shmload._service.protocol import GetStatus, Lend, Stat, Status, Warm, Warmed
 from shmload.errors.loading import ProtocolError
 from shmload.errors.service import PeerRefused, ServiceUnavailable
 
@@ -153,7 +153,7 @@ def test_service_of_another_version_is_not_used(configure, tmp_path, shard, chil
     fake = child(
         "import socket, sys\n"
         "from shmload._ipc.frames import to_frame\n"
-        "from shmload._protocol import Welcome\n"
+        "from shmload._service.protocol import Welcome\n"
         "listener = socket.socket(socket.AF_UNIX)\n"
         "listener.bind(sys.argv[1]); listener.listen()\n"
         "print('LISTENING', flush=True)\n"

@@ -14,7 +14,7 @@ _APART = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc
 _CLIENT = """
 import os, sys
 import shmload
-from shmload._endpoint import connect, service_pid, socket_path
+from shmload._service.endpoint import connect, service_pid, socket_path
 report = shmload.warm(sys.argv[1], torch_dtype="bfloat16")
 state = shmload.load_state_dict(sys.argv[1], "bfloat16")
 with connect(socket_path(), 10) as service:

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 import shmload
-from shmload import _service
-from shmload._client import Client
-from shmload._endpoint import socket_path
-from shmload._protocol import Reserve, Reserved, Warm, Warmed
 from shmload._segments.segment import begin
-from shmload._service import ServiceState
+from shmload._service import state as state_module
+from shmload._service.client import Client
+from shmload._service.endpoint import socket_path
+from shmload._service.protocol import Reserve, Reserved, Warm, Warmed
+from shmload._service.state import ServiceState
 from shmload.errors.loading import SharedMemoryFull
 
 _SEGMENT = (1 << 20) + 4096
@@ -77,7 +77,7 @@ def test_segment_that_is_only_looked_at_may_go(shards, evicts, monkeypatch):
     (info,) = shmload.segments()
     listings = [[msgspec.structs.replace(info, is_leased=True)]]
     monkeypatch.setattr(
-        _service, "segments", lambda: listings.pop() if listings else shmload.segments()
+        state_module, "segments", lambda: listings.pop() if listings else shmload.segments()
     )
     with contextlib.closing(ServiceState(1, _SEGMENT)) as state:
         assert state.reserve(_SEGMENT) == [info.name]

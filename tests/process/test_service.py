@@ -16,9 +16,9 @@ from serving import ask, status, wait_until, workers_of
 from warming import NBYTES, TENSORS, as_bf16, assert_same
 
 import shmload
-from shmload._client import Client
-from shmload._endpoint import socket_path
-from shmload._protocol import (
+from shmload._service.client import Client
+from shmload._service.endpoint import socket_path
+from shmload._service.protocol import (
     Evict,
     ListSegments,
     MakePlan,
@@ -149,7 +149,7 @@ def test_lease_of_a_process_that_cannot_be_seen_is_listed_too(service, checkpoin
     code = (
         "import contextlib, shmload\n"
         "from shmload import _procfs, _residency\n"
-        "from shmload._service import ServiceState\n"
+        "from shmload._service.state import ServiceState\n"
         "_residency.lock_holders = dict\n"
         "with contextlib.closing(ServiceState(1, 0)) as state:\n"
         "    for lease in state.status().leases: print('LEASE', lease.segment, lease.pids)\n"

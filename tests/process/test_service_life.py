@@ -16,10 +16,10 @@ from serving import ask, status, wait_until
 from warming import NBYTES, TENSORS, as_bf16, assert_same
 
 import shmload
-from shmload._client import Client
-from shmload._endpoint import connect, peer_of, socket_path
-from shmload._protocol import Shutdown, Stopping
 from shmload._segments.segment import begin
+from shmload._service.client import Client
+from shmload._service.endpoint import connect, peer_of, socket_path
+from shmload._service.protocol import Shutdown, Stopping
 from shmload.errors.service import ServiceUnavailable
 
 

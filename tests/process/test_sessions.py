@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import save_file
 
 import shmload
-from shmload import _sessions
-from shmload._client import Client
-from shmload._endpoint import Endpoint
-from shmload._protocol import GetStatus, Segments, Status, Verify, Warm, Warmed
 from shmload._segments import listing
 from shmload._segments.segment import begin
-from shmload._service import ServiceState
-from shmload._sessions import Sessions, serve
+from shmload._service import server as server_module
+from shmload._service.client import Client
+from shmload._service.endpoint import Endpoint
+from shmload._service.protocol import GetStatus, Segments, Status, Verify, Warm, Warmed
+from shmload._service.server import Sessions, serve
+from shmload._service.state import ServiceState
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_client_that_has_left_before_it_is_let_in(endpoint, state):
 
 
 def test_more_clients_than_are_served_at_a_time_all_get_an_answer(endpoint, state, monkeypatch):
-    monkeypatch.setattr(_sessions, "_MAX_CLIENTS", 2)
+    monkeypatch.setattr(server_module, "_MAX_CLIENTS", 2)
     answers = []
 
     def ask():

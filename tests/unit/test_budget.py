@@ -2,9 +2,9 @@
 
 import pytest
 
-from shmload import _budget
-from shmload._budget import budget_warnings, choose_victims
 from shmload._segments.listing import SegmentInfo
+from shmload._service import budget as budget_module
+from shmload._service.budget import budget_warnings, choose_victims
 from shmload.errors.loading import SharedMemoryFull
 
 GIB = 1 << 30
@@ -81,8 +81,8 @@ def test_refusal_advises_what_can_help():
     ],
 )
 def test_budget_that_will_not_be_kept_to_is_warned_of(monkeypatch, budget, group, said):
-    monkeypatch.setattr(_budget, "shm_total_nbytes", lambda: 8 * GIB)
-    monkeypatch.setattr(_budget, "cgroup_limit_nbytes", lambda: group)
+    monkeypatch.setattr(budget_module, "shm_total_nbytes", lambda: 8 * GIB)
+    monkeypatch.setattr(budget_module, "cgroup_limit_nbytes", lambda: group)
     found = list(budget_warnings(budget, RESIDENT))
     assert len(found) == len(said)
     for sentence, part in zip(found, said, strict=True):

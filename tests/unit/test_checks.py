@@ -21,7 +21,7 @@ from shmload._checks import (
     check_source,
 )
 from shmload._host.procfs import FileSystem
-from shmload._protocol import Status
+from shmload._service.protocol import Status
 from shmload._speed import CopySpeed, ReadSpeed
 from shmload.errors.loading import ProtocolError
 from shmload.errors.service import PeerRefused, ServiceUnavailable

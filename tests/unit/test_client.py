@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from shmload import _client
-from shmload._client import Client
 from shmload._decoding.coordinator import Job
 from shmload._ipc.frames import to_frame
-from shmload._protocol import VERSION, Decoded, GetStatus, Progress, Reserved, Stat, Welcome
+from shmload._service import client as client_module
+from shmload._service.client import Client
+from shmload._service.protocol import VERSION, Decoded, GetStatus, Progress, Reserved, Stat, Welcome
 from shmload.errors.loading import ProtocolError
 
 
@@ -17,7 +17,7 @@ def ask(monkeypatch, *answers, jobs=()):
     """Ask a service that has answered beforehand for one decode, and then has left."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        monkeypatch.setattr(_client, "connect", lambda path, timeout_s: ours)
+        monkeypatch.setattr(client_module, "connect", lambda path, timeout_s: ours)
         theirs.sendall(b"".join(a if isinstance(a, bytes) else to_frame(a) for a in answers))
         theirs.shutdown(socket.SHUT_WR)
         with Client(Path("socket")) as client:

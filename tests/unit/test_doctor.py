@@ -119,7 +119,7 @@ def test_service_that_says_nothing_is_bad_within_a_deadline(examine, configure, 
 
 
 def test_service_of_another_user_is_bad(examine, monkeypatch, tmp_path):
-    monkeypatch.setattr("shmload._endpoint.peer_of", lambda _: (7, os.geteuid() + 1))
+    monkeypatch.setattr("shmload._service.endpoint.peer_of", lambda _: (7, os.geteuid() + 1))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "service.sock"))
         listener.listen()

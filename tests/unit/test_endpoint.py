@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from shmload import _endpoint
-from shmload._endpoint import Endpoint, socket_path
+from shmload._service import endpoint
+from shmload._service.endpoint import Endpoint, socket_path
 from shmload.errors.service import ServiceRunning, SocketUnusable
 
 REMEDY = "; choose a directory of your own with SHMLOAD_SOCKET"
@@ -81,7 +81,7 @@ def test_directory_of_another_user(path):
 def test_chmod_is_advised_for_the_services_own_directory_only(path, monkeypatch):
     path.parent.chmod(0o755)
     assert "`chmod" not in refusal(path)
-    monkeypatch.setattr(_endpoint, "_default_path", lambda: path)
+    monkeypatch.setattr(endpoint, "_default_path", lambda: path)
     assert f"`chmod 700 {path.parent}`" in refusal(path)
     assert path.parent.stat().st_mode & 0o777 == 0o755
 

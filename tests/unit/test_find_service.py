@@ -5,7 +5,7 @@ import os
 import pytest
 from privileges import no_privileges
 
-from shmload._client import find_service
+from shmload._service.client import find_service
 from shmload.errors.service import ServiceUnavailable
 
 

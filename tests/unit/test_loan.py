@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from shmload._checkpoints.dtypes import NBITS
 from shmload._decoding.coordinator import Job
 from shmload._ipc.frames import Run
-from shmload._loan import require_sound
-from shmload._protocol import Stat
+from shmload._service.loans import require_sound
+from shmload._service.protocol import Stat
 from shmload.errors.loading import ArgumentError
 from shmload.workers.fill import Filler
 

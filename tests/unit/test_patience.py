@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shmload._endpoint import connect
+from shmload._service.endpoint import connect
 from shmload.errors.service import ServiceUnavailable
 
 

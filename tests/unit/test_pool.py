@@ -2,8 +2,8 @@
 
 import threading
 
-from shmload import _pool
-from shmload._pool import WorkerPool
+from shmload._service import pool as pool_module
+from shmload._service.pool import WorkerPool
 
 
 class Workers:
@@ -24,7 +24,7 @@ class Workers:
 
 def test_asking_one_that_waits_holds_up_nobody(monkeypatch):
     is_asked, is_over = threading.Event(), threading.Event()
-    monkeypatch.setattr(_pool, "Coordinator", lambda count: Workers(is_asked))
+    monkeypatch.setattr(pool_module, "Coordinator", lambda count: Workers(is_asked))
     pool = WorkerPool(1)
     outcomes = []
 

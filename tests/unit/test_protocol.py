@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import shmload
 from shmload._ipc.frames import Inbox, Run, send, to_frame
-from shmload._protocol import (
+from shmload._service.protocol import (
     Answer,
     Evict,
     GetStatus,

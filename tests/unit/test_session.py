@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from shmload import _session
 from shmload._ipc.frames import Inbox
-from shmload._protocol import Progress, decode_answer
-from shmload._session import ProgressStream
+from shmload._service import session
+from shmload._service.protocol import Progress, decode_answer
+from shmload._service.session import ProgressStream
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_client_that_takes_no_progress_is_not_waited_for(ends, configure):
 
 
 def test_next_request_begins_at_nothing(ends, monkeypatch):
-    monkeypatch.setattr(_session, "_HEARTBEAT_S", -1.0)
+    monkeypatch.setattr(session, "_HEARTBEAT_S", -1.0)
     ours, theirs = ends
     stream, inbox = ProgressStream(ours), Inbox(theirs)
     stream.report(7, 9)

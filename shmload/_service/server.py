@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from shmload._endpoint import Endpoint
-from shmload._service import ServiceState
-from shmload._session import Session
+from shmload._service.endpoint import Endpoint
+from shmload._service.session import Session
+from shmload._service.state import ServiceState
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from shmload._protocol import Status
+from shmload._service.protocol import Status
 from shmload.errors.loading import ShmloadError
 
 # Name after Prometheus' conventions, kind, attribute of the status, help.

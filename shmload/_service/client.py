@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
 from shmload._decoding.coordinator import Job, OnBytes
-from shmload._endpoint import connect, service_pid, socket_path
 from shmload._ipc.frames import Inbox, send
-from shmload._protocol import (
+from shmload._service.endpoint import connect, service_pid, socket_path
+from shmload._service.protocol import (
     VERSION,
     Answer,
     Attached,

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 
 from shmload._decoding.coordinator import DecodeCancelled, Job
-from shmload._endpoint import require_same_user, socket_path
 from shmload._ipc.frames import Inbox, send, to_frame
-from shmload._loan import require_sound
-from shmload._protocol import (
+from shmload._segments.listing import SegmentInfo, evict, segments, verify_each
+from shmload._service.endpoint import require_same_user, socket_path
+from shmload._service.loans import require_sound
+from shmload._service.protocol import (
     VERSION,
     Answer,
     Attached,
@@ -45,13 +46,12 @@ from shmload._protocol import (
     decode_request,
     refuse,
 )
-from shmload._segments.listing import SegmentInfo, evict, segments, verify_each
 from shmload._settings import settings
 from shmload.errors.loading import ProtocolError, ShmloadError
 from shmload.errors.service import PeerRefused, ServiceUnavailable
 
 if TYPE_CHECKING:
-    from shmload._service import ServiceState
+    from shmload._service.state import ServiceState
 
 logger = logging.getLogger(__name__)
 
