@@ -20,7 +20,7 @@ from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rules import Rule, forget_rule
 from shmload._destination import BytesNeeded
 from shmload._host.procfs import mappings, modified_nbytes
-from shmload._load import Load
+from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._settings import settings
 from shmload.integrations.mapped import Spans, hold_leases

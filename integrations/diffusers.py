@@ -20,11 +20,11 @@ from shmload._checkpoints.rules import RAW, Rule, likely_rule, rule_for
 from shmload._decoding.ring import Ring
 from shmload._destination import BytesNeeded, Destination, Pin, parse_max_host_memory
 from shmload._host.collector import freeze_imports, paused_gc
-from shmload._load import Load
+from shmload._loading.load import Load
+from shmload._loading.progress import Callback, Progress
 from shmload._placement.device_map import STRATEGIES
 from shmload._placement.inventory import choose_inventory
 from shmload._placement.placement import place
-from shmload._progress import Callback, Progress
 from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
 from shmload.errors.loading import (

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.header import TensorSpec, read_header
 from shmload._host.linux import Inode, inode_of, reopen
-from shmload._state_dict import wrap
+from shmload._loading.state_dict import wrap
 from shmload.integrations.mapped import Spans
 
 Models = dict[str, torch.nn.Module]

@@ -13,7 +13,7 @@ from shmload._decoding.ring import Ring, RingShape, ring_shape
 from shmload._destination import Destination, Pin, parse_max_host_memory
 from shmload._host.collector import paused_gc
 from shmload._host.linux import inode_of
-from shmload._load import Load
+from shmload._loading.load import Load
 from shmload._placement.inventory import CPU, META, choose_inventory, without_host_limits
 from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING

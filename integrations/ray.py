@@ -22,8 +22,8 @@ from ray.exceptions import RayError, RayTaskError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shmload._checkpoints.hub import find_source
+from shmload._loading.verbs import WarmReport, warm
 from shmload._segments.listing import SegmentInfo, evict, segments
-from shmload._warm import WarmReport, warm
 from shmload.errors.jobs import NodeFailed, NodeLost, NodeTimeout
 from shmload.errors.loading import SegmentNotFound, ShmloadError
 from shmload.integrations.diffusers import load_pipeline

@@ -18,7 +18,7 @@ import numpy as np
 from shmload._checkpoints.dtypes import NBITS
 from shmload._host.files import replacing
 from shmload._host.linux import Inode, inode_of
-from shmload._state_dict import as_tensor, torch_dtypes
+from shmload._loading.state_dict import as_tensor, torch_dtypes
 from shmload.errors.jobs import ResultsChanged, ResultsCorrupt, ResultsUnfinished
 from shmload.errors.loading import ArgumentError, UnknownDtype
 from shmload.integrations.key_digests import digest_key

@@ -35,7 +35,7 @@ import xxhash
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._host.files import replacing
-from shmload._load import Load
+from shmload._loading.load import Load
 from shmload._settings import settings
 from shmload.integrations.pickling import (
     Files,

@@ -70,11 +70,11 @@ from shmload.errors.service import (
 
 if TYPE_CHECKING:
     from shmload._handle import Handle, share
+    from shmload._loading.plan import Action, Plan, ShardPlan
+    from shmload._loading.state_dict import load_state_dict
+    from shmload._loading.verbs import WarmReport, plan, view, warm
     from shmload._placement.placement import Placement
-    from shmload._plan import Action, Plan, ShardPlan
     from shmload._segments.listing import SegmentInfo, collect_garbage, evict, segments, verify
-    from shmload._state_dict import load_state_dict
-    from shmload._warm import WarmReport, plan, view, warm
     from shmload.integrations.diffusers import load_pipeline
     from shmload.integrations.placing import to_device
 
@@ -82,24 +82,24 @@ __version__ = "0.1.0"
 
 # Imported on first use, so that `import shmload` stays light; the same as above.
 _HOMES = {
-    "Action": "shmload._plan",
+    "Action": "shmload._loading.plan",
     "Handle": "shmload._handle",
     "Placement": "shmload._placement.placement",
-    "Plan": "shmload._plan",
+    "Plan": "shmload._loading.plan",
     "SegmentInfo": "shmload._segments.listing",
-    "ShardPlan": "shmload._plan",
-    "WarmReport": "shmload._warm",
+    "ShardPlan": "shmload._loading.plan",
+    "WarmReport": "shmload._loading.verbs",
     "collect_garbage": "shmload._segments.listing",
     "evict": "shmload._segments.listing",
     "load_pipeline": "shmload.integrations.diffusers",
-    "load_state_dict": "shmload._state_dict",
-    "plan": "shmload._warm",
+    "load_state_dict": "shmload._loading.state_dict",
+    "plan": "shmload._loading.verbs",
     "segments": "shmload._segments.listing",
     "share": "shmload._handle",
     "to_device": "shmload.integrations.placing",
     "verify": "shmload._segments.listing",
-    "view": "shmload._warm",
-    "warm": "shmload._warm",
+    "view": "shmload._loading.verbs",
+    "warm": "shmload._loading.verbs",
 }
 
 __all__ = [

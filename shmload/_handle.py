@@ -16,14 +16,14 @@ from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.resolve import Source, files_of
-from shmload._complete import complete_load
 from shmload._host.collector import paused_gc
 from shmload._host.forks import limit_inherited_threads
-from shmload._progress import Callback
+from shmload._loading.complete import complete_load
+from shmload._loading.progress import Callback
+from shmload._loading.verbs import HUB_KWARGS, find_with_rules
 from shmload._segments.lease import Lease
 from shmload._segments.listing import remove_leftovers
 from shmload._segments.segment import Stay
-from shmload._warm import HUB_KWARGS, find_with_rules
 from shmload.errors.loading import ArgumentError, SourceChanged, SourceNotFound
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import msgspec
 
 from shmload._checkpoints.dtypes import parse_dtype
 from shmload._decoding.coordinator import DecodeCancelled
+from shmload._loading.verbs import warm
 from shmload._segments.listing import segments
-from shmload._warm import warm
 from shmload._wording import format_nbytes
 from shmload.errors.loading import ArgumentError, ShmloadError
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from shmload._decoding.coordinator import Job, OnBytes
+from shmload._loading.verbs import plan, warm
 from shmload._segments.capacity import require_room, room_nbytes
 from shmload._segments.listing import (
     SegmentInfo,
@@ -29,7 +30,6 @@ from shmload._service.budget import choose_victims, may_go
 from shmload._service.client import Service
 from shmload._service.pool import WorkerPool
 from shmload._service.protocol import Lease, MakePlan, Planned, Status, Warm, Warmed
-from shmload._warm import plan, warm
 from shmload.errors.loading import CapacityError
 
 logger = logging.getLogger(__name__)

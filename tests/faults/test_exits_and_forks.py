@@ -251,7 +251,7 @@ def test_forked_child_keeps_the_number_of_threads_that_it_chose(
 
 CLOSE = """
 from shmload._segments.segment import attach
-from shmload._state_dict import wrap
+from shmload._loading.state_dict import wrap
 segment = attach(expression)
 state = wrap(segment.fd, segment.name)
 segment.close()

@@ -13,7 +13,7 @@ LOADER = """
 import os, sys, threading
 os.setpgid(0, 0)
 import shmload
-from shmload._load import Load
+from shmload._loading.load import Load
 has_stopped = threading.Event()
 cancel, wait = Load._cancel, Load.wait
 def say_and_cancel(load):

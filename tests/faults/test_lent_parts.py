@@ -7,10 +7,10 @@ import pytest
 
 import shmload
 from shmload._checkpoints.hub import find_source
-from shmload._load import Load
-from shmload._progress import Progress
+from shmload._loading.load import Load
+from shmload._loading.progress import Progress
+from shmload._loading.verbs import derive_rules
 from shmload._segments.segment import Segment, Stay, begin
-from shmload._warm import derive_rules
 from shmload.errors.service import ServiceUnavailable
 
 

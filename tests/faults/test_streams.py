@@ -13,10 +13,10 @@ import shmload
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rules import Rule
 from shmload._decoding.ring import Ring, RingShape
-from shmload._load import Load
-from shmload._progress import Progress
+from shmload._loading.load import Load
+from shmload._loading.progress import Progress
+from shmload._loading.state_dict import wrap
 from shmload._segments.segment import Stay
-from shmload._state_dict import wrap
 from shmload.integrations.mapped import Spans
 from shmload.integrations.moves import Moves
 from shmload.integrations.pinned import PinnedRing

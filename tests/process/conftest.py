@@ -12,7 +12,7 @@ from light_jobs import light_job, light_server, pipeline  # noqa: F401 fixtures 
 from safetensors.torch import save_file
 from warming import TENSORS
 
-from shmload._load import Load
+from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
 from shmload.integrations import build, placing

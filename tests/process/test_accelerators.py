@@ -16,7 +16,7 @@ import shmload
 from shmload import _destination
 from shmload._checkpoints.rules import Rule
 from shmload._decoding.ring import RingShape
-from shmload._load import Load
+from shmload._loading.load import Load
 from shmload.integrations import rules
 from shmload.integrations.build import Build
 

@@ -13,7 +13,7 @@ import shmload
 CHILD = """
 import os, signal, sys
 import shmload
-from shmload._load import Load
+from shmload._loading.load import Load
 loads, begin = [], Load._begin
 Load._begin = lambda load: (loads.append(load), begin(load))
 handle = shmload.Handle.from_text(sys.argv[1])

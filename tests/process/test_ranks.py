@@ -36,7 +36,7 @@ from pathlib import Path
 source, out, tests = sys.argv[1:4]
 sys.path.insert(0, tests)
 import shmload
-from shmload._load import Load
+from shmload._loading.load import Load
 read = []
 close = Load.close
 def note(load):

@@ -117,7 +117,7 @@ def test_interrupt_leaves_nothing(checkpoint, child, shm_names):
     process = child(
         """
 import signal, sys, shmload
-from shmload._load import Load
+from shmload._loading.load import Load
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 cancel = Load._cancel
 def say_and_cancel(load):

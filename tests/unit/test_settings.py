@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shmload._progress import Progress
+from shmload._loading.progress import Progress
 from shmload._settings import settings, worker_count
 from shmload.errors.loading import ArgumentError
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rules import Rule
 from shmload._host.collector import paused_gc
-from shmload._load import Load
-from shmload._progress import Callback, Progress
+from shmload._loading.load import Load
+from shmload._loading.progress import Callback, Progress
 from shmload._segments.segment import Stay
 from shmload._service.client import Service
 

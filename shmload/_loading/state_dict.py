@@ -10,10 +10,10 @@ from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.header import read_header
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rules import Rule
-from shmload._complete import complete_load
 from shmload._host.collector import paused_gc
 from shmload._host.linux import reopen
-from shmload._progress import Callback
+from shmload._loading.complete import complete_load
+from shmload._loading.progress import Callback
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Stay
 from shmload.errors.loading import ArgumentError, ShardMalformed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from shmload._decoding.coordinator import Coordinator, Job
 from shmload._decoding.ring import Ring
-from shmload._progress import Progress
+from shmload._loading.progress import Progress
 from shmload._service.client import Service, find_service
 from shmload._settings import settings
 from shmload.errors.service import ServiceUnavailable

@@ -6,7 +6,7 @@ from pathlib import Path
 from shmload._checkpoints.rules import Rule
 from shmload._decoding.coordinator import Job
 from shmload._host.linux import open_source
-from shmload._plan import Action, plan_shard
+from shmload._loading.plan import Action, plan_shard
 from shmload._segments.segment import Hollow, Part
 
 

@@ -21,13 +21,14 @@ from typing import Self
 
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rules import Rule
-from shmload._decoder import Decoder
 from shmload._decoding.coordinator import DecodeCancelled, Job
 from shmload._decoding.ring import Ring
 from shmload._host.background import Background
 from shmload._host.linux import Inode, inode_of, is_cached, read_ahead, unlock
-from shmload._plan import Plan
-from shmload._progress import Progress
+from shmload._loading.decoder import Decoder
+from shmload._loading.plan import Plan
+from shmload._loading.progress import Progress
+from shmload._loading.shard import OpenShard
 from shmload._segments.capacity import make_room
 from shmload._segments.listing import check_digest, give_back, remove_if_free
 from shmload._segments.segment import (
@@ -44,7 +45,6 @@ from shmload._segments.segment import (
 from shmload._segments.view import descriptor_path
 from shmload._service.client import Service
 from shmload._settings import settings, worker_count
-from shmload._shard import OpenShard
 from shmload._wording import format_nbytes
 from shmload.errors.loading import ArgumentError, SegmentTimeout
 

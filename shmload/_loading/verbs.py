@@ -14,13 +14,13 @@ import msgspec
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rules import Rule, rule_for
-from shmload._complete import complete_load
 from shmload._host.collector import paused_gc
 from shmload._host.linux import open_source
+from shmload._loading.complete import complete_load
+from shmload._loading.plan import Plan, plan_shard
+from shmload._loading.progress import Callback
 from shmload._placement.inventory import Inventory, choose_inventory
 from shmload._placement.placement import place
-from shmload._plan import Plan, plan_shard
-from shmload._progress import Callback
 from shmload._segments.segment import Stay
 from shmload._segments.view import View
 from shmload._service.client import Service
