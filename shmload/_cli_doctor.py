@@ -2,9 +2,9 @@
 
 import click
 
-from shmload._checks import Finding
 from shmload._cli_output import as_json_option, print_json
-from shmload._doctor import diagnose
+from shmload._doctor.checks import Finding
+from shmload._doctor.doctor import diagnose
 
 _COLORS = {"ok": "green", "warn": "yellow", "bad": "red"}
 _STATE_WIDTH, _NAME_WIDTH = 4, 14

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shmload._checks import (
+from shmload._doctor.checks import (
     check_control_group,
     check_devices,
     check_huge_pages,
@@ -20,9 +20,9 @@ from shmload._checks import (
     check_shared_memory,
     check_source,
 )
+from shmload._doctor.speed import CopySpeed, ReadSpeed
 from shmload._host.procfs import FileSystem
 from shmload._service.protocol import Status
-from shmload._speed import CopySpeed, ReadSpeed
 from shmload.errors.loading import ProtocolError
 from shmload.errors.service import PeerRefused, ServiceUnavailable
 

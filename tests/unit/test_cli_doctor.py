@@ -6,7 +6,7 @@ import click.testing
 import pytest
 
 from shmload import _cli_doctor
-from shmload._checks import Finding
+from shmload._doctor.checks import Finding
 
 WARNING = Finding("huge pages", "warn", "huge=never", "sudo mount")
 HEALTH = Finding("kernel", "ok", "Linux 6.8")

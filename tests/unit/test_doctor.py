@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shmload import _doctor
 from shmload._checkpoints.identity import PART_SUFFIX, name_prefix
-from shmload._checks import Finding
-from shmload._doctor import diagnose
+from shmload._doctor import doctor
+from shmload._doctor.checks import Finding
+from shmload._doctor.doctor import diagnose
 from shmload._host.linux import SHM_DIR, shm_open, try_lock
 from shmload._segments.listing import collect_garbage, find_garbage
 
@@ -54,7 +54,7 @@ def test_what_is_in_use_is_no_garbage(part, view):
 
 @pytest.fixture
 def no_copies(monkeypatch):
-    monkeypatch.setattr(_doctor, "measure_copies", list)
+    monkeypatch.setattr(doctor, "measure_copies", list)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_service_of_another_user_is_bad(examine, monkeypatch, tmp_path):
 
 
 def test_machine_without_shared_memory_is_bad(examine, monkeypatch, tmp_path):
-    monkeypatch.setattr(_doctor, "SHM_DIR", tmp_path / "missing")
+    monkeypatch.setattr(doctor, "SHM_DIR", tmp_path / "missing")
     found = examine()
     assert found["shared memory"].state == "bad"
     assert "leftovers" not in found
@@ -145,7 +145,7 @@ def test_broken_torch_is_a_finding(examine, monkeypatch, error, remedy):
     def fail():
         raise error
 
-    monkeypatch.setattr(_doctor, "measure_copies", fail)
+    monkeypatch.setattr(doctor, "measure_copies", fail)
     found = examine()["devices"]
     assert found.state == "bad"
     assert remedy in found.remedy

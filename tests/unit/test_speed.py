@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from shmload._speed import is_file_cached, measure_copies, measure_reading
+from shmload._doctor.speed import is_file_cached, measure_copies, measure_reading
 
 
 def test_start_of_a_file_is_read_and_then_cached(tmp_path):

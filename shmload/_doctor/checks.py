@@ -12,10 +12,10 @@ from typing import Literal
 
 import msgspec
 
+from shmload._doctor.speed import CopySpeed, ReadSpeed
 from shmload._host.procfs import FileSystem
 from shmload._service.protocol import VERSION, Status
 from shmload._settings import ServiceUse
-from shmload._speed import CopySpeed, ReadSpeed
 from shmload._wording import format_nbytes
 from shmload.errors.loading import ShmloadError
 from shmload.errors.service import PeerRefused, ServiceUnavailable

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shmload._checkpoints.hub import find_source
-from shmload._checks import (
+from shmload._doctor.checks import (
     Finding,
     check_control_group,
     check_devices,
@@ -29,6 +29,7 @@ from shmload._checks import (
     check_shared_memory,
     check_source,
 )
+from shmload._doctor.speed import is_file_cached, measure_copies, measure_reading
 from shmload._host.linux import (
     SHM_DIR,
     has_pidfds,
@@ -50,7 +51,6 @@ from shmload._service.client import Client
 from shmload._service.endpoint import connect, service_pid, socket_path
 from shmload._service.protocol import GetStatus, Status
 from shmload._settings import settings
-from shmload._speed import is_file_cached, measure_copies, measure_reading
 from shmload.errors.loading import ProtocolError, ShmloadError
 from shmload.errors.service import ServiceError
 
