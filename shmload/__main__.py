@@ -6,7 +6,7 @@ import sys
 def run() -> None:
     """Run the command line; a Ctrl-C while it is imported is no traceback either."""
     try:
-        from shmload._cli import main
+        from shmload._cli.main import main
     except KeyboardInterrupt:
         sys.exit("shmload: interrupted")
     main(prog_name="shmload")

@@ -15,9 +15,9 @@ from shmload._service.protocol import GetStatus, Status
 # Says when it is ready, and that it has ended.
 SERVE = """
 import sys
-from shmload import _cli_serve
-from shmload._cli import main
-_cli_serve._notify_systemd = lambda message: print(message, flush=True)
+from shmload._cli import serve
+from shmload._cli.main import main
+serve._notify_systemd = lambda message: print(message, flush=True)
 main(["serve", *sys.argv[1:]], standalone_mode=False)
 print("ENDED", flush=True)
 """

@@ -25,7 +25,7 @@ from shmload.errors.service import ServiceUnavailable
 
 def test_second_start_says_that_one_is_running(service, child):
     process = service()
-    other = child("from shmload._cli import main; main(['serve'])")
+    other = child("from shmload._cli.main import main; main(['serve'])")
     assert other.wait() == 1
     assert f"(process {process.pid})" in other.errors
     assert other.errors.count("\n") == 1
@@ -78,7 +78,7 @@ def test_setting_turns_it_off(service, checkpoint, configure):
 def test_directory_that_lets_others_in_is_refused(service, child, mode):
     socket_path().parent.mkdir()
     socket_path().parent.chmod(mode)
-    process = child("from shmload._cli import main; main(['serve'])")
+    process = child("from shmload._cli.main import main; main(['serve'])")
     assert process.wait() == 1
     assert "lets others in; choose a directory of your own" in process.errors
     assert socket_path().parent.stat().st_mode & 0o777 == mode
@@ -97,7 +97,7 @@ def test_systemd_gets_its_message_and_gives_a_socket(service, child, tmp_path):
         "import os, sys\n"
         "os.dup2(int(sys.argv[1]), 3)\n"
         "os.environ['LISTEN_PID'], os.environ['LISTEN_FDS'] = str(os.getpid()), '1'\n"
-        "from shmload._cli import main\n"
+        "from shmload._cli.main import main\n"
         "main(['serve'])"
     )
     with (
@@ -182,7 +182,7 @@ def test_metrics_where_somebody_listens_are_refused_in_one_line(service, child):
         other.bind(("127.0.0.1", 0))
         other.listen()
         arguments = ["serve", "--metrics", f"127.0.0.1:{other.getsockname()[1]}"]
-        process = child(f"from shmload._cli import main; main({arguments})")
+        process = child(f"from shmload._cli.main import main; main({arguments})")
         assert process.wait() == 1
     assert "metrics cannot be served at 127.0.0.1 port" in process.errors
     assert "Traceback" not in process.errors

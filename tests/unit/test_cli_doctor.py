@@ -5,7 +5,7 @@ import json
 import click.testing
 import pytest
 
-from shmload import _cli_doctor
+from shmload._cli import doctor
 from shmload._doctor.checks import Finding
 
 WARNING = Finding("huge pages", "warn", "huge=never", "sudo mount")
@@ -17,8 +17,8 @@ def run(monkeypatch):
     """Run the command on given findings; returns its exit code and output."""
 
     def run_on(*findings, arguments=()):
-        monkeypatch.setattr(_cli_doctor, "diagnose", lambda source: iter(findings))
-        done = click.testing.CliRunner().invoke(_cli_doctor.doctor_command, arguments)
+        monkeypatch.setattr(doctor, "diagnose", lambda source: iter(findings))
+        done = click.testing.CliRunner().invoke(doctor.doctor_command, arguments)
         return done.exit_code, done.output
 
     return run_on

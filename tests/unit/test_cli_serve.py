@@ -5,9 +5,9 @@ from pathlib import Path
 import click.testing
 import pytest
 
-from shmload._cli import main
-from shmload._cli_serve import _Address
-from shmload._preload import Wanted, read_list
+from shmload._cli.main import main
+from shmload._cli.preload import Wanted, read_list
+from shmload._cli.serve import _Address
 
 
 @pytest.fixture

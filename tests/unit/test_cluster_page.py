@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import yaml
 
-from shmload._cli import main
+from shmload._cli.main import main
 from shmload._settings import Settings
 
 _DOCS = Path(__file__).parents[2] / "docs"

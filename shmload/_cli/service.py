@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import click
 
-from shmload._cli_output import as_json_option, count_of, print_json, print_table
+from shmload._cli.output import as_json_option, count_of, print_json, print_table
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import GetStatus, Shutdown, Status, Stopping

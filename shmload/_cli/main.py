@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 import shmload
-from shmload import _cli_doctor, _cli_placement, _cli_serve, _cli_service
 from shmload._checkpoints.dtypes import dtype_by_component
-from shmload._cli_output import as_json_option, count_of, is_of_output, print_json, print_table
+from shmload._cli import doctor, placement, serve, service
+from shmload._cli.output import as_json_option, count_of, is_of_output, print_json, print_table
 from shmload._segments.listing import SegmentInfo
 from shmload._wording import format_nbytes
 from shmload.errors.loading import ArgumentError, SegmentBusy, ShmloadError, UnknownComponent
@@ -131,7 +131,7 @@ def warm(
 @click.argument("source")
 @_source_options
 @click.option("--keep", is_flag=True, help="Plan for `warm`, and not for `load_pipeline`.")
-@_cli_placement.placement_options
+@placement.placement_options
 @as_json_option
 def plan(
     source: str,
@@ -158,7 +158,7 @@ def plan(
         print_json(found)
         return
     if found.placement:
-        _cli_placement.print_placement(found.placement)
+        placement.print_placement(found.placement)
         return
     rows = [
         (
@@ -260,11 +260,11 @@ def demo(output: str) -> None:
 def add_service_commands() -> None:
     """Add the commands that stand in modules of their own."""
     for command in (
-        _cli_serve.serve_command,
-        _cli_service.status_command,
-        _cli_service.top_command,
-        _cli_service.shutdown_command,
-        _cli_doctor.doctor_command,
+        serve.serve_command,
+        service.status_command,
+        service.top_command,
+        service.shutdown_command,
+        doctor.doctor_command,
     ):
         main.add_command(command)
 

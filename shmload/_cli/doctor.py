@@ -2,7 +2,7 @@
 
 import click
 
-from shmload._cli_output import as_json_option, print_json
+from shmload._cli.output import as_json_option, print_json
 from shmload._doctor.checks import Finding
 from shmload._doctor.doctor import diagnose
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from shmload._cli_output import count_of
-from shmload._preload import Wanted, preload, read_list
+from shmload._cli.output import count_of
+from shmload._cli.preload import Wanted, preload, read_list
 from shmload._segments.listing import remove_leftovers, segments
 from shmload._service.budget import budget_warnings, default_budget
 from shmload._service.client import Client

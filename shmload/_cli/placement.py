@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from shmload._cli_output import print_table
+from shmload._cli.output import print_table
 from shmload._placement.inventory import CPU, OFFLOAD
 from shmload._placement.placement import DeviceUse, Placement
 from shmload._placement.shortest_map import print_device_map
