@@ -250,7 +250,7 @@ def _build(
 ) -> "DiffusionPipeline":
     """Build the pipeline and put it where it belongs."""
     # Not at the top: torch takes a second, in which workers decode.
-    from shmload.integrations.build import Build
+    from shmload.integrations._build.build import Build
     from shmload.integrations.placing import place_pipeline
 
     place = None
@@ -319,7 +319,7 @@ def _import_classes(source: Source) -> None:
     import diffusers
     import transformers
 
-    import shmload.integrations.build  # noqa: F401 with it, torch
+    import shmload.integrations._build.build  # noqa: F401 with it, torch
 
     # What its module warns of when it is imported is not about these models.
     getattr(diffusers, source.class_name or "DiffusionPipeline", None)

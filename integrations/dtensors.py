@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shmload._host.collector import paused_gc
 from shmload.errors.loading import ArgumentError
+from shmload.integrations._build.pickling import register_classes
 from shmload.integrations.copies import copy_to
-from shmload.integrations.pickling import register_classes
 from shmload.integrations.slices import Split, region
 from shmload.integrations.weights import Weights, own_buffers
 

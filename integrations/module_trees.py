@@ -19,7 +19,12 @@ from shmload._checkpoints.resolve import Checkpoint, Source, read_json
 from shmload._checkpoints.rules import Rule, rule_for, wanted_dtype
 from shmload._host.linux import open_source
 from shmload._placement.modules import Component, Module, join, parent_of
-from shmload.integrations.rules import find_class, float32_patterns, libraries, make_meta_model
+from shmload.integrations._build.rules import (
+    find_class,
+    float32_patterns,
+    libraries,
+    make_meta_model,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from shmload._loading.load import Load
 from shmload._placement.inventory import CPU, META, choose_inventory, without_host_limits
 from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
+from shmload.integrations._build.mapped import Spans
 from shmload.integrations.calibration import choose_pin
 from shmload.integrations.hooks import attach_hooks, device_at, note_devices
-from shmload.integrations.mapped import Spans
 from shmload.integrations.module_trees import component_of
 from shmload.integrations.moves import Moves
 from shmload.integrations.pinned import PinnedRing

@@ -1,6 +1,6 @@
 """Which dtype each tensor of a checkpoint ends up with, so that the library's own cast has no work.
 
-A rule is a value, computed from a model class and a wanted dtype (`shmload.integrations.rules`) and
+A rule is a value, computed from a model class and a wanted dtype (`shmload.integrations._build.rules`) and
 remembered on disk, because asking the class costs an import of three seconds. Where a rule is in
 doubt it leaves the tensor as it is: the library then casts it itself, which is slower and never
 wrong.
@@ -24,7 +24,7 @@ from shmload._checkpoints.resolve import Checkpoint
 from shmload._host.files import replacing
 from shmload._settings import settings
 
-# Raised whenever `shmload.integrations.rules` would answer differently than before.
+# Raised whenever `shmload.integrations._build.rules` would answer differently than before.
 _RULES_VERSION = 1
 _LIBRARIES = ("torch", "diffusers", "transformers")
 
@@ -133,7 +133,7 @@ def _known_rule(checkpoint: Checkpoint, target: str | None) -> Rule | None:
 def _ask_class(checkpoint: Checkpoint, target: str | None) -> Rule:
     """Have the rule derived from the model's class, and remember it."""
     # By name: the core imports no model library, and this one only when it must.
-    rules = importlib.import_module("shmload.integrations.rules")
+    rules = importlib.import_module("shmload.integrations._build.rules")
     rule: Rule = rules.derive_rule(checkpoint, target)
     _remember(_memory_path(checkpoint, target), rule)
     return rule

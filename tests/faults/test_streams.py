@@ -17,7 +17,7 @@ from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._loading.state_dict import wrap
 from shmload._segments.segment import Stay
-from shmload.integrations.mapped import Spans
+from shmload.integrations._build.mapped import Spans
 from shmload.integrations.moves import Moves
 from shmload.integrations.pinned import PinnedRing
 from shmload.integrations.stream import Stream

@@ -15,8 +15,9 @@ from warming import TENSORS
 from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
-from shmload.integrations import build, placing
-from shmload.integrations.build import Build
+from shmload.integrations import placing
+from shmload.integrations._build import build
+from shmload.integrations._build.build import Build
 from shmload.workers.fill import Filler
 
 # Checkpoints --------------------------------------------------------------------------------------

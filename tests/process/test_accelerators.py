@@ -17,8 +17,8 @@ from shmload import _destination
 from shmload._checkpoints.rules import Rule
 from shmload._decoding.ring import RingShape
 from shmload._loading.load import Load
-from shmload.integrations import rules
-from shmload.integrations.build import Build
+from shmload.integrations._build import rules
+from shmload.integrations._build.build import Build
 
 
 def is_on_accelerator(tensor):

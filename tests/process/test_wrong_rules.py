@@ -7,7 +7,7 @@ from traces import Messages, mentions_of_view
 
 import shmload
 from shmload._checkpoints.rules import Rule
-from shmload.integrations import rules
+from shmload.integrations._build import rules
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -145,7 +145,7 @@ def test_rule_is_remembered_until_it_is_forgotten(tmp_path, monkeypatch):
     wan = _checkpoint(tmp_path, "diffusers", "WanVACETransformer3DModel", marker=str(tmp_path))
     assert likely_rule(wan, "bf16") == Rule(target="BF16")  # a guess, and a wrong one
     rule = rule_for(wan, "bf16")
-    monkeypatch.setattr("shmload.integrations.rules.derive_rule", None)  # not asked again
+    monkeypatch.setattr("shmload.integrations._build.rules.derive_rule", None)  # not asked again
     assert rule_for(wan, "bf16") == likely_rule(wan, "bf16") == rule
     forget_rule(wan, "bf16")
     assert likely_rule(wan, "bf16") == Rule(target="BF16")

@@ -22,7 +22,7 @@ from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.header import TensorSpec, read_header
 from shmload._host.linux import Inode, inode_of, reopen
 from shmload._loading.state_dict import wrap
-from shmload.integrations.mapped import Spans
+from shmload.integrations._build.mapped import Spans
 
 Models = dict[str, torch.nn.Module]
 """The models of a pipeline by component."""

@@ -23,11 +23,11 @@ from shmload._host.procfs import mappings, modified_nbytes
 from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._settings import settings
-from shmload.integrations.mapped import Spans, hold_leases
-from shmload.integrations.paths import PathRepair
-from shmload.integrations.pickling import Models
-from shmload.integrations.rules import libraries
-from shmload.integrations.skeletons import load_skeleton, save_skeleton, skeleton_path
+from shmload.integrations._build.mapped import Spans, hold_leases
+from shmload.integrations._build.paths import PathRepair
+from shmload.integrations._build.pickling import Models
+from shmload.integrations._build.rules import libraries
+from shmload.integrations._build.skeletons import load_skeleton, save_skeleton, skeleton_path
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
