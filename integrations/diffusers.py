@@ -18,7 +18,6 @@ from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.resolve import Checkpoint, Source, components_with_weights
 from shmload._checkpoints.rules import RAW, Rule, likely_rule, rule_for
 from shmload._decoding.ring import Ring
-from shmload._destination import BytesNeeded, Destination, Pin, parse_max_host_memory
 from shmload._host.collector import freeze_imports, paused_gc
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
@@ -32,6 +31,12 @@ from shmload.errors.loading import (
     MemoryLimitExceeded,
     SharedMemoryFull,
     SourceNotFound,
+)
+from shmload.integrations._devices.destination import (
+    BytesNeeded,
+    Destination,
+    Pin,
+    parse_max_host_memory,
 )
 from shmload.integrations.ranks import linger
 
@@ -227,7 +232,7 @@ def _bound(destination: Destination | None, source: Source, torch_dtype: object)
         )
     if destination.device_map not in STRATEGIES:
         return destination
-    from shmload.integrations.module_trees import components_of
+    from shmload.integrations._devices.module_trees import components_of
 
     inventory = choose_inventory(None, destination.max_memory)
     placement = place(components_of(source, torch_dtype), destination.device_map, inventory)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from shmload._decoding.ring import Ring, RingShape, ring_shape
-from shmload._destination import Destination, Pin, parse_max_host_memory
 from shmload._host.collector import paused_gc
 from shmload._host.linux import inode_of
 from shmload._loading.load import Load
@@ -18,15 +17,16 @@ from shmload._placement.inventory import CPU, META, choose_inventory, without_ho
 from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
 from shmload.integrations._build.mapped import Spans
-from shmload.integrations.calibration import choose_pin
-from shmload.integrations.hooks import attach_hooks, device_at, note_devices
-from shmload.integrations.module_trees import component_of
-from shmload.integrations.moves import Moves
-from shmload.integrations.pinned import PinnedRing
-from shmload.integrations.registered import copy_registered
-from shmload.integrations.runtime import Runtime, runtime_of
-from shmload.integrations.stream import Stream
-from shmload.integrations.upload import filler_count, upload
+from shmload.integrations._devices.calibration import choose_pin
+from shmload.integrations._devices.destination import Destination, Pin, parse_max_host_memory
+from shmload.integrations._devices.hooks import attach_hooks, device_at, note_devices
+from shmload.integrations._devices.module_trees import component_of
+from shmload.integrations._devices.moves import Moves
+from shmload.integrations._devices.pinned import PinnedRing
+from shmload.integrations._devices.registered import copy_registered
+from shmload.integrations._devices.runtime import Runtime, runtime_of
+from shmload.integrations._devices.stream import Stream
+from shmload.integrations._devices.upload import filler_count, upload
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

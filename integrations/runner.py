@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shmload._destination import Destination
 from shmload._handle import Handle
 from shmload._ipc.frames import Inbox, send, take_channel
 from shmload._placement.inventory import CPU
 from shmload.errors.loading import ArgumentError
+from shmload.integrations._devices.destination import Destination
 from shmload.integrations.job_messages import (
     MAX_FRAME_NBYTES,
     Begin,

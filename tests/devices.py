@@ -5,7 +5,7 @@ from collections import deque
 
 import torch
 
-from shmload.integrations.runtime import ALIGNMENT_NBYTES
+from shmload.integrations._devices.runtime import ALIGNMENT_NBYTES
 
 
 class LateDevice:

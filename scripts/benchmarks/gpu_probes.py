@@ -76,7 +76,8 @@ def _begin() -> None:
         torch.zeros(1, device=_DEVICE)
         return
     from shmload._placement import inventory
-    from shmload.integrations import placing, runtime
+    from shmload.integrations import placing
+    from shmload.integrations._devices import runtime
 
     host = runtime.runtime_of(torch.device("cpu"))
     placing.runtime_of = lambda device: host  # type: ignore[attr-defined]

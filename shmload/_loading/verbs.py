@@ -160,7 +160,7 @@ def plan(
     placement = None
     if (device_map, max_memory, inventory) != (None, None, None):
         # By name: the core imports no model library, and this one only when it must.
-        trees = importlib.import_module("shmload.integrations.module_trees")
+        trees = importlib.import_module("shmload.integrations._devices.module_trees")
         with paused_gc():
             described = trees.components_of(found, torch_dtype, components)
         devices = choose_inventory(inventory, max_memory)

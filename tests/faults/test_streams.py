@@ -18,9 +18,9 @@ from shmload._loading.progress import Progress
 from shmload._loading.state_dict import wrap
 from shmload._segments.segment import Stay
 from shmload.integrations._build.mapped import Spans
-from shmload.integrations.moves import Moves
-from shmload.integrations.pinned import PinnedRing
-from shmload.integrations.stream import Stream
+from shmload.integrations._devices.moves import Moves
+from shmload.integrations._devices.pinned import PinnedRing
+from shmload.integrations._devices.stream import Stream
 
 SHAPE = RingShape(3, 64 << 10)
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import shmload
 from shmload._decoding.ring import Ring, RingShape
-from shmload.integrations.pinned import PinnedRing
-from shmload.integrations.runtime import runtime_of
+from shmload.integrations._devices.pinned import PinnedRing
+from shmload.integrations._devices.runtime import runtime_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,12 +13,12 @@ from pipelines import FAMILIES
 from torch import nn
 
 import shmload
-from shmload import _destination
 from shmload._checkpoints.rules import Rule
 from shmload._decoding.ring import RingShape
 from shmload._loading.load import Load
 from shmload.integrations._build import rules
 from shmload.integrations._build.build import Build
+from shmload.integrations._devices import destination
 
 
 def is_on_accelerator(tensor):
@@ -100,7 +100,7 @@ def test_ring_may_be_tiny_or_larger_than_all(saved, accelerators, limit):
 @pytest.fixture
 def large_rings(monkeypatch):
     """Let a ring of 64 KiB be as large as one without a limit."""
-    monkeypatch.setattr(_destination, "ring_shape", lambda *_: RingShape(2, 32 << 10))
+    monkeypatch.setattr(destination, "ring_shape", lambda *_: RingShape(2, 32 << 10))
 
 
 def test_pipeline_that_wants_its_bytes_on_the_host_gets_them(

@@ -19,10 +19,10 @@ from mappings import Mappings
 from tracing import can_trace, noted_nbytes, noting_reads
 
 import shmload
-from shmload import _destination
 from shmload._decoding.ring import RingShape
 from shmload._segments import capacity
 from shmload.integrations import ranks
+from shmload.integrations._devices import destination
 
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 _ACCELERATE = (
@@ -304,7 +304,7 @@ def test_share_is_not_chosen_where_the_caller_has_chosen(saved, rank, shm_names,
 @pytest.fixture
 def rings(monkeypatch):
     """Let weights of 64 KiB be worth a ring."""
-    monkeypatch.setattr(_destination, "ring_shape", lambda *_: RingShape(2, 32 << 10))
+    monkeypatch.setattr(destination, "ring_shape", lambda *_: RingShape(2, 32 << 10))
 
 
 def test_ranks_with_accelerators_share_instead_of_a_ring_each(

@@ -8,13 +8,13 @@ import torch
 from devices import LateDevice
 from torch import nn
 
-from shmload._destination import Destination
 from shmload._host.linux import inode_of
 from shmload.errors.loading import ArgumentError
-from shmload.integrations import registered
-from shmload.integrations.calibration import choose_pin
-from shmload.integrations.moves import Moves
-from shmload.integrations.registered import copy_registered
+from shmload.integrations._devices import registered
+from shmload.integrations._devices.calibration import choose_pin
+from shmload.integrations._devices.destination import Destination
+from shmload.integrations._devices.moves import Moves
+from shmload.integrations._devices.registered import copy_registered
 
 _LARGE = 600_000
 

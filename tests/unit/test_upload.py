@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shmload._decoding.ring import Ring, RingShape
-from shmload.integrations.moves import Moves
-from shmload.integrations.pinned import PinnedRing
-from shmload.integrations.upload import batch, upload
+from shmload.integrations._devices.moves import Moves
+from shmload.integrations._devices.pinned import PinnedRing
+from shmload.integrations._devices.upload import batch, upload
 
 
 def module_of(*sizes):

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from shmload._decoding.ring import Ring
-from shmload.integrations.runtime import Runtime
+from shmload.integrations._devices.runtime import Runtime
 
 
 class PinnedRing:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shmload._destination import BytesNeeded
-from shmload.integrations.runtime import ALIGNMENT_NBYTES, Runtime
+from shmload.integrations._devices.destination import BytesNeeded
+from shmload.integrations._devices.runtime import ALIGNMENT_NBYTES, Runtime
 
 # Smaller tensors share an allocation of this size: thousands of them would cost more to allocate
 # and to copy than their bytes do. A larger one has its own, which is free again when the tensor is.

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from shmload._decoding.ring import FilledSlot, Ring
 from shmload._host.linux import Inode
 from shmload._host.procfs import mappings
-from shmload.integrations.moves import Moves
-from shmload.integrations.pinned import PinnedRing
-from shmload.integrations.runtime import Event, Runtime, drain
+from shmload.integrations._devices.moves import Moves
+from shmload.integrations._devices.pinned import PinnedRing
+from shmload.integrations._devices.runtime import Event, Runtime, drain
 
 _LANE = 0
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 
 from shmload._decoding.ring import RingShape
-from shmload.integrations.moves import Allocation
-from shmload.integrations.pinned import PinnedRing
-from shmload.integrations.runtime import Event, Runtime, drain
+from shmload.integrations._devices.moves import Allocation
+from shmload.integrations._devices.pinned import PinnedRing
+from shmload.integrations._devices.runtime import Event, Runtime, drain
 
 # More threads copy no faster than memory does.
 _MAX_THREADS = 8

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from shmload._decoding.ring import Ring, ring_shape
-from shmload._destination import Pin
 from shmload._host.files import replacing
 from shmload._host.linux import inode_of
 from shmload._settings import settings
-from shmload.integrations.moves import Moves
-from shmload.integrations.pinned import PinnedRing
-from shmload.integrations.registered import copy_registered
-from shmload.integrations.runtime import Runtime
-from shmload.integrations.upload import filler_count, upload
+from shmload.integrations._devices.destination import Pin
+from shmload.integrations._devices.moves import Moves
+from shmload.integrations._devices.pinned import PinnedRing
+from shmload.integrations._devices.registered import copy_registered
+from shmload.integrations._devices.runtime import Runtime
+from shmload.integrations._devices.upload import filler_count, upload
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import torch
 
 from shmload._host.linux import Inode
 from shmload._host.procfs import Mapping, mappings, modified_nbytes
-from shmload.integrations.moves import Allocation
-from shmload.integrations.runtime import Event, Runtime, drain
+from shmload.integrations._devices.moves import Allocation
+from shmload.integrations._devices.runtime import Event, Runtime, drain
 
 _LANE = 0
 # To register takes time for each page: while one window is copied, the next is registered.
