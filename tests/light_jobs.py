@@ -35,17 +35,17 @@ note("start")
 {early}
 from shmload._handle import Handle
 from shmload._ipc.frames import Inbox, send, take_channel
-from shmload.integrations import forkserver, job_messages
-from shmload.integrations.job_messages import *
-from shmload.integrations.payload import dump, load
+from shmload.integrations._jobs import forkserver, messages
+from shmload.integrations._jobs.messages import *
+from shmload.integrations._jobs.payload import dump, load
 Handle.load = lambda handle: None
 def run(channel_fd, fork, setup):
     channel = take_channel(channel_fd)
     send(channel, Started())
-    inbox = Inbox(channel, job_messages.MAX_FRAME_NBYTES)
+    inbox = Inbox(channel, messages.MAX_FRAME_NBYTES)
     while True:
         while (frame := inbox.next_frame()) is not None:
-            match job_messages.decode_to_runner(frame):
+            match messages.decode_to_runner(frame):
                 case Begin(function):
                     call = load(function)
                 case Work(index, item):
@@ -56,7 +56,7 @@ def run(channel_fd, fork, setup):
                     send(channel, answer)
         if not inbox.receive():
             return
-runner = sys.modules["shmload.integrations.runner"] = types.ModuleType("runner")
+runner = sys.modules["shmload.integrations._jobs.runner"] = types.ModuleType("runner")
 runner.run = lambda *args: run(*args)
 {code}
 forkserver.main(int(sys.argv[-2]), int(sys.argv[-1]))

@@ -8,8 +8,8 @@ import pytest
 from light_jobs import notes, pids_of, same, wait_readable
 
 import shmload
-from shmload.integrations import crew, runner_process, server_process
-from shmload.integrations import job as job_module
+from shmload.integrations._jobs import crew, runner_process, server_process
+from shmload.integrations._jobs import job as job_module
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from mappings import copied_nbytes
 
 import shmload
 from shmload.integrations import dataprep
-from shmload.integrations.runner import limited_threads, seed_generators
+from shmload.integrations._jobs.runner import limited_threads, seed_generators
 
 pytestmark = pytest.mark.timeout(120)
 

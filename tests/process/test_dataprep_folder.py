@@ -10,8 +10,8 @@ import torch
 
 import shmload
 from shmload.integrations import dataprep
+from shmload.integrations._jobs.runner import limited_threads, seed_generators
 from shmload.integrations.results import Results
-from shmload.integrations.runner import limited_threads, seed_generators
 
 COUNT = 12
 OPTIONS = {"components": ["vae"], "torch_dtype": "bfloat16"}

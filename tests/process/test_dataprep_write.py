@@ -15,8 +15,8 @@ from storing import content_of
 
 import shmload
 from shmload.integrations import dataprep
+from shmload.integrations._jobs.runner import limited_threads, seed_generators
 from shmload.integrations.results import ResultFolder, Results
-from shmload.integrations.runner import limited_threads, seed_generators
 
 # What is in it for a job's processes shall not have them import all of the above.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -75,7 +75,8 @@ def test_results_are_those_of_a_loop_with_the_library(saved, tmp_path):
 JOB = """
 import os, signal, sys
 import numpy as np
-from shmload.integrations import dataprep, job
+from shmload.integrations import dataprep
+from shmload.integrations._jobs import job
 source, python, folder, log, kill_at = sys.argv[1:]
 sys.executable = python
 def work(pipe, item):

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import shmload
-from shmload.integrations import payload as payload_module
-from shmload.integrations.payload import dump, dump_error, load
+from shmload.integrations._jobs import payload as payload_module
+from shmload.integrations._jobs.payload import dump, dump_error, load
 
 
 @pytest.mark.parametrize(

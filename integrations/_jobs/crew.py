@@ -17,7 +17,7 @@ from shmload._handle import Handle
 from shmload._settings import settings
 from shmload.errors.jobs import JobFailed
 from shmload.errors.loading import ArgumentError
-from shmload.integrations.job_messages import (
+from shmload.integrations._jobs.messages import (
     Begin,
     Ended,
     Fork,
@@ -31,9 +31,9 @@ from shmload.integrations.job_messages import (
     decode_from_runner,
     decode_from_server,
 )
-from shmload.integrations.payload import Payload, load
-from shmload.integrations.runner_process import Event, RunnerProcess
-from shmload.integrations.server_process import ServerProcess
+from shmload.integrations._jobs.payload import Payload, load
+from shmload.integrations._jobs.runner_process import Event, RunnerProcess
+from shmload.integrations._jobs.server_process import ServerProcess
 
 # A wait that lasts so much longer than it was to: this process was stopped, by Ctrl-Z for instance.
 _STOPPED_S = 5.0

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from shmload._ipc.frames import Inbox, send
 from shmload._settings import settings
 from shmload.errors.jobs import JobFailed
-from shmload.integrations.job_messages import Setup, ToServer
+from shmload.integrations._jobs.messages import Setup, ToServer
 
 if TYPE_CHECKING:
-    from shmload.integrations.runner_process import RunnerProcess
+    from shmload.integrations._jobs.runner_process import RunnerProcess
 
 # It kills its runners and gives back what is shared; the kernel then ends it.
 _KILL_TIMEOUT_S = 10.0
@@ -31,7 +31,7 @@ _SINGLE_THREADED = {
 
 
 class ServerProcess:
-    """A child that runs `shmload.integrations.forkserver`, from here until `close`.
+    """A child that runs `shmload.integrations._jobs.forkserver`, from here until `close`.
 
     Args:
         handle: of the pipeline, as text.
@@ -119,7 +119,7 @@ def _start(channel: socket.socket) -> subprocess.Popen[bytes]:
     # Where this process was started without them, a socket would have the number of one of the
     # standard streams.
     fd = fcntl.fcntl(channel, fcntl.F_DUPFD_CLOEXEC, 3)
-    command = [sys.executable, "-P", "-m", "shmload.integrations.forkserver"]
+    command = [sys.executable, "-P", "-m", "shmload.integrations._jobs.forkserver"]
     # Ctrl-C goes to the whole foreground group; until the child ignores it, it waits there.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -25,7 +25,7 @@ from shmload._ipc.frames import Inbox, send, take_channel
 from shmload._placement.inventory import CPU
 from shmload.errors.loading import ArgumentError
 from shmload.integrations._devices.destination import Destination
-from shmload.integrations.job_messages import (
+from shmload.integrations._jobs.messages import (
     MAX_FRAME_NBYTES,
     Begin,
     Fork,
@@ -37,7 +37,7 @@ from shmload.integrations.job_messages import (
     Work,
     decode_to_runner,
 )
-from shmload.integrations.payload import Payload, dump, dump_error, format_traceback, load
+from shmload.integrations._jobs.payload import Payload, dump, dump_error, format_traceback, load
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

@@ -8,7 +8,7 @@ import socket
 import time
 
 from shmload._ipc.frames import Inbox, to_frame
-from shmload.integrations.job_messages import (
+from shmload.integrations._jobs.messages import (
     MAX_FRAME_NBYTES,
     Ended,
     Raised,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
-from shmload.integrations.dispatch import Item
-from shmload.integrations.payload import bytes_of
+from shmload.integrations._jobs.dispatch import Item
+from shmload.integrations._jobs.payload import bytes_of
 from shmload.integrations.results import Array, ResultFolder
 
 if TYPE_CHECKING:

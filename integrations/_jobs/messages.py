@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import msgspec
 
 from shmload.errors.loading import ProtocolError
-from shmload.integrations.payload import Payload
+from shmload.integrations._jobs.payload import Payload
 
 # What items and results may take each; a frame's length has four bytes.
 MAX_FRAME_NBYTES = (1 << 32) - 1

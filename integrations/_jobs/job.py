@@ -13,14 +13,14 @@ from shmload._handle import Handle
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, canonical_device
 from shmload.errors.jobs import ItemError, ItemFailed
 from shmload.errors.loading import ArgumentError
-from shmload.integrations.crew import Crew
-from shmload.integrations.dispatch import Dispatch, Item, Outcome
-from shmload.integrations.item_bar import ItemBar
-from shmload.integrations.job_messages import Begin, Ended, Raised, Returned, Work
-from shmload.integrations.payload import Payload, describe_error, dump, load
+from shmload.integrations._jobs.crew import Crew
+from shmload.integrations._jobs.dispatch import Dispatch, Item, Outcome
+from shmload.integrations._jobs.item_bar import ItemBar
+from shmload.integrations._jobs.messages import Begin, Ended, Raised, Returned, Work
+from shmload.integrations._jobs.payload import Payload, describe_error, dump, load
+from shmload.integrations._jobs.runner_process import Answer, RunnerProcess
+from shmload.integrations._jobs.storing import Storing, Undone
 from shmload.integrations.results import ResultFolder, ResultsReport
-from shmload.integrations.runner_process import Answer, RunnerProcess
-from shmload.integrations.storing import Storing, Undone
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class Job:
     def _in_this_process(
         self, function: Function, items: Iterator[Item]
     ) -> Generator[Outcome, None, None]:
-        from shmload.integrations.runner import call_function, limited_threads
+        from shmload.integrations._jobs.runner import call_function, limited_threads
 
         if not self._closing.alive:
             raise ArgumentError("this job is closed; make another one")

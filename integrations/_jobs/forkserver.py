@@ -1,4 +1,4 @@
-"""The fork server of a job: `python -P -m shmload.integrations.forkserver CHANNEL PARENT`.
+"""The fork server of a job: `python -P -m shmload.integrations._jobs.forkserver CHANNEL PARENT`.
 
 Started with a Unix socket as descriptor CHANNEL and the job's process id. It imports the libraries
 and builds the pipeline once, without CUDA, and forks a runner whenever it is asked for one: a
@@ -32,7 +32,7 @@ from shmload._host.linux import die_with_parent
 from shmload._ipc.frames import Inbox, send, take_channel
 from shmload.errors.jobs import JobFailed
 from shmload.errors.loading import ProtocolError
-from shmload.integrations.job_messages import (
+from shmload.integrations._jobs.messages import (
     Ended,
     Fork,
     Forked,
@@ -41,7 +41,7 @@ from shmload.integrations.job_messages import (
     Setup,
     decode_to_server,
 )
-from shmload.integrations.payload import dump_error, format_traceback
+from shmload.integrations._jobs.payload import dump_error, format_traceback
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 # Of those that were told to end: the kernel shows them a little longer than Python does.
@@ -157,7 +157,7 @@ class _ForkServer:
     def _fork(self, fork: Fork) -> None:
         if not self._inbox.fds or not self._setup:
             raise ProtocolError("a runner was asked for without its socket, or before the set-up")
-        from shmload.integrations.runner import run  # with it, torch
+        from shmload.integrations._jobs.runner import run  # with it, torch
 
         server, theirs = os.getpid(), self._inbox.fds.pop(0)
         pid = os.fork()
