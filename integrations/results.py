@@ -22,13 +22,13 @@ import msgspec
 from shmload._host.files import TEMPORARY_SUFFIX
 from shmload.errors.jobs import DuplicateKey, ResultsMismatch
 from shmload.errors.loading import ArgumentError
-from shmload.integrations.folder_lock import FolderLock
-from shmload.integrations.key_digests import KeyDigests, digest_key
-from shmload.integrations.result_facts import FACTS_NAME, Facts, check_facts
-from shmload.integrations.result_index import INDEX_NAME, Results, write_index
-from shmload.integrations.result_items import Array, Given, failure, result
-from shmload.integrations.result_shards import accessing
-from shmload.integrations.shard_progress import ShardProgress, shard_name
+from shmload.integrations._results.facts import FACTS_NAME, Facts, check_facts
+from shmload.integrations._results.index import INDEX_NAME, Results, write_index
+from shmload.integrations._results.items import Array, Given, failure, result
+from shmload.integrations._results.keys import KeyDigests, digest_key
+from shmload.integrations._results.lock import FolderLock
+from shmload.integrations._results.progress import ShardProgress, shard_name
+from shmload.integrations._results.shards import accessing
 
 __all__ = ["Array", "ResultFolder", "Results", "ResultsReport"]
 

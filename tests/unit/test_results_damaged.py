@@ -25,7 +25,7 @@ def damage(path, offset):
 def test_journal_damaged_by_loss_of_power_is_cut(tmp_path, serial, monkeypatch):
     path = unfinished(tmp_path)
     damage(path, -1)
-    monkeypatch.setattr("shmload.integrations.journal.boot_id", lambda: "another")
+    monkeypatch.setattr("shmload.integrations._results.journal.boot_id", lambda: "another")
     assert done_in(tmp_path) == [0, 1]
     damage(path, -1)
     # The kernel has not started anew since: nobody looks at the data before it is needed.
@@ -40,7 +40,7 @@ def test_journal_damaged_by_loss_of_power_is_cut(tmp_path, serial, monkeypatch):
 def test_any_damaged_byte_of_a_journal_is_found_after_loss_of_power(tmp_path, monkeypatch):
     path = unfinished(tmp_path)
     whole = path.read_bytes()
-    monkeypatch.setattr("shmload.integrations.journal.boot_id", lambda: "another")
+    monkeypatch.setattr("shmload.integrations._results.journal.boot_id", lambda: "another")
     for offset in range(55, len(whole), 2):
         path.write_bytes(whole)
         damage(path, offset)
@@ -50,7 +50,7 @@ def test_any_damaged_byte_of_a_journal_is_found_after_loss_of_power(tmp_path, mo
 
 
 def test_kernel_without_a_boot_id_has_its_journals_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr("shmload.integrations.journal.boot_id", lambda: "")
+    monkeypatch.setattr("shmload.integrations._results.journal.boot_id", lambda: "")
     path = unfinished(tmp_path)
     assert done_in(tmp_path) == [0, 1, 2]
     damage(path, -1)

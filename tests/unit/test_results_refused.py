@@ -9,7 +9,7 @@ import pytest
 from storing import COUNT, FACTS, SHARD_ITEMS, arrays_of, content_of, key_of, run
 
 import shmload
-from shmload.integrations.key_digests import KeyDigests, digest_key
+from shmload.integrations._results.keys import KeyDigests, digest_key
 from shmload.integrations.results import Array, ResultFolder
 
 

@@ -21,9 +21,9 @@ from shmload._host.linux import Inode, inode_of
 from shmload._loading.state_dict import as_tensor, torch_dtypes
 from shmload.errors.jobs import ResultsChanged, ResultsCorrupt, ResultsUnfinished
 from shmload.errors.loading import ArgumentError, UnknownDtype
-from shmload.integrations.key_digests import digest_key
-from shmload.integrations.result_items import Array
-from shmload.integrations.result_shards import Item, accessing, read_items
+from shmload.integrations._results.items import Array
+from shmload.integrations._results.keys import digest_key
+from shmload.integrations._results.shards import Item, accessing, read_items
 
 if TYPE_CHECKING:
     import torch

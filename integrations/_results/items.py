@@ -8,7 +8,7 @@ import xxhash
 
 from shmload._checkpoints.dtypes import NBITS
 from shmload.errors.loading import ArgumentError
-from shmload.integrations.journal import ArrayHead, Buffer, Head
+from shmload.integrations._results.journal import ArrayHead, Buffer, Head
 
 # Of a shard's header, which safetensors limits to 100 MB: what its items may take together.
 _HEADER_NBYTES = 80_000_000

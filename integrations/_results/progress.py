@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shmload.errors.jobs import ResultsCorrupt
-from shmload.integrations.journal import Buffer, Head, Journal
-from shmload.integrations.key_digests import digest_key
-from shmload.integrations.result_shards import (
+from shmload.integrations._results.journal import Buffer, Head, Journal
+from shmload.integrations._results.keys import digest_key
+from shmload.integrations._results.shards import (
     AGAIN,
     Item,
     Piece,

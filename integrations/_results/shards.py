@@ -19,8 +19,8 @@ from shmload._host.files import replacing
 from shmload._segments.layout import alignment
 from shmload.errors.jobs import ResultsCorrupt, ResultsInaccessible
 from shmload.errors.loading import CheckpointError, ShmloadError
-from shmload.integrations.journal import read_blocks
-from shmload.integrations.result_facts import VERSION
+from shmload.integrations._results.facts import VERSION
+from shmload.integrations._results.journal import read_blocks
 
 # Not the machine's page: the same results give the same bytes everywhere.
 _DATA_ALIGNMENT = 4096
