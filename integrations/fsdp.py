@@ -17,16 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shmload.errors.loading import ArgumentError, LibraryTooOld
+from shmload.integrations._sharding.groups import Blocks, find_groups
+from shmload.integrations._sharding.weights import Weights, take_weights
 from shmload.integrations.diffusers import load_pipeline
-from shmload.integrations.groups import Blocks, find_groups
-from shmload.integrations.weights import Weights, take_weights
 
 try:
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 except ImportError as exc:
     raise LibraryTooOld("torch", torch.__version__, "2.6", "fully_shard") from exc
 
-from shmload.integrations.dtensors import fill
+from shmload.integrations._sharding.dtensors import fill
 
 __all__ = ["Weights", "fill", "find_groups", "load_sharded", "shard", "take_weights"]
 

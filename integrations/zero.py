@@ -11,9 +11,9 @@ from torch import nn
 
 from shmload._host.collector import paused_gc
 from shmload.errors.loading import ArgumentError
-from shmload.integrations.copies import copy_to
-from shmload.integrations.slices import share
-from shmload.integrations.weights import own_buffers, take_weights
+from shmload.integrations._sharding.copies import copy_to
+from shmload.integrations._sharding.slices import share
+from shmload.integrations._sharding.weights import own_buffers, take_weights
 
 
 class Partition(NamedTuple):

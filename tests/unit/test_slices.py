@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from shmload.integrations.slices import Region, Share, Split, divide, region, share
+from shmload.integrations._sharding.slices import Region, Share, Split, divide, region, share
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3)
 COUNTS = st.integers(1, 5)

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shmload._host.collector import paused_gc
 from shmload.errors.loading import ArgumentError
 from shmload.integrations._build.pickling import register_classes
-from shmload.integrations.copies import copy_to
-from shmload.integrations.slices import Split, region
-from shmload.integrations.weights import Weights, own_buffers
+from shmload.integrations._sharding.copies import copy_to
+from shmload.integrations._sharding.slices import Split, region
+from shmload.integrations._sharding.weights import Weights, own_buffers
 
 
 @torch.no_grad()

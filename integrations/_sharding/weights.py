@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shmload.errors.loading import ArgumentError
-from shmload.integrations.copies import copy_to
+from shmload.integrations._sharding.copies import copy_to
 
 
 class Weights:
