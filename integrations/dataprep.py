@@ -18,8 +18,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from shmload._handle import Handle
 from shmload.integrations._jobs.job import Errors, Function, Job
+from shmload.integrations.handles import Handle
 from shmload.integrations.results import ResultsReport
 
 __all__ = ["Job", "map", "write"]

@@ -69,13 +69,13 @@ from shmload.errors.service import (
 )
 
 if TYPE_CHECKING:
-    from shmload._handle import Handle, share
     from shmload._loading.plan import Action, Plan, ShardPlan
     from shmload._loading.state_dict import load_state_dict
     from shmload._loading.verbs import WarmReport, plan, view, warm
     from shmload._placement.placement import Placement
     from shmload._segments.listing import SegmentInfo, collect_garbage, evict, segments, verify
     from shmload.integrations.diffusers import load_pipeline
+    from shmload.integrations.handles import Handle, share
     from shmload.integrations.placing import to_device
 
 __version__ = "0.1.0"
@@ -83,7 +83,7 @@ __version__ = "0.1.0"
 # Imported on first use, so that `import shmload` stays light; the same as above.
 _HOMES = {
     "Action": "shmload._loading.plan",
-    "Handle": "shmload._handle",
+    "Handle": "shmload.integrations.handles",
     "Placement": "shmload._placement.placement",
     "Plan": "shmload._loading.plan",
     "SegmentInfo": "shmload._segments.listing",
@@ -95,7 +95,7 @@ _HOMES = {
     "load_state_dict": "shmload._loading.state_dict",
     "plan": "shmload._loading.verbs",
     "segments": "shmload._segments.listing",
-    "share": "shmload._handle",
+    "share": "shmload.integrations.handles",
     "to_device": "shmload.integrations.placing",
     "verify": "shmload._segments.listing",
     "view": "shmload._loading.verbs",

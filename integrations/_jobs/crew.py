@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from shmload._handle import Handle
 from shmload._settings import settings
 from shmload.errors.jobs import JobFailed
 from shmload.errors.loading import ArgumentError
@@ -34,6 +33,7 @@ from shmload.integrations._jobs.messages import (
 from shmload.integrations._jobs.payload import Payload, load
 from shmload.integrations._jobs.runner_process import Event, RunnerProcess
 from shmload.integrations._jobs.server_process import ServerProcess
+from shmload.integrations.handles import Handle
 
 # A wait that lasts so much longer than it was to: this process was stopped, by Ctrl-Z for instance.
 _STOPPED_S = 5.0

@@ -27,7 +27,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shmload._handle import Handle
 from shmload._host.linux import die_with_parent
 from shmload._ipc.frames import Inbox, send, take_channel
 from shmload.errors.jobs import JobFailed
@@ -42,6 +41,7 @@ from shmload.integrations._jobs.messages import (
     decode_to_server,
 )
 from shmload.integrations._jobs.payload import dump_error, format_traceback
+from shmload.integrations.handles import Handle
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 # Of those that were told to end: the kernel shows them a little longer than Python does.

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
-from shmload._handle import Handle
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, canonical_device
 from shmload.errors.jobs import ItemError, ItemFailed
 from shmload.errors.loading import ArgumentError
@@ -20,6 +19,7 @@ from shmload.integrations._jobs.messages import Begin, Ended, Raised, Returned, 
 from shmload.integrations._jobs.payload import Payload, describe_error, dump, load
 from shmload.integrations._jobs.runner_process import Answer, RunnerProcess
 from shmload.integrations._jobs.storing import Storing, Undone
+from shmload.integrations.handles import Handle
 from shmload.integrations.results import ResultFolder, ResultsReport
 
 logger = logging.getLogger(__name__)

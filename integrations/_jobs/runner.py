@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shmload._handle import Handle
 from shmload._ipc.frames import Inbox, send, take_channel
 from shmload._placement.inventory import CPU
 from shmload.errors.loading import ArgumentError
@@ -38,6 +37,7 @@ from shmload.integrations._jobs.messages import (
     decode_to_runner,
 )
 from shmload.integrations._jobs.payload import Payload, dump, dump_error, format_traceback, load
+from shmload.integrations.handles import Handle
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

@@ -1,6 +1,6 @@
 """Which dtype each tensor of a checkpoint ends up with, so that the library's own cast has no work.
 
-A rule is a value, computed from a model class and a wanted dtype (`shmload.integrations._build.rules`) and
+A rule is a value, computed from a model class and a wanted dtype by `integrations`, and
 remembered on disk, because asking the class costs an import of three seconds. Where a rule is in
 doubt it leaves the tensor as it is: the library then casts it itself, which is slower and never
 wrong.

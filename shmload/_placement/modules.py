@@ -1,6 +1,6 @@
 """What a component is made of, as far as placing it needs to know: names, sizes, what stays whole.
 
-A value without torch. `shmload.integrations._devices.module_trees` makes it from a model, built or not.
+A value without torch. `module_trees` makes it from a model, built or not.
 """
 
 from collections.abc import Iterator

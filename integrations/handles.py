@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import importlib
 import os
 import threading
 import weakref
@@ -25,6 +24,7 @@ from shmload._segments.lease import Lease
 from shmload._segments.listing import remove_leftovers
 from shmload._segments.segment import Stay
 from shmload.errors.loading import ArgumentError, SourceChanged, SourceNotFound
+from shmload.integrations.diffusers import load_pipeline
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -188,8 +188,6 @@ class Handle:
 
     def _load(self) -> "DiffusionPipeline":
         recipe = self._recipe
-        # By name: the core imports no model library.
-        module = importlib.import_module("shmload.integrations.diffusers")
         given = {
             "variant": recipe.variant,
             "revision": recipe.revision,
@@ -198,7 +196,7 @@ class Handle:
             "local_files_only": None if os.path.exists(recipe.source) else True,
         }
         kwargs: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        pipe: DiffusionPipeline = module.load_pipeline(
+        pipe = load_pipeline(
             recipe.source,
             torch_dtype=recipe.torch_dtype,
             components=recipe.components,
