@@ -11,7 +11,7 @@ import stat
 from shmload._checkpoints.dtypes import FLOATS, NBITS
 from shmload._decoding.coordinator import Job
 from shmload._host.linux import is_writable
-from shmload._ipc.frames import Run
+from shmload._segments.pieces import Run
 from shmload.errors.loading import ArgumentError, ShardUnreadable
 
 

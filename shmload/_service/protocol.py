@@ -18,8 +18,8 @@ from typing import Annotated, Final
 import msgspec
 
 import shmload
-from shmload._ipc.frames import Run
 from shmload._segments.listing import SegmentInfo
+from shmload._segments.pieces import Run
 from shmload._wording import printable
 from shmload.errors.loading import ProtocolError, ShmloadError
 

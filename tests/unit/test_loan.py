@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shmload._checkpoints.dtypes import NBITS
 from shmload._decoding.coordinator import Job
-from shmload._ipc.frames import Run
+from shmload._segments.pieces import Run
 from shmload._service.loans import require_sound
 from shmload._service.protocol import Stat
 from shmload.errors.loading import ArgumentError

@@ -20,11 +20,11 @@ from shmload._ipc.frames import (
     Progress,
     Ready,
     Reason,
-    Run,
     decode_from_worker,
     decode_to_worker,
     send,
 )
+from shmload._segments.pieces import Run
 from shmload.errors.loading import ProtocolError
 
 _numbers = st.integers(0, 2**63 - 1)

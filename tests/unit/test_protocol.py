@@ -16,7 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shmload
-from shmload._ipc.frames import Inbox, Run, send, to_frame
+from shmload._ipc.frames import Inbox, send, to_frame
+from shmload._segments.pieces import Run
 from shmload._service.protocol import (
     Answer,
     Evict,
