@@ -25,7 +25,7 @@ from shmload._ipc.frames import Failed, Fill, Filled, FromWorker, Progress, Reas
 from shmload._segments.digest import combine_digests
 from shmload._segments.pieces import Run
 from shmload._settings import settings
-from shmload.errors.loading import (
+from shmload.errors import (
     ProtocolError,
     ShardChanged,
     ShardTruncated,

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from shmload._segments.pieces import Run
-from shmload.errors.loading import ProtocolError
+from shmload.errors import ProtocolError
 
 VERSION: Final = 1
 

@@ -25,7 +25,7 @@ from shmload._ipc.frames import (
     send,
 )
 from shmload._segments.pieces import Run
-from shmload.errors.loading import ProtocolError
+from shmload.errors import ProtocolError
 
 _numbers = st.integers(0, 2**63 - 1)
 _runs = st.builds(Run, _numbers, _numbers, _numbers, st.text(max_size=4), st.text(max_size=4))

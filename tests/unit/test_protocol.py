@@ -31,7 +31,7 @@ from shmload._service.protocol import (
     refuse,
     revive,
 )
-from shmload.errors.loading import ProtocolError, ShmloadError
+from shmload.errors import ProtocolError, ShmloadError
 
 REQUESTS, ANSWERS = typing.get_args(Request), typing.get_args(Answer)
 
