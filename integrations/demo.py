@@ -16,7 +16,7 @@ import click
 
 import shmload
 from shmload._wording import format_nbytes
-from shmload.errors import WorkerFailed
+from shmload.errors.loading import WorkerFailed
 
 _CHILD_TIMEOUT_S = 600.0
 _WAYS = {
@@ -41,7 +41,10 @@ def run_demo(output: str) -> None:
         click.echo("making a class-conditional DiT pipeline with random float32 weights ...")
         source = _make_checkpoint(Path(folder) / "dit")
         try:
-            results = {way: _run_child(way, source, target) for way in _WAYS}
+            results = {}
+            for way, title in _WAYS.items():
+                click.echo(f"loading in a new process: {title} ...")
+                results[way] = _run_child(way, source, target)
         finally:
             resident = [info.name for info in shmload.segments() if info.source.startswith(folder)]
             if resident:

@@ -20,7 +20,8 @@ from typing import Self
 import msgspec
 
 from shmload._host.files import TEMPORARY_SUFFIX
-from shmload.errors import ArgumentError, DuplicateKey, ResultsMismatch
+from shmload.errors.jobs import DuplicateKey, ResultsMismatch
+from shmload.errors.loading import ArgumentError
 from shmload.integrations._results.facts import FACTS_NAME, Facts, check_facts
 from shmload.integrations._results.index import INDEX_NAME, Results, write_index
 from shmload.integrations._results.items import Array, Given, failure, result

@@ -7,27 +7,17 @@ then attaches them in milliseconds and shares one copy. Importing this package i
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shmload.errors import (
-    ArgumentError,
-    CapacityError,
-    CheckpointError,
-    DeviceMapMalformed,
-    DoesNotFit,
+from shmload.errors.jobs import (
     DuplicateKey,
-    IndexMalformed,
     ItemError,
     ItemFailed,
     ItemKilled,
     JobError,
     JobFailed,
-    LibraryTooOld,
-    MemoryLimitExceeded,
     NodeError,
     NodeFailed,
     NodeLost,
     NodeTimeout,
-    PeerRefused,
-    ProtocolError,
     ResultsBusy,
     ResultsChanged,
     ResultsCorrupt,
@@ -35,16 +25,23 @@ from shmload.errors import (
     ResultsInaccessible,
     ResultsMismatch,
     ResultsUnfinished,
+)
+from shmload.errors.loading import (
+    ArgumentError,
+    CapacityError,
+    CheckpointError,
+    DeviceMapMalformed,
+    DoesNotFit,
+    IndexMalformed,
+    LibraryTooOld,
+    MemoryLimitExceeded,
+    ProtocolError,
     SegmentBusy,
     SegmentCorrupt,
     SegmentError,
     SegmentNotFound,
     SegmentTimeout,
     SegmentUntrusted,
-    ServiceError,
-    ServiceRunning,
-    ServiceSilent,
-    ServiceUnavailable,
     ShardChanged,
     ShardMalformed,
     ShardMissing,
@@ -52,7 +49,6 @@ from shmload.errors import (
     ShardUnreadable,
     SharedMemoryFull,
     ShmloadError,
-    SocketUnusable,
     SourceChanged,
     SourceNotFound,
     UnknownComponent,
@@ -62,6 +58,14 @@ from shmload.errors import (
     WorkerError,
     WorkerFailed,
     WorkerStalled,
+)
+from shmload.errors.service import (
+    PeerRefused,
+    ServiceError,
+    ServiceRunning,
+    ServiceSilent,
+    ServiceUnavailable,
+    SocketUnusable,
 )
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 
 from shmload._host.files import replacing
-from shmload.errors import ArgumentError, ResultsCorrupt, ResultsMismatch
+from shmload.errors.jobs import ResultsCorrupt, ResultsMismatch
+from shmload.errors.loading import ArgumentError
 
 FACTS_NAME = "results.json"
 

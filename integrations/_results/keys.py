@@ -5,7 +5,7 @@ from bisect import bisect_left
 
 import xxhash
 
-from shmload.errors import ArgumentError
+from shmload.errors.loading import ArgumentError
 
 _BUCKET_BITS = 10
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from shmload._host.linux import open_source
-from shmload.errors import (
+from shmload.errors.loading import (
     IndexMalformed,
     ShardMissing,
     ShmloadError,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import posix_ipc
 
-from shmload.errors import (
+from shmload.errors.loading import (
     SegmentUntrusted,
     ShardMissing,
     ShardUnreadable,

@@ -35,7 +35,8 @@ from shmload._service.protocol import (
 )
 from shmload._settings import settings
 from shmload._wording import printable
-from shmload.errors import ProtocolError, ServiceError, ServiceSilent, ServiceUnavailable
+from shmload.errors.loading import ProtocolError
+from shmload.errors.service import ServiceError, ServiceSilent, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,63 @@
-"""The errors of arguments, sources, checkpoints, memory, workers and segments."""
+"""Every error shmload raises on purpose.
+
+Each one is built from facts and makes its own sentence: what happened, to which file or segment,
+and what to do about it.
+
+    ShmloadError
+    ├── ArgumentError (ValueError)
+    │   ├── UnknownDtype
+    │   ├── UnknownComponent
+    │   ├── UnknownModule
+    │   ├── DeviceMapMalformed
+    │   └── DuplicateKey
+    ├── LibraryTooOld (ImportError)
+    ├── SourceNotFound (FileNotFoundError)
+    ├── CheckpointError
+    │   ├── ShardMissing (FileNotFoundError)
+    │   ├── ShardUnreadable (OSError)
+    │   ├── ShardMalformed
+    │   ├── ShardTruncated
+    │   ├── ShardChanged
+    │   ├── SourceChanged
+    │   └── IndexMalformed
+    ├── CapacityError (OSError)
+    │   ├── SharedMemoryFull
+    │   ├── MemoryLimitExceeded
+    │   └── DoesNotFit
+    ├── JobError
+    │   ├── ItemError
+    │   │   ├── ItemFailed
+    │   │   └── ItemKilled
+    │   └── JobFailed
+    ├── WorkerError
+    │   ├── WorkerDied
+    │   ├── WorkerStalled
+    │   └── WorkerFailed
+    ├── ServiceError
+    │   ├── ServiceUnavailable (ConnectionError)
+    │   │   └── ServiceSilent
+    │   ├── ServiceRunning
+    │   ├── SocketUnusable
+    │   └── PeerRefused (PermissionError)
+    ├── ResultsError
+    │   ├── ResultsBusy
+    │   ├── ResultsMismatch
+    │   ├── ResultsCorrupt
+    │   ├── ResultsChanged
+    │   ├── ResultsInaccessible (OSError)
+    │   └── ResultsUnfinished (FileNotFoundError)
+    ├── ProtocolError
+    ├── NodeError
+    │   ├── NodeLost
+    │   ├── NodeTimeout (TimeoutError)
+    │   └── NodeFailed
+    └── SegmentError
+        ├── SegmentNotFound (KeyError)
+        ├── SegmentBusy
+        ├── SegmentCorrupt
+        ├── SegmentUntrusted
+        └── SegmentTimeout (TimeoutError)
+"""
 
 import errno
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The errors of the service."""
+"""The errors of the service; the tree of all errors is in `loading`."""
 
 from os import PathLike
 

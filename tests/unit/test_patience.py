@@ -7,7 +7,7 @@ import time
 import pytest
 
 from shmload._service.endpoint import connect
-from shmload.errors import ServiceUnavailable
+from shmload.errors.service import ServiceUnavailable
 
 
 @pytest.fixture
