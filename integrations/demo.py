@@ -16,7 +16,7 @@ import click
 
 import shmload
 from shmload._wording import format_nbytes
-from shmload.errors.loading import WorkerFailed
+from shmload.errors import WorkerFailed
 
 _CHILD_TIMEOUT_S = 600.0
 _WAYS = {

@@ -26,12 +26,7 @@ from shmload._placement.inventory import choose_inventory
 from shmload._placement.placement import place
 from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
-from shmload.errors.loading import (
-    ArgumentError,
-    MemoryLimitExceeded,
-    SharedMemoryFull,
-    SourceNotFound,
-)
+from shmload.errors import ArgumentError, MemoryLimitExceeded, SharedMemoryFull, SourceNotFound
 from shmload.integrations._devices.destination import (
     BytesNeeded,
     Destination,

@@ -16,7 +16,7 @@ import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shmload.errors.loading import ArgumentError, LibraryTooOld
+from shmload.errors import ArgumentError, LibraryTooOld
 from shmload.integrations._sharding.groups import Blocks, find_groups
 from shmload.integrations._sharding.weights import Weights, take_weights
 from shmload.integrations.diffusers import load_pipeline

@@ -23,7 +23,7 @@ from shmload._loading.verbs import HUB_KWARGS, find_with_rules
 from shmload._segments.lease import Lease
 from shmload._segments.listing import remove_leftovers
 from shmload._segments.segment import Stay
-from shmload.errors.loading import ArgumentError, SourceChanged, SourceNotFound
+from shmload.errors import ArgumentError, SourceChanged, SourceNotFound
 from shmload.integrations.diffusers import load_pipeline
 
 if TYPE_CHECKING:

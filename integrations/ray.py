@@ -24,8 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from shmload._checkpoints.hub import find_source
 from shmload._loading.verbs import WarmReport, warm
 from shmload._segments.listing import SegmentInfo, evict, segments
-from shmload.errors.jobs import NodeFailed, NodeLost, NodeTimeout
-from shmload.errors.loading import SegmentNotFound, ShmloadError
+from shmload.errors import NodeFailed, NodeLost, NodeTimeout, SegmentNotFound, ShmloadError
 from shmload.integrations.diffusers import load_pipeline
 
 T = TypeVar("T")

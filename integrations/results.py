@@ -20,8 +20,7 @@ from typing import Self
 import msgspec
 
 from shmload._host.files import TEMPORARY_SUFFIX
-from shmload.errors.jobs import DuplicateKey, ResultsMismatch
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError, DuplicateKey, ResultsMismatch
 from shmload.integrations._results.facts import FACTS_NAME, Facts, check_facts
 from shmload.integrations._results.index import INDEX_NAME, Results, write_index
 from shmload.integrations._results.items import Array, Given, failure, result

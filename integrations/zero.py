@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shmload._host.collector import paused_gc
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 from shmload.integrations._sharding.copies import copy_to
 from shmload.integrations._sharding.slices import share
 from shmload.integrations._sharding.weights import own_buffers, take_weights

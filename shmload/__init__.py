@@ -7,17 +7,27 @@ then attaches them in milliseconds and shares one copy. Importing this package i
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shmload.errors.jobs import (
+from shmload.errors import (
+    ArgumentError,
+    CapacityError,
+    CheckpointError,
+    DeviceMapMalformed,
+    DoesNotFit,
     DuplicateKey,
+    IndexMalformed,
     ItemError,
     ItemFailed,
     ItemKilled,
     JobError,
     JobFailed,
+    LibraryTooOld,
+    MemoryLimitExceeded,
     NodeError,
     NodeFailed,
     NodeLost,
     NodeTimeout,
+    PeerRefused,
+    ProtocolError,
     ResultsBusy,
     ResultsChanged,
     ResultsCorrupt,
@@ -25,23 +35,16 @@ from shmload.errors.jobs import (
     ResultsInaccessible,
     ResultsMismatch,
     ResultsUnfinished,
-)
-from shmload.errors.loading import (
-    ArgumentError,
-    CapacityError,
-    CheckpointError,
-    DeviceMapMalformed,
-    DoesNotFit,
-    IndexMalformed,
-    LibraryTooOld,
-    MemoryLimitExceeded,
-    ProtocolError,
     SegmentBusy,
     SegmentCorrupt,
     SegmentError,
     SegmentNotFound,
     SegmentTimeout,
     SegmentUntrusted,
+    ServiceError,
+    ServiceRunning,
+    ServiceSilent,
+    ServiceUnavailable,
     ShardChanged,
     ShardMalformed,
     ShardMissing,
@@ -49,6 +52,7 @@ from shmload.errors.loading import (
     ShardUnreadable,
     SharedMemoryFull,
     ShmloadError,
+    SocketUnusable,
     SourceChanged,
     SourceNotFound,
     UnknownComponent,
@@ -58,14 +62,6 @@ from shmload.errors.loading import (
     WorkerError,
     WorkerFailed,
     WorkerStalled,
-)
-from shmload.errors.service import (
-    PeerRefused,
-    ServiceError,
-    ServiceRunning,
-    ServiceSilent,
-    ServiceUnavailable,
-    SocketUnusable,
 )
 
 if TYPE_CHECKING:

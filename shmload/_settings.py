@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 
 _PREFIX = "SHMLOAD_"
 _WORKERS = _PREFIX + "WORKERS"

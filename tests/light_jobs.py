@@ -33,7 +33,7 @@ def note(word):
         file.write(word + "\\n")
 note("start")
 {early}
-from shmload._handle import Handle
+from shmload.integrations.handles import Handle
 from shmload._ipc.frames import Inbox, send, take_channel
 from shmload.integrations._jobs import forkserver, messages
 from shmload.integrations._jobs.messages import *

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 import xxhash
 
 from shmload._checkpoints.dtypes import NBITS
-from shmload._ipc.frames import Reason, Run
+from shmload._ipc.frames import Reason
+from shmload._segments.pieces import Run
 from shmload.workers.convert import Converter
 
 # Fits the level-2 cache together with what it is converted to. Measured on an EPYC 9004 with 1 MiB

@@ -36,7 +36,7 @@ from shmload._ipc.frames import (
     send,
     take_channel,
 )
-from shmload.errors.loading import ProtocolError
+from shmload.errors import ProtocolError
 from shmload.workers.fill import Filler, FillError
 
 

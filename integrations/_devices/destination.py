@@ -12,7 +12,7 @@ from shmload._decoding.ring import Ring, ring_shape
 from shmload._placement.device_map import STRATEGIES
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, canonical_device
 from shmload._settings import parse_nbytes, worker_count
-from shmload.errors.loading import ArgumentError, MemoryLimitExceeded, UnknownComponent
+from shmload.errors import ArgumentError, MemoryLimitExceeded, UnknownComponent
 
 Pin = Literal["auto", "ring", "register", "off"]
 """How a device is fed: by a ring, from registered segments, without pinned memory, or whichever of

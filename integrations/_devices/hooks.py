@@ -17,7 +17,7 @@ from torch import nn
 
 from shmload._placement.inventory import CPU, DISK, OFFLOAD
 from shmload._placement.table import WAITING
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 
 
 def attach_hooks(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from shmload._settings import settings
-from shmload.errors.jobs import JobFailed
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError, JobFailed
 from shmload.integrations._jobs.messages import (
     Begin,
     Ended,

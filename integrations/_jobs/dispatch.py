@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shmload.errors.jobs import ItemKilled
+from shmload.errors import ItemKilled
 
 ATTEMPTS = 3
 

@@ -29,8 +29,7 @@ from tqdm import tqdm
 
 from shmload._host.linux import die_with_parent
 from shmload._ipc.frames import Inbox, send, take_channel
-from shmload.errors.jobs import JobFailed
-from shmload.errors.loading import ProtocolError
+from shmload.errors import JobFailed, ProtocolError
 from shmload.integrations._jobs.messages import (
     Ended,
     Fork,

@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from typing import Any, Literal, Self, get_args
 
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, canonical_device
-from shmload.errors.jobs import ItemError, ItemFailed
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError, ItemError, ItemFailed
 from shmload.integrations._jobs.crew import Crew
 from shmload.integrations._jobs.dispatch import Dispatch, Item, Outcome
 from shmload.integrations._jobs.item_bar import ItemBar

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shmload.errors.loading import ProtocolError
+from shmload.errors import ProtocolError
 from shmload.integrations._jobs.payload import Payload
 
 # What items and results may take each; a frame's length has four bytes.

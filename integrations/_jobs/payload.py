@@ -20,7 +20,7 @@ import cloudpickle
 import msgspec
 
 from shmload._wording import format_nbytes
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 
 # The length of a frame has four bytes, and there is a little more than this in it.
 MAX_NBYTES = (1 << 32) - (1 << 20)

@@ -22,7 +22,7 @@ import torch
 
 from shmload._ipc.frames import Inbox, send, take_channel
 from shmload._placement.inventory import CPU
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 from shmload.integrations._devices.destination import Destination
 from shmload.integrations._jobs.messages import (
     MAX_FRAME_NBYTES,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shmload._ipc.frames import Inbox, send
 from shmload._settings import settings
-from shmload.errors.jobs import JobFailed
+from shmload.errors import JobFailed
 from shmload.integrations._jobs.messages import Setup, ToServer
 
 if TYPE_CHECKING:

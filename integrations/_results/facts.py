@@ -6,8 +6,7 @@ from pathlib import Path
 import msgspec
 
 from shmload._host.files import replacing
-from shmload.errors.jobs import ResultsCorrupt, ResultsMismatch
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError, ResultsCorrupt, ResultsMismatch
 
 FACTS_NAME = "results.json"
 

@@ -19,8 +19,13 @@ from shmload._checkpoints.dtypes import NBITS
 from shmload._host.files import replacing
 from shmload._host.linux import Inode, inode_of
 from shmload._loading.state_dict import as_tensor, torch_dtypes
-from shmload.errors.jobs import ResultsChanged, ResultsCorrupt, ResultsUnfinished
-from shmload.errors.loading import ArgumentError, UnknownDtype
+from shmload.errors import (
+    ArgumentError,
+    ResultsChanged,
+    ResultsCorrupt,
+    ResultsUnfinished,
+    UnknownDtype,
+)
 from shmload.integrations._results.items import Array
 from shmload.integrations._results.keys import digest_key
 from shmload.integrations._results.shards import Item, accessing, read_items

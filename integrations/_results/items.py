@@ -7,7 +7,7 @@ import msgspec
 import xxhash
 
 from shmload._checkpoints.dtypes import NBITS
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 from shmload.integrations._results.journal import ArrayHead, Buffer, Head
 
 # Of a shard's header, which safetensors limits to 100 MB: what its items may take together.

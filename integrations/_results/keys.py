@@ -5,7 +5,7 @@ from bisect import bisect_left
 
 import xxhash
 
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 
 _BUCKET_BITS = 10
 

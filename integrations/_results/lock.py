@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shmload._host.linux import inode_of, try_lock
 from shmload._host.procfs import lock_holders
-from shmload.errors.jobs import ResultsBusy
+from shmload.errors import ResultsBusy
 
 _NAME = ".lock"
 

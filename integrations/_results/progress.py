@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shmload.errors.jobs import ResultsCorrupt
+from shmload.errors import ResultsCorrupt
 from shmload.integrations._results.journal import Buffer, Head, Journal
 from shmload.integrations._results.keys import digest_key
 from shmload.integrations._results.shards import (

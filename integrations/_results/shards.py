@@ -17,8 +17,7 @@ import xxhash
 from shmload._checkpoints.header import TensorSpec, build_header, read_header
 from shmload._host.files import replacing
 from shmload._segments.layout import alignment
-from shmload.errors.jobs import ResultsCorrupt, ResultsInaccessible
-from shmload.errors.loading import CheckpointError, ShmloadError
+from shmload.errors import CheckpointError, ResultsCorrupt, ResultsInaccessible, ShmloadError
 from shmload.integrations._results.facts import VERSION
 from shmload.integrations._results.journal import read_blocks
 

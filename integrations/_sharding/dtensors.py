@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shmload._host.collector import paused_gc
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 from shmload.integrations._build.pickling import register_classes
 from shmload.integrations._sharding.copies import copy_to
 from shmload.integrations._sharding.slices import Split, region

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shmload._wording import listed, nearest
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 from shmload.integrations._devices.module_trees import whole_classes
 
 Blocks = Iterable[str | type[nn.Module]]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 from shmload.integrations._sharding.copies import copy_to
 
 

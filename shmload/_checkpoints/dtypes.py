@@ -6,7 +6,7 @@ Inside shmload a dtype is its safetensors name (`"BF16"`); users give torch's (`
 
 from collections.abc import Sequence
 
-from shmload.errors.loading import ArgumentError, UnknownDtype
+from shmload.errors import ArgumentError, UnknownDtype
 
 # Bits per element of every dtype that safetensors 0.8 knows
 # (github.com/huggingface/safetensors, safetensors/src/tensor.rs, `Dtype::bitsize`).

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from shmload._checkpoints.dtypes import NBITS
-from shmload.errors.loading import ShardMalformed, ShardTruncated, ShardUnreadable
+from shmload.errors import ShardMalformed, ShardTruncated, ShardUnreadable
 
 # The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE).
 _MAX_HEADER_NBYTES = 100_000_000

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shmload._checkpoints.resolve import Source, resolve
-from shmload.errors.loading import (
-    ArgumentError,
-    IndexMalformed,
-    ShardMissing,
-    ShmloadError,
-    SourceNotFound,
-)
+from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
 
 # huggingface_hub.utils.validate_repo_id, without its details.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from shmload._host.linux import open_source
-from shmload.errors.loading import (
+from shmload.errors import (
     IndexMalformed,
     ShardMissing,
     ShmloadError,

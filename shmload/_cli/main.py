@@ -17,7 +17,7 @@ from shmload._cli import doctor, placement, serve, service
 from shmload._cli.output import as_json_option, count_of, is_of_output, print_json, print_table
 from shmload._segments.listing import SegmentInfo
 from shmload._wording import format_nbytes
-from shmload.errors.loading import ArgumentError, SegmentBusy, ShmloadError, UnknownComponent
+from shmload.errors import ArgumentError, SegmentBusy, ShmloadError, UnknownComponent
 
 
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:

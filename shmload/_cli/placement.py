@@ -12,7 +12,7 @@ from shmload._placement.placement import DeviceUse, Placement
 from shmload._placement.shortest_map import print_device_map
 from shmload._placement.table import PlacedPart
 from shmload._wording import format_nbytes
-from shmload.errors.loading import DeviceMapMalformed
+from shmload.errors import DeviceMapMalformed
 
 
 def placement_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from shmload._decoding.coordinator import DecodeCancelled
 from shmload._loading.verbs import warm
 from shmload._segments.listing import segments
 from shmload._wording import format_nbytes
-from shmload.errors.loading import ArgumentError, ShmloadError
+from shmload.errors import ArgumentError, ShmloadError
 
 if TYPE_CHECKING:
     from shmload._service.state import ServiceState

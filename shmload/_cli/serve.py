@@ -22,8 +22,7 @@ from shmload._service.server import serve
 from shmload._service.state import ServiceState
 from shmload._settings import parse_nbytes, settings, worker_count
 from shmload._wording import format_nbytes
-from shmload.errors.loading import ArgumentError, ProtocolError
-from shmload.errors.service import ServiceError, ServiceRunning, ServiceSilent
+from shmload.errors import ArgumentError, ProtocolError, ServiceError, ServiceRunning, ServiceSilent
 
 logger = logging.getLogger(__name__)
 

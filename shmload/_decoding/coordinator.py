@@ -21,10 +21,11 @@ from shmload._checkpoints.identity import SourceStat, is_unchanged
 from shmload._decoding.ring import FilledSlot, Ring
 from shmload._decoding.worker_process import Task, WorkerProcess
 from shmload._host.linux import shm_free_nbytes
-from shmload._ipc.frames import Failed, Fill, Filled, FromWorker, Progress, Reason, Run
+from shmload._ipc.frames import Failed, Fill, Filled, FromWorker, Progress, Reason
 from shmload._segments.digest import combine_digests
+from shmload._segments.pieces import Run
 from shmload._settings import settings
-from shmload.errors.loading import (
+from shmload.errors import (
     ProtocolError,
     ShardChanged,
     ShardTruncated,

@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 from shmload._host.linux import PAGE_NBYTES
 from shmload._wording import format_nbytes
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 
 _SLOT_NBYTES = 16 << 20
 # One that is being filled, one that waits in the worker's socket, one that is being emptied.

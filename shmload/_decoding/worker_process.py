@@ -30,7 +30,7 @@ from shmload._ipc.frames import (
     send,
 )
 from shmload._settings import settings
-from shmload.errors.loading import ProtocolError, WorkerFailed
+from shmload.errors import ProtocolError, WorkerFailed
 
 logger = logging.getLogger(__name__)
 

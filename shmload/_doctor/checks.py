@@ -17,8 +17,7 @@ from shmload._host.procfs import FileSystem
 from shmload._service.protocol import VERSION, Status
 from shmload._settings import ServiceUse
 from shmload._wording import format_nbytes
-from shmload.errors.loading import ShmloadError
-from shmload.errors.service import PeerRefused, ServiceUnavailable
+from shmload.errors import PeerRefused, ServiceUnavailable, ShmloadError
 
 # Below the first hardly a model fits, docker's default of 64 MiB for /dev/shm in particular; the
 # second is what Stable Diffusion 1.5 takes in 16 bits.

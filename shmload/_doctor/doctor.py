@@ -51,8 +51,7 @@ from shmload._service.client import Client
 from shmload._service.endpoint import connect, service_pid, socket_path
 from shmload._service.protocol import GetStatus, Status
 from shmload._settings import settings
-from shmload.errors.loading import ProtocolError, ShmloadError
-from shmload.errors.service import ServiceError
+from shmload.errors import ProtocolError, ServiceError, ShmloadError
 
 
 def diagnose(source: str | None = None) -> Iterator[Finding]:

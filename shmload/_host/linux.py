@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import posix_ipc
 
-from shmload.errors.loading import (
+from shmload.errors import (
     SegmentUntrusted,
     ShardMissing,
     ShardUnreadable,

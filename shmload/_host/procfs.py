@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmload._host.linux import PAGE_NBYTES, Inode
-from shmload.errors.loading import ShmloadError
+from shmload.errors import ShmloadError
 
 # Network and user-space file systems: a page fault there is a round trip, so a mapping crawls.
 _REMOTE_FILE_SYSTEMS = (

@@ -19,7 +19,8 @@ from typing import Final
 
 import msgspec
 
-from shmload.errors.loading import ProtocolError
+from shmload._segments.pieces import Run
+from shmload.errors import ProtocolError
 
 VERSION: Final = 1
 
@@ -28,21 +29,6 @@ _MAX_FRAME_NBYTES = 64 << 20
 _LENGTH_NBYTES = 4
 # A frame comes with two at most, and those of the next may be there already.
 _MAX_FDS = 16
-
-
-class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Consecutive elements of one dtype that become consecutive elements of another."""
-
-    source_offset: int
-    """From the start of the shard's file, in bytes."""
-    target_offset: int
-    """From the start of the segment, in bytes."""
-    count: int
-    """Elements."""
-    source: str
-    """Safetensors dtype in the shard; `U8` in both means bytes that stay as they are."""
-    target: str
-    """Safetensors dtype in the segment."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -13,7 +13,7 @@ from shmload._decoding.ring import Ring
 from shmload._loading.progress import Progress
 from shmload._service.client import Service, find_service
 from shmload._settings import settings
-from shmload.errors.service import ServiceUnavailable
+from shmload.errors import ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 

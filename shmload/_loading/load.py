@@ -46,7 +46,7 @@ from shmload._segments.view import descriptor_path
 from shmload._service.client import Service
 from shmload._settings import settings, worker_count
 from shmload._wording import format_nbytes
-from shmload.errors.loading import ArgumentError, SegmentTimeout
+from shmload.errors import ArgumentError, SegmentTimeout
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from shmload._loading.complete import complete_load
 from shmload._loading.progress import Callback
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Stay
-from shmload.errors.loading import ArgumentError, ShardMalformed
+from shmload.errors import ArgumentError, ShardMalformed
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from shmload._placement.placement import place
 from shmload._segments.segment import Stay
 from shmload._segments.view import View
 from shmload._service.client import Service
-from shmload.errors.loading import SourceNotFound, UnknownComponent
+from shmload.errors import SourceNotFound, UnknownComponent
 
 HUB_KWARGS = frozenset(
     {"cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"}

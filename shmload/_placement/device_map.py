@@ -19,12 +19,7 @@ import msgspec
 
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, Inventory, canonical_device
 from shmload._placement.modules import Component, Module, join, parent_of
-from shmload.errors.loading import (
-    ArgumentError,
-    DeviceMapMalformed,
-    UnknownComponent,
-    UnknownModule,
-)
+from shmload.errors import ArgumentError, DeviceMapMalformed, UnknownComponent, UnknownModule
 
 STRATEGIES = ("balanced", "balanced_low_0", "sequential", "auto")
 

@@ -13,7 +13,7 @@ import msgspec
 
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
 from shmload._settings import parse_nbytes, settings
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 
 CPU, DISK, META, OFFLOAD = "cpu", "disk", "meta", "offload"
 _WITHOUT_INDEX = (CPU, DISK, META, OFFLOAD)

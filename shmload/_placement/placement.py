@@ -17,7 +17,7 @@ from shmload._placement.shortest_map import shorten
 from shmload._placement.strategies import WHOLE, nbytes_by_device, place_auto, rooms_of
 from shmload._placement.table import WAITING, PlacedPart, parts_of
 from shmload._wording import format_nbytes
-from shmload.errors.loading import DoesNotFit
+from shmload.errors import DoesNotFit
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):

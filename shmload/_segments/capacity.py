@@ -11,7 +11,7 @@ from shmload._checkpoints.identity import PART_SUFFIX, name_prefix
 from shmload._host.linux import shm_free_nbytes, unwritten_nbytes
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
 from shmload._segments.listing import remove_leftovers
-from shmload.errors.loading import CapacityError, MemoryLimitExceeded, SharedMemoryFull
+from shmload.errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 
 # Left to the rest of the process: page tables, the workers themselves (about 40 MB each).
 _MARGIN_NBYTES = 64 << 20

@@ -5,13 +5,13 @@ order. It finds damage, not forgery: whoever can write to this user's memory nee
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
 from shmload._checkpoints.header import Header
-from shmload._segments.layout import PIECE_NBYTES
+from shmload._segments.pieces import piece_ranges
 
 _BLOCK_NBYTES = 1 << 20
 
@@ -25,13 +25,8 @@ def digest_data(fd: int, header: Header) -> str:
     """Read all data of a segment, on all cores, and return its digest."""
     # Both pread and the hash release the interpreter lock: threads do.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return combine_digests(pool.map(lambda piece: _digest(fd, *piece), _pieces(header)))
-
-
-def _pieces(header: Header) -> Iterator[tuple[int, int]]:
-    """Yield offset and size of each piece, in bytes of the segment."""
-    for begin in range(0, header.data_nbytes, PIECE_NBYTES):
-        yield header.data_offset + begin, min(PIECE_NBYTES, header.data_nbytes - begin)
+        pieces = piece_ranges(header.data_offset, header.data_nbytes)
+        return combine_digests(pool.map(lambda piece: _digest(fd, *piece), pieces))
 
 
 def _digest(fd: int, offset: int, nbytes: int) -> bytes:

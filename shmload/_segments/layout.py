@@ -5,17 +5,14 @@ bytes stand first, so that all but a few tiny ones lie on a cache line, and ever
 multiple of its element size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
 from shmload._checkpoints.dtypes import FLOATS, NBITS
 from shmload._checkpoints.header import Header, TensorSpec, build_header
 from shmload._host.linux import PAGE_NBYTES
-from shmload._ipc.frames import Run
-
-PIECE_NBYTES = 64 << 20
-"""The most that one worker fills at a time, in bytes of the segment."""
+from shmload._segments.pieces import Run, cut_pieces, join_runs
 
 _LINE_NBYTES = 64
 _DIGEST_KEY = "shmload.digest"
@@ -62,7 +59,7 @@ def lay_out(
         header: of the shard.
         dtype_of: the dtype of each tensor in the segment. Only floats are ever converted.
         metadata: what the segment's header says beside the shard's own metadata.
-        piece_nbytes: size of its pieces, in bytes; None for that which digests go by.
+        piece_nbytes: size of its pieces, in bytes; `PIECE_NBYTES` if None, as in a digest.
     """
     moves = [(tensor, _stored_nbytes(tensor, dtype_of)) for tensor in header.tensors]
     # Stable: within an alignment the shard's order stays, so that reading it stays sequential.
@@ -75,11 +72,11 @@ def lay_out(
     # transformers 4.57 wants to be told the framework, but only of files that have metadata.
     own = header.metadata if header.metadata is not None else {"format": "pt"}
     raw = build_header(tuple(specs), own | metadata | {_DIGEST_KEY: _NO_DIGEST}, PAGE_NBYTES)
-    runs = _runs([tensor for tensor, _ in moves], specs, header.data_offset, len(raw))
+    runs = join_runs([tensor for tensor, _ in moves], specs, header.data_offset, len(raw))
     return Layout(
         header=raw,
         digest_offset=raw.index(f'"{_DIGEST_KEY}":"'.encode()) + len(_DIGEST_KEY) + 4,
-        pieces=tuple(_pieces(runs, len(raw), piece_nbytes or PIECE_NBYTES)),
+        pieces=tuple(cut_pieces(runs, len(raw), piece_nbytes)),
         data_nbytes=position,
         read_nbytes=header.data_nbytes,
     )
@@ -106,50 +103,3 @@ def _stored_nbytes(tensor: TensorSpec, dtype_of: DtypeOf) -> tuple[str, int]:
     assert tensor.dtype in FLOATS, tensor
     assert dtype in FLOATS, dtype
     return dtype, tensor.nbytes * NBITS[dtype] // NBITS[tensor.dtype]
-
-
-def _runs(
-    tensors: list[TensorSpec], specs: list[TensorSpec], source_base: int, target_base: int
-) -> list[Run]:
-    """Join neighbours that stay neighbours: 30,000 small tensors are a handful of runs."""
-    runs: list[Run] = []
-    start: TensorSpec | None = None
-    end: TensorSpec | None = None
-    first_target = 0
-    kind: tuple[str, str] = ("", "")
-
-    def close() -> None:
-        if start is not None and end is not None and end.end > start.begin:
-            count = (end.end - start.begin) * 8 // NBITS[kind[0]]
-            runs.append(Run(source_base + start.begin, target_base + first_target, count, *kind))
-
-    for tensor, spec in zip(tensors, specs, strict=True):
-        this = ("U8", "U8") if tensor.dtype == spec.dtype else (tensor.dtype, spec.dtype)
-        if end is None or this != kind or tensor.begin != end.end:
-            close()
-            start, first_target, kind = tensor, spec.begin, this
-        end = tensor
-    close()
-    return runs
-
-
-def _pieces(runs: list[Run], target_base: int, piece_nbytes: int) -> Iterator[tuple[Run, ...]]:
-    """Cut runs at every `piece_nbytes` of the segment's data."""
-    piece: list[Run] = []
-    limit = target_base + piece_nbytes
-    for run in runs:
-        source_nbytes, target_nbytes = NBITS[run.source] // 8, NBITS[run.target] // 8
-        source, target, left = run.source_offset, run.target_offset, run.count
-        while left:
-            count = min(left, (limit - target) // target_nbytes)
-            if count == 0:
-                yield tuple(piece)
-                piece = []
-                limit += piece_nbytes
-                continue
-            piece.append(Run(source, target, count, run.source, run.target))
-            source += count * source_nbytes
-            target += count * target_nbytes
-            left -= count
-    if piece:
-        yield tuple(piece)

@@ -29,7 +29,7 @@ from shmload._segments.layout import read_digest
 from shmload._segments.segment import Segment, attach, is_shared
 from shmload._segments.view import VIEW_INFIX, VIEW_MARK
 from shmload._wording import printable
-from shmload.errors.loading import (
+from shmload.errors import (
     ArgumentError,
     SegmentBusy,
     SegmentCorrupt,

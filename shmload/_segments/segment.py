@@ -37,7 +37,7 @@ from shmload._host.linux import (
     write_at,
 )
 from shmload._segments.layout import Layout, read_digest
-from shmload.errors.loading import SegmentCorrupt, SegmentTimeout, ShmloadError
+from shmload.errors import SegmentCorrupt, SegmentTimeout, ShmloadError
 
 _POLL_S = 0.01
 _READ_ONLY = 0o400

@@ -6,7 +6,7 @@ from shmload._host.linux import shm_total_nbytes
 from shmload._host.procfs import cgroup_limit_nbytes
 from shmload._segments.listing import SegmentInfo
 from shmload._wording import format_nbytes
-from shmload.errors.loading import SharedMemoryFull
+from shmload.errors import SharedMemoryFull
 
 
 def default_budget() -> int:

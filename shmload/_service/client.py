@@ -35,8 +35,7 @@ from shmload._service.protocol import (
 )
 from shmload._settings import settings
 from shmload._wording import printable
-from shmload.errors.loading import ProtocolError
-from shmload.errors.service import ServiceError, ServiceSilent, ServiceUnavailable
+from shmload.errors import ProtocolError, ServiceError, ServiceSilent, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from shmload._host.linux import inode_of, try_lock
 from shmload._host.procfs import lock_holders
 from shmload._settings import settings
-from shmload.errors.service import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
+from shmload.errors import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
 
 _SOCKET_NAME = "service.sock"
 _LOCK_NAME = "service.lock"

@@ -11,8 +11,8 @@ import stat
 from shmload._checkpoints.dtypes import FLOATS, NBITS
 from shmload._decoding.coordinator import Job
 from shmload._host.linux import is_writable
-from shmload._ipc.frames import Run
-from shmload.errors.loading import ArgumentError, ShardUnreadable
+from shmload._segments.pieces import Run
+from shmload.errors import ArgumentError, ShardUnreadable
 
 
 def require_sound(job: Job) -> None:

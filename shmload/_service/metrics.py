@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from shmload._service.protocol import Status
-from shmload.errors.loading import ShmloadError
+from shmload.errors import ShmloadError
 
 # Name after Prometheus' conventions, kind, attribute of the status, help.
 _METRICS = (

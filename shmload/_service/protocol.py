@@ -17,11 +17,11 @@ from typing import Annotated, Final
 
 import msgspec
 
-import shmload
-from shmload._ipc.frames import Run
+from shmload import errors
 from shmload._segments.listing import SegmentInfo
+from shmload._segments.pieces import Run
 from shmload._wording import printable
-from shmload.errors.loading import ProtocolError, ShmloadError
+from shmload.errors import ProtocolError, ShmloadError
 
 VERSION: Final = 1
 
@@ -304,7 +304,7 @@ def _to_field(value: object) -> _Field:
 
 def revive(refused: Refused) -> ShmloadError:
     """Make the error that a message carries; one of an unknown kind becomes the base class."""
-    kind = vars(shmload).get(refused.kind)
+    kind = vars(errors).get(refused.kind)
     if not (isinstance(kind, type) and issubclass(kind, ShmloadError)):
         kind = ShmloadError
     error: ShmloadError = kind.__new__(kind)

@@ -47,8 +47,7 @@ from shmload._service.protocol import (
     refuse,
 )
 from shmload._settings import settings
-from shmload.errors.loading import ProtocolError, ShmloadError
-from shmload.errors.service import PeerRefused, ServiceUnavailable
+from shmload.errors import PeerRefused, ProtocolError, ServiceUnavailable, ShmloadError
 
 if TYPE_CHECKING:
     from shmload._service.state import ServiceState

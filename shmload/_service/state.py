@@ -30,7 +30,7 @@ from shmload._service.budget import choose_victims, may_go
 from shmload._service.client import Service
 from shmload._service.pool import WorkerPool
 from shmload._service.protocol import Lease, MakePlan, Planned, Status, Warm, Warmed
-from shmload.errors.loading import CapacityError
+from shmload.errors import CapacityError
 
 logger = logging.getLogger(__name__)
 

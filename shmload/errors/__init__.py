@@ -1,6 +1,178 @@
-"""Every error that shmload raises, and the tree that they form.
+"""Every error that shmload raises on purpose; import them from here.
 
-Guarantee: each error is built from facts, says what happened, to which file or segment, and what to
-do; it can be pickled, and sent over the service's socket by name. May import nothing of shmload but
-`_wording`.
+Guarantee: each error is built from facts and says what happened, to which file or segment, and what
+to do. It can be pickled, and the service sends it to a client by name. May import `_wording` only.
+
+    ShmloadError
+    ├── ArgumentError (ValueError)
+    │   ├── UnknownDtype
+    │   ├── UnknownComponent
+    │   ├── UnknownModule
+    │   ├── DeviceMapMalformed
+    │   └── DuplicateKey
+    ├── LibraryTooOld (ImportError)
+    ├── SourceNotFound (FileNotFoundError)
+    ├── CheckpointError
+    │   ├── ShardMissing (FileNotFoundError)
+    │   ├── ShardUnreadable (OSError)
+    │   ├── ShardMalformed
+    │   ├── ShardTruncated
+    │   ├── ShardChanged
+    │   ├── SourceChanged
+    │   └── IndexMalformed
+    ├── CapacityError (OSError)
+    │   ├── SharedMemoryFull
+    │   ├── MemoryLimitExceeded
+    │   └── DoesNotFit
+    ├── JobError
+    │   ├── ItemError
+    │   │   ├── ItemFailed
+    │   │   └── ItemKilled
+    │   └── JobFailed
+    ├── WorkerError
+    │   ├── WorkerDied
+    │   ├── WorkerStalled
+    │   └── WorkerFailed
+    ├── ServiceError
+    │   ├── ServiceUnavailable (ConnectionError)
+    │   │   └── ServiceSilent
+    │   ├── ServiceRunning
+    │   ├── SocketUnusable
+    │   └── PeerRefused (PermissionError)
+    ├── ResultsError
+    │   ├── ResultsBusy
+    │   ├── ResultsMismatch
+    │   ├── ResultsCorrupt
+    │   ├── ResultsChanged
+    │   ├── ResultsInaccessible (OSError)
+    │   └── ResultsUnfinished (FileNotFoundError)
+    ├── ProtocolError
+    ├── NodeError
+    │   ├── NodeLost
+    │   ├── NodeTimeout (TimeoutError)
+    │   └── NodeFailed
+    └── SegmentError
+        ├── SegmentNotFound (KeyError)
+        ├── SegmentBusy
+        ├── SegmentCorrupt
+        ├── SegmentUntrusted
+        └── SegmentTimeout (TimeoutError)
 """
+
+from shmload.errors.jobs import (
+    DuplicateKey,
+    ItemError,
+    ItemFailed,
+    ItemKilled,
+    JobError,
+    JobFailed,
+    NodeError,
+    NodeFailed,
+    NodeLost,
+    NodeTimeout,
+    ResultsBusy,
+    ResultsChanged,
+    ResultsCorrupt,
+    ResultsError,
+    ResultsInaccessible,
+    ResultsMismatch,
+    ResultsUnfinished,
+)
+from shmload.errors.loading import (
+    ArgumentError,
+    CapacityError,
+    CheckpointError,
+    DeviceMapMalformed,
+    DoesNotFit,
+    IndexMalformed,
+    LibraryTooOld,
+    MemoryLimitExceeded,
+    ProtocolError,
+    SegmentBusy,
+    SegmentCorrupt,
+    SegmentError,
+    SegmentNotFound,
+    SegmentTimeout,
+    SegmentUntrusted,
+    ShardChanged,
+    ShardMalformed,
+    ShardMissing,
+    ShardTruncated,
+    ShardUnreadable,
+    SharedMemoryFull,
+    ShmloadError,
+    SourceChanged,
+    SourceNotFound,
+    UnknownComponent,
+    UnknownDtype,
+    UnknownModule,
+    WorkerDied,
+    WorkerError,
+    WorkerFailed,
+    WorkerStalled,
+)
+from shmload.errors.service import (
+    PeerRefused,
+    ServiceError,
+    ServiceRunning,
+    ServiceSilent,
+    ServiceUnavailable,
+    SocketUnusable,
+)
+
+__all__ = [
+    "ArgumentError",
+    "CapacityError",
+    "CheckpointError",
+    "DeviceMapMalformed",
+    "DoesNotFit",
+    "DuplicateKey",
+    "IndexMalformed",
+    "ItemError",
+    "ItemFailed",
+    "ItemKilled",
+    "JobError",
+    "JobFailed",
+    "LibraryTooOld",
+    "MemoryLimitExceeded",
+    "NodeError",
+    "NodeFailed",
+    "NodeLost",
+    "NodeTimeout",
+    "PeerRefused",
+    "ProtocolError",
+    "ResultsBusy",
+    "ResultsChanged",
+    "ResultsCorrupt",
+    "ResultsError",
+    "ResultsInaccessible",
+    "ResultsMismatch",
+    "ResultsUnfinished",
+    "SegmentBusy",
+    "SegmentCorrupt",
+    "SegmentError",
+    "SegmentNotFound",
+    "SegmentTimeout",
+    "SegmentUntrusted",
+    "ServiceError",
+    "ServiceRunning",
+    "ServiceSilent",
+    "ServiceUnavailable",
+    "ShardChanged",
+    "ShardMalformed",
+    "ShardMissing",
+    "ShardTruncated",
+    "ShardUnreadable",
+    "SharedMemoryFull",
+    "ShmloadError",
+    "SocketUnusable",
+    "SourceChanged",
+    "SourceNotFound",
+    "UnknownComponent",
+    "UnknownDtype",
+    "UnknownModule",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerFailed",
+    "WorkerStalled",
+]

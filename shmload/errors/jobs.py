@@ -1,4 +1,4 @@
-"""The errors of jobs, their results, and clusters; the tree of all errors is in `loading`."""
+"""The errors of jobs, their results, and clusters."""
 
 import errno
 import reprlib

@@ -1,4 +1,4 @@
-"""The errors of the service; the tree of all errors is in `loading`."""
+"""The errors of the service."""
 
 from os import PathLike
 

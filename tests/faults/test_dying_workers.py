@@ -237,7 +237,7 @@ def test_worker_that_blocks_its_coordinator_is_not_taken_for_the_others(
 ):
     # Two pieces. The first worker is at one when the second is ready, is given the other, and
     # stops without reading what is more than its socket takes.
-    monkeypatch.setattr("shmload._segments.layout.PIECE_NBYTES", 960_000)
+    monkeypatch.setattr("shmload._segments.pieces.PIECE_NBYTES", 960_000)
     path = tmp_path / "model.safetensors"
     write_alternating(path, 40_000)
     meeting = tmp_path / "meeting"

@@ -11,7 +11,8 @@ from serving import held_by, raw_client, read_to_the_end, wait_until_alone
 
 import shmload
 from shmload._decoding.coordinator import Job
-from shmload._ipc.frames import Inbox, Run, to_frame
+from shmload._ipc.frames import Inbox, to_frame
+from shmload._segments.pieces import Run
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import (

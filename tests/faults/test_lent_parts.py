@@ -11,7 +11,7 @@ from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._loading.verbs import derive_rules
 from shmload._segments.segment import Segment, Stay, begin
-from shmload.errors.service import ServiceUnavailable
+from shmload.errors import ServiceUnavailable
 
 
 class GoneService:

@@ -15,8 +15,7 @@ from shmload._ipc.frames import to_frame
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import GetStatus, Lend, Stat, Status, Warm, Warmed
-from shmload.errors.loading import ProtocolError
-from shmload.errors.service import PeerRefused, ServiceUnavailable
+from shmload.errors import PeerRefused, ProtocolError, ServiceUnavailable
 
 # A client lies, or does nothing -------------------------------------------------------------------
 

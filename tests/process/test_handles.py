@@ -159,7 +159,7 @@ def test_interrupt_at_the_end_of_sharing_leaves_nothing(source, monkeypatch, shm
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shmload._handle.remove_leftovers", interrupt)
+    monkeypatch.setattr("shmload.integrations.handles.remove_leftovers", interrupt)
     with pytest.raises(KeyboardInterrupt):
         shmload.share(source, torch_dtype=torch.bfloat16)
     gc.collect()

@@ -16,7 +16,7 @@ from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import Reserve, Reserved, Warm, Warmed
 from shmload._service.state import ServiceState
-from shmload.errors.loading import SharedMemoryFull
+from shmload.errors import SharedMemoryFull
 
 _SEGMENT = (1 << 20) + 4096
 

@@ -30,7 +30,7 @@ from shmload._service.protocol import (
     Warm,
     Warmed,
 )
-from shmload.errors.loading import SharedMemoryFull
+from shmload.errors import SharedMemoryFull
 
 # Loading ------------------------------------------------------------------------------------------
 

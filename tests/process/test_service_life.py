@@ -20,7 +20,7 @@ from shmload._segments.segment import begin
 from shmload._service.client import Client
 from shmload._service.endpoint import connect, peer_of, socket_path
 from shmload._service.protocol import Shutdown, Stopping
-from shmload.errors.service import ServiceUnavailable
+from shmload.errors import ServiceUnavailable
 
 
 def test_second_start_says_that_one_is_running(service, child):

@@ -5,7 +5,7 @@ import pytest
 from shmload._segments.listing import SegmentInfo
 from shmload._service import budget as budget_module
 from shmload._service.budget import budget_warnings, choose_victims
-from shmload.errors.loading import SharedMemoryFull
+from shmload.errors import SharedMemoryFull
 
 GIB = 1 << 30
 

@@ -23,8 +23,7 @@ from shmload._doctor.checks import (
 from shmload._doctor.speed import CopySpeed, ReadSpeed
 from shmload._host.procfs import FileSystem
 from shmload._service.protocol import Status
-from shmload.errors.loading import ProtocolError
-from shmload.errors.service import PeerRefused, ServiceUnavailable
+from shmload.errors import PeerRefused, ProtocolError, ServiceUnavailable
 
 GIB = 1 << 30
 TMPFS = FileSystem("tmpfs", ("rw", "size=24684096k", "huge=within_size"))

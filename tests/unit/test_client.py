@@ -10,7 +10,7 @@ from shmload._ipc.frames import to_frame
 from shmload._service import client as client_module
 from shmload._service.client import Client
 from shmload._service.protocol import VERSION, Decoded, GetStatus, Progress, Reserved, Stat, Welcome
-from shmload.errors.loading import ProtocolError
+from shmload.errors import ProtocolError
 
 
 def ask(monkeypatch, *answers, jobs=()):

@@ -8,7 +8,7 @@ import pytest
 
 from shmload._service import endpoint
 from shmload._service.endpoint import Endpoint, socket_path
-from shmload.errors.service import ServiceRunning, SocketUnusable
+from shmload.errors import ServiceRunning, SocketUnusable
 
 REMEDY = "; choose a directory of your own with SHMLOAD_SOCKET"
 

@@ -1,12 +1,15 @@
 """Errors say all they have to say in another process too."""
 
+import builtins
 import copy
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 
 import shmload
+from shmload import errors
 
 ERRORS = [
     shmload.ItemKilled(3, "picture.png", ["SIGKILL"] * 3),
@@ -50,3 +53,18 @@ def test_item_is_told_by_its_path(item):
 
 def test_item_that_is_very_long_is_told_in_short():
     assert len(str(shmload.ItemFailed(0, "x" * 10_000, "OSError"))) < 300
+
+
+def test_table_of_errors_draws_the_tree_as_it_is():
+    listed = [getattr(errors, name) for name in errors.__all__]
+    drawn = {}
+    above = {-1: Exception}
+    for line in errors.__doc__.splitlines():
+        if found := re.fullmatch(r"(    [│├└─ ]*)(\w+)(?: \((\w+)\))?", line):
+            indent, name, builtin = found.groups()
+            depth = len(indent) // 4 - 1
+            bases = [above[depth - 1], *([getattr(builtins, builtin)] if builtin else [])]
+            drawn[name] = tuple(bases)
+            above[depth] = getattr(errors, name)
+    assert drawn == {kind.__name__: kind.__bases__ for kind in listed}
+    assert set(errors.__all__) <= set(shmload.__all__)

@@ -6,7 +6,7 @@ import pytest
 from privileges import no_privileges
 
 from shmload._service.client import find_service
-from shmload.errors.service import ServiceUnavailable
+from shmload.errors import ServiceUnavailable
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
 from shmload._checkpoints.header import TensorSpec, build_header, parse_header, read_header
-from shmload.errors.loading import ShardMalformed, ShardTruncated, ShmloadError
+from shmload.errors import ShardMalformed, ShardTruncated, ShmloadError
 
 _DTYPES = sorted(name for name in TORCH_NAMES if NBITS[name] >= 8)
 _names = st.text(max_size=20).filter(lambda name: name != "__metadata__")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rules import likely_rule
-from shmload.errors.loading import (
+from shmload.errors import (
     ArgumentError,
     CheckpointError,
     IndexMalformed,

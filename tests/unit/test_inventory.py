@@ -10,7 +10,7 @@ from shmload._placement.inventory import (
     machine_inventory,
     parse_inventory,
 )
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 
 GIB = 1 << 30
 

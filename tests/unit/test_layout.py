@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES
 from shmload._checkpoints.header import read_header
 from shmload._host.linux import PAGE_NBYTES
-from shmload._segments import digest, layout
+from shmload._segments import pieces
 from shmload._segments.digest import combine_digests, digest_data
 from shmload._segments.layout import lay_out, needs_conversion, read_digest
 from shmload.workers.fill import Filler
@@ -66,8 +66,7 @@ def in_memory(content=b""):
 @contextlib.contextmanager
 def small_pieces():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "PIECE_NBYTES", _PIECE_NBYTES)
-        patch.setattr(digest, "PIECE_NBYTES", _PIECE_NBYTES)
+        patch.setattr(pieces, "PIECE_NBYTES", _PIECE_NBYTES)
         yield
 
 

@@ -26,7 +26,7 @@ from shmload._host.linux import (
     unlock,
     wait_lock,
 )
-from shmload.errors.loading import SegmentUntrusted, ShardMissing, ShardUnreadable
+from shmload.errors import SegmentUntrusted, ShardMissing, ShardUnreadable
 
 # Names --------------------------------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from shmload._checkpoints.dtypes import NBITS
 from shmload._decoding.coordinator import Job
-from shmload._ipc.frames import Run
+from shmload._segments.pieces import Run
 from shmload._service.loans import require_sound
 from shmload._service.protocol import Stat
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 from shmload.workers.fill import Filler
 
 _NBYTES = 64

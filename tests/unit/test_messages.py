@@ -20,12 +20,12 @@ from shmload._ipc.frames import (
     Progress,
     Ready,
     Reason,
-    Run,
     decode_from_worker,
     decode_to_worker,
     send,
 )
-from shmload.errors.loading import ProtocolError
+from shmload._segments.pieces import Run
+from shmload.errors import ProtocolError
 
 _numbers = st.integers(0, 2**63 - 1)
 _runs = st.builds(Run, _numbers, _numbers, _numbers, st.text(max_size=4), st.text(max_size=4))

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from shmload._service.endpoint import connect
-from shmload.errors.service import ServiceUnavailable
+from shmload.errors import ServiceUnavailable
 
 
 @pytest.fixture

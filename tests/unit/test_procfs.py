@@ -17,7 +17,7 @@ from shmload._host.procfs import (
     machine_free_nbytes,
     mappings,
 )
-from shmload.errors.loading import ShmloadError
+from shmload.errors import ShmloadError
 
 # File systems -------------------------------------------------------------------------------------
 

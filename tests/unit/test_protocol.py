@@ -16,7 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shmload
-from shmload._ipc.frames import Inbox, Run, send, to_frame
+from shmload._ipc.frames import Inbox, send, to_frame
+from shmload._segments.pieces import Run
 from shmload._service.protocol import (
     Answer,
     Evict,
@@ -30,7 +31,7 @@ from shmload._service.protocol import (
     refuse,
     revive,
 )
-from shmload.errors.loading import ProtocolError, ShmloadError
+from shmload.errors import ProtocolError, ShmloadError
 
 REQUESTS, ANSWERS = typing.get_args(Request), typing.get_args(Answer)
 

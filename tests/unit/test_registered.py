@@ -9,7 +9,7 @@ from devices import LateDevice
 from torch import nn
 
 from shmload._host.linux import inode_of
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 from shmload.integrations._devices import registered
 from shmload.integrations._devices.calibration import choose_pin
 from shmload.integrations._devices.destination import Destination

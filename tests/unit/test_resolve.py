@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shmload._checkpoints.resolve import resolve
-from shmload.errors.loading import IndexMalformed, ShardMissing, SourceNotFound, UnknownComponent
+from shmload.errors import IndexMalformed, ShardMissing, SourceNotFound, UnknownComponent
 
 PIPELINE = {
     "_class_name": "StableDiffusionPipeline",

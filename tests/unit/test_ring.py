@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmload._decoding.ring import Ring, RingShape, ring_shape
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 
 
 @given(st.integers(1, 64), st.one_of(st.none(), st.integers(8192, 1 << 40)))

@@ -8,7 +8,7 @@ from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rules import RAW, Rule, forget_rule, likely_rule, rule_for, wanted_dtype
 from shmload._settings import settings
-from shmload.errors.loading import UnknownDtype
+from shmload.errors import UnknownDtype
 
 
 def _tensor(name="a.b.weight", dtype="F32"):

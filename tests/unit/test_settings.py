@@ -7,7 +7,7 @@ import pytest
 
 from shmload._loading.progress import Progress
 from shmload._settings import settings, worker_count
-from shmload.errors.loading import ArgumentError
+from shmload.errors import ArgumentError
 
 
 @pytest.fixture(autouse=True)

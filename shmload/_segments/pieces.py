@@ -1,0 +1,103 @@
+"""Pieces, the units in which a segment is filled and digested, and the runs they consist of.
+
+A worker process imports this module, so it imports only what is light.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shmload._checkpoints.dtypes import NBITS
+
+if TYPE_CHECKING:
+    from shmload._checkpoints.header import TensorSpec
+
+PIECE_NBYTES = 64 << 20
+"""Size of a piece, in bytes of the segment; the last piece of a segment may be smaller."""
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Consecutive elements of one dtype that become consecutive elements of another."""
+
+    source_offset: int
+    """From the start of the shard's file, in bytes."""
+    target_offset: int
+    """From the start of the segment, in bytes."""
+    count: int
+    """Elements."""
+    source: str
+    """Safetensors dtype in the shard; `U8` in both means bytes that stay as they are."""
+    target: str
+    """Safetensors dtype in the segment."""
+
+
+def join_runs(
+    tensors: "list[TensorSpec]", specs: "list[TensorSpec]", source_base: int, target_base: int
+) -> list[Run]:
+    """Join tensors that are neighbours in the shard and in the segment into runs.
+
+    30,000 small tensors become a handful of runs.
+
+    Args:
+        tensors: as they lie in the shard.
+        specs: the same tensors, in the same order, as they lie in the segment.
+        source_base: where the shard's data starts, in bytes.
+        target_base: where the segment's data starts, in bytes.
+    """
+    runs: list[Run] = []
+    start: TensorSpec | None = None
+    end: TensorSpec | None = None
+    first_target = 0
+    kind: tuple[str, str] = ("", "")
+
+    def close() -> None:
+        if start is not None and end is not None and end.end > start.begin:
+            count = (end.end - start.begin) * 8 // NBITS[kind[0]]
+            runs.append(Run(source_base + start.begin, target_base + first_target, count, *kind))
+
+    for tensor, spec in zip(tensors, specs, strict=True):
+        this = ("U8", "U8") if tensor.dtype == spec.dtype else (tensor.dtype, spec.dtype)
+        if end is None or this != kind or tensor.begin != end.end:
+            close()
+            start, first_target, kind = tensor, spec.begin, this
+        end = tensor
+    close()
+    return runs
+
+
+def cut_pieces(
+    runs: list[Run], target_base: int, piece_nbytes: int | None = None
+) -> Iterator[tuple[Run, ...]]:
+    """Cut runs at every `piece_nbytes` of the segment's data; yield the runs of each piece.
+
+    Args:
+        runs: in the order of their target offsets.
+        target_base: where the segment's data starts, in bytes.
+        piece_nbytes: size of a piece, in bytes; `PIECE_NBYTES` if None.
+    """
+    piece_nbytes = piece_nbytes or PIECE_NBYTES
+    piece: list[Run] = []
+    limit = target_base + piece_nbytes
+    for run in runs:
+        source_nbytes, target_nbytes = NBITS[run.source] // 8, NBITS[run.target] // 8
+        source, target, left = run.source_offset, run.target_offset, run.count
+        while left:
+            count = min(left, (limit - target) // target_nbytes)
+            if count == 0:
+                yield tuple(piece)
+                piece = []
+                limit += piece_nbytes
+                continue
+            piece.append(Run(source, target, count, run.source, run.target))
+            source += count * source_nbytes
+            target += count * target_nbytes
+            left -= count
+    if piece:
+        yield tuple(piece)
+
+
+def piece_ranges(data_offset: int, data_nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the offset and the size of each piece of a segment, in bytes."""
+    for begin in range(0, data_nbytes, PIECE_NBYTES):
+        yield data_offset + begin, min(PIECE_NBYTES, data_nbytes - begin)
