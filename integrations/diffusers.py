@@ -17,6 +17,7 @@ import msgspec
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.resolve import Checkpoint, Source, components_with_weights
 from shmload._checkpoints.rules import RAW, Rule, likely_rule, rule_for
+from shmload._checkpoints.wanted import Wanted
 from shmload._decoding.ring import Ring
 from shmload._host.collector import freeze_imports, paused_gc
 from shmload._loading.load import Load
@@ -46,7 +47,6 @@ ChooseRule = Callable[[Checkpoint, object], Rule]
 Begin = Callable[..., contextlib.AbstractContextManager[tuple[Load, Rules]]]
 """`_begin` with what does not depend on where the weights go."""
 
-HUB_KWARGS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 # With these the library reads other files, or makes new tensors of what it reads.
 _BYPASSING_KWARGS = ("use_flashpack", "use_onnx", "quantization_config")
 _NO_ROOM = (MemoryLimitExceeded, SharedMemoryFull)
@@ -114,18 +114,18 @@ def load_pipeline(
     """
     kwargs = from_pretrained_kwargs
     is_rank = share is None and not keep and max_host_memory is None and local_world_size() > 1
-    if torch_dtype is None:
-        torch_dtype = kwargs.pop("dtype", None)  # the newer name in diffusers
+    wanted = Wanted.parse(
+        source,
+        torch_dtype,
+        components,
+        kwargs.get("variant"),
+        kwargs,
+        is_pipeline=True,
+        has_others=True,
+    )
     # What this asks for, large reads instead of page faults, is what the workers do.
     kwargs.pop("disable_mmap", None)
-    hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if kwargs.get(name) is not None}
-    found = find_source(
-        source,
-        variant=kwargs.get("variant"),
-        components=components,
-        passed=kwargs,
-        **hub_kwargs,
-    )
+    found = find_source(wanted, kwargs)
     if not found.is_pipeline:
         raise SourceNotFound(
             source, "not a pipeline (no model_index.json); use load_state_dict or view for it"
@@ -138,13 +138,13 @@ def load_pipeline(
     stay = Stay.RESIDENT if keep else Stay.SHARED if share else Stay.PRIVATE
     may_stream = stay is Stay.PRIVATE and not (verify or is_bypassed)
     if max_host_memory is not None:
-        destination = _bound(destination if may_stream else None, found, torch_dtype)
+        destination = _bound(destination if may_stream else None, found, wanted.dtype)
     if destination:
         destination.require_known(found, kwargs)
-    choose = functools.partial(_choose_rules, found, torch_dtype, is_bypassed=is_bypassed)
+    choose = functools.partial(_choose_rules, found, wanted.dtype, is_bypassed=is_bypassed)
     with paused_gc(), Progress(progress, found.root.name) as counter:
         begin = functools.partial(_begin, found, choose, workers=workers, progress=counter)
-        build = functools.partial(_build, found, destination, torch_dtype, kwargs, verify=verify)
+        build = functools.partial(_build, found, destination, wanted.dtype, kwargs, verify=verify)
         if is_rank:
             # For the ring that one process alone would use no room is needed.
             with contextlib.suppress(*(_NO_ROOM if may_stream and destination else ())):

@@ -15,11 +15,12 @@ from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.resolve import Source, files_of
+from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._host.collector import paused_gc
 from shmload._host.forks import limit_inherited_threads
 from shmload._loading.complete import complete_load
 from shmload._loading.progress import Callback
-from shmload._loading.verbs import HUB_KWARGS, find_with_rules
+from shmload._loading.sources import find_with_rules
 from shmload._segments.lease import Lease
 from shmload._segments.listing import remove_leftovers
 from shmload._segments.segment import Stay
@@ -56,6 +57,39 @@ class _Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_dir: str | None = None
     identity: str = ""
     """Digest of what its files were."""
+
+    @classmethod
+    def of(cls, wanted: Wanted, found: Source) -> Self:
+        """Return the recipe of what was found."""
+        given, hub = os.fspath(wanted.source), wanted.hub
+        components = wanted.components
+        return cls(
+            # Whoever gets the handle may be in another directory.
+            source=os.path.abspath(given) if os.path.exists(given) else given,
+            torch_dtype=_dtype_names(wanted.dtype),
+            # A set has no order, and equal handles are to have equal texts.
+            components=None if components is None else tuple(sorted(set(components))),
+            variant=wanted.variant,
+            revision=hub.revision,
+            cache_dir=None if hub.cache_dir is None else os.path.abspath(hub.cache_dir),
+            identity=_identity(found, components),
+        )
+
+    @property
+    def wanted(self) -> Wanted:
+        """What to load: without a download, which the maker of the handle has done."""
+        hub = Hub(
+            revision=self.revision,
+            cache_dir=self.cache_dir,
+            local_files_only=not os.path.exists(self.source),
+        )
+        return Wanted(
+            source=self.source,
+            dtype=self.torch_dtype,
+            components=self.components,
+            variant=self.variant,
+            hub=hub,
+        )
 
 
 class Handle:
@@ -165,13 +199,12 @@ class Handle:
             variant: see there.
             hub_kwargs: see there.
         """
-        if torch_dtype is None:
-            torch_dtype = hub_kwargs.pop("dtype", None)  # the newer name in diffusers
-        _require_known(hub_kwargs)
-        found = find_source(source, variant=variant, components=components, **hub_kwargs)
+        wanted = Wanted.parse(
+            source, torch_dtype, components, variant, hub_kwargs, is_pipeline=True
+        )
+        found = find_source(wanted)
         _require_pipeline(found)
-        recipe = _recipe(found, torch_dtype, components, variant, hub_kwargs)
-        return cls(recipe)
+        return cls(_Recipe.of(wanted, found))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A plain function: datasets, which hashes what it pickles, would take in a method's code.
@@ -187,27 +220,19 @@ class Handle:
         return f"<shmload.Handle {self.text}>"
 
     def _load(self) -> "DiffusionPipeline":
-        recipe = self._recipe
-        given = {
-            "variant": recipe.variant,
-            "revision": recipe.revision,
-            "cache_dir": recipe.cache_dir,
-            # Whoever made the handle has downloaded it.
-            "local_files_only": None if os.path.exists(recipe.source) else True,
-        }
-        kwargs: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        wanted = self._recipe.wanted
         pipe = load_pipeline(
-            recipe.source,
-            torch_dtype=recipe.torch_dtype,
-            components=recipe.components,
+            wanted.source,
+            torch_dtype=wanted.dtype,
+            components=wanted.components,
+            variant=wanted.variant,
             share=True,
-            **kwargs,
+            **wanted.hub.kwargs,
         )
         # Afterwards: what was the same before and after was the same meanwhile, or the load has
         # noticed.
-        found = find_source(recipe.source, components=recipe.components, **kwargs)
-        if _identity(found, recipe.components) != recipe.identity:
-            raise SourceChanged(recipe.source)
+        if _identity(find_source(wanted), wanted.components) != self._recipe.identity:
+            raise SourceChanged(wanted.source)
         return pipe
 
 
@@ -246,12 +271,10 @@ def share(
     Raises:
         As `warm`.
     """
-    if torch_dtype is None:
-        torch_dtype = hub_kwargs.pop("dtype", None)  # the newer name in diffusers
-    _require_known(hub_kwargs)
-    found, rules = find_with_rules(source, torch_dtype, components, variant, hub_kwargs)
+    wanted = Wanted.parse(source, torch_dtype, components, variant, hub_kwargs, is_pipeline=True)
+    found, rules = find_with_rules(wanted)
     _require_pipeline(found)
-    recipe = _recipe(found, torch_dtype, components, variant, hub_kwargs)
+    recipe = _Recipe.of(wanted, found)
     with (
         paused_gc(),
         complete_load(
@@ -269,39 +292,11 @@ def _close_all(leases: Collection[Lease]) -> None:
         lease.close()
 
 
-def _require_known(hub_kwargs: Mapping[str, Any]) -> None:
-    # A pipeline is the root of its repository.
-    if unknown := hub_kwargs.keys() - (HUB_KWARGS - {"subfolder"}):
-        raise TypeError(f"unknown argument {min(unknown)!r}")
-
-
 def _require_pipeline(source: Source) -> None:
     if not source.is_pipeline:
         raise SourceNotFound(
             source.given, "not a pipeline (no model_index.json); share a whole one"
         )
-
-
-def _recipe(
-    source: Source,
-    torch_dtype: object,
-    components: Collection[str] | None,
-    variant: str | None,
-    hub_kwargs: Mapping[str, Any],
-) -> _Recipe:
-    given = os.fspath(source.given)
-    cache_dir = hub_kwargs.get("cache_dir")
-    return _Recipe(
-        # Whoever gets the handle may be in another directory.
-        source=os.path.abspath(given) if os.path.exists(given) else given,
-        torch_dtype=_dtype_names(torch_dtype),
-        # A set has no order, and equal handles are to have equal texts.
-        components=None if components is None else tuple(sorted(set(components))),
-        variant=variant,
-        revision=hub_kwargs.get("revision"),
-        cache_dir=None if cache_dir is None else os.path.abspath(cache_dir),
-        identity=_identity(source, components),
-    )
 
 
 def _dtype_names(torch_dtype: object) -> Any:

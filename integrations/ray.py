@@ -22,6 +22,7 @@ from ray.exceptions import RayError, RayTaskError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._loading.verbs import WarmReport, warm
 from shmload._segments.listing import SegmentInfo, evict, segments
 from shmload.errors import NodeFailed, NodeLost, NodeTimeout, SegmentNotFound, ShmloadError
@@ -130,7 +131,8 @@ def _evict(source: str, hub_kwargs: dict[str, Any]) -> list[SegmentInfo]:
     """Evict a source on the node where this is called."""
     pattern: str | os.PathLike[str] = source
     with contextlib.suppress(ShmloadError):  # segments may outlive their source
-        pattern = find_source(source, local_files_only=True, **hub_kwargs).root
+        hub = Hub(local_files_only=True, **hub_kwargs)
+        pattern = find_source(Wanted(source=source, hub=hub)).root
     try:
         return evict(pattern)
     except SegmentNotFound:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._doctor.checks import (
     Finding,
     check_control_group,
@@ -110,7 +111,8 @@ def _service_pid(path: Path) -> int | None:
 
 def _diagnose_source(source: str) -> Iterator[Finding]:
     try:
-        checkpoints = find_source(source, local_files_only=True).checkpoints
+        wanted = Wanted(source=source, hub=Hub(local_files_only=True))
+        checkpoints = find_source(wanted).checkpoints
         shards = [shard for checkpoint in checkpoints for shard in checkpoint.shards]
         found = {shard: os.stat(shard) for shard in shards}
         cached = sum(map(is_file_cached, shards))

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import os
-import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -11,26 +10,19 @@ from typing import Any
 
 import msgspec
 
-from shmload._checkpoints.hub import find_source
-from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.rules import Rule, rule_for
+from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._host.linux import open_source
 from shmload._loading.complete import complete_load
 from shmload._loading.plan import Plan, plan_shard
 from shmload._loading.progress import Callback
+from shmload._loading.sources import find_with_rules, variants_hint
 from shmload._placement.inventory import Inventory, choose_inventory
 from shmload._placement.placement import place
 from shmload._segments.segment import Stay
 from shmload._segments.view import View
 from shmload._service.client import Service
-from shmload.errors import SourceNotFound, UnknownComponent
-
-HUB_KWARGS = frozenset(
-    {"cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"}
-)
-# As in `model.fp16.safetensors` and `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`.
-_VARIANT = re.compile(r"^[a-z_]+\.([A-Za-z]\w*)(?:-\d+-of-\d+)?\.safetensors$")
+from shmload.errors import SourceNotFound
 
 
 class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,9 +74,10 @@ def warm(
         SegmentError: nothing of this call is left in shared memory then.
     """
     began = time.monotonic()
-    found, rules = find_with_rules(source, torch_dtype, components, variant, hub_kwargs)
+    wanted = Wanted.parse(source, torch_dtype, components, variant, hub_kwargs)
+    found, rules = find_with_rules(wanted)
     if not found.checkpoints:
-        raise SourceNotFound(source, f"it has no safetensors weights{_hint(found)}")
+        raise SourceNotFound(source, f"it has no safetensors weights{variants_hint(found)}")
     with complete_load(
         found,
         rules,
@@ -145,9 +138,8 @@ def plan(
         UnknownModule, DeviceMapMalformed: the device map cannot be followed.
         DoesNotFit: the devices are too small; the message says what would fit.
     """
-    if torch_dtype is None:
-        torch_dtype = hub_kwargs.pop("dtype", None)  # the newer name in diffusers
-    found, rules = find_with_rules(source, torch_dtype, components, variant, hub_kwargs)
+    wanted = Wanted.parse(source, torch_dtype, components, variant, hub_kwargs)
+    found, rules = find_with_rules(wanted)
     shards = []
     for checkpoint in found.checkpoints:
         for path in checkpoint.shards:
@@ -162,7 +154,7 @@ def plan(
         # By name: the core imports no model library, and this one only when it must.
         trees = importlib.import_module("shmload.integrations._devices.module_trees")
         with paused_gc():
-            described = trees.components_of(found, torch_dtype, components)
+            described = trees.components_of(found, wanted.dtype, components)
         devices = choose_inventory(inventory, max_memory)
         placement = place(described, "auto" if device_map is None else device_map, devices)
     return Plan(source=str(source), shards=tuple(shards), placement=placement)
@@ -204,7 +196,8 @@ def view(
     Raises:
         As `warm`.
     """
-    found, rules = find_with_rules(source, torch_dtype, components, variant, hub_kwargs)
+    wanted = Wanted.parse(source, torch_dtype, components, variant, hub_kwargs)
+    found, rules = find_with_rules(wanted)
     with (
         complete_load(
             found,
@@ -217,52 +210,3 @@ def view(
         View(found.root, load.files()) as lent,
     ):
         yield lent.path
-
-
-def find_with_rules(
-    source: str | os.PathLike[str],
-    torch_dtype: object,
-    components: Collection[str] | None,
-    variant: str | None,
-    hub_kwargs: dict[str, Any],
-) -> tuple[Source, dict[str, Rule]]:
-    """Find a source and the rules of its checkpoints; what is asked for must be there."""
-    if torch_dtype is None:
-        torch_dtype = hub_kwargs.pop("dtype", None)  # the newer name in diffusers
-    unknown = hub_kwargs.keys() - HUB_KWARGS
-    if unknown:
-        raise TypeError(f"unknown argument {min(unknown)!r}")
-    found = find_source(source, variant=variant, components=components, **hub_kwargs)
-    shards = [shard for checkpoint in found.checkpoints for shard in checkpoint.shards]
-    if variant and shards and variant not in map(_variant_of, shards):
-        raise SourceNotFound(source, f"it has no weights of variant {variant!r}{_hint(found)}")
-    if isinstance(torch_dtype, Mapping) and found.is_pipeline:
-        for name in torch_dtype.keys() - {"default", *found.components}:
-            raise UnknownComponent(name, source, found.components)
-    return found, derive_rules(found, torch_dtype)
-
-
-def _hint(source: Source) -> str:
-    """Name the variants that a source has, for an error."""
-    if not source.root.is_dir():
-        return ""
-    found = set(map(_variant_of, source.root.glob("**/*.safetensors"))) - {None}
-    return f"; it has variant {', '.join(sorted(map(str, found)))}" if found else ""
-
-
-def _variant_of(shard: Path) -> str | None:
-    match = _VARIANT.search(shard.name)
-    return match[1] if match else None
-
-
-def derive_rules(source: Source, torch_dtype: object) -> dict[str, Rule]:
-    """Return the rule of each component's checkpoint.
-
-    Raises:
-        UnknownDtype: a dtype's name is none.
-    """
-    with paused_gc():  # it may import the libraries
-        return {
-            checkpoint.component: rule_for(checkpoint, torch_dtype)
-            for checkpoint in source.checkpoints
-        }

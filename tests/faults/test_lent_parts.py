@@ -7,9 +7,10 @@ import pytest
 
 import shmload
 from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.wanted import Wanted
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
-from shmload._loading.verbs import derive_rules
+from shmload._loading.sources import derive_rules
 from shmload._segments.segment import Segment, Stay, begin
 from shmload.errors import ServiceUnavailable
 
@@ -76,7 +77,7 @@ def test_who_waits_for_the_part_gets_the_segment(service, shard, evicts, shm_nam
 
 
 def test_part_that_somebody_looks_at_stays(service, shard):
-    source = find_source(shard)
+    source = find_source(Wanted(source=shard))
     with (
         Progress(False, "") as progress,
         Load(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rules import likely_rule
+from shmload._checkpoints.wanted import Wanted
 from shmload.errors import (
     ArgumentError,
     CheckpointError,
@@ -234,7 +235,7 @@ def test_weight_map_of_what_is_no_name_is_malformed(component, name):
 
 @pytest.mark.parametrize("given", ["a" * 300, "a/" * 3000, "\0", "\ud800", "a--b", "a..b", "a."])
 def test_source_that_no_path_can_be_is_not_found(given):
-    for find in (lambda: resolve(given, Path(given)), lambda: find_source(given)):
+    for find in (lambda: resolve(given, Path(given)), lambda: find_source(Wanted(source=given))):
         with pytest.raises(SourceNotFound):
             find()
 

@@ -1,0 +1,86 @@
+"""What a caller wants loaded: one value, parsed once from the arguments of a public function."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+
+class Hub(msgspec.Struct, frozen=True, kw_only=True):
+    """Where in a repository of the hub, or in its cache, a source is; as for `from_pretrained`."""
+
+    subfolder: str | None = None
+    """One component's directory in the source."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    cache_dir: str | Path | None = None
+    """The hub cache, if not the default."""
+    token: str | bool | None = None
+    """For the hub."""
+    local_files_only: bool = False
+    """Never download."""
+    force_download: bool = False
+    """Download a hub id even if it is cached."""
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Those that differ from their defaults, as keyword arguments."""
+        defaults = msgspec.structs.asdict(Hub())
+        given = msgspec.structs.asdict(self)
+        return {name: value for name, value in given.items() if value != defaults[name]}
+
+
+_NAMES = frozenset(Hub.__struct_fields__)
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """A source, and what of it is wanted in which dtype."""
+
+    source: str | os.PathLike[str]
+    """A path, or the id of a model on the hub."""
+    dtype: object = None
+    """A `torch.dtype`, its name, a dict of these by component, or None."""
+    components: Collection[str] | None = None
+    """Only these; None for all."""
+    variant: str | None = None
+    """As for `from_pretrained`, such as `fp16`."""
+    hub: Hub = Hub()
+
+    @classmethod
+    def parse(
+        cls,
+        source: str | os.PathLike[str],
+        torch_dtype: object,
+        components: Collection[str] | None,
+        variant: str | None,
+        kwargs: dict[str, Any],
+        *,
+        is_pipeline: bool = False,
+        has_others: bool = False,
+    ) -> Self:
+        """Read the arguments of a public function.
+
+        Args:
+            source: as given.
+            torch_dtype: as given.
+            components: as given.
+            variant: as given.
+            kwargs: the arguments that the function does not name. `dtype`, the newer name in
+                diffusers, is removed and used if `torch_dtype` is None.
+            is_pipeline: the source is a pipeline, the root of its repository: no `subfolder`.
+            has_others: `kwargs` also has arguments for somebody else, and all but `dtype` stay.
+
+        Raises:
+            TypeError: an argument is unknown.
+        """
+        dtype = kwargs.pop("dtype", None) if torch_dtype is None else torch_dtype
+        known = _NAMES - {"subfolder"} if is_pipeline else _NAMES
+        unknown = kwargs.keys() - known
+        if unknown and not has_others:
+            raise TypeError(f"unknown argument {min(unknown)!r}")
+        given = {name: kwargs[name] for name in known if kwargs.get(name) is not None}
+        return cls(
+            source=source, dtype=dtype, components=components, variant=variant, hub=Hub(**given)
+        )

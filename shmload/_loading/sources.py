@@ -1,0 +1,63 @@
+"""Where a load begins: find a source, check what is wanted of it, and derive its rules."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.rules import Rule, rule_for
+from shmload._checkpoints.wanted import Wanted
+from shmload._host.collector import paused_gc
+from shmload.errors import SourceNotFound, UnknownComponent
+
+Rules = dict[str, Rule]
+"""The rule of each component's checkpoint."""
+
+# As in `model.fp16.safetensors` and `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`.
+_VARIANT = re.compile(r"^[a-z_]+\.([A-Za-z]\w*)(?:-\d+-of-\d+)?\.safetensors$")
+
+
+def find_with_rules(wanted: Wanted) -> tuple[Source, Rules]:
+    """Find a source and derive its rules.
+
+    Raises:
+        SourceNotFound: it is nowhere, or has no weights of the variant.
+        UnknownComponent, UnknownDtype, CheckpointError.
+    """
+    found = find_source(wanted)
+    shards = [shard for checkpoint in found.checkpoints for shard in checkpoint.shards]
+    variant = wanted.variant
+    if variant and shards and variant not in map(_variant_of, shards):
+        raise SourceNotFound(
+            wanted.source, f"it has no weights of variant {variant!r}{variants_hint(found)}"
+        )
+    if isinstance(wanted.dtype, Mapping) and found.is_pipeline:
+        for name in wanted.dtype.keys() - {"default", *found.components}:
+            raise UnknownComponent(name, wanted.source, found.components)
+    return found, derive_rules(found, wanted.dtype)
+
+
+def derive_rules(source: Source, dtype: object) -> Rules:
+    """Return the rule of each component's checkpoint; it may import the libraries.
+
+    Raises:
+        UnknownDtype: a dtype's name is none.
+    """
+    with paused_gc():
+        return {
+            checkpoint.component: rule_for(checkpoint, dtype) for checkpoint in source.checkpoints
+        }
+
+
+def variants_hint(source: Source) -> str:
+    """Return the end of an error's sentence that names the variants a source has, or nothing."""
+    if not source.root.is_dir():
+        return ""
+    found = set(map(_variant_of, source.root.glob("**/*.safetensors"))) - {None}
+    return f"; it has variant {', '.join(sorted(map(str, found)))}" if found else ""
+
+
+def _variant_of(shard: Path) -> str | None:
+    match = _VARIANT.search(shard.name)
+    return match[1] if match else None
