@@ -22,7 +22,7 @@ from shmload._loading.complete import complete_load
 from shmload._loading.progress import Callback
 from shmload._loading.sources import find_with_rules
 from shmload._segments.lease import Lease
-from shmload._segments.listing import remove_leftovers
+from shmload._segments.removal import remove_leftovers
 from shmload._segments.segment import Stay
 from shmload.errors import ArgumentError, SourceChanged, SourceNotFound
 from shmload.integrations.diffusers import load_pipeline

@@ -1,17 +1,10 @@
-"""What makes two files the same to shmload, and the segment's name that follows from it."""
+"""What makes two files the same to shmload."""
 
-import hashlib
 import os
 import re
 from typing import Protocol
 
 import msgspec
-
-PART_SUFFIX = ".part"
-"""Behind the name of a segment while it is being built."""
-
-FORMAT_VERSION = 1
-"""Raised whenever a segment's layout or conversion changes: old segments are then not found."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -68,20 +61,3 @@ def is_unchanged(before: SourceStat, after: SourceStat) -> bool:
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         return False
     return before.st_ctime_ns == after.st_ctime_ns or after.st_nlink < before.st_nlink
-
-
-def segment_name(identity: Identity, conversion: str) -> str:
-    """Return the name of the segment that holds a shard after a conversion.
-
-    Args:
-        identity: of the shard.
-        conversion: a text that is the same exactly when the conversion is.
-    """
-    text = f"{FORMAT_VERSION}\n{identity.key}\n{conversion}"
-    key = hashlib.blake2b(text.encode(), digest_size=15).hexdigest()
-    return f"{name_prefix()}{key}"
-
-
-def name_prefix() -> str:
-    """Return what the names of this user's segments start with."""
-    return f"shmload-{os.geteuid()}-"

@@ -14,7 +14,8 @@ import click
 
 from shmload._cli.output import count_of
 from shmload._cli.preload import Wanted, preload, read_list
-from shmload._segments.listing import remove_leftovers, segments
+from shmload._segments.listing import segments
+from shmload._segments.removal import remove_leftovers
 from shmload._service.budget import budget_warnings, default_budget
 from shmload._service.client import Client
 from shmload._service.endpoint import Endpoint, socket_path

@@ -12,6 +12,7 @@ import resource
 import signal
 import stat
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,6 +87,11 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
     return int(opened.fd)
 
 
+def shm_names() -> list[str]:
+    """Return the names of all shared memory objects, and of whatever else is in /dev/shm."""
+    return os.listdir(SHM_DIR)
+
+
 def no_inodes() -> SharedMemoryFull:
     """Return the error for a /dev/shm in which not even an empty file can be made."""
     remedy = "remove files there, or `mount -o remount,nr_inodes=100k /dev/shm`"
@@ -109,14 +115,13 @@ def write_at(fd: int, content: bytes, offset: int) -> None:
             raise SharedMemoryFull(len(content), 0, "/dev/shm", remedy) from exc
 
 
-def unwritten_nbytes(prefix: str, suffix: str) -> int:
-    """Return how many bytes the objects with such names will still take, by their length."""
+def unwritten_nbytes(names: Iterable[str]) -> int:
+    """Return how many bytes these objects will still take, by their length; gone ones take none."""
     total = 0
-    for name in os.listdir(SHM_DIR):
-        if name.startswith(prefix) and name.endswith(suffix):
-            with contextlib.suppress(FileNotFoundError):
-                found = os.stat(SHM_DIR / name, follow_symlinks=False)
-                total += max(0, found.st_size - 512 * found.st_blocks)  # stat(2): units of 512
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(SHM_DIR / name, follow_symlinks=False)
+            total += max(0, found.st_size - 512 * found.st_blocks)  # stat(2): units of 512
     return total
 
 

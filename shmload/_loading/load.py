@@ -30,7 +30,8 @@ from shmload._loading.plan import Plan
 from shmload._loading.progress import Progress
 from shmload._loading.shard import OpenShard
 from shmload._segments.capacity import make_room
-from shmload._segments.listing import check_digest, give_back, remove_if_free
+from shmload._segments.listing import check_digest
+from shmload._segments.removal import give_back, remove_if_free
 from shmload._segments.segment import (
     Awaited,
     Held,

@@ -7,13 +7,14 @@ from pathlib import Path
 import msgspec
 
 from shmload._checkpoints.header import read_header
-from shmload._checkpoints.identity import identify, segment_name
+from shmload._checkpoints.identity import identify
 from shmload._checkpoints.rules import RAW, Rule
 from shmload._host.linux import SHM_DIR
 from shmload._host.procfs import is_remote
 from shmload._placement.placement import Placement
 from shmload._segments.layout import Layout, lay_out, needs_conversion
-from shmload._segments.listing import make_metadata
+from shmload._segments.metadata import make_metadata
+from shmload._segments.names import segment_name
 
 
 class Action(enum.Enum):

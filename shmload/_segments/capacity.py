@@ -7,10 +7,10 @@ Shared memory is charged to whoever touches a page first, counts against the fil
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shmload._checkpoints.identity import PART_SUFFIX, name_prefix
 from shmload._host.linux import shm_free_nbytes, unwritten_nbytes
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
-from shmload._segments.listing import remove_leftovers
+from shmload._segments.names import part_names
+from shmload._segments.removal import remove_leftovers
 from shmload.errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 
 # Left to the rest of the process: page tables, the workers themselves (about 40 MB each).
@@ -55,7 +55,7 @@ def room_nbytes() -> int:
 
 
 def _limits(*, of_group: bool = True) -> Iterator[_Limit]:
-    promised = unwritten_nbytes(name_prefix(), PART_SUFFIX)  # to loads that run beside this one
+    promised = unwritten_nbytes(part_names())  # to loads that run beside this one
     yield _Limit(
         SharedMemoryFull,
         max(0, shm_free_nbytes() - promised),

@@ -12,11 +12,10 @@ import msgspec
 from shmload._checkpoints.dtypes import FLOATS, NBITS
 from shmload._checkpoints.header import Header, TensorSpec, build_header
 from shmload._host.linux import PAGE_NBYTES
+from shmload._segments.metadata import UNFINISHED, find_digest
 from shmload._segments.pieces import Run, cut_pieces, join_runs
 
 _LINE_NBYTES = 64
-_DIGEST_KEY = "shmload.digest"
-_NO_DIGEST = "0" * 32
 
 DtypeOf = Callable[[TensorSpec], str]
 """Says which dtype a tensor shall have in the segment; its own for "leave it raw"."""
@@ -71,21 +70,15 @@ def lay_out(
         position += nbytes
     # transformers 4.57 wants to be told the framework, but only of files that have metadata.
     own = header.metadata if header.metadata is not None else {"format": "pt"}
-    raw = build_header(tuple(specs), own | metadata | {_DIGEST_KEY: _NO_DIGEST}, PAGE_NBYTES)
+    raw = build_header(tuple(specs), own | metadata | UNFINISHED, PAGE_NBYTES)
     runs = join_runs([tensor for tensor, _ in moves], specs, header.data_offset, len(raw))
     return Layout(
         header=raw,
-        digest_offset=raw.index(f'"{_DIGEST_KEY}":"'.encode()) + len(_DIGEST_KEY) + 4,
+        digest_offset=find_digest(raw),
         pieces=tuple(cut_pieces(runs, len(raw), piece_nbytes)),
         data_nbytes=position,
         read_nbytes=header.data_nbytes,
     )
-
-
-def read_digest(metadata: dict[str, str] | None) -> str | None:
-    """Return the digest in a segment's metadata, or None while the segment is not complete."""
-    digest = (metadata or {}).get(_DIGEST_KEY, _NO_DIGEST)
-    return None if digest == _NO_DIGEST else digest
 
 
 def alignment(nbytes: int) -> int:

@@ -10,8 +10,9 @@ import sys
 import weakref
 
 from shmload._host.linux import reopen, try_lock
-from shmload._segments.listing import remove_dead_views, remove_if_unused
+from shmload._segments.removal import remove_if_unused
 from shmload._segments.segment import Segment, is_shared
+from shmload._segments.view import remove_dead_views
 
 # The standard library's, and that of datasets, which is a copy of it.
 _CHILDREN_KEEPERS = ("multiprocessing.util", "multiprocess.util")

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from typing import Self
 
 from shmload._checkpoints.header import Header, read_header
-from shmload._checkpoints.identity import PART_SUFFIX
 from shmload._host.linux import (
     Inode,
     inode_of,
@@ -36,7 +35,9 @@ from shmload._host.linux import (
     wait_lock,
     write_at,
 )
-from shmload._segments.layout import Layout, read_digest
+from shmload._segments.layout import Layout
+from shmload._segments.metadata import read_digest
+from shmload._segments.names import new_part_name, part_name
 from shmload.errors import SegmentCorrupt, SegmentTimeout, ShmloadError
 
 _POLL_S = 0.01
@@ -159,7 +160,7 @@ class Part:
 
     def _create_another(self) -> int:
         # It takes the part's name in one step, so that nobody finds none and builds one of its own.
-        name = self.name + ".new" + PART_SUFFIX
+        name = new_part_name(self.name)
         while True:
             fd = shm_open(name, create=True, writable=True)
             assert fd is not None, "created if missing"
@@ -167,7 +168,7 @@ class Part:
                 # Whoever collects garbage may hold it for a moment, or have removed it.
                 if wait_lock(fd, exclusive=True, timeout_s=1.0) and is_named(fd, name):
                     os.ftruncate(fd, 0)
-                    shm_rename(name, self.name + PART_SUFFIX)
+                    shm_rename(name, part_name(self.name))
                     return fd
             except BaseException:
                 shm_unlink(name)
@@ -187,9 +188,9 @@ class Part:
         if mark:  # before it has a name that would stay
             os.fchmod(self.fd, 0o600 | mark)
         if stay is Stay.PRIVATE:
-            shm_unlink(self.name + PART_SUFFIX)
+            shm_unlink(part_name(self.name))
         else:
-            shm_rename(self.name + PART_SUFFIX, self.name)
+            shm_rename(part_name(self.name), self.name)
         # Not earlier: who takes over from a builder that dies right here must be able to open it.
         os.fchmod(self.fd, _READ_ONLY | mark)
         try_lock(self.fd, exclusive=False)
@@ -202,8 +203,8 @@ class Part:
             return  # the descriptor is the segment's now
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            if is_named(fd, self.name + PART_SUFFIX):
-                shm_unlink(self.name + PART_SUFFIX)
+            if is_named(fd, part_name(self.name)):
+                shm_unlink(part_name(self.name))
             unlock(fd)  # a mapping that is still around would keep the lock
             os.close(fd)
 
@@ -283,7 +284,7 @@ class Awaited:
         while time.monotonic() < deadline and not is_cancelled():
             if try_lock(self._fd, exclusive=False):
                 # With the name of a part its builder died before it could publish it.
-                is_part = is_named(self._fd, self.name + PART_SUFFIX)
+                is_part = is_named(self._fd, part_name(self.name))
                 if not is_part and _is_complete(self._fd, self.name):
                     fd, self._fd = self._fd, -1
                     return Segment(self.name, fd)
@@ -309,11 +310,11 @@ def begin(name: str) -> Segment | Part | Awaited:
         segment = attach(name)
         if segment:
             return segment
-        fd = shm_open(name + PART_SUFFIX, create=True, writable=True)
+        fd = shm_open(part_name(name), create=True, writable=True)
         assert fd is not None, "created if missing"
         is_mine = try_lock(fd, exclusive=True)
         # Between open and lock the builder may have published it, or somebody cleaned it up.
-        if not is_named(fd, name + PART_SUFFIX):
+        if not is_named(fd, part_name(name)):
             os.close(fd)
             continue
         if not is_mine:

@@ -8,19 +8,20 @@ sharded variants), and a temporary directory's path may have one.
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
-from shmload._checkpoints.identity import name_prefix
 from shmload._host.linux import SHM_DIR, no_inodes, try_lock
+from shmload._segments.names import make_view_name, view_names
 
-VIEW_INFIX = "view-"
 # On a view's directory: that it has had its lock, so without one its process has died.
-VIEW_MARK = stat.S_ISVTX
+_MARK = stat.S_ISVTX
+# A view is a directory for a moment before it has its lock and its mark.
+_GRACE_S = 60.0
 
 
 class View:
@@ -37,7 +38,7 @@ class View:
     """
 
     def __init__(self, root: Path, files: Mapping[Path, Path]) -> None:
-        self.folder = SHM_DIR / f"{name_prefix()}{VIEW_INFIX}{secrets.token_hex(8)}"
+        self.folder = SHM_DIR / make_view_name()
         self._fd = -1
         self._made: list[Path] = []
         root = _absolute(root)
@@ -45,7 +46,7 @@ class View:
             self._make_folder(self.folder)
             self._fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try_lock(self._fd, exclusive=True)
-            os.fchmod(self._fd, 0o700 | VIEW_MARK)
+            os.fchmod(self._fd, 0o700 | _MARK)
             # A link is followed from where it lies, so it must not lead to a relative path.
             paths = {_absolute(path): _absolute(to) for path, to in files.items()}
             self.path = self._link(root, paths)
@@ -118,6 +119,47 @@ def descriptor_path(fd: int) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{fd}")
 
 
+def dead_views() -> list[str]:
+    """Return the names of the views whose processes have died."""
+    return list(filter(_is_dead, view_names()))
+
+
+def remove_dead_views() -> list[str]:
+    """Remove the views whose processes have died, and return the names."""
+    return list(filter(_remove_if_dead, view_names()))
+
+
 def _absolute(path: Path) -> Path:
     """Return the path from the root on; links in it stay what they are."""
     return Path(os.path.abspath(path))
+
+
+def _is_dead(name: str) -> bool:
+    with _hold_dead(name) as is_mine:
+        return is_mine
+
+
+def _remove_if_dead(name: str) -> bool:
+    with _hold_dead(name) as is_mine:
+        if is_mine:
+            shutil.rmtree(SHM_DIR / name, ignore_errors=True)
+    return is_mine
+
+
+@contextlib.contextmanager
+def _hold_dead(name: str) -> Iterator[bool]:
+    """Lock a view; yields whether it belongs to this user and its process has died."""
+    try:
+        fd = os.open(SHM_DIR / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        found = os.fstat(fd)
+        # One from the future is old: the clock was set back.
+        is_new = 0 <= time.time() - found.st_mtime < _GRACE_S
+        is_young = is_new and not found.st_mode & _MARK
+        is_ours = found.st_uid == os.geteuid()
+        yield is_ours and not is_young and try_lock(fd, exclusive=True)
+    finally:
+        os.close(fd)

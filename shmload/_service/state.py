@@ -19,13 +19,8 @@ import msgspec
 from shmload._decoding.coordinator import Job, OnBytes
 from shmload._loading.verbs import plan, warm
 from shmload._segments.capacity import require_room, room_nbytes
-from shmload._segments.listing import (
-    SegmentInfo,
-    holders,
-    remove_if_free,
-    remove_leftovers,
-    segments,
-)
+from shmload._segments.listing import SegmentInfo, holders, segments
+from shmload._segments.removal import remove_if_free, remove_leftovers
 from shmload._service.budget import choose_victims, may_go
 from shmload._service.client import Service
 from shmload._service.pool import WorkerPool

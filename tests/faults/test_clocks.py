@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from warming import CHILD, SHM, begun
 
 import shmload
-from shmload._checkpoints.identity import name_prefix
+from shmload._segments.names import name_prefix
 
 YEAR_S = 365 * 86400
 

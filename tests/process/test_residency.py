@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from warming import CHILD, NBYTES, SHM, TENSORS, as_bf16, assert_same, begun
 
 import shmload
-from shmload._checkpoints.identity import name_prefix
+from shmload._segments.names import name_prefix
 
 # A source that changes ----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from warming import NBYTES, SHM, TENSORS, as_bf16, assert_same
 
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
-from shmload._checkpoints.identity import name_prefix
+from shmload._segments.names import name_prefix
 
 # Warm ---------------------------------------------------------------------------------------------
 

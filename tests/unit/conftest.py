@@ -6,8 +6,8 @@ import secrets
 import pytest
 from storing import serial  # noqa: F401 a fixture for all here
 
-from shmload._checkpoints.identity import name_prefix
 from shmload._host.linux import shm_open
+from shmload._segments.names import name_prefix
 
 
 @pytest.fixture

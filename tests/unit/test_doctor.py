@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shmload._checkpoints.identity import PART_SUFFIX, name_prefix
 from shmload._doctor import doctor
 from shmload._doctor.checks import Finding
 from shmload._doctor.doctor import diagnose
 from shmload._host.linux import SHM_DIR, shm_open, try_lock
 from shmload._segments.listing import collect_garbage, find_garbage
+from shmload._segments.names import name_prefix, part_name
 
 # Leftovers ----------------------------------------------------------------------------------------
 
@@ -21,7 +21,7 @@ from shmload._segments.listing import collect_garbage, find_garbage
 @pytest.fixture
 def part(evicts):
     """A part that its builder has left, and its descriptor."""
-    name = f"{name_prefix()}{secrets.token_hex(15)}{PART_SUFFIX}"
+    name = part_name(f"{name_prefix()}{secrets.token_hex(15)}")
     fd = shm_open(name, create=True, writable=True)
     yield name, fd
     os.close(fd)

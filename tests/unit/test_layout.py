@@ -14,7 +14,8 @@ from shmload._checkpoints.header import read_header
 from shmload._host.linux import PAGE_NBYTES
 from shmload._segments import pieces
 from shmload._segments.digest import combine_digests, digest_data
-from shmload._segments.layout import lay_out, needs_conversion, read_digest
+from shmload._segments.layout import lay_out, needs_conversion
+from shmload._segments.metadata import read_digest
 from shmload.workers.fill import Filler
 
 _PIECE_NBYTES = 256  # instead of 64 MiB, so that small tensors are cut too

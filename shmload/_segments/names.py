@@ -1,0 +1,73 @@
+"""The names of this user's segments in /dev/shm.
+
+shmload-UID-KEY             a segment; KEY is 30 hexadecimal digits
+shmload-UID-KEY.part        its part, while the segment is being built
+shmload-UID-KEY.new.part    a part that is about to replace that one
+shmload-UID-view-RANDOM     a view: a directory that looks like a checkpoint
+"""
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+
+from shmload._checkpoints.identity import Identity
+from shmload._host.linux import shm_names
+
+FORMAT_VERSION = 1
+"""Raised whenever a segment's layout or conversion changes: old segments are then not found."""
+
+_KEY_NBYTES = 15
+_PART_SUFFIX = ".part"
+_VIEW_INFIX = "view-"
+
+
+def segment_name(identity: Identity, conversion: str) -> str:
+    """Return the name of the segment that holds a shard after a conversion.
+
+    Args:
+        identity: of the shard.
+        conversion: a text that is the same exactly when the conversion is.
+    """
+    text = f"{FORMAT_VERSION}\n{identity.key}\n{conversion}"
+    key = hashlib.blake2b(text.encode(), digest_size=_KEY_NBYTES).hexdigest()
+    return f"{name_prefix()}{key}"
+
+
+def part_name(segment: str) -> str:
+    """Return the name of a segment's part."""
+    return segment + _PART_SUFFIX
+
+
+def new_part_name(segment: str) -> str:
+    """Return the name of a part until it replaces the segment's present one."""
+    return f"{segment}.new{_PART_SUFFIX}"
+
+
+def make_view_name() -> str:
+    """Return a random name for a new view."""
+    return f"{name_prefix()}{_VIEW_INFIX}{secrets.token_hex(8)}"
+
+
+def name_prefix() -> str:
+    """Return what the names of this user's segments, parts and views start with."""
+    return f"shmload-{os.geteuid()}-"
+
+
+def segment_names() -> Iterator[str]:
+    """List the names of the segments that are there now."""
+    pattern = re.compile(f"{re.escape(name_prefix())}[0-9a-f]{{{2 * _KEY_NBYTES}}}")
+    return (name for name in shm_names() if pattern.fullmatch(name))
+
+
+def part_names() -> Iterator[str]:
+    """List the names of the parts that are there now."""
+    prefix = name_prefix()
+    return (n for n in shm_names() if n.startswith(prefix) and n.endswith(_PART_SUFFIX))
+
+
+def view_names() -> Iterator[str]:
+    """List the names of the views that are there now."""
+    prefix = name_prefix() + _VIEW_INFIX
+    return (name for name in shm_names() if name.startswith(prefix))
