@@ -227,7 +227,7 @@ def _bound(destination: Destination | None, source: Source, torch_dtype: object)
         )
     if destination.device_map not in STRATEGIES:
         return destination
-    from shmload.integrations._devices.module_trees import components_of
+    from shmload.integrations._build.module_trees import components_of
 
     inventory = choose_inventory(None, destination.max_memory)
     placement = place(components_of(source, torch_dtype), destination.device_map, inventory)
@@ -257,23 +257,6 @@ def _build(
     if destination:
         place = functools.partial(place_pipeline, destination=destination, load=load, ring=ring)
     return Build(source, rules, load, torch_dtype, kwargs, place).run(verify=verify)
-
-
-def download(repo_id: str, **kwargs: Any) -> str:
-    """Bring a pipeline's or component's files into the hub cache and return their directory.
-
-    Args:
-        repo_id: its id.
-        kwargs: as for `DiffusionPipeline.download`.
-    """
-    from diffusers import DiffusionPipeline
-    from huggingface_hub import file_exists, snapshot_download
-
-    hub = {name: kwargs[name] for name in ("revision", "token") if kwargs.get(name)}
-    if not file_exists(repo_id, "model_index.json", **hub):
-        kwargs.pop("variant", None)  # one component: all of its files
-        return str(snapshot_download(repo_id, **kwargs))
-    return str(DiffusionPipeline.download(repo_id, **kwargs))
 
 
 def _choose_rules(

@@ -17,10 +17,10 @@ from shmload._placement.inventory import CPU, META, choose_inventory, without_ho
 from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
 from shmload.integrations._build.mapped import Spans
+from shmload.integrations._build.module_trees import component_of
 from shmload.integrations._devices.calibration import choose_pin
 from shmload.integrations._devices.destination import Destination, Pin, parse_max_host_memory
 from shmload.integrations._devices.hooks import attach_hooks, device_at, note_devices
-from shmload.integrations._devices.module_trees import component_of
 from shmload.integrations._devices.moves import Moves
 from shmload.integrations._devices.pinned import PinnedRing
 from shmload.integrations._devices.registered import copy_registered

@@ -7,6 +7,7 @@ then attaches them in milliseconds and shares one copy. Importing this package i
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shmload._version import __version__ as __version__
 from shmload.errors import (
     ArgumentError,
     CapacityError,
@@ -73,8 +74,6 @@ if TYPE_CHECKING:
     from shmload.integrations.diffusers import load_pipeline
     from shmload.integrations.handles import Handle, share
     from shmload.integrations.placing import to_device
-
-__version__ = "0.1.0"
 
 # Imported on first use, so that `import shmload` stays light; the same as above.
 _HOMES = {

@@ -1,5 +1,5 @@
-"""Building a pipeline over its segments: from a view, or from a skeleton, and the checks afterwards.
+"""Models: their sizes before they exist, how they are built over segments, checks of the result.
 
 Guarantee: the models are those that the libraries' own `from_pretrained` builds. May import the
-core.
+core and `_devices`.
 """

@@ -4,13 +4,13 @@ Offline first: what the cache has is used without asking the network.
 """
 
 import contextlib
-import importlib
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
 
+from shmload._checkpoints.library import library
 from shmload._checkpoints.resolve import Source, resolve
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
@@ -100,11 +100,9 @@ def _download(wanted: Wanted) -> Path:
     repo_id = str(wanted.source)
     hub_kwargs = msgspec.structs.asdict(wanted.hub)
     del hub_kwargs["subfolder"]  # the library brings all of them
-    # The library knows which of a repository's files a pipeline needs. By name: the core imports no
-    # model library.
-    module = importlib.import_module("shmload.integrations.diffusers")
+    # diffusers knows which of a repository's files a pipeline needs.
     try:
-        return Path(module.download(repo_id, variant=wanted.variant, **hub_kwargs))
+        return Path(library().download(repo_id, variant=wanted.variant, **hub_kwargs))
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version
         reason = next(iter(str(exc).splitlines()), type(exc).__name__)
         raise SourceNotFound(

@@ -20,6 +20,7 @@ import msgspec
 
 from shmload._checkpoints.dtypes import FLOATS, WITHIN_F32, parse_dtype
 from shmload._checkpoints.header import TensorSpec
+from shmload._checkpoints.library import library
 from shmload._checkpoints.resolve import Checkpoint
 from shmload._host.files import replacing
 from shmload._settings import settings
@@ -132,9 +133,7 @@ def _known_rule(checkpoint: Checkpoint, target: str | None) -> Rule | None:
 
 def _ask_class(checkpoint: Checkpoint, target: str | None) -> Rule:
     """Have the rule derived from the model's class, and remember it."""
-    # By name: the core imports no model library, and this one only when it must.
-    rules = importlib.import_module("shmload.integrations._build.rules")
-    rule: Rule = rules.derive_rule(checkpoint, target)
+    rule = library().derive_rule(checkpoint, target)
     _remember(_memory_path(checkpoint, target), rule)
     return rule
 

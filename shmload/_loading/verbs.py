@@ -1,7 +1,6 @@
 """Make checkpoints resident, say what that would take, and lend their path to any code."""
 
 import contextlib
-import importlib
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from shmload._checkpoints.library import library
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._host.linux import open_source
@@ -151,10 +151,8 @@ def plan(
                 os.close(fd)
     placement = None
     if (device_map, max_memory, inventory) != (None, None, None):
-        # By name: the core imports no model library, and this one only when it must.
-        trees = importlib.import_module("shmload.integrations._devices.module_trees")
         with paused_gc():
-            described = trees.components_of(found, wanted.dtype, components)
+            described = library().describe_components(found, wanted.dtype, components)
         devices = choose_inventory(inventory, max_memory)
         placement = place(described, "auto" if device_map is None else device_map, devices)
     return Plan(source=str(source), shards=tuple(shards), placement=placement)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from shmload._version import __version__
 from shmload._wording import printable
 
 _SOURCE_KEY = "shmload.source"
@@ -49,8 +50,6 @@ def make_metadata(source: str, identity: str, conversion: str) -> dict[str, str]
         identity: the shard's `Identity.key`.
         conversion: what is done to its dtypes, or `raw`.
     """
-    from shmload import __version__
-
     return {
         _SOURCE_KEY: printable(source),
         _IDENTITY_KEY: identity,

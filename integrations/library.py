@@ -1,0 +1,41 @@
+"""What the core asks of the model libraries: the inside of `shmload._checkpoints.library`."""
+
+from collections.abc import Collection
+from typing import Any
+
+from shmload._checkpoints.resolve import Checkpoint, Source
+from shmload._checkpoints.rules import Rule
+from shmload._placement.modules import Component
+from shmload.integrations._build import rules
+
+
+def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
+    """Return the dtype rule of a checkpoint's class, as `_build.rules.derive_rule` does."""
+    return rules.derive_rule(checkpoint, target)
+
+
+def describe_components(
+    source: Source, torch_dtype: object, only: Collection[str] | None
+) -> tuple[Component, ...]:
+    """Return the module trees of a pipeline's components, as `_build.module_trees` makes them."""
+    # Not at the top: a rule needs no torch.
+    from shmload.integrations._build.module_trees import components_of
+
+    return components_of(source, torch_dtype, only)
+
+
+def download(repo_id: str, **kwargs: Any) -> str:
+    """Bring the files of a pipeline or a component into the hub cache; return their directory.
+
+    Args:
+        repo_id: the hub id.
+        kwargs: as for `DiffusionPipeline.download`.
+    """
+    from diffusers import DiffusionPipeline
+    from huggingface_hub import file_exists, snapshot_download
+
+    hub = {name: kwargs[name] for name in ("revision", "token") if kwargs.get(name)}
+    if not file_exists(repo_id, "model_index.json", **hub):
+        kwargs.pop("variant", None)  # one component: all of its files
+        return str(snapshot_download(repo_id, **kwargs))
+    return str(DiffusionPipeline.download(repo_id, **kwargs))
