@@ -28,6 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from shmload._host.linux import die_with_parent
+from shmload._ipc.child import how_it_ended
 from shmload._ipc.frames import Inbox, send, take_channel
 from shmload.errors import JobFailed, ProtocolError
 from shmload.integrations._jobs.messages import (
@@ -191,8 +192,7 @@ class _ForkServer:
         os.close(fd)
         pid = self._runners.pop(fd)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        send(self._channel, Ended(pid, how))
+        send(self._channel, Ended(pid, how_it_ended(code)))
 
 
 def _leave(*_: object) -> None:

@@ -1,15 +1,14 @@
 """A fork server as its job sees it: start, talk, end."""
 
 import contextlib
-import fcntl
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
 
+from shmload._ipc.child import start_with_channel
 from shmload._ipc.frames import Inbox, send
 from shmload._settings import settings
 from shmload.errors import JobFailed
@@ -18,8 +17,6 @@ from shmload.integrations._jobs.messages import Setup, ToServer
 if TYPE_CHECKING:
     from shmload.integrations._jobs.runner_process import RunnerProcess
 
-# It kills its runners and gives back what is shared; the kernel then ends it.
-_KILL_TIMEOUT_S = 10.0
 # What starts threads cannot be forked: the pools of torch, which it reads of when it is imported,
 # bars, and whoever waits for the other ranks of a launcher.
 _SINGLE_THREADED = {
@@ -49,22 +46,20 @@ class ServerProcess:
         self.forked: list[RunnerProcess] = []
         """Asked for and not yet there, in that order; for who has asked to close."""
         path = tuple(os.fsencode(entry) for entry in sys.path if isinstance(entry, str))
-        with contextlib.ExitStack() as undoing:
-            try:
-                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-                undoing.callback(ours.close)
-                undoing.callback(theirs.close)
-                self._process = _start(theirs)
-            except OSError as exc:
-                raise JobFailed(
-                    f"the processes of a job could not be started: {exc}; sys.executable must be a "
-                    "Python interpreter, with processes, memory and descriptors to spare"
-                ) from exc
-            undoing.pop_all()
-        theirs.close()
-        ours.settimeout(settings().stall_timeout_s)
-        self.channel = ours
-        self.inbox = Inbox(ours)
+        try:
+            self._child, self.channel = start_with_channel(
+                "shmload.integrations._jobs.forkserver",
+                timeout_s=settings().stall_timeout_s,
+                env=os.environ | _SINGLE_THREADED,
+                stdout=None if sys.__stdout__ else subprocess.DEVNULL,
+                stderr=None if sys.__stderr__ else subprocess.DEVNULL,
+            )
+        except OSError as exc:
+            raise JobFailed(
+                f"the processes of a job could not be started: {exc}; sys.executable must be a "
+                "Python interpreter, with processes, memory and descriptors to spare"
+            ) from exc
+        self.inbox = Inbox(self.channel)
         setup = Setup(
             handle=handle,
             path=path,
@@ -77,7 +72,7 @@ class ServerProcess:
     @property
     def pid(self) -> int:
         """The child's process id."""
-        return self._process.pid
+        return self._child.pid
 
     def send(self, message: ToServer, fds: tuple[int, ...] = ()) -> bool:
         """Send a message; False if it did not take it, whose end will be heard then."""
@@ -90,7 +85,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Kill it, and so its runners; its end is heard by the end of its messages."""
-        self._process.kill()
+        self._child.kill()
 
     def close(self) -> str:
         """End it, wait until it and its runners have ended, and return how."""
@@ -98,39 +93,13 @@ class ServerProcess:
             # Closing would tell it nothing while a forked copy of this process has the socket too.
             self.channel.shutdown(socket.SHUT_RDWR)
         self._release()
-        try:
-            code = self._process.wait(_KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait(_KILL_TIMEOUT_S)
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return self._child.end(ask=False)
 
     def forget(self) -> None:
         """Let go of it in a forked copy of the job's process, whose child it is not."""
         self._release()
-        self._process.returncode = 0
+        self._child.forget()
 
     def _release(self) -> None:
         self.channel.close()
         self.inbox.close()
-
-
-def _start(channel: socket.socket) -> subprocess.Popen[bytes]:
-    # Where this process was started without them, a socket would have the number of one of the
-    # standard streams.
-    fd = fcntl.fcntl(channel, fcntl.F_DUPFD_CLOEXEC, 3)
-    command = [sys.executable, "-P", "-m", "shmload.integrations._jobs.forkserver"]
-    # Ctrl-C goes to the whole foreground group; until the child ignores it, it waits there.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return subprocess.Popen(
-            [*command, str(fd), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=None if sys.__stdout__ else subprocess.DEVNULL,
-            stderr=None if sys.__stderr__ else subprocess.DEVNULL,
-            pass_fds=(fd,),
-            env=os.environ | _SINGLE_THREADED,
-        )
-    finally:
-        os.close(fd)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # from here on it may be raised

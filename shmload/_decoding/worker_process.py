@@ -4,18 +4,15 @@ Owns the child, its socket, its pidfd and the file that catches what it prints.
 """
 
 import contextlib
-import logging
 import os
 import select
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shmload._ipc.child import start_with_channel
 from shmload._ipc.frames import (
     VERSION,
     Close,
@@ -32,9 +29,6 @@ from shmload._ipc.frames import (
 from shmload._settings import settings
 from shmload.errors import ProtocolError, WorkerFailed
 
-logger = logging.getLogger(__name__)
-
-_KILL_TIMEOUT_S = 10.0
 _OUTPUT_TAIL_NBYTES = 4000
 
 
@@ -65,46 +59,38 @@ class WorkerProcess:
         self.is_ready = False
         self.active_at = time.monotonic()
         """When it last showed life, by the monotonic clock, in seconds."""
-        with contextlib.ExitStack() as undoing:
-            try:
-                self._start(undoing)
-            except OSError as exc:
-                raise WorkerFailed(
-                    f"a worker could not be started: {exc}; sys.executable must be a Python "
-                    "interpreter, with processes, memory and descriptors to spare"
-                ) from exc
-            undoing.pop_all()
+        try:
+            self._start()
+        except OSError as exc:
+            raise WorkerFailed(
+                f"a worker could not be started: {exc}; sys.executable must be a Python "
+                "interpreter, with processes, memory and descriptors to spare"
+            ) from exc
 
-    def _start(self, undoing: contextlib.ExitStack) -> None:
-        """Start the child; `undoing` gets what gives all back if that fails half-way."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        undoing.enter_context(ours)
-        # A worker that has stopped reading must not hold up whoever feeds it.
-        ours.settimeout(settings().stall_timeout_s)
-        self.channel = ours
-        self._inbox = Inbox(ours)
-        # -P: a json.py in the user's directory must not be imported. Not multiprocessing: its spawn
-        # imports the user's main module, its fork copies torch's threads.
-        command = [sys.executable, "-P", "-m", "shmload.workers.main"]
-        with theirs:
-            self._output_fd = os.memfd_create("shmload-worker-output", os.MFD_CLOEXEC)
-            undoing.callback(os.close, self._output_fd)
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
+    def _start(self) -> None:
+        self._output_fd = os.memfd_create("shmload-worker-output", os.MFD_CLOEXEC)
+        try:
+            self._child, self.channel = start_with_channel(
+                "shmload.workers.main",
+                timeout_s=settings().stall_timeout_s,
+                env=_environment(),
                 stdout=self._output_fd,
                 stderr=self._output_fd,
-                pass_fds=(theirs.fileno(),),
-                env=_environment(),
             )
-        undoing.callback(self._process.wait, _KILL_TIMEOUT_S)
-        undoing.callback(self._process.kill)
-        self.pidfd = os.pidfd_open(self._process.pid)
+        except BaseException:
+            os.close(self._output_fd)
+            raise
+        self._inbox = Inbox(self.channel)
 
     @property
     def pid(self) -> int:
         """The child's process id."""
-        return self._process.pid
+        return self._child.pid
+
+    @property
+    def pidfd(self) -> int:
+        """Readable once the child has ended; -1 after `close`."""
+        return self._child.pidfd
 
     def give(self, task: Task, fill: Fill, source: int, target: int) -> None:
         """Hand out a piece, the shard's descriptors first where the worker lacks them."""
@@ -153,14 +139,12 @@ class WorkerProcess:
 
     @property
     def has_exited(self) -> bool:
-        """Whether it ended of its own accord, and not by a signal."""
-        code = self._process.poll()
-        return code is not None and code >= 0
+        """Whether it ended by itself and not by a signal."""
+        return self._child.has_exited
 
     def how_it_ended(self) -> str:
         """Wait for the child and say how it ended, such as `SIGKILL` or `exit code 3`."""
-        code = self._process.wait(_KILL_TIMEOUT_S)
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return self._child.how_it_ended()
 
     def start_failure(self) -> WorkerFailed:
         """Return the error for a child that ended before it was ready."""
@@ -178,13 +162,7 @@ class WorkerProcess:
         """Kill the child and reap it; again is fine."""
         if self.pidfd < 0:
             return
-        self._process.kill()
+        self._child.kill()
         self.channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_KILL_TIMEOUT_S)
-        if self._process.returncode is None:
-            # Killed, but inside the kernel, where a dead disk can hold a process for ever.
-            logger.error("worker %d cannot be ended; it waits for a device", self._process.pid)
-        pidfd, self.pidfd = self.pidfd, -1
-        os.close(pidfd)
+        self._child.close()
         os.close(self._output_fd)
