@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
+from shmload._checkpoints.formats.known import has_known_suffix
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.resolve import Source, files_of
@@ -317,7 +318,7 @@ def _identity(source: Source, components: Collection[str] | None) -> str:
 def _stamp(path: Path) -> str:
     """Tell files apart: small ones by what is in them, weights by what the kernel says of them."""
     found = os.stat(path)
-    if found.st_size <= _SMALL_NBYTES and path.suffix != ".safetensors":
+    if found.st_size <= _SMALL_NBYTES and not has_known_suffix(path.name):
         with contextlib.suppress(OSError):  # what may not be read is not read by the library either
             return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     return identify(path, found).key

@@ -31,7 +31,8 @@ import transformers
 from diffusers.pipelines.stable_diffusion import safety_checker
 
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
-from shmload._checkpoints.header import TensorSpec, build_header
+from shmload._checkpoints.formats.safetensors import build_header
+from shmload._checkpoints.header import TensorSpec
 
 _DTYPES = {
     getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items() if hasattr(torch, name)

@@ -19,7 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
-from shmload._checkpoints.header import TensorSpec, read_header
+from shmload._checkpoints.formats.known import read_header
+from shmload._checkpoints.header import TensorSpec
 from shmload._host.linux import Inode, inode_of, reopen
 from shmload._loading.state_dict import wrap
 from shmload.integrations._build.mapped import Spans

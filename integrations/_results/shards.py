@@ -14,7 +14,8 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import xxhash
 
-from shmload._checkpoints.header import TensorSpec, build_header, read_header
+from shmload._checkpoints.formats.safetensors import build_header, read_header
+from shmload._checkpoints.header import TensorSpec
 from shmload._host.files import replacing
 from shmload._segments.layout import alignment
 from shmload.errors import CheckpointError, ResultsCorrupt, ResultsInaccessible, ShmloadError

@@ -1,26 +1,6 @@
-"""The safetensors header: a strict reader and a writer.
-
-Guarantee: a header that `parse_header` accepts describes tensors that lie inside the file, one
-after the other, with no overlap, no hole and no byte left over; reading it takes time and memory
-linear in its length, whatever it says. The format is the one of github.com/huggingface/safetensors:
-8 bytes of little-endian length, that many bytes of JSON, then the tensors' bytes.
-"""
-
-import json
-import os
-from typing import Annotated, Any
+"""What the header of a checkpoint file says, in whatever format the file is."""
 
 import msgspec
-
-from shmload._checkpoints.dtypes import NBITS
-from shmload.errors import ShardMalformed, ShardTruncated, ShardUnreadable
-
-# The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE).
-_MAX_HEADER_NBYTES = 100_000_000
-_LENGTH_NBYTES = 8
-_MAX_RANK = 64
-_LFS_POINTER = b"version "
-_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):
@@ -31,7 +11,7 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     """Safetensors name, such as `BF16`."""
     shape: tuple[int, ...]
     begin: int
-    """Offset of the first byte from the start of the data, in bytes."""
+    """Offset of the first byte from `Header.data_offset`, in bytes."""
     end: int
     """Offset behind the last byte, in bytes."""
 
@@ -42,168 +22,20 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed header."""
+    """A parsed header.
+
+    Its format's reader has checked it: every tensor lies inside the file and has as many bytes as
+    its dtype and shape say. Tensors may come in any order, with gaps between them, and may share
+    bytes, unless the format is stricter.
+    """
 
     tensors: tuple[TensorSpec, ...]
-    """In the order of their bytes in the file."""
     metadata: dict[str, str] | None
-    """`__metadata__`, or None where the file has none."""
+    """What the file says beside its tensors; None if it has no place for that."""
     data_offset: int
-    """Where the data starts in the file, in bytes."""
+    """What tensors' offsets count from, in bytes of the file."""
 
     @property
     def data_nbytes(self) -> int:
         """Size of all tensors together, in bytes."""
-        return self.tensors[-1].end if self.tensors else 0
-
-
-def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
-    """Read and check the header of an open file.
-
-    Args:
-        fd: an open descriptor; its position is not moved.
-        path: what errors call the file.
-
-    Raises:
-        ShardMalformed: the header breaks the format.
-        ShardTruncated: the file is shorter than its header says.
-        ShardUnreadable: the kernel reports an error.
-    """
-    try:
-        file_nbytes = os.fstat(fd).st_size
-        start = os.pread(fd, _LENGTH_NBYTES, 0)
-        if start == _LFS_POINTER:
-            raise ShardMalformed(path, "it is a git-lfs pointer; run `git lfs pull`")
-        if len(start) < _LENGTH_NBYTES:
-            raise ShardTruncated(path, _LENGTH_NBYTES, file_nbytes)
-        length = int.from_bytes(start, "little")
-        if length > _MAX_HEADER_NBYTES:
-            raise ShardMalformed(path, f"its first 8 bytes claim a header of {length} bytes")
-        if _LENGTH_NBYTES + length > file_nbytes:
-            raise ShardTruncated(path, _LENGTH_NBYTES + length, file_nbytes)
-        raw = os.pread(fd, length, _LENGTH_NBYTES)
-    except OSError as exc:
-        if isinstance(exc, ShardUnreadable):
-            raise
-        raise ShardUnreadable(path, exc.strerror or str(exc)) from exc
-    header = parse_header(raw, path)
-    wanted = header.data_offset + header.data_nbytes
-    if file_nbytes < wanted:
-        raise ShardTruncated(path, wanted, file_nbytes)
-    if file_nbytes > wanted:
-        raise ShardMalformed(path, f"{file_nbytes - wanted} bytes follow the last tensor")
-    return header
-
-
-def parse_header(raw: bytes, path: str | os.PathLike[str]) -> Header:
-    """Check the JSON part of a header.
-
-    Raises:
-        ShardMalformed: it breaks the format, repeats a key, or describes overlapping bytes or
-        holes.
-    """
-    if not raw.startswith(b"{"):
-        raise ShardMalformed(path, "its header does not start with a JSON object")
-    try:
-        entries = _OBJECT.decode(raw)
-        if not _has_unique_keys(raw, entries):
-            json.loads(raw, object_pairs_hook=_refuse_duplicates)
-        metadata = json.loads(
-            bytes(entries.pop("__metadata__", b"null")), object_pairs_hook=_refuse_duplicates
-        )
-        specs = [_check_tensor(name, _ENTRY.decode(entry), path) for name, entry in entries.items()]
-    except (ValueError, RecursionError) as exc:
-        # ValueError is the base of what json and msgspec raise: bad JSON, bad UTF-8, wrong kinds.
-        reason = "nesting too deep" if isinstance(exc, RecursionError) else str(exc)[:200]
-        raise ShardMalformed(path, f"its header is wrong ({reason})") from exc
-    if not _is_string_map(metadata):
-        raise ShardMalformed(path, "its __metadata__ is not a map of strings")
-    specs.sort(key=lambda spec: (spec.begin, spec.end))
-    position = 0
-    for spec in specs:
-        if spec.begin != position:
-            kind = "overlaps the one before it" if spec.begin < position else "follows a hole"
-            raise ShardMalformed(path, f"tensor {spec.name!r} {kind}")
-        position = spec.end
-    return Header(tensors=tuple(specs), metadata=metadata, data_offset=_LENGTH_NBYTES + len(raw))
-
-
-def build_header(
-    tensors: tuple[TensorSpec, ...], metadata: dict[str, str], alignment: int
-) -> bytes:
-    """Write a header, length included, padded with spaces so that the data starts aligned.
-
-    Args:
-        tensors: with offsets as they shall stand.
-        metadata: written as `__metadata__`.
-        alignment: the data starts at a multiple of this, in bytes.
-    """
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    for tensor in tensors:
-        entries[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": (tensor.begin, tensor.end),
-        }
-    raw = msgspec.json.encode(entries)
-    raw += b" " * (-(_LENGTH_NBYTES + len(raw)) % alignment)
-    return len(raw).to_bytes(_LENGTH_NBYTES, "little") + raw
-
-
-_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
-
-class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """What the header says of one tensor; msgspec checks the kinds while it reads."""
-
-    dtype: str
-    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_RANK)]
-    data_offsets: tuple[_Size, _Size]
-
-
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ENTRY = msgspec.json.Decoder(_Entry)
-
-
-def _has_unique_keys(raw: bytes, entries: dict[str, msgspec.Raw]) -> bool:
-    """Tell, at the speed of a byte search, that no key stands twice; False means "look closer".
-
-    Every tensor brings each of these keys once; so where nothing is escaped, and they stand as
-    often as there are tensors, no second entry was dropped.
-    """
-    if b"\\" in raw:
-        return False
-    metadata = bytes(entries.get("__metadata__", b""))
-    wanted = dict.fromkeys(
-        (b'"data_offsets"', b'"dtype"', b'"shape"'), len(entries) - bool(metadata)
-    )
-    wanted[b'"__metadata__"'] = 1 if metadata else 0
-    return all(raw.count(key) - metadata.count(key) == count for key, count in wanted.items())
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {max(keys, key=keys.count)!r} stands twice")
-    return found
-
-
-def _is_string_map(value: object) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, dict) and all(type(item) is str for item in value.values())
-
-
-def _check_tensor(name: str, entry: _Entry, path: str | os.PathLike[str]) -> TensorSpec:
-    nbits = NBITS.get(entry.dtype)
-    if nbits is None:
-        raise ShardMalformed(path, f"tensor {name!r} has the unknown dtype {entry.dtype!r}")
-    for size in entry.shape:
-        nbits *= size
-    begin, end = entry.data_offsets
-    if nbits != 8 * (end - begin):
-        raise ShardMalformed(
-            path, f"tensor {name!r} of shape {entry.shape} does not have {end - begin} bytes"
-        )
-    return TensorSpec(name, entry.dtype, entry.shape, begin, end)
+        return sum(tensor.end - tensor.begin for tensor in self.tensors)

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from shmload._checkpoints.formats.known import format_names
 from shmload._doctor.speed import CopySpeed, ReadSpeed
 from shmload._host.procfs import FileSystem
 from shmload._service.protocol import VERSION, Status
@@ -207,7 +208,7 @@ def check_source(
     """Check where a source's weight files lie; their sizes in bytes."""
     if not sizes:
         remedy = f"ls -lRL {shlex.quote(source)}"
-        return Finding("source", "bad", f"no safetensors weights in {source}", remedy)
+        return Finding("source", "bad", f"no {format_names()} weights in {source}", remedy)
     known = [found for found in file_systems if found is not None]
     is_remote = any(found.is_remote for found in known)
     kinds = " and ".join(sorted({found.kind for found in known})) or "an unknown file system"

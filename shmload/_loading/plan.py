@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._checkpoints.header import read_header
+from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.rules import RAW, Rule
 from shmload._host.linux import SHM_DIR
@@ -25,7 +25,8 @@ class Action(enum.Enum):
     DECODE = "decode"
     """Workers make its segment."""
     LINK = "link"
-    """The library maps the file itself: it has the right dtypes and lies on a local disk."""
+    """The library maps the file itself, whose format allows for that: it has the right dtypes and
+    lies on a local disk."""
 
 
 class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +99,8 @@ def plan_shard(
         CheckpointError: the header is wrong or the file is cut short.
     """
     found = os.fstat(fd)
-    header = read_header(fd, path)
+    file_format = detect_format(fd, path)
+    header = file_format.read_header(fd, path)
     identity = identify(path, found)
     # A file that has the wanted dtypes already makes the same segment under every rule.
     applied = rule if needs_conversion(header, rule) else RAW
@@ -107,7 +109,7 @@ def plan_shard(
     layout = lay_out(header, applied, metadata, piece_nbytes)
     if (SHM_DIR / name).exists():
         action = Action.ATTACH
-    elif applied == RAW and not keep and not is_remote(found.st_dev):
+    elif file_format.can_be_linked and applied == RAW and not keep and not is_remote(found.st_dev):
         action = Action.LINK
     else:
         action = Action.DECODE
@@ -118,7 +120,7 @@ def plan_shard(
         segment=name,
         conversion=applied.text,
         tensors=len(header.tensors),
-        read_nbytes=header.data_nbytes,
+        read_nbytes=layout.read_nbytes,
         segment_nbytes=0 if action is Action.LINK else layout.nbytes,
     )
     return PlannedShard(

@@ -1,21 +1,17 @@
 """Where a load begins: find a source, check what is wanted of it, and derive its rules."""
 
-import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rules import Rule, rule_for
 from shmload._checkpoints.wanted import Wanted
+from shmload._checkpoints.weights import variant_of, variants_below
 from shmload._host.collector import paused_gc
 from shmload.errors import SourceNotFound, UnknownComponent
 
 Rules = dict[str, Rule]
 """The rule of each component's checkpoint."""
-
-# As in `model.fp16.safetensors` and `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`.
-_VARIANT = re.compile(r"^[a-z_]+\.([A-Za-z]\w*)(?:-\d+-of-\d+)?\.safetensors$")
 
 
 def find_with_rules(wanted: Wanted) -> tuple[Source, Rules]:
@@ -28,7 +24,7 @@ def find_with_rules(wanted: Wanted) -> tuple[Source, Rules]:
     found = find_source(wanted)
     shards = [shard for checkpoint in found.checkpoints for shard in checkpoint.shards]
     variant = wanted.variant
-    if variant and shards and variant not in map(_variant_of, shards):
+    if variant and shards and variant not in map(variant_of, shards):
         raise SourceNotFound(
             wanted.source, f"it has no weights of variant {variant!r}{variants_hint(found)}"
         )
@@ -54,10 +50,5 @@ def variants_hint(source: Source) -> str:
     """Return the end of an error's sentence that names the variants a source has, or nothing."""
     if not source.root.is_dir():
         return ""
-    found = set(map(_variant_of, source.root.glob("**/*.safetensors"))) - {None}
-    return f"; it has variant {', '.join(sorted(map(str, found)))}" if found else ""
-
-
-def _variant_of(shard: Path) -> str | None:
-    match = _VARIANT.search(shard.name)
-    return match[1] if match else None
+    found = variants_below(source.root)
+    return f"; it has variant {', '.join(sorted(found))}" if found else ""

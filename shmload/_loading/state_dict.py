@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES, parse_dtype
-from shmload._checkpoints.header import read_header
+from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rules import Rule
 from shmload._host.collector import paused_gc

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from shmload._checkpoints.formats.known import format_names
 from shmload._checkpoints.library import library
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
@@ -77,7 +78,7 @@ def warm(
     wanted = Wanted.parse(source, torch_dtype, components, variant, hub_kwargs)
     found, rules = find_with_rules(wanted)
     if not found.checkpoints:
-        raise SourceNotFound(source, f"it has no safetensors weights{variants_hint(found)}")
+        raise SourceNotFound(source, f"it has no {format_names()} weights{variants_hint(found)}")
     with complete_load(
         found,
         rules,

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import msgspec
 
 from shmload._checkpoints.dtypes import FLOATS, NBITS
-from shmload._checkpoints.header import Header, TensorSpec, build_header
+from shmload._checkpoints.formats.safetensors import build_header
+from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.linux import PAGE_NBYTES
 from shmload._segments.metadata import UNFINISHED, find_digest
 from shmload._segments.pieces import Run, cut_pieces, join_runs
@@ -61,8 +62,9 @@ def lay_out(
         piece_nbytes: size of its pieces, in bytes; `PIECE_NBYTES` if None, as in a digest.
     """
     moves = [(tensor, _stored_nbytes(tensor, dtype_of)) for tensor in header.tensors]
-    # Stable: within an alignment the shard's order stays, so that reading it stays sequential.
-    moves.sort(key=lambda move: -alignment(move[1][1]))
+    # Within an alignment by offset in the shard, so that reading it stays sequential. Its header
+    # need not be in that order.
+    moves.sort(key=lambda move: (-alignment(move[1][1]), move[0].begin, move[0].end))
     specs: list[TensorSpec] = []
     position = 0
     for tensor, (dtype, nbytes) in moves:

@@ -22,7 +22,8 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from shmload._checkpoints.header import Header, read_header
+from shmload._checkpoints.formats.safetensors import read_header
+from shmload._checkpoints.header import Header
 from shmload._host.linux import (
     Inode,
     inode_of,

@@ -124,12 +124,12 @@ class ShardUnreadable(CheckpointError, OSError):
 
 
 class ShardMalformed(CheckpointError):
-    """A shard's header breaks the safetensors format."""
+    """A shard's header breaks the rules of its format."""
 
-    def __init__(self, path: _Path, reason: str) -> None:
+    def __init__(self, path: _Path, reason: str, format_name: str = "safetensors") -> None:
         self.path = path
         self.reason = reason
-        super().__init__(f"{path} is not a valid safetensors file: {reason}; download it again")
+        super().__init__(f"{path} is not a valid {format_name} file: {reason}; download it again")
 
 
 class ShardTruncated(CheckpointError):

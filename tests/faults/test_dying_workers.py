@@ -13,7 +13,8 @@ from harm import DIE, DIE_ONCE, STOP, STOP_ONCE
 from safetensors.torch import load_file, save_file
 
 import shmload
-from shmload._checkpoints.header import TensorSpec, build_header
+from shmload._checkpoints.formats.safetensors import build_header
+from shmload._checkpoints.header import TensorSpec
 from shmload._decoding.worker_process import WorkerProcess
 
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
-from shmload._checkpoints.header import TensorSpec, build_header, parse_header, read_header
+from shmload._checkpoints.formats.safetensors import build_header, parse_header, read_header
+from shmload._checkpoints.header import TensorSpec
 from shmload.errors import ShardMalformed, ShardTruncated, ShmloadError
 
 _DTYPES = sorted(name for name in TORCH_NAMES if NBITS[name] >= 8)

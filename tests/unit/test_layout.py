@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES
-from shmload._checkpoints.header import read_header
+from shmload._checkpoints.formats.safetensors import read_header
 from shmload._host.linux import PAGE_NBYTES
 from shmload._segments import pieces
 from shmload._segments.digest import combine_digests, digest_data

@@ -1,0 +1,51 @@
+"""What shmload must know of a format of checkpoint files."""
+
+import os
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from shmload._checkpoints.header import Header
+from shmload.errors import ShardUnreadable
+
+HEAD_NBYTES = 64
+"""How much of a file's front `Format.recognises` gets, in bytes."""
+
+
+class Format(msgspec.Struct, frozen=True, kw_only=True):
+    """A format of checkpoint files."""
+
+    name: str
+    """What messages call it, such as `safetensors`."""
+    suffixes: tuple[str, ...]
+    """Of its files' names, with the dot; the first is that of `base_names`."""
+    base_names: Mapping[str, str]
+    """What a library calls a model's weights, suffix aside, by library; empty if none has a name.
+
+    Where a directory has files of several, the first library's are loaded.
+    """
+    can_be_linked: bool
+    """Whether the libraries map such a file, so that one with the wanted dtypes can stay as it is.
+
+    Else its tensors always go through a segment.
+    """
+    recognises: Callable[[bytes], bool]
+    """Tells from a file's first `HEAD_NBYTES` bytes, or all if it is shorter, whether it is one."""
+    read_header: Callable[[int, str | os.PathLike[str]], Header]
+    """Reads and checks the header of an open file; the path is what errors call it.
+
+    It neither moves the descriptor's position nor reads tensors' bytes. Raises `ShardMalformed`,
+    `ShardTruncated` or `ShardUnreadable`, and nothing else whatever the file contains.
+    """
+
+
+def read_head(fd: int, path: str | os.PathLike[str]) -> bytes:
+    """Return a file's first `HEAD_NBYTES` bytes, or all if it is shorter.
+
+    Raises:
+        ShardUnreadable: the kernel reports an error.
+    """
+    try:
+        return os.pread(fd, HEAD_NBYTES, 0)
+    except OSError as exc:
+        raise ShardUnreadable(path, exc.strerror or str(exc)) from exc

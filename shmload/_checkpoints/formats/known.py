@@ -1,0 +1,67 @@
+"""The formats that shmload reads, and which of them a file has."""
+
+import os
+
+from shmload._checkpoints.formats.format import Format, read_head
+from shmload._checkpoints.formats.safetensors import SAFETENSORS
+from shmload._checkpoints.header import Header
+
+FORMATS = (SAFETENSORS,)
+"""In the order in which they are preferred where a model has weights in several."""
+
+# Weights that are left to the libraries.
+_OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".onnx")
+
+
+def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
+    """Read and check the header of an open file in any of the formats.
+
+    Args:
+        fd: an open descriptor; its position is not moved.
+        path: what errors call the file.
+
+    Raises:
+        ShardMalformed: the header breaks the format.
+        ShardTruncated: the file is shorter than its header says.
+        ShardUnreadable: the kernel reports an error.
+    """
+    return detect_format(fd, path).read_header(fd, path)
+
+
+def detect_format(fd: int, path: str | os.PathLike[str]) -> Format:
+    """Return the format of an open file.
+
+    Raises:
+        ShardUnreadable: the kernel reports an error.
+    """
+    return format_of(path, read_head(fd, path))
+
+
+def format_of(path: str | os.PathLike[str], head: bytes) -> Format:
+    """Return the format that a file's content has, or else the one that its name has.
+
+    Args:
+        path: of the file.
+        head: its first `HEAD_NBYTES` bytes.
+
+    Returns:
+        The first of `FORMATS` where neither tells: its reader says what is wrong with the file.
+    """
+    by_content = (known for known in FORMATS if known.recognises(head))
+    by_name = (known for known in FORMATS if os.fspath(path).endswith(known.suffixes))
+    return next(by_content, None) or next(by_name, FORMATS[0])
+
+
+def has_known_suffix(name: str) -> bool:
+    """Tell whether a file has the name of weights that shmload reads."""
+    return any(name.endswith(known.suffixes) for known in FORMATS)
+
+
+def is_of_weights(name: str) -> bool:
+    """Tell whether a file has the name of weights in any format, read by shmload or not."""
+    return has_known_suffix(name) or name.endswith(_OTHER_SUFFIXES)
+
+
+def format_names() -> str:
+    """Return the names of all formats, for messages."""
+    return " or ".join(known.name for known in FORMATS)

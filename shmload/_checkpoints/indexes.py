@@ -1,0 +1,67 @@
+"""JSON files that name other files: a pipeline's index, and that of a checkpoint in shards.
+
+Guarantee: a file that an index names lies beside it.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shmload._host.linux import open_source
+from shmload.errors import IndexMalformed, ShardMissing
+
+# Many times what the largest indexes have; a link to /dev/zero has no end.
+_MAX_JSON_NBYTES = 64 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        IndexMalformed: the file is not one.
+    """
+    try:
+        with open(open_source(path), "rb") as file:
+            content = file.read(_MAX_JSON_NBYTES + 1)
+        if len(content) > _MAX_JSON_NBYTES:
+            raise ValueError(f"it has more than {_MAX_JSON_NBYTES} bytes")
+        found = json.loads(content)
+    except (OSError, ValueError, RecursionError) as exc:
+        raise IndexMalformed(path, f"it cannot be read as JSON ({exc})") from exc
+    if not isinstance(found, dict):
+        raise IndexMalformed(path, "it is not a JSON object")
+    return found
+
+
+def listed_components(index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield name, library and class of every component in a `model_index.json`."""
+    for name, entry in index.items():
+        is_pair = isinstance(entry, list) and len(entry) == 2
+        if is_pair and not name.startswith("_") and all(isinstance(e, str) for e in entry):
+            yield name, (entry[0], entry[1])
+        elif is_pair and not name.startswith("_") and entry == [None, None]:
+            yield name, ("", "")
+
+
+def indexed_shards(index_path: Path) -> tuple[Path, ...]:
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise IndexMalformed(index_path, "it has no weight_map")
+    shards = []
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise IndexMalformed(index_path, "its weight_map names something that is no file")
+    for name in sorted(set(weight_map.values())):
+        require_beside(name, index_path)
+        shard = index_path.parent / name
+        if not os.path.exists(shard):  # nor Path's here
+            raise ShardMissing(shard, index_path)
+        shards.append(shard)
+    return tuple(shards)
+
+
+def require_beside(name: str, index_path: Path) -> None:
+    """Refuse a name in an index that leads elsewhere: it would read files that nobody named."""
+    if name in ("", ".", "..") or name != os.path.basename(name):
+        raise IndexMalformed(index_path, f"it names {name!r}, outside its own directory")

@@ -1,0 +1,104 @@
+"""What files of weights are called, and which files of a directory the libraries load."""
+
+import os
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from shmload._checkpoints.formats import known
+from shmload._checkpoints.formats.format import Format
+from shmload._checkpoints.indexes import indexed_shards
+
+# As in `model.fp16.safetensors` and `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`,
+# without the suffix.
+_VARIANT = re.compile(r"[a-z_]+\.([A-Za-z]\w*)(?:-\d+-of-\d+)?")
+
+
+def find_shards(
+    folder: Path, names: Collection[str], library: str, variant: str | None
+) -> tuple[Path, ...]:
+    """Return the files that a library would load, in the order of their names.
+
+    Args:
+        folder: of the model.
+        names: of all files in it.
+        library: that of the model's class; empty if unknown.
+        variant: as for `from_pretrained`; plain files are loaded where the folder lacks it.
+
+    Returns:
+        Nothing where no format has weights in the folder.
+
+    Raises:
+        IndexMalformed, ShardMissing: as `indexed_shards`.
+    """
+    applicable = _applicable_variant(names, variant)
+    candidates = (
+        name
+        for file_format in known.FORMATS
+        if file_format.base_names
+        for name in _preferred_names(file_format, names, library, applicable)
+    )
+    found = next((name for name in candidates if name in names), None)
+    if found is None:
+        return ()
+    return indexed_shards(folder / found) if found.endswith(".json") else (folder / found,)
+
+
+def default_name(names: Collection[str], library: str) -> str:
+    """Return what the weights would be called in a directory that has none."""
+    preferred = known.FORMATS[0]
+    return _base_name(preferred, names, library)[1] + preferred.suffixes[0]
+
+
+def has_variant(folder: Path, variant: str) -> bool:
+    """Tell whether a component's directory has files of a variant."""
+    return os.path.isdir(folder) and _applicable_variant(os.listdir(folder), variant) is not None
+
+
+def variant_of(path: Path) -> str | None:
+    """Return the variant that the name of a file of weights has, or None."""
+    for file_format in known.FORMATS:
+        for suffix in file_format.suffixes:
+            stem = path.name.removesuffix(suffix)
+            if stem != path.name and (match := _VARIANT.fullmatch(stem)):
+                return match[1]
+    return None
+
+
+def variants_below(root: Path) -> set[str]:
+    """Return the variants of all files of weights below a directory."""
+    suffixes = {suffix for file_format in known.FORMATS for suffix in file_format.suffixes}
+    paths = (path for suffix in suffixes for path in root.glob(f"**/*{suffix}"))
+    return {variant for variant in map(variant_of, paths) if variant is not None}
+
+
+def _preferred_names(
+    file_format: Format, names: Iterable[str], library: str, variant: str | None
+) -> tuple[str, str]:
+    """Return the names of a model's single file and its index, the preferred one first."""
+    owner, base = _base_name(file_format, names, library)
+    suffix = file_format.suffixes[0]
+    single = f"{base}.{variant}{suffix}" if variant else f"{base}{suffix}"
+    index = f"{base}{suffix}.index.{variant}.json" if variant else f"{base}{suffix}.index.json"
+    # diffusers looks for an index first, transformers for the single file.
+    return (index, single) if owner == "diffusers" else (single, index)
+
+
+def _base_name(file_format: Format, names: Iterable[str], library: str) -> tuple[str, str]:
+    """Return the library that names a folder's weights, and what it calls them, without suffix."""
+    by_library = file_format.base_names
+    for owner, base in by_library.items():
+        if any(name.startswith((f"{base}.", f"{base}-")) for name in names):
+            return owner, base
+    owner = library if library in by_library else [*by_library][-1]
+    return owner, by_library[owner]
+
+
+def _applicable_variant(names: Iterable[str], variant: str | None) -> str | None:
+    """Return the variant where the component has it: else its plain files are loaded.
+
+    The test is that of diffusers (`_identify_model_variants`).
+    """
+    parts = (name.split(".") for name in names)
+    is_there = variant and any(len(part) > 1 and part[1].startswith(variant) for part in parts)
+    return variant if is_there else None
