@@ -1,80 +1,128 @@
-"""The chart for the README: three questions, two bars each."""
+"""The chart of the README, from results: `chart.py docs/figures.png benchmarks/results/*.json`.
 
+One row for each question: a bar for `from_pretrained`, a bar for shmload, and how many times less.
+"""
+
+import json
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import Figure, Line
-from benchmarks.report import format_value
-
 # Readable on white and on a dark page's white image, and without telling red from green.
-_COLORS = {"shmload": "#0072b2", "diffusers": "#9a9a9a", "imports alone": "#d9d9d9"}
-_TEXT_COLOR = "#333333"
-_SIZE_INCHES = (8.0, 4.3)
+_OURS, _THEIRS = "#0072b2", "#9a9a9a"
+_TEXT_COLOR, _SMALL_PRINT_COLOR = "#222222", "#666666"
+_WIDTH_INCHES, _ROW_HEIGHT_INCHES, _FOOT_INCHES = 8.0, 1.2, 0.62
 _DPI = 200  # drawn at twice the 800 pixels that a page shows
 
-NEEDED = frozenset({"attach", "first-load"})
-"""The measurements that the chart is made from, as `--only` calls them."""
+NEEDED = frozenset({"attach"})
+"""The measurements of the suite `load` that the chart is made from, as `--only` calls them."""
 
 
-def draw_chart(path: Path, machine: Mapping[str, str], figures: Sequence[Figure]) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One question, and the two lines of a figure that answer it."""
+
+    figure: str
+    title: str
+    detail: str
+    theirs: str
+    ours: str
+    gain: str
+
+
+_ROWS = (
+    _Row(
+        figure="attach",
+        title="Load a pipeline again",
+        detail="its weights are in shared memory; the call alone, after the imports",
+        theirs="diffusers, the better",
+        ours="shmload",
+        gain="faster",
+    ),
+    _Row(
+        figure="many-ready",
+        title="Start 8 processes with the same models",
+        detail="nothing in shared memory yet; until the last one is ready",
+        theirs="diffusers",
+        ours="a job's",
+        gain="faster",
+    ),
+    _Row(
+        figure="memory",
+        title="Memory of each further process",
+        detail="not shared with another process",
+        theirs="diffusers",
+        ours="shmload",
+        gain="less",
+    ),
+)
+
+
+def draw_chart(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
     """Write the chart as a PNG.
 
     Args:
         path: of the file.
-        machine: what `describe_machine` said.
-        figures: at least those of the measurements in `NEEDED`.
+        results: what `as_json` made of each suite. Questions that none answers are left out.
     """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    found = {figure.name: figure for figure in figures}
-    first, attach, memory = found["first-load"], found["attach"], found["memory"]
-    panels = (
-        (
-            "First load, nothing resident: whole process with its imports",
-            {way: first.line(way) for way in ("diffusers", "shmload", "imports alone")},
-        ),
-        (
-            "Load when the weights are resident: the call alone",
-            {"diffusers": attach.line("diffusers, the better"), "shmload": attach.line("shmload")},
-        ),
-        (
-            "Private memory of each process that loads",
-            {way: memory.line(way) for way in ("diffusers", "shmload")},
-        ),
-    )
-    with mpl.rc_context(
-        {"figure.constrained_layout.h_pad": 0.08, "font.size": 11, "text.color": _TEXT_COLOR}
-    ):
+    figures = {figure["name"]: figure for result in results for figure in result["figures"]}
+    rows = [row for row in _ROWS if row.figure in figures]
+    height = _ROW_HEIGHT_INCHES * len(rows) + _FOOT_INCHES
+    with mpl.rc_context({"font.size": 11, "text.color": _TEXT_COLOR}):
         drawing, axes = plt.subplots(
-            len(panels),
-            1,
-            figsize=_SIZE_INCHES,
-            gridspec_kw={"height_ratios": [len(lines) + 0.4 for _, lines in panels]},
-            layout="constrained",
+            len(rows), 1, figsize=(_WIDTH_INCHES, height), squeeze=False, dpi=_DPI
         )
-        for axis, (title, lines) in zip(axes, panels, strict=True):
-            _draw_panel(axis, title, lines)
-        drawing.supxlabel(
-            "Stable Diffusion 1.5, stored in fp32, wanted in bf16; page cache warm; "
-            f"{machine['cores']} cores, {machine['processor']}; medians",
-            fontsize=9,
-            color=_TEXT_COLOR,
+        drawing.subplots_adjust(
+            left=0.18, right=0.86, top=0.93, bottom=_FOOT_INCHES / height, hspace=0.55
+        )
+        for axis, row in zip(axes[:, 0], rows, strict=True):
+            _draw_row(axis, row, figures[row.figure])
+        drawing.text(
+            0.015,
+            0.02,
+            _small_print(results),
+            fontsize=8.5,
+            color=_SMALL_PRINT_COLOR,
+            linespacing=1.4,
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        drawing.savefig(path, dpi=_DPI)
+        drawing.savefig(path)
         plt.close(drawing)
 
 
-def _draw_panel(axis: Any, title: str, lines: Mapping[str, Line]) -> None:
-    values = [line.sample.median for line in lines.values()]
-    bars = axis.barh(list(lines), values, color=[_COLORS[way] for way in lines], height=0.72)
-    axis.bar_label(bars, labels=[_label(line) for line in lines.values()], padding=5)
-    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=_TEXT_COLOR)
-    axis.set_xlim(0, max(values) * 1.16)
+def _draw_row(axis: Any, row: _Row, figure: Mapping[str, Any]) -> None:
+    lines = {line["what"]: line for line in figure["beside"]}
+    theirs, ours = lines[row.theirs], lines[row.ours]
+    values = [theirs["median"], ours["median"]]
+    bars = axis.barh(["from_pretrained", "shmload"], values, color=[_THEIRS, _OURS], height=0.7)
+    axis.bar_label(bars, labels=[_amount(theirs), ""], padding=5)
+    times = int(10 * values[0] / values[1]) / 10
+    axis.annotate(
+        f"{_amount(ours)}   {times:.0f} \N{MULTIPLICATION SIGN} {row.gain}",
+        (values[1], 1),
+        xytext=(5, 0),
+        textcoords="offset points",
+        va="center",
+        color=_OURS,
+        fontweight="bold",
+    )
+    title = axis.set_title(row.title, loc="left", x=-0.22, fontsize=11, fontweight="bold")
+    axis.annotate(
+        f"  {row.detail}",
+        (1, 0),
+        xycoords=title,
+        va="bottom",
+        fontsize=9,
+        color=_SMALL_PRINT_COLOR,
+    )
+    axis.set_xlim(0, values[0])
     axis.invert_yaxis()
     axis.xaxis.set_visible(False)
     axis.tick_params(axis="y", length=0, labelcolor=_TEXT_COLOR)
@@ -83,6 +131,23 @@ def _draw_panel(axis: Any, title: str, lines: Mapping[str, Line]) -> None:
     axis.spines["left"].set_color("#bbbbbb")
 
 
-def _label(line: Line) -> str:
-    value = line.sample.median
-    return f"{value:.2f} s" if line.unit == "s" else format_value(value, line.unit)
+def _amount(line: Mapping[str, Any]) -> str:
+    value, unit = line["median"], line["unit"]
+    return f"{value:.1f} {unit}" if value < 100 and unit == "s" else f"{value:,.0f} {unit}"
+
+
+def _small_print(results: Sequence[Mapping[str, Any]]) -> str:
+    machine = results[0]["machine"]
+    dates = sorted({result["machine"]["date"][:10] for result in results})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return (
+        "Shorter is better. A checkpoint of Stable Diffusion 1.5's size, random weights: a file in"
+        " fp32 (5.5 GB), wanted in bf16.\n"
+        f"Page cache warm, {machine['cores']} cores ({machine['processor']}), no GPU."
+        f" Medians, {when}; all values: benchmarks/results."
+    )
+
+
+if __name__ == "__main__":
+    png, *files = sys.argv[1:]
+    draw_chart(Path(png), [json.loads(Path(file).read_text()) for file in files])
