@@ -29,20 +29,12 @@ from shmload._loading.decoder import Decoder
 from shmload._loading.plan import Plan
 from shmload._loading.progress import Progress
 from shmload._loading.shard import OpenShard
+from shmload._segments.acquire import Awaited, Held, Opened, acquire
 from shmload._segments.capacity import make_room
 from shmload._segments.listing import check_digest
+from shmload._segments.part import Hollow, Part
 from shmload._segments.removal import give_back, remove_if_free
-from shmload._segments.segment import (
-    Awaited,
-    Held,
-    Hollow,
-    Opened,
-    Part,
-    Segment,
-    Stay,
-    attach,
-    begin,
-)
+from shmload._segments.segment import Segment, Stay, attach
 from shmload._segments.view import descriptor_path
 from shmload._service.client import Service
 from shmload._settings import settings, worker_count
@@ -271,7 +263,7 @@ class Load:
                 if not is_cached(shard.fd, shard.source.st_size):
                     read_ahead(shard.fd)
             elif name not in self._held:  # two paths may lead to one file
-                self._held[name] = (attach(name) or Hollow(name)) if self._ring else begin(name)
+                self._held[name] = (attach(name) or Hollow(name)) if self._ring else acquire(name)
                 match self._held[name]:
                     case Part() | Hollow():
                         mine.append(shard)
@@ -349,7 +341,7 @@ class Load:
             self._held[name] = held
             if self._stay > Stay.PRIVATE and isinstance(held, Segment) and not held.has_name:
                 held.close()  # the other process made it for itself alone
-                self._held[name] = held = begin(name)
+                self._held[name] = held = acquire(name)
         if self._stay is Stay.RESIDENT and isinstance(held, Segment):
             held.keep()
         if isinstance(held, Part):

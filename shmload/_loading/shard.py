@@ -1,16 +1,16 @@
 """A shard that is open for a load."""
 
-import os
 from pathlib import Path
 
 from shmload._checkpoints.rules import Rule
 from shmload._decoding.coordinator import Job
+from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
 from shmload._loading.plan import Action, plan_shard
-from shmload._segments.segment import Hollow, Part
+from shmload._segments.part import Hollow, Part
 
 
-class OpenShard:
+class OpenShard(Descriptor):
     """One shard's open file and what is planned for it; owns the descriptor.
 
     Args:
@@ -34,24 +34,18 @@ class OpenShard:
         keep: bool,
         piece_nbytes: int | None = None,
     ) -> None:
-        self.fd = open_source(path)
+        super().__init__(open_source(path))
         try:
             planned = plan_shard(
                 component, path, self.fd, rule, keep=keep, piece_nbytes=piece_nbytes
             )
         except BaseException:
-            os.close(self.fd)
+            self.close()
             raise
         self.plan = planned.plan
         self.source = planned.source
         self.layout = planned.layout
         self.leaves_casts = planned.leaves_casts
-
-    def close(self) -> None:
-        """Give the descriptor back; again is fine."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
 
     @property
     def is_link(self) -> bool:

@@ -90,7 +90,7 @@ def warm(
     ) as load:
         held = load.segments()
         for segment in held if pin else ():
-            segment.pin()
+            segment.protect()
         return WarmReport(
             source=str(source),
             segments=tuple(segment.name for segment in held),

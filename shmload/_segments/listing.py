@@ -5,7 +5,6 @@ The names in /dev/shm are the registry; each segment's header says what it is.
 
 import contextlib
 import os
-import stat
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -17,7 +16,7 @@ from shmload._segments.digest import digest_data
 from shmload._segments.metadata import Metadata, parse_metadata, read_digest
 from shmload._segments.names import part_names, segment_names
 from shmload._segments.removal import give_back, is_free, remove_if_free, remove_leftovers
-from shmload._segments.segment import Segment, attach, is_shared
+from shmload._segments.segment import Segment, attach, is_protected, is_shared
 from shmload._segments.view import dead_views
 from shmload._wording import printable
 from shmload.errors import (
@@ -207,7 +206,7 @@ def _describe(segment: Segment) -> SegmentInfo:
         is_leased=not try_lock(segment.fd, exclusive=True),
         is_current=is_current,
         used_at=found.st_mtime,
-        is_pinned=bool(found.st_mode & stat.S_ISVTX),
+        is_pinned=is_protected(found),
         is_shared=is_shared(found),
     )
 

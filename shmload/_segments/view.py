@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
+from shmload._host.descriptors import Descriptor
 from shmload._host.linux import SHM_DIR, no_inodes, try_lock
 from shmload._segments.names import make_view_name, view_names
 
@@ -39,14 +40,15 @@ class View:
 
     def __init__(self, root: Path, files: Mapping[Path, Path]) -> None:
         self.folder = SHM_DIR / make_view_name()
-        self._fd = -1
+        self._lock = Descriptor(-1)
         self._made: list[Path] = []
         root = _absolute(root)
         try:
             self._make_folder(self.folder)
-            self._fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try_lock(self._fd, exclusive=True)
-            os.fchmod(self._fd, 0o700 | _MARK)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            self._lock = Descriptor(os.open(self.folder, flags))
+            try_lock(self._lock.fd, exclusive=True)
+            os.fchmod(self._lock.fd, 0o700 | _MARK)
             # A link is followed from where it lies, so it must not lead to a relative path.
             paths = {_absolute(path): _absolute(to) for path, to in files.items()}
             self.path = self._link(root, paths)
@@ -106,9 +108,7 @@ class View:
             with contextlib.suppress(OSError):
                 path.unlink() if path.is_symlink() else path.rmdir()
         shutil.rmtree(self.folder, ignore_errors=True)  # what a library has put there
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._lock.close()
 
 
 def descriptor_path(fd: int) -> Path:

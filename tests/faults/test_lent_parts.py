@@ -11,7 +11,8 @@ from shmload._checkpoints.wanted import Wanted
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._loading.sources import derive_rules
-from shmload._segments.segment import Segment, Stay, begin
+from shmload._segments.acquire import acquire
+from shmload._segments.segment import Segment, Stay
 from shmload.errors import ServiceUnavailable
 
 
@@ -65,7 +66,7 @@ def test_who_waits_for_the_part_gets_the_segment(service, shard, evicts, shm_nam
     while not service.lent:
         pass
     (planned,) = shmload.plan(shard, torch_dtype="bfloat16", keep=True).shards
-    awaited = begin(planned.segment)
+    awaited = acquire(planned.segment)
     service.may_go.set()
     found = awaited.wait(60)
     waiting.join()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import shmload
-from shmload._segments.segment import begin
+from shmload._segments.acquire import acquire
 from shmload._service import state as state_module
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
@@ -62,7 +62,7 @@ def test_what_is_resident_is_not_reserved_too(service, shards, how):
         "request": lambda: ask(Warm(str(folder), "bfloat16"), Warmed),
     }
     warming = threading.Thread(target=through[how])
-    with contextlib.closing(begin(names[1])):  # the second is waited for
+    with contextlib.closing(acquire(names[1])):  # the second is waited for
         warming.start()
         while not shmload.segments():
             pass

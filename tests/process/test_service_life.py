@@ -16,7 +16,7 @@ from serving import ask, status, wait_until
 from warming import NBYTES, TENSORS, as_bf16, assert_same
 
 import shmload
-from shmload._segments.segment import begin
+from shmload._segments.acquire import acquire
 from shmload._service.client import Client
 from shmload._service.endpoint import connect, peer_of, socket_path
 from shmload._service.protocol import Shutdown, Stopping
@@ -158,7 +158,7 @@ def test_preload_that_waits_for_another_builder_ends_with_the_service(service, s
     (planned,) = shmload.plan(shards[0], torch_dtype="bfloat16", keep=True).shards
     listing = tmp_path / "preload"
     listing.write_text(f"{shards[0]} bfloat16\n")
-    with contextlib.closing(begin(planned.segment)):
+    with contextlib.closing(acquire(planned.segment)):
         process = service("--preload", str(listing))
         while "1 awaited" not in process.errors:
             pass

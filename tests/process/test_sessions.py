@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import shmload
 from shmload._segments import listing
-from shmload._segments.segment import begin
+from shmload._segments.acquire import acquire
 from shmload._service import server as server_module
 from shmload._service.client import Client
 from shmload._service.endpoint import Endpoint
@@ -181,7 +181,7 @@ def test_service_that_waits_for_another_builder_shows_life(served, shard, evicts
             answers.append(client.ask(Warm(str(shard), "bfloat16"), Warmed, on_progress=beats))
 
     client = threading.Thread(target=warm)
-    with contextlib.closing(begin(name_of(shard))):
+    with contextlib.closing(acquire(name_of(shard))):
         client.start()
         assert beats.are_enough.wait(60)
     client.join()
@@ -195,7 +195,7 @@ def test_client_that_leaves_ends_the_wait_for_another_builder(served, state, sha
     def leave(done, total):
         raise Left
 
-    with contextlib.closing(begin(name_of(shard))):
+    with contextlib.closing(acquire(name_of(shard))):
         with pytest.raises(Left), Client(served) as client:
             client.ask(Warm(str(shard), "bfloat16"), Warmed, on_progress=leave)
         while state.status().clients:
