@@ -1,6 +1,7 @@
 """Where tensors go in a segment: every byte once, aligned, in pieces, and safetensors reads it."""
 
 import contextlib
+import itertools
 import os
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES
 from shmload._checkpoints.formats.safetensors import read_header
+from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.linux import PAGE_NBYTES
 from shmload._segments import pieces
 from shmload._segments.digest import combine_digests, digest_data
@@ -147,6 +149,73 @@ def test_order_of_the_shard_stays_within_an_alignment(described):
         after = [spec for spec in read_header(fd, "segment").tensors if spec.nbytes % 64 == 0]
     # Those of no bytes stand wherever they do.
     assert [s.name for s in before if s.nbytes] == [s.name for s in after if s.nbytes]
+
+
+def scatter(header, content, at_random):
+    """Put a file's tensors in any order with gaps between them; the header lists them in another.
+
+    Returns:
+        The header and the content of the new file.
+    """
+    scattered = bytearray()
+    specs = []
+    for spec in at_random.sample(header.tensors, len(header.tensors)):
+        scattered += at_random.randbytes(at_random.choice([0, 0, 1, 3, 64]))
+        begin = len(scattered)
+        scattered += content[header.data_offset + spec.begin : header.data_offset + spec.end]
+        specs.append(TensorSpec(spec.name, spec.dtype, spec.shape, begin, len(scattered)))
+    at_random.shuffle(specs)
+    return Header(tensors=tuple(specs), metadata=header.metadata, data_offset=0), bytes(scattered)
+
+
+def fill(layout, source):
+    with in_memory() as fd:
+        os.ftruncate(fd, layout.nbytes)
+        os.pwrite(fd, layout.header, 0)
+        filler = Filler()
+        for piece in layout.pieces:
+            filler.fill(source, fd, piece, lambda _: None)
+        return dict(safetensors.deserialize(os.pread(fd, layout.nbytes, 0)))
+
+
+@given(_tensors, _targets, st.randoms(use_true_random=False))
+def test_any_order_of_a_shards_bytes_makes_the_same_tensors(described, target, at_random):
+    content = safetensors.torch.save(make_tensors(described))
+    with small_pieces(), in_memory(content) as fd:
+        header = read_header(fd, "shard")
+        wanted = fill(lay_out(header, converting(target), {}), fd)
+        header, content = scatter(header, content, at_random)
+        with in_memory(content) as scattered:
+            assert fill(lay_out(header, converting(target), {}), scattered) == wanted
+
+
+@given(_tensors, _targets, st.randoms(use_true_random=False))
+def test_shard_is_read_forwards_whatever_the_order_of_its_header(described, target, at_random):
+    content = safetensors.torch.save(make_tensors(described))
+    with in_memory(content) as fd:
+        header, _ = scatter(read_header(fd, "shard"), content, at_random)
+    layout = lay_out(header, converting(target), {})
+    in_order = sorted(header.tensors, key=lambda spec: (spec.begin, spec.end))
+    ordered = Header(tensors=tuple(in_order), metadata=header.metadata, data_offset=0)
+    assert layout.pieces == lay_out(ordered, converting(target), {}).pieces
+    # Once for each alignment, from 64 bytes down to one.
+    offsets = [run.source_offset for piece in layout.pieces for run in piece]
+    assert sum(after < before for before, after in itertools.pairwise(offsets)) <= 6
+
+
+def test_tensors_that_share_bytes_are_each_stored():
+    specs = (
+        TensorSpec("half", "U8", (64,), 64, 128),
+        TensorSpec("whole", "U8", (128,), 0, 128),
+        TensorSpec("twin", "U8", (128,), 0, 128),
+    )
+    content = os.urandom(128)
+    layout = lay_out(Header(tensors=specs, metadata=None, data_offset=0), converting(None), {})
+    with in_memory(content) as fd:
+        found = fill(layout, fd)
+    assert bytes(found["half"]["data"]) == content[64:]
+    assert bytes(found["whole"]["data"]) == bytes(found["twin"]["data"]) == content
+    assert layout.read_nbytes == layout.data_nbytes == 320
 
 
 def test_many_small_neighbours_become_one_run():

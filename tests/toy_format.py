@@ -1,0 +1,68 @@
+"""A format of checkpoint files that is unlike safetensors, to show what a new one takes.
+
+A magic number, then the tensors' bytes in any order with garbage between them, then a trailer of
+JSON, and its length at the very end.
+"""
+
+import json
+import os
+import random
+
+import torch
+
+from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
+from shmload._checkpoints.formats.format import Format
+from shmload._checkpoints.header import Header, TensorSpec
+from shmload.errors import ShardMalformed, ShardTruncated
+
+_MAGIC = b"TOY\x00"
+_DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
+
+
+def read_header(fd, path):
+    nbytes = os.fstat(fd).st_size
+    if nbytes < len(_MAGIC) + 8:
+        raise ShardTruncated(path, len(_MAGIC) + 8, nbytes)
+    length = int.from_bytes(os.pread(fd, 8, nbytes - 8), "little")
+    try:
+        entries = json.loads(os.pread(fd, min(length, nbytes - 8), max(0, nbytes - 8 - length)))
+        specs = [
+            TensorSpec(name, dtype, tuple(shape), *place) for name, dtype, shape, *place in entries
+        ]
+    except (ValueError, TypeError) as exc:
+        raise ShardMalformed(path, "its trailer is wrong", "toy") from exc
+    for spec in specs:
+        if not 0 <= spec.begin <= spec.end <= nbytes:
+            raise ShardMalformed(path, f"tensor {spec.name!r} lies outside the file", "toy")
+        if NBITS[spec.dtype] * torch.Size(spec.shape).numel() != 8 * spec.nbytes:
+            raise ShardMalformed(path, f"tensor {spec.name!r} has another size", "toy")
+    return Header(tensors=tuple(specs), metadata=None, data_offset=0)
+
+
+TOY = Format(
+    name="toy",
+    suffixes=(".toy",),
+    base_names={"diffusers": "toy_model", "transformers": "toy"},
+    can_be_linked=False,
+    recognises=lambda head: head.startswith(_MAGIC),
+    read_header=read_header,
+)
+
+
+def save_toy(tensors, path, seed=0):
+    """Write tensors in a random order with gaps; the trailer lists them in another one."""
+    at_random = random.Random(seed)
+    names = list(tensors)
+    at_random.shuffle(names)
+    content = bytearray(_MAGIC)
+    entries = []
+    for name in names:
+        tensor = tensors[name]
+        content += at_random.randbytes(at_random.choice([0, 1, 3, 64, 5000]))
+        dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        begin = len(content)
+        content += tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        entries.append((name, dtype, tuple(tensor.shape), begin, len(content)))
+    at_random.shuffle(entries)
+    trailer = json.dumps(entries).encode()
+    path.write_bytes(content + trailer + len(trailer).to_bytes(8, "little"))
