@@ -118,7 +118,8 @@ class Child:
 
     def close(self) -> str:
         """Kill it if it still runs, reap it, and say how it ended; again is fine."""
-        self.process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_TIMEOUT_S)
         self._close_pidfd()
