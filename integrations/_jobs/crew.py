@@ -1,24 +1,21 @@
-"""The processes of a job, as the job sees them: a fork server and the runners it has forked.
+"""The processes of a job, as the job uses them: a fork server and one runner for each device.
 
-Owns all of them. A runner that ends is replaced, and so is the fork server; who waits is told of
-both. Where an error or an interrupt has left it unknown what was said last, all of them end, and
-the next map starts anew.
+A runner that ends is replaced, and so is the fork server; `wait` reports both. After an error or
+an interrupt it is unknown what was said last: then all processes end, and the next map starts
+others.
 """
 
 import contextlib
-import os
 import selectors
-import socket
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from shmload._settings import settings
-from shmload.errors import ArgumentError, JobFailed
+from shmload.errors import JobFailed
+from shmload.integrations._jobs.access import Access
+from shmload.integrations._jobs.deadlines import check_ends, check_starts, extend
 from shmload.integrations._jobs.messages import (
     Begin,
     Ended,
-    Fork,
     Forked,
     Prepared,
     Raised,
@@ -30,18 +27,19 @@ from shmload.integrations._jobs.messages import (
     decode_from_server,
 )
 from shmload.integrations._jobs.payload import Payload, load
+from shmload.integrations._jobs.processes import Processes
 from shmload.integrations._jobs.runner_process import Event, RunnerProcess
 from shmload.integrations._jobs.server_process import ServerProcess
 from shmload.integrations.handles import Handle
 
-# A wait that lasts so much longer than it was to: this process was stopped, by Ctrl-Z for instance.
+# A wait that takes so much longer than asked: this process was stopped, by Ctrl-Z for instance.
 _STOPPED_S = 5.0
-# Of processes that end before they have worked, in a row.
+# In a row, of processes that end before they have worked.
 _MAX_FAILED_STARTS = 3
 
 
 class Crew:
-    """A fork server and its runners. To be used by one thread at a time; any may close it.
+    """A fork server and its runners. One thread at a time may use it; any may close it.
 
     Args:
         handle: of the pipeline.
@@ -56,243 +54,167 @@ class Crew:
     def __init__(
         self, handle: Handle, devices: Sequence[str], threads: int, preload: Sequence[str]
     ) -> None:
-        self._handle = handle
         self.devices = devices
+        self._handle = handle
         self._threads = threads
         self._preload = tuple(preload)
-        self._owner = os.getpid()
-        self._lock = threading.RLock()  # by a handler of signals, it may be closed in the middle
-        self._is_closed = False
-        self._is_unsure = False
-        """Whether something was begun and has not come to its end."""
+        self._access = Access()
         self._is_mapping = False
-        """Whether there is something that `replace` is to end."""
-        self._failed_starts = 0
-        # Not epoll, of which a forked copy of this process would share the state.
-        self._selector = selectors.PollSelector()
-        self._server: ServerProcess | None = None
-        self.runners: dict[int, RunnerProcess] = {}
-        """By the number of their places; one may be missing while it is replaced."""
+        """Whether `begin` was called and `replace` was not yet."""
         self._begin: Begin | None = None
-        self._start_server()
+        self._failed_starts = 0
+        self._processes: Processes | None = None
+        """None while there are none: after an error, an interrupt or `close`."""
+        self._start()
+
+    @property
+    def runners(self) -> Mapping[int, RunnerProcess]:
+        """The runners by place; a place is missing while its runner is replaced."""
+        return self._processes.runners if self._processes else {}
 
     def check(self) -> None:
-        """See whether there is anything to be had here.
+        """Refuse a crew that cannot be used.
 
         Raises:
             ArgumentError: it was closed, or belongs to another process.
         """
-        if not self._is_mine:
-            raise ArgumentError(
-                f"this job belongs to process {self._owner}, which was forked; make another one"
-            )
-        if self._is_closed:
-            raise ArgumentError("this job is closed; make another one")
+        self._access.check()
 
     def begin(self, begin: Begin) -> None:
-        """Say what all runners work with from now on, those that come later too.
+        """Tell all runners, later ones too, what to work with; call `replace` at the end.
 
-        `replace` is to be called when that is over.
+        Raises:
+            ArgumentError: as `check`.
+            JobFailed: no process can be started.
         """
-        with self._lock:
-            if self._is_unsure or self._is_mapping:
+        with self._access.lock:
+            if self._access.is_unsure or self._is_mapping:
                 self._end_processes()
-        with self._working():
+        with self._access.use():
             self._is_mapping = True
             self._begin = begin
-            if not self._server:
+            if not self._processes:
                 self._failed_starts = 0
-                self._start_server()
+                self._start()
             for runner in self.runners.values():
                 if runner.is_started:
                     runner.post(begin)
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Return what happens next; nothing if nothing does.
+        """Return what happens next, or an empty list after a timeout.
 
         Raises:
             ArgumentError: as `check`.
             JobFailed: processes keep ending before they have worked, or are not ready in time.
-            ProtocolError: one of them has sent what is no message.
+            ProtocolError: a process has sent what is no message.
             Exception: the pipeline cannot be loaded, or not brought to its device.
         """
-        with self._working():
-            for runner in self.runners.values():
-                runner.flush()
-                if not runner.is_silent:
-                    wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE * bool(runner.outbox))
-                    self._selector.modify(runner.channel, wanted, runner)
+        with self._access.use():
+            processes = self._processes
+            if not processes:  # a signal handler has closed this
+                return []
+            processes.flush()
+            begun = time.monotonic()
+            ready = processes.wait(timeout_s)
+            if (lost_s := time.monotonic() - begun - timeout_s) > _STOPPED_S:
+                extend(processes, lost_s)
             events: list[Event] = []
-            until = time.monotonic() + timeout_s
-            ready = self._selector.select(timeout_s)
-            if (lost_s := time.monotonic() - until) > _STOPPED_S:
-                self._make_up_for(lost_s)
-            for key, mask in ready:
-                events += self._take(key.data, mask)
-            self._check_starts()
-            self._check_ends()
+            for process, mask in ready:
+                events += self._take(process, mask)
+            if self._processes:  # others now if the fork server has ended; none after `close`
+                check_starts(self._processes)
+                check_ends(self._processes)
             return events
 
     def post(self, runner: RunnerProcess, message: ToRunner) -> None:
-        """Have a message go out to a runner.
+        """Send a message to a runner as soon as it takes it.
 
         Raises:
             ArgumentError: as `check`.
         """
-        with self._working():
+        with self._access.use():
             runner.post(message)
 
     def replace(self, runners: Iterable[RunnerProcess]) -> None:
-        """Kill runners that do what nobody wants any more, and have others take their places."""
-        if self._is_closed or not self._is_mine:
+        """End a map: kill the runners that still work for it, and fork others in their places."""
+        if self._access.is_closed or not self._access.is_mine:
             return
-        if self._is_unsure:
-            with self._lock:
+        if self._access.is_unsure:
+            with self._access.lock:
                 self._end_processes()
             return
-        with self._working():
+        with self._access.use():
             for runner in runners:
+                assert self._processes
                 runner.kill()
-                self._drop(runner)
-                self._fork(runner.number)
+                self._processes.drop(runner)
+                self._fork(self._processes, runner.number)
             self._is_mapping = False
 
     def close(self) -> None:
-        """End all processes, and wait until they have; again is fine.
+        """End all processes and wait until they have ended; a second call does nothing.
 
-        In a forked copy of their owner it only lets go of them.
+        In a forked copy of their owner it only closes the copy's descriptors.
         """
-        if not self._is_mine:
-            self._forget()
+        self._access.close()  # before the lock is free: a waiting map ends with an error
+        if not self._access.is_mine:
+            if self._processes:
+                self._processes.forget()
             return
-        self._is_closed = True  # before the lock is free: who waits ends with an error
-        with self._lock:
+        with self._access.lock:
             self._end_processes()
-            self._selector.close()
 
-    @property
-    def _is_mine(self) -> bool:
-        return os.getpid() == self._owner
+    def _start(self) -> None:
+        self._processes = Processes(ServerProcess(self._handle.text, self._threads, self._preload))
 
-    @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        """Do something from which a way out in the middle leaves all unsure."""
-        self.check()  # in a forked child, whose parent's thread may have had the lock
-        with self._lock:
-            self.check()
-            before, self._is_unsure = self._is_unsure, True
-            yield
-            self._is_unsure = before
-
-    def _take(self, source: object, mask: int) -> Iterator[Event]:
-        """Take what one process sends."""
-        if isinstance(source, RunnerProcess):
-            if self.runners.get(source.number) is source:  # it may just have been replaced
-                if mask & selectors.EVENT_WRITE:
-                    source.flush()
-                if mask & selectors.EVENT_READ:
-                    yield from self._hear(source)
-        elif self._server and source is self._server:
-            yield from self._hear_server(self._server)
-
-    # The fork server ------------------------------------------------------------------------------
-
-    def _start_server(self) -> None:
-        server = ServerProcess(self._handle.text, self._threads, self._preload)
-        self._server = server
-        self._selector.register(server.channel, selectors.EVENT_READ, server)
-
-    def _hear_server(self, server: ServerProcess) -> Iterator[Event]:
-        is_there = server.inbox.receive()
-        while (frame := server.inbox.next_frame()) is not None:
-            match decode_from_server(frame):
-                case Prepared():
-                    server.is_prepared = True
-                    for number in range(len(self.devices)):
-                        self._fork(number)
-                case Refused(error, traceback):
-                    raise _unpickled(error, traceback)
-                case Forked(number, pid):
-                    pidfd = server.inbox.fds.pop(0)
-                    runner = server.forked.pop(0)
-                    runner.pid, runner.pidfd = pid, pidfd
-                    if self.runners.get(number) is not runner:  # replaced before it was there
-                        runner.kill()
-                        runner.close()
-                case Ended(pid) as ended:
-                    yield from self._end(pid, ended)
-        if not is_there:
-            yield from self._replace_server(server)
-
-    def _replace_server(self, server: ServerProcess) -> Iterator[Event]:
-        """Start another one; the kernel has killed its runners with it."""
-        self._server = None
-        self._selector.unregister(server.channel)
-        how = server.close()
-        for runner in list(self.runners.values()):
-            yield from self._finish(runner, Ended(runner.pid, how), is_innocent=True)
-        for runner in server.forked:
-            runner.close()
-        self._count_failed_start(f"the fork server ended ({how})")
-        self._start_server()
+    def _fork(self, processes: Processes, place: int) -> None:
+        processes.fork(place, self.devices[place])
 
     def _end_processes(self) -> None:
-        """End all of them, whatever state they are in."""
-        self._selector.close()
-        self._selector = selectors.PollSelector()
-        server, self._server = self._server, None
-        runners = [*self.runners.values(), *(server.forked if server else ())]
-        self.runners.clear()
-        self._is_unsure = self._is_mapping = False
-        try:
-            for runner in runners:
-                runner.close()
-        finally:
-            if server:
-                server.close()
+        """End all of them, whatever state they are in; what happens next is known again."""
+        processes, self._processes = self._processes, None
+        self._access.is_unsure = self._is_mapping = False
+        if processes:
+            processes.close()
 
-    def _forget(self) -> None:
-        """Let go of all, in a forked copy of their owner."""
-        self._is_closed = True
-        self._selector.close()
-        for runner in [*self.runners.values(), *(self._server.forked if self._server else ())]:
-            runner.close()
-        if self._server:
-            self._server.forget()
+    def _take(self, process: ServerProcess | RunnerProcess, mask: int) -> Iterator[Event]:
+        """Take what one process has sent; of one that is no longer ours, nothing."""
+        processes = self._processes
+        if not processes:
+            return
+        if isinstance(process, ServerProcess):
+            if process is processes.server:
+                yield from self._hear_server(processes)
+        elif processes.has(process):
+            if mask & selectors.EVENT_WRITE:
+                process.flush()
+            if mask & selectors.EVENT_READ:
+                yield from self._hear_runner(processes, process)
 
-    # Runners --------------------------------------------------------------------------------------
+    def _hear_server(self, processes: Processes) -> Iterator[Event]:
+        inbox = processes.server.inbox
+        is_there = inbox.receive()
+        while (frame := inbox.next_frame()) is not None:
+            match decode_from_server(frame):
+                case Prepared():
+                    processes.server.is_prepared = True
+                    for place in range(len(self.devices)):
+                        self._fork(processes, place)
+                case Refused(error, traceback):
+                    raise _unpickled(error, traceback)
+                case Forked(place, pid):
+                    processes.identify(place, pid)
+                case Ended(pid) as ended:
+                    yield from self._replace_ended(processes, pid, ended)
+        if not is_there:
+            yield from self._restart(processes)
 
-    def _fork(self, number: int) -> None:
-        server = self._server
-        assert server
-        assert server.is_prepared
-        try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        except OSError as exc:
-            raise JobFailed(f"a process of the job could not be started: {exc}") from exc
-        ours.setblocking(False)
-        with theirs:
-            if not server.send(Fork(number, self.devices[number]), (theirs.fileno(),)):
-                ours.close()  # its successor forks for every place
-                return
-        runner = RunnerProcess(number, ours)
-        server.forked.append(runner)
-        self.runners[number] = runner
-        self._selector.register(ours, selectors.EVENT_READ, runner)
-
-    def _hear(self, runner: RunnerProcess) -> Iterator[Event]:
-        """Yield what a runner has said; that it has ended is heard from the fork server."""
+    def _hear_runner(self, processes: Processes, runner: RunnerProcess) -> Iterator[Event]:
+        """Yield what a runner has said; the fork server reports its end."""
         is_there = runner.receive()
         yield from self._answers(runner)
         if not is_there:
-            self._silence(runner)
-
-    def _silence(self, runner: RunnerProcess) -> None:
-        """Listen to a runner no longer."""
-        if not runner.is_silent:
-            runner.is_silent = True
-            runner.expect_end()
-            self._selector.unregister(runner.channel)
+            processes.silence(runner)
 
     def _answers(self, runner: RunnerProcess) -> Iterator[Event]:
         while (frame := runner.inbox.next_frame()) is not None:
@@ -311,71 +233,46 @@ class Crew:
             if not isinstance(message, Refused):
                 yield runner, message
 
-    def _end(self, pid: int, ended: Ended) -> Iterator[Event]:
-        """Take note of a runner's end, and have another take its place."""
-        for runner in list(self.runners.values()):
+    def _replace_ended(self, processes: Processes, pid: int, ended: Ended) -> Iterator[Event]:
+        """Yield the last words and the end of a runner, and fork another in its place."""
+        for runner in list(processes.runners.values()):
             if runner.pid == pid:
-                yield from self._finish(runner, ended, is_innocent=False)
+                yield from self._finish(processes, runner, ended, is_innocent=False)
                 if not runner.is_started:
                     self._count_failed_start(f"a process ended before it could work ({ended.how})")
-                self._fork(runner.number)
+                self._fork(processes, runner.number)
                 return
 
-    def _finish(self, runner: RunnerProcess, ended: Ended, *, is_innocent: bool) -> Iterator[Event]:
-        """Hear a runner out, and say that it has ended."""
+    def _restart(self, processes: Processes) -> Iterator[Event]:
+        """Start another fork server; the kernel has killed the runners of the one that ended."""
+        how = processes.server.close()
+        for runner in list(processes.runners.values()):
+            ended = Ended(runner.pid, how)
+            yield from self._finish(processes, runner, ended, is_innocent=True)
+        self._processes = None
+        processes.close()
+        self._count_failed_start(f"the fork server ended ({how})")
+        self._start()
+
+    def _finish(
+        self, processes: Processes, runner: RunnerProcess, ended: Ended, *, is_innocent: bool
+    ) -> Iterator[Event]:
+        """Yield what a runner had said before it ended, then its end.
+
+        Args:
+            processes: it is one of them.
+            runner: which one.
+            ended: how it ended.
+            is_innocent: its item is not to blame.
+        """
         with contextlib.suppress(BlockingIOError):
             while runner.inbox.receive():
                 pass
         yield from self._answers(runner)
-        self._drop(runner)
+        processes.drop(runner)
         if not is_innocent:
             runner.how = runner.how or ended.how
         yield runner, ended
-
-    def _drop(self, runner: RunnerProcess) -> None:
-        if self.runners.get(runner.number) is runner:
-            del self.runners[runner.number]
-            self._silence(runner)
-        if self._server is None or runner not in self._server.forked:
-            runner.close()  # else when it is there, to be killed
-
-    # Deadlines ------------------------------------------------------------------------------------
-
-    def _check_starts(self) -> None:
-        """Look whether all have started in time, once it was heard what they say."""
-        limit = settings().wait_timeout_s
-        late = time.monotonic() - limit
-        server = self._server
-        if server and not server.is_prepared and server.since < late:
-            raise JobFailed(
-                f"the pipeline was not loaded within {limit:g} s; raise SHMLOAD_WAIT_TIMEOUT_S"
-            )
-        for runner in self.runners.values():
-            if not runner.is_started and runner.since < late:
-                raise JobFailed(
-                    f"a process was not ready within {limit:g} s; raise SHMLOAD_WAIT_TIMEOUT_S"
-                )
-
-    def _make_up_for(self, lost_s: float) -> None:
-        """Count a time for nobody: all were stopped together, or nobody could be heard."""
-        if self._server:
-            self._server.since += lost_s
-        for runner in self.runners.values():
-            runner.since += lost_s
-            runner.active_at += lost_s
-            runner.ending_since += lost_s
-
-    def _check_ends(self) -> None:
-        """Kill a fork server that does not say of a runner that it has ended.
-
-        It was stopped, perhaps; or the kernel cannot end the runner, which waits for a dead disk.
-        """
-        late = time.monotonic() - settings().stall_timeout_s
-        silent = [each for each in self.runners.values() if each.ending_since < late]
-        for runner in silent:
-            runner.kill(runner.how or "it has closed its socket")
-        if self._server and silent:
-            self._server.kill()
 
     def _count_failed_start(self, what: str) -> None:
         self._failed_starts += 1

@@ -37,7 +37,7 @@ def test_fork_server_that_cannot_start_is_tried_three_times(light_job, how):
 
 def test_fork_server_whose_interpreter_is_gone_is_an_error(light_job):
     job = light_job()
-    pids = [job._crew._server.pid, *pids_of(job)]
+    pids = [job._crew._processes.server.pid, *pids_of(job)]
     job.program.unlink()
     os.kill(pids[0], signal.SIGKILL)
     wait_until_ended(*pids)

@@ -8,7 +8,7 @@ import pytest
 from light_jobs import notes, pids_of, same, wait_readable
 
 import shmload
-from shmload.integrations._jobs import crew, runner_process, server_process
+from shmload.integrations._jobs import crew, deadlines, runner_process, server_process
 from shmload.integrations._jobs import job as job_module
 
 
@@ -47,7 +47,7 @@ def test_end_of_a_map_is_not_waited_for(job, monkeypatch):
 def test_where_there_is_nothing_to_do_no_pipeline_is_waited_for(light_job):
     job = light_job(early="signal.sigwait([signal.SIGTERM])")
     assert list(job.map(same, [])) == []
-    os.kill(job._crew._server.pid, signal.SIGTERM)
+    os.kill(job._crew._processes.server.pid, signal.SIGTERM)
 
 
 def test_items_end_with_an_error_and_results_before_it_come_out(job):
@@ -113,7 +113,7 @@ def test_map_that_was_interrupted_when_it_heard_of_an_end_does_not_disturb_the_n
 
     pids = pids_of(job)
     with monkeypatch.context() as patch:
-        patch.setattr(crew.Crew, "_end", lambda *args: signal.raise_signal(signal.SIGINT))
+        patch.setattr(crew.Crew, "_replace_ended", lambda *args: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             list(job.map(kill_the_other, [pids]))
     assert list(job.map(same, range(100))) == list(range(100))
@@ -210,14 +210,14 @@ def let_pass(monkeypatch):
         nonlocal offset
         offset += seconds
 
-    for module in (crew, job_module, runner_process, server_process):
+    for module in (crew, deadlines, job_module, runner_process, server_process):
         monkeypatch.setattr(module, "time", Clock)
     return advance
 
 
 def test_job_may_be_mapped_long_after_it_was_made(light_job, let_pass):
     job = light_job()
-    wait_readable(job._crew._server.channel)  # it is prepared, and nobody has looked
+    wait_readable(job._crew._processes.server.channel)  # it is prepared, and nobody has looked
     let_pass(10_000)
     assert list(job.map(same, range(3))) == [0, 1, 2]
 
@@ -250,11 +250,12 @@ def test_time_in_which_the_job_itself_was_stopped_counts_for_nobody(light_job, l
     """As by Ctrl-Z, which stops its processes with it."""
     job = light_job(procs=1, item_timeout_s=100.0)
     (pid,) = pids_of(job)
-    crew, select = job._crew, job._crew._selector.select
+    selector = job._crew._processes._selector
+    select = selector.select
     go = tmp_path / "go"
 
     def stopped(timeout_s):
-        crew._selector.select = select
+        selector.select = select
         let_pass(10_000)
         go.touch()
         return []
@@ -264,7 +265,7 @@ def test_time_in_which_the_job_itself_was_stopped_counts_for_nobody(light_job, l
             pass
         return os.getpid()
 
-    crew._selector.select = stopped
+    selector.select = stopped
     assert list(job.map(wait, [go])) == [pid]
 
 
