@@ -1,17 +1,14 @@
 """Loads through the service: the same result, one copy, within a budget."""
 
 import gc
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from comparing import assert_loads_equal
-from safetensors.torch import save_file
 from serving import ask, status, wait_until, workers_of
 from warming import NBYTES, TENSORS, as_bf16, assert_same
 
@@ -19,16 +16,8 @@ import shmload
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import (
-    Evict,
-    ListSegments,
-    MakePlan,
-    Planned,
     Reserve,
     Reserved,
-    Segments,
-    Verify,
-    Warm,
-    Warmed,
 )
 from shmload.errors import SharedMemoryFull
 
@@ -80,41 +69,6 @@ def test_warm_through_the_service_keeps_workers(service, shards):
     assert workers_of(process) == before
 
 
-def test_requests_do_what_the_functions_do(service, checkpoint):
-    service()
-    first = ask(Warm(str(checkpoint), "bfloat16", is_pinned=True), Warmed)
-    again = ask(Warm(str(checkpoint), "bfloat16"), Warmed)
-    assert (first.read_nbytes, again.read_nbytes) == (NBYTES, 0)
-    assert first.segments == again.segments
-    # Not yet idle, perhaps: the worker that filled it lets go of it a moment later.
-    while shmload.segments()[0].is_leased:
-        pass
-    (info,) = ask(ListSegments(), Segments).segments
-    assert info == shmload.segments()[0]
-    assert info.is_pinned
-    planned = ask(MakePlan(str(checkpoint), "bfloat16", keep=True), Planned).content
-    here = shmload.plan(checkpoint, torch_dtype="bfloat16", keep=True)
-    assert json.loads(planned) == json.loads(msgspec.json.encode(here, enc_hook=str))
-    assert ask(Verify(()), Segments).segments == (info,)
-    assert ask(Evict((info.name,)), Segments).segments == (info,)
-    assert shmload.segments() == []
-
-
-def test_error_of_the_service_is_the_error_of_the_function(service, tmp_path):
-    service()
-    with pytest.raises(shmload.SegmentNotFound, match="no resident segment matches 'nothing'"):
-        ask(Evict(("nothing",)), Segments)
-    missing = tmp_path / "missing"
-    with pytest.raises(shmload.SourceNotFound) as caught:
-        ask(Warm(str(missing)), Warmed)
-    assert caught.value.source == str(missing)
-    truncated = tmp_path / "truncated.safetensors"
-    save_file(TENSORS, truncated)
-    os.truncate(truncated, truncated.stat().st_size - 1)
-    with pytest.raises(shmload.ShardTruncated):
-        ask(Warm(str(truncated)), Warmed)
-
-
 def test_many_clients_at_once_share_one_decode(service, checkpoint, child):
     service()
     code = (
@@ -148,9 +102,9 @@ def test_lease_of_a_process_that_cannot_be_seen_is_listed_too(service, checkpoin
     # As from another pid namespace: /proc/locks names nobody there.
     code = (
         "import contextlib, shmload\n"
-        "from shmload import _procfs, _residency\n"
+        "from shmload._segments import listing\n"
         "from shmload._service.state import ServiceState\n"
-        "_residency.lock_holders = dict\n"
+        "listing.lock_holders = dict\n"
         "with contextlib.closing(ServiceState(1, 0)) as state:\n"
         "    for lease in state.status().leases: print('LEASE', lease.segment, lease.pids)\n"
         "print('END', flush=True)"
@@ -232,7 +186,7 @@ def test_what_goes_with_its_load_needs_no_room_in_the_budget(service, shards, co
 def test_what_exceeds_the_budget_is_refused_before_a_byte_is_read(service, shards):
     service("--budget", str(2 * _SEGMENT))
     state = shmload.load_state_dict(shards[0], "bfloat16")
-    ask(Warm(str(shards[1]), "bfloat16", is_pinned=True), Warmed)
+    shmload.warm(shards[1], torch_dtype="bfloat16", pin=True)
     read = status().read_nbytes
     with pytest.raises(SharedMemoryFull, match="the service's budget leaves 0 B") as caught:
         shmload.load_state_dict(shards[2], "bfloat16", progress=pytest.fail)
