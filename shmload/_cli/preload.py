@@ -9,24 +9,30 @@ Guarantee: a list with a mistake is refused whole, before anything is done.
 
 import logging
 import os
+import select
 import shlex
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from shmload._checkpoints.dtypes import parse_dtype
-from shmload._decoding.coordinator import DecodeCancelled
-from shmload._loading.verbs import warm
+from shmload._ipc.child import Child, child_environment
 from shmload._segments.listing import segments
+from shmload._segments.removal import remove_leftovers
 from shmload._wording import format_nbytes
-from shmload.errors import ArgumentError, ShmloadError
+from shmload.errors import ArgumentError
 
 if TYPE_CHECKING:
     from shmload._service.state import ServiceState
 
 logger = logging.getLogger(__name__)
+
+
+_END_TIMEOUT_S = 5.0
+_ERROR_PREFIX = "shmload: "  # as the command line prints the errors of this package
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -35,6 +41,13 @@ class Wanted(msgspec.Struct, frozen=True):
     line: int
     source: str
     dtype: str | None
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """What `shmload warm --json` says of a source; see `shmload.WarmReport`."""
+
+    segments: tuple[str, ...]
+    resident_nbytes: int
 
 
 def read_list(path: Path) -> list[Wanted]:
@@ -64,24 +77,77 @@ def read_list(path: Path) -> list[Wanted]:
 def preload(wanted: Sequence[Wanted], state: "ServiceState") -> None:
     """Make a list of sources resident, as far as that can be done; errors are logged.
 
-    Ends early when the service does.
+    A child warms each source as a client of this service, which so never imports torch or the model
+    libraries. Ends early when the service does.
     """
     made: dict[str, Wanted] = {}
     for each in wanted:
         if state.is_stopping:
             return
+        report = _warm(each, state)
+        if report:
+            logger.info("preloaded %s: %s", each.source, format_nbytes(report.resident_nbytes))
+            made.update(dict.fromkeys(report.segments, each))
+            _report_evicted(made, each)
+
+
+def _warm(wanted: Wanted, state: "ServiceState") -> _Report | None:
+    """Warm one source; None if that failed, which is logged, or if the service ends."""
+    options = ["--dtype", wanted.dtype] if wanted.dtype else []
+    with open(os.memfd_create("shmload-preload", os.MFD_CLOEXEC), "rb") as output:
         try:
-            report = warm(
-                each.source, torch_dtype=each.dtype, progress=False, service=state.as_service()
+            child = Child(
+                "shmload",
+                ["--verbose", "warm", "--json", "--quiet", *options, "--", wanted.source],
+                env=child_environment() | {"SHMLOAD_SERVICE": "require"},
+                stdout=output.fileno(),
+                stderr=subprocess.PIPE,
             )
-        except DecodeCancelled:
-            return  # the service ends
-        except ShmloadError as exc:  # the others are of use without it
-            logger.error("line %d cannot be preloaded: %s", each.line, exc)
-            continue
-        logger.info("preloaded %s: %s", each.source, format_nbytes(report.resident_nbytes))
-        made.update(dict.fromkeys(report.segments, each))
-        _report_evicted(made, each)
+        except OSError as exc:
+            logger.error("line %d cannot be preloaded: no process for it: %s", wanted.line, exc)
+            return None
+        error = _log_lines(child, wanted, state)
+        how = child.end(_END_TIMEOUT_S, ask=state.is_stopping)
+        if how == "exit code 0":
+            output.seek(0)  # the offset is the child's too
+            return msgspec.json.decode(output.read(), type=tuple[_Report])[0]
+    if state.is_stopping:
+        remove_leftovers()  # of the segment that it was building
+    else:
+        reason = error or f"its process ended ({how})"
+        logger.error("line %d cannot be preloaded: %s", wanted.line, reason)
+    return None
+
+
+def _log_lines(child: Child, wanted: Wanted, state: "ServiceState") -> str | None:
+    """Log what a child logs, until it or the service ends; returns its error."""
+    error = None
+    pipe = child.process.stderr
+    assert pipe is not None
+    with pipe:
+        for line in _lines(pipe.fileno(), state.wake_fd):
+            if line.startswith(_ERROR_PREFIX):
+                error = line.removeprefix(_ERROR_PREFIX)
+            else:
+                logger.info("line %d: %s", wanted.line, line)
+    return error
+
+
+def _lines(fd: int, wake_fd: int) -> Iterator[str]:
+    """Yield the lines that come through a pipe, until its end or until `wake_fd` is readable."""
+    poll = select.poll()
+    for each in (fd, wake_fd):
+        poll.register(each, select.POLLIN)
+    rest = b""
+    while wake_fd not in {ready for ready, _ in poll.poll()}:
+        received = os.read(fd, 1 << 16)
+        *lines, rest = (rest + received).split(b"\n")
+        if not received and rest:
+            lines.append(rest)
+        for line in lines:
+            yield line.decode(errors="replace")
+        if not received:
+            return
 
 
 def _report_evicted(made: dict[str, Wanted], latest: Wanted) -> None:

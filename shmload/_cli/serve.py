@@ -21,7 +21,7 @@ from shmload._service.client import Client
 from shmload._service.endpoint import Endpoint, socket_path
 from shmload._service.server import serve
 from shmload._service.state import ServiceState
-from shmload._settings import parse_nbytes, settings, worker_count
+from shmload._settings import parse_nbytes, worker_count
 from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError, ProtocolError, ServiceError, ServiceRunning, ServiceSilent
 
@@ -88,9 +88,6 @@ def serve_command(
 
     Runs in the foreground until SIGTERM, SIGHUP or Ctrl-C; what is resident stays.
     """
-    # Whatever it loads, it loads itself.
-    os.environ["SHMLOAD_SERVICE"] = "off"
-    settings.cache_clear()
     _log_with_times()
     with contextlib.closing(_open_endpoint(socket_path())) as endpoint:
         remove_leftovers()

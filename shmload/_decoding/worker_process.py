@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shmload._ipc.child import start_with_channel
+from shmload._ipc.child import child_environment, start_with_channel
 from shmload._ipc.frames import (
     VERSION,
     Close,
@@ -40,15 +40,6 @@ class Task(NamedTuple):
     attempts: int
 
 
-def _environment() -> dict[str, str]:
-    """Return what a worker may know: not what systemd has told this very process."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("LISTEN_") and name != "NOTIFY_SOCKET"
-    }
-
-
 class WorkerProcess:
     """A child that runs `shmload.workers.main`, from here until `close`."""
 
@@ -73,7 +64,7 @@ class WorkerProcess:
             self._child, self.channel = start_with_channel(
                 "shmload.workers.main",
                 timeout_s=settings().stall_timeout_s,
-                env=_environment(),
+                env=child_environment(),
                 stdout=self._output_fd,
                 stderr=self._output_fd,
             )

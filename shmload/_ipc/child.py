@@ -32,6 +32,15 @@ def how_it_ended(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
+def child_environment() -> dict[str, str]:
+    """Return this process's environment without what systemd has told this process alone."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("LISTEN_") and name != "NOTIFY_SOCKET"
+    }
+
+
 class Child:
     """A process that runs a module of shmload, from here until `close` or `end`.
 

@@ -119,9 +119,8 @@ class Decoder:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the load was given up, here or by a service that this process is."""
-        service = self._service
-        return self._is_cancelled.is_set() or (service is not None and service.is_given_up())
+        """Whether the load was given up."""
+        return self._is_cancelled.is_set()
 
     def cancel(self) -> None:
         """Have `decode` end soon; may be called from any thread."""

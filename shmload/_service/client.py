@@ -47,7 +47,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class Service(Protocol):
-    """What a load needs of a service, be it in another process or in this one."""
+    """What a load needs of a service: `Client` has it."""
 
     def reserve(self, nbytes: int) -> None:
         """Make room for so many bytes of segments, or raise `CapacityError`."""
@@ -59,9 +59,6 @@ class Service(Protocol):
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
         """Say which segments a load found and which it has decoded, be they resident or not."""
-
-    def is_given_up(self) -> bool:
-        """Tell whether the service, of its own, wants the load to end."""
 
     def close(self) -> None:
         """Give back what this load has of it; again is fine."""
@@ -166,9 +163,6 @@ class Client:
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
         self.ask(Attached(tuple(found), tuple(made)), Noted)
-
-    def is_given_up(self) -> bool:
-        return False  # the load is this process's
 
     def _send(self, request: Request, fds: tuple[int, ...] = ()) -> None:
         self._channel.settimeout(self._timeout_s)

@@ -6,8 +6,8 @@
        |  Decode ->                         |
        |  <- Progress ...                   |     while its workers fill the parts
        |  <- Decoded | Refused              |     and forget what was lent
-       |  any other request ->              |
-       |  <- its answer | Refused           |     one request at a time
+       |  any other request ->              |     one at a time
+       |  <- its answer | Refused           |
        |  (end of file)                     |     whoever goes first: what was lent is closed
 
 Frames are those of `_messages`. Nothing is unpickled; what is no message ends the connection.
@@ -18,7 +18,6 @@ from typing import Annotated, Final
 import msgspec
 
 from shmload import errors
-from shmload._segments.listing import SegmentInfo
 from shmload._segments.pieces import Run
 from shmload._wording import printable
 from shmload.errors import ProtocolError, ShmloadError
@@ -72,49 +71,6 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     made: tuple[str, ...]
 
 
-class Warm(msgspec.Struct, frozen=True, tag=True):
-    """Make a source resident; its arguments are those of `shmload.warm`."""
-
-    source: str
-    dtype: str | dict[str, str] | None = None
-    components: tuple[str, ...] | None = None
-    variant: str | None = None
-    is_pinned: bool = False
-    verify: bool = False
-    revision: str | None = None
-    cache_dir: str | None = None
-    subfolder: str | None = None
-
-
-class MakePlan(msgspec.Struct, frozen=True, tag=True):
-    """Say what a load would do; its arguments are those of `shmload.plan`."""
-
-    source: str
-    dtype: str | dict[str, str] | None = None
-    components: tuple[str, ...] | None = None
-    variant: str | None = None
-    keep: bool = False
-    revision: str | None = None
-    cache_dir: str | None = None
-    subfolder: str | None = None
-
-
-class ListSegments(msgspec.Struct, frozen=True, tag=True):
-    """List resident segments."""
-
-
-class Evict(msgspec.Struct, frozen=True, tag=True):
-    """Remove resident segments, as `shmload.evict` does."""
-
-    patterns: tuple[str, ...]
-
-
-class Verify(msgspec.Struct, frozen=True, tag=True):
-    """Recompute digests, as `shmload.verify` does."""
-
-    patterns: tuple[str, ...]
-
-
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
     """Say how the service is."""
 
@@ -141,21 +97,6 @@ class Reserved(msgspec.Struct, frozen=True, tag=True):
     """There is room now."""
 
     evicted: tuple[str, ...]
-
-
-class Segments(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `ListSegments`, `Evict` and `Verify`."""
-
-    segments: tuple[SegmentInfo, ...]
-
-
-class Warmed(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Warm`; see `shmload.WarmReport`."""
-
-    segments: tuple[str, ...]
-    resident_nbytes: int
-    read_nbytes: int
-    elapsed_s: float
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -193,13 +134,6 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     leases: tuple[Lease, ...]
 
 
-class Planned(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `MakePlan`."""
-
-    content: str
-    """A `Plan` as JSON, as `shmload plan --json` prints it."""
-
-
 class Noted(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Attached`: what was reserved counts as resident now."""
 
@@ -222,32 +156,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     notes: tuple[str, ...] = ()
 
 
-Request = (
-    Lend
-    | Decode
-    | Reserve
-    | Attached
-    | Warm
-    | MakePlan
-    | ListSegments
-    | Evict
-    | Verify
-    | GetStatus
-    | Shutdown
-)
-Answer = (
-    Welcome
-    | Progress
-    | Decoded
-    | Reserved
-    | Noted
-    | Segments
-    | Warmed
-    | Status
-    | Stopping
-    | Refused
-    | Planned
-)
+Request = Lend | Decode | Reserve | Attached | GetStatus | Shutdown
+Answer = Welcome | Progress | Decoded | Reserved | Noted | Status | Stopping | Refused
 
 _REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

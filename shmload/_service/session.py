@@ -11,14 +11,12 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
 from shmload._decoding.coordinator import DecodeCancelled, Job
 from shmload._ipc.frames import Inbox, send, to_frame
-from shmload._segments.listing import SegmentInfo, evict, segments, verify_each
 from shmload._service.endpoint import require_same_user, socket_path
 from shmload._service.loans import require_sound
 from shmload._service.protocol import (
@@ -27,21 +25,15 @@ from shmload._service.protocol import (
     Attached,
     Decode,
     Decoded,
-    Evict,
     GetStatus,
     Lend,
-    ListSegments,
-    MakePlan,
     Noted,
     Progress,
     Request,
     Reserve,
     Reserved,
-    Segments,
     Shutdown,
     Stopping,
-    Verify,
-    Warm,
     Welcome,
     decode_request,
     refuse,
@@ -137,18 +129,6 @@ class Session:
                 self._state.note(found, made)
                 self._release()
                 return Noted()
-            case MakePlan():
-                return self._state.plan(request)
-            case Warm():
-                with self._progress.beating():
-                    return self._state.warm(request, self._progress.report, self._is_gone)
-            case ListSegments():
-                return Segments(tuple(segments()))
-            case Evict(patterns):
-                return Segments(tuple(evict(*patterns)))
-            case Verify(patterns):
-                with self._progress.beating():
-                    return Segments(tuple(self._verify(patterns)))
             case GetStatus():
                 status = self._state.status()
                 return msgspec.structs.replace(status, clients=status.clients - 1)  # who asks
@@ -157,12 +137,6 @@ class Session:
                 return Stopping()
             case _:
                 assert_never(request)
-
-    def _verify(self, patterns: tuple[str, ...]) -> Iterator[SegmentInfo]:
-        for info in verify_each(*patterns):
-            if self._is_gone():
-                raise DecodeCancelled
-            yield info
 
     def _borrow(self, lend: Lend) -> None:
         if len(self._inbox.fds) < 2:
@@ -243,23 +217,6 @@ class ProgressStream:
         with self._lock:
             if time.monotonic() - self._sent_at > _HEARTBEAT_S:
                 self._send()
-
-    @contextlib.contextmanager
-    def beating(self) -> Iterator[None]:
-        """Show inside the block that the service lives, whatever else it does there."""
-        is_over = threading.Event()
-
-        def beat() -> None:
-            while not is_over.wait(_HEARTBEAT_S):
-                self.beat()
-
-        thread = threading.Thread(target=beat, name="shmload-heartbeat", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
 
     def _send(self) -> None:
         if not self._unsent:

@@ -12,26 +12,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
-
-import msgspec
 
 from shmload._decoding.coordinator import Job, OnBytes
-from shmload._loading.verbs import plan, warm
 from shmload._segments.capacity import require_room, room_nbytes
 from shmload._segments.listing import SegmentInfo, holders, segments
 from shmload._segments.removal import remove_if_free, remove_leftovers
 from shmload._service.budget import choose_victims, may_go
-from shmload._service.client import Service
 from shmload._service.pool import WorkerPool
-from shmload._service.protocol import Lease, MakePlan, Planned, Status, Warm, Warmed
+from shmload._service.protocol import Lease, Status
 from shmload.errors import CapacityError
 
 logger = logging.getLogger(__name__)
 
 _SETTLE_S = 0.5
 _SETTLE_POLL_S = 0.05
-# For what runs in the background: it may be waiting for a network.
 _JOIN_TIMEOUT_S = 10.0
 
 
@@ -160,39 +154,6 @@ class ServiceState:
 
         return self._pool.decode(jobs, count, is_cancelled)
 
-    def warm(
-        self, request: Warm, report: Callable[[int, int], None], is_cancelled: Callable[[], bool]
-    ) -> Warmed:
-        """Make a source resident."""
-        made = warm(
-            request.source,
-            torch_dtype=request.dtype,
-            components=request.components,
-            variant=request.variant,
-            verify=request.verify,
-            pin=request.is_pinned,
-            progress=report,
-            service=_InProcess(self, is_cancelled),
-            **_hub_arguments(request),
-        )
-        return Warmed(made.segments, made.resident_nbytes, made.read_nbytes, made.elapsed_s)
-
-    def plan(self, request: MakePlan) -> Planned:
-        """Say what a load would do."""
-        found = plan(
-            request.source,
-            torch_dtype=request.dtype,
-            components=request.components,
-            variant=request.variant,
-            keep=request.keep,
-            **_hub_arguments(request),
-        )
-        return Planned(msgspec.json.encode(found, enc_hook=str).decode())
-
-    def as_service(self) -> Service:
-        """Return what a load in this process decodes with."""
-        return _InProcess(self, lambda: self.is_stopping)
-
     def run_in_background(self, work: Callable[[], None]) -> None:
         """Run something that ends when the service stops, in a thread of its own."""
         thread = threading.Thread(target=work, name="shmload-background", daemon=True)
@@ -221,44 +182,6 @@ class ServiceState:
                 decode_s=self._pool.decode_s,
                 leases=tuple(_leases(found)),
             )
-
-
-class _InProcess:
-    """The service as a load in its own process sees it."""
-
-    def __init__(self, state: ServiceState, is_cancelled: Callable[[], bool]) -> None:
-        self._state = state
-        self._is_cancelled = is_cancelled
-        self._reserved = 0
-
-    def reserve(self, nbytes: int) -> None:
-        self._state.reserve(nbytes)
-        self._reserved += nbytes
-
-    def decode(
-        self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
-    ) -> list[str]:
-        return self._state.decode(jobs, on_bytes, lambda: is_cancelled() or self.is_given_up())
-
-    def note(self, found: Sequence[str], made: Sequence[str]) -> None:
-        self._state.note(found, made)
-        self._release()
-
-    def is_given_up(self) -> bool:
-        return self._is_cancelled()
-
-    def close(self) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        self._state.release(self._reserved)
-        self._reserved = 0
-
-
-def _hub_arguments(request: Warm | MakePlan) -> dict[str, Any]:
-    names = ("revision", "cache_dir", "subfolder")
-    found = {name: getattr(request, name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _leases(found: Iterable[SegmentInfo]) -> Iterator[Lease]:

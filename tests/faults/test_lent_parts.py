@@ -31,9 +31,6 @@ class GoneService:
         assert self.may_go.wait(60)
         raise ServiceUnavailable("nowhere", "it went away")
 
-    def is_given_up(self):
-        return False
-
     def close(self):
         pass
 

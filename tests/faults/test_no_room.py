@@ -74,17 +74,28 @@ def test_shm_too_small_is_one_line_of_the_command(large, in_small_shm):
 
 
 WITH_A_SERVICE = """
-import contextlib, sys
+import contextlib, os, sys, tempfile, threading
 import shmload
+from shmload._service.endpoint import Endpoint, socket_path
+from shmload._service.server import serve
 from shmload._service.state import ServiceState
-with contextlib.closing(ServiceState(workers=1, budget_nbytes=40 << 30)) as state:
+os.environ["SHMLOAD_SOCKET"] = tempfile.mkdtemp() + "/service.sock"
+os.environ["SHMLOAD_SERVICE"] = "require"
+with (
+    contextlib.closing(Endpoint(socket_path())) as endpoint,
+    contextlib.closing(ServiceState(workers=1, budget_nbytes=40 << 30)) as state,
+):
+    serving = threading.Thread(target=serve, args=(endpoint, state, lambda: None))
+    serving.start()
     for path in sys.argv[1:]:
         pin = path is sys.argv[1]
         try:
-            shmload.warm(path, torch_dtype="bfloat16", pin=pin, service=state.as_service())
+            shmload.warm(path, torch_dtype="bfloat16", pin=pin)
         except shmload.CapacityError as exc:
             print(exc)
     print(*(info.source for info in shmload.segments()), state.status().evictions)
+    state.stop()
+    serving.join()
 """
 
 

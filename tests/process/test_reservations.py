@@ -14,7 +14,7 @@ from shmload._segments.acquire import acquire
 from shmload._service import state as state_module
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
-from shmload._service.protocol import Reserve, Reserved, Warm, Warmed
+from shmload._service.protocol import Reserve, Reserved
 from shmload._service.state import ServiceState
 from shmload.errors import SharedMemoryFull
 
@@ -52,16 +52,13 @@ def has_room(nbytes):
     return True
 
 
-@pytest.mark.parametrize("how", ["load", "request"])
-def test_what_is_resident_is_not_reserved_too(service, shards, how):
+def test_what_is_resident_is_not_reserved_too(service, shards):
     service("--budget", str(3 * _SEGMENT))
     folder = shards[0].parent
     names = names_of(folder)
-    through = {
-        "load": lambda: shmload.warm(folder, torch_dtype="bfloat16"),
-        "request": lambda: ask(Warm(str(folder), "bfloat16"), Warmed),
-    }
-    warming = threading.Thread(target=through[how])
+    warming = threading.Thread(
+        target=shmload.warm, args=(folder,), kwargs={"torch_dtype": "bfloat16"}
+    )
     with contextlib.closing(acquire(names[1])):  # the second is waited for
         warming.start()
         while not shmload.segments():

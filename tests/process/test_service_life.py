@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from serving import ask, status, wait_until
+from serving import ask, status, wait_until, workers_of
 from warming import NBYTES, TENSORS, as_bf16, assert_same
 
 import shmload
@@ -162,9 +162,39 @@ def test_preload_that_waits_for_another_builder_ends_with_the_service(service, s
         process = service("--preload", str(listing))
         while "1 awaited" not in process.errors:
             pass
+        children = workers_of(process)
         process.process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
-    assert "cannot preload" not in process.errors
+    assert "cannot be preloaded" not in process.errors
+    assert len(children) == 2  # a worker, and the process that waits
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_preloading_process_that_is_killed_is_an_error_in_the_log(service, shards, tmp_path):
+    (planned,) = shmload.plan(shards[0], torch_dtype="bfloat16", keep=True).shards
+    listing = tmp_path / "preload"
+    listing.write_text(f"{shards[0]} bfloat16\n{shards[1]}\n")
+    with contextlib.closing(acquire(planned.segment)):
+        process = service("--preload", str(listing))
+        while "1 awaited" not in process.errors:
+            pass
+        (preloading,) = (
+            pid
+            for pid in workers_of(process)
+            if b"warm" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        )
+        os.kill(preloading, signal.SIGKILL)
+        wait_until(lambda found: found.segments == 1)
+    assert "ERROR line 1 cannot be preloaded: its process ended (SIGKILL)" in process.errors
+
+
+def test_service_that_preloads_a_pipeline_imports_no_torch(service, saved, tmp_path, evicts):
+    listing = tmp_path / "preload"
+    listing.write_text(f"{saved('stable-diffusion')} bfloat16\n")
+    process = service("--preload", str(listing))
+    while "preloaded" not in process.errors:
+        assert process.process.poll() is None, process.errors
+    assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
 def test_metrics_are_served(service, checkpoint):

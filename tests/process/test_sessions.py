@@ -10,13 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import shmload
-from shmload._segments import listing
-from shmload._segments.acquire import acquire
+from shmload._decoding.coordinator import DecodeCancelled
 from shmload._service import server as server_module
 from shmload._service.client import Client
 from shmload._service.endpoint import Endpoint
-from shmload._service.protocol import GetStatus, Segments, Status, Verify, Warm, Warmed
+from shmload._service.protocol import Decode, Decoded, GetStatus, Status
 from shmload._service.server import Sessions, serve
 from shmload._service.state import ServiceState
 
@@ -167,45 +165,33 @@ class Beats:
             self.are_enough.set()
 
 
-def name_of(shard):
-    (planned,) = shmload.plan(shard, torch_dtype="bfloat16", keep=True).shards
-    return planned.segment
-
-
-def test_service_that_waits_for_another_builder_shows_life(served, shard, evicts):
+def test_client_that_waits_for_its_decode_is_shown_life(served, state, monkeypatch):
     beats = Beats()
-    answers = []
 
-    def warm():
-        with Client(served) as client:
-            answers.append(client.ask(Warm(str(shard), "bfloat16"), Warmed, on_progress=beats))
+    def wait(jobs, on_bytes, is_cancelled):
+        while not beats.are_enough.is_set():
+            assert not is_cancelled()
+        return []
 
-    client = threading.Thread(target=warm)
-    with contextlib.closing(acquire(name_of(shard))):
-        client.start()
-        assert beats.are_enough.wait(60)
-    client.join()
-    assert answers[0].segments == (name_of(shard),)
+    monkeypatch.setattr(state, "decode", wait)
+    with Client(served) as client:
+        client.ask(Decode(), Decoded, on_progress=beats)
 
 
-def test_client_that_leaves_ends_the_wait_for_another_builder(served, state, shard):
+def test_client_that_leaves_ends_the_wait_for_its_decode(served, state, monkeypatch):
     class Left(Exception):
         pass
 
     def leave(done, total):
         raise Left
 
-    with contextlib.closing(acquire(name_of(shard))):
-        with pytest.raises(Left), Client(served) as client:
-            client.ask(Warm(str(shard), "bfloat16"), Warmed, on_progress=leave)
-        while state.status().clients:
+    def wait(jobs, on_bytes, is_cancelled):
+        while not is_cancelled():
             pass
+        raise DecodeCancelled
 
-
-def test_service_that_verifies_shows_life(served, shard, evicts, monkeypatch):
-    shmload.warm(shard, torch_dtype="bfloat16")
-    beats = Beats()
-    monkeypatch.setattr(listing, "check_digest", lambda segment: beats.are_enough.wait(60))
-    with Client(served) as client:
-        client.ask(Verify(()), Segments, on_progress=beats)
-    assert beats.are_enough.is_set()
+    monkeypatch.setattr(state, "decode", wait)
+    with pytest.raises(Left), Client(served) as client:
+        client.ask(Decode(), Decoded, on_progress=leave)
+    while state.status().clients:
+        pass
