@@ -25,7 +25,7 @@ _LOCAL_SIZES = (
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
 ServiceUse = Literal["auto", "off", "require"]
-Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 # By a field's type.
 _EXPECTED: dict[object, str] = {
     bool: "true or false",
@@ -33,7 +33,7 @@ _EXPECTED: dict[object, str] = {
     int | None: "a whole number",
     float: "a number of seconds",
     ServiceUse: "auto, off or require",
-    Share: "a number from 0 to below 1",
+    Fraction: "a number from 0 to below 1",
 }
 
 
@@ -70,8 +70,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     skeletons: bool = False
     """Whether built models are remembered, without their weights, to be built faster next time."""
 
-    headroom: Share = 0.1
-    """The share of each accelerator's memory that a strategy leaves to activations."""
+    headroom: Fraction = 0.1
+    """The fraction of each accelerator's memory that a strategy leaves to activations."""
 
     cache_dir: Path = msgspec.field(default_factory=lambda: _user_cache_dir() / "shmload")
     """Where dtype rules of model classes, and skeletons, are remembered."""

@@ -79,7 +79,7 @@ def components(draw):
     found = []
     for name in draw(st.lists(st.sampled_from(_NAMES), min_size=1, max_size=4, unique=True)):
         module = draw(modules())
-        paths = [path for path, _ in module.pieces()]
+        paths = [path for path, _ in module.units()]
         ties = ()
         if len(paths) > 1 and draw(st.booleans()):
             ties = (

@@ -10,7 +10,7 @@ from shmload._cli.output import print_table
 from shmload._placement.inventory import CPU, OFFLOAD
 from shmload._placement.placement import DeviceUse, Placement
 from shmload._placement.shortest_map import print_device_map
-from shmload._placement.table import PlacedPart
+from shmload._placement.table import TableRow
 from shmload._wording import format_nbytes
 from shmload.errors import DeviceMapMalformed
 
@@ -75,7 +75,7 @@ def _print_devices(devices: Sequence[DeviceUse]) -> None:
     print_table(titles, rows, right=(1, 2, 3, 4))
 
 
-def _where(part: PlacedPart) -> str:
+def _where(part: TableRow) -> str:
     if part.device == part.execution_device:
         return part.device
     return f"{part.device}, computes on {part.execution_device}"

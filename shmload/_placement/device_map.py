@@ -1,4 +1,4 @@
-"""What a user writes for `device_map`, and the device of every module that follows from it.
+"""A device map as users write it, and the device of every module that it means.
 
     "balanced"                                                  a strategy
     "cuda:1"                                                    a device for all
@@ -6,8 +6,8 @@
     {"transformer": {"": 0, "transformer_blocks.0": 1}}         nested
     {"transformer.single_transformer_blocks.[0-9]": "offload"}  a dotted path, with a pattern
 
-A module gets what is said of it, or else of the nearest one above it. Where several keys match one
-module, the one with most letters wins that are no wildcards, an exact name before a pattern.
+A module gets the device of the key that matches it, or else the device of its parent. If several
+keys match, the one with the most characters besides wildcards wins; an exact name beats a pattern.
 """
 
 import difflib
@@ -26,24 +26,24 @@ STRATEGIES = ("balanced", "balanced_low_0", "sequential", "auto")
 _WILDCARDS = re.compile(r"\[[^\]]*\]|[*?]")
 
 Devices = dict[str, str]
-"""The device of every piece of a pipeline, by dotted path (`Module.pieces`)."""
+"""Devices by dotted path: of every unit of a pipeline (`Module.units`)."""
 
 
 class _Key(msgspec.Struct, frozen=True):
     """One entry of a device map."""
 
     path: str
-    parts: tuple[str, ...]
+    names: tuple[str, ...]
     device: str
 
     @property
     def weight(self) -> tuple[int, bool]:
-        """What decides between keys that match the same module."""
+        """Of several keys that match one module the largest weight wins."""
         return len(_WILDCARDS.sub("", self.path)), _WILDCARDS.search(self.path) is None
 
 
 def parse_device_map(device_map: object, inventory: Inventory) -> str | Devices:
-    """Bring a device map of any accepted form into one of two.
+    """Parse a device map in any accepted form.
 
     Args:
         device_map: a strategy, a device, or a dict of devices by component or path, also nested.
@@ -53,7 +53,7 @@ def parse_device_map(device_map: object, inventory: Inventory) -> str | Devices:
         A strategy, or devices by dotted path or pattern.
 
     Raises:
-        DeviceMapMalformed: it is neither, or names a device that is not there.
+        DeviceMapMalformed: it has none of these forms, or names a device that is not there.
     """
     if isinstance(device_map, str) and device_map in STRATEGIES:
         return device_map
@@ -94,7 +94,7 @@ def _nearest_strategy(value: object) -> str:
 
 
 def pipeline_of(components: Sequence[Component]) -> Module:
-    """Return the pipeline as one module, whose paths are the dotted ones of a device map."""
+    """Return the pipeline as one module: paths below it are the dotted paths of a device map."""
     if len(components) == 1 and not components[0].name:
         return components[0].module
     return parent_of(
@@ -103,16 +103,16 @@ def pipeline_of(components: Sequence[Component]) -> Module:
 
 
 def expand(device_map: Mapping[str, str], components: Sequence[Component]) -> Devices:
-    """Return the device of every piece.
+    """Return the device of every unit.
 
     Args:
         device_map: as `parse_device_map` returns it.
         components: of the pipeline.
 
     Raises:
-        UnknownComponent, UnknownModule: a key matches nothing; the message lists what there is.
-        DeviceMapMalformed: something gets no device, or what must stay whole or shares a tensor
-            gets several.
+        UnknownComponent, UnknownModule: a key matches nothing; the message lists the names.
+        DeviceMapMalformed: a module gets no device; or several devices for a module that must stay
+            whole, or for modules that share a tensor.
     """
     pipeline = pipeline_of(components)
     keys = [_Key(path, tuple(path.split(".")) if path else (), d) for path, d in device_map.items()]
@@ -134,19 +134,19 @@ def _matches(name: str, pattern: str) -> bool:
 def _spread(
     module: Module, path: str, depth: int, keys: Iterable[_Key], inherited: str | None
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield the device of every piece of a module.
+    """Yield the device of every unit of a module.
 
     Args:
-        module: to go through.
-        path: of it.
-        depth: the number of parts of its path.
-        keys: those whose first parts match its path.
+        module: the one to go through.
+        path: its path.
+        depth: the number of names in its path.
+        keys: the keys whose first names match its path.
         inherited: the device of the module above.
     """
-    here = [key for key in keys if len(key.parts) == depth]
+    here = [key for key in keys if len(key.names) == depth]
     device = max(here, key=lambda key: key.weight).device if here else inherited
-    below = [key for key in keys if len(key.parts) > depth]
-    if module.is_piece:
+    below = [key for key in keys if len(key.names) > depth]
+    if module.is_unit:
         for inner, other in _spread_inside(module, path, depth, below, device) if below else ():
             if other != device:
                 raise DeviceMapMalformed(
@@ -156,54 +156,54 @@ def _spread(
         yield path, device
         return
     for child in module.children:
-        matching = [key for key in below if _matches(child.name, key.parts[depth])]
+        matching = [key for key in below if _matches(child.name, key.names[depth])]
         yield from _spread(child, join(path, child.name), depth + 1, matching, device)
 
 
 def _spread_inside(
     module: Module, path: str, depth: int, keys: Iterable[_Key], device: str | None
 ) -> Iterator[tuple[str, str | None]]:
-    """Do the same for the modules in one that must stay whole."""
+    """Yield the devices that keys give to the modules inside one that must stay whole."""
     for child in module.children:
-        matching = [key for key in keys if _matches(child.name, key.parts[depth])]
+        matching = [key for key in keys if _matches(child.name, key.names[depth])]
         open_child = msgspec.structs.replace(child, is_whole=False)
         yield from _spread(open_child, join(path, child.name), depth + 1, matching, device)
 
 
 def _require_match(key: _Key, pipeline: Module, components: Sequence[Component]) -> None:
-    """Refuse a key that no module has, and say what there is where it goes astray."""
+    """Refuse a key that matches no module; list the names where it stops matching."""
     found = [("", pipeline)]
-    for depth, part in enumerate(key.parts):
+    for depth, name in enumerate(key.names):
         children = [(join(path, c.name), c) for path, module in found for c in module.children]
-        matching = [(path, child) for path, child in children if _matches(child.name, part)]
+        matching = [(path, child) for path, child in children if _matches(child.name, name)]
         if not matching:
             known = list(dict.fromkeys(child.name for _, child in children))
             if depth == 0 and components[0].name:
-                raise UnknownComponent(part, "the pipeline", known)
-            raise UnknownModule(key.path, ".".join(key.parts[:depth]), part, known)
+                raise UnknownComponent(name, "the pipeline", known)
+            raise UnknownModule(key.path, ".".join(key.names[:depth]), name, known)
         found = matching
 
 
 def _require_ties(devices: Devices, components: Sequence[Component]) -> None:
-    """Refuse a map that would make two tensors of one."""
+    """Refuse a map that would put a shared tensor on two devices."""
     for component in components:
         for tie in component.ties:
-            homes = {piece: devices[piece] for piece in tied_pieces(component, tie)}
+            homes = {unit: devices[unit] for unit in tied_units(component, tie)}
             if len(set(homes.values())) > 1:
                 places = ", ".join(f"{path} on {device}" for path, device in homes.items())
                 raise DeviceMapMalformed(f"these share a tensor and need one device: {places}")
 
 
-def tied_pieces(component: Component, tie: Sequence[str]) -> list[str]:
-    """Return the dotted paths of the pieces that hold some modules of a component."""
-    paths = [path for path, _ in component.module.pieces()]
+def tied_units(component: Component, tie: Sequence[str]) -> list[str]:
+    """Return the dotted paths of the units that contain the modules of a tie."""
+    paths = [path for path, _ in component.module.units()]
     found = [next(p for p in paths if not p or f"{name}.".startswith(f"{p}.")) for name in tie]
     return [join(component.name, path) for path in dict.fromkeys(found)]
 
 
 def merge(module: Module, path: str, devices: Devices) -> Devices:
-    """Return the fewest modules that have one device each, complete and disjoint, in order."""
-    used = {devices[join(path, piece)] for piece, _ in module.pieces()}
+    """Return the fewest modules that are on one device each and together are all, in order."""
+    used = {devices[join(path, unit)] for unit, _ in module.units()}
     if len(used) == 1:
         return {path: used.pop()}
     merged: Devices = {}

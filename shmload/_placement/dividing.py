@@ -1,53 +1,59 @@
-"""A component divided over devices: runs of its blocks in order, and all else on one of them.
+"""Dividing a component over devices: consecutive blocks on each, everything else on one of them.
 
-Cut is only between the modules that their library calls indivisible (`_no_split_modules`): what
-lies between those, embeddings and norms that a forward combines, works on one device only.
+Blocks are the modules that their library calls indivisible (`_no_split_modules`). The rest,
+embeddings and norms that one forward combines, works on one device only.
 """
 
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from shmload._placement.device_map import tied_pieces
+from shmload._placement.device_map import tied_units
 from shmload._placement.modules import Component, join
 
-# Of the share of each device that is used: finer than any block.
+# How finely the fraction of each device that is used is searched: finer than any block.
 _LEVEL_STEPS = 1 << 12
 
 
 class Block(msgspec.Struct, frozen=True):
-    """One module, or several that share tensors, with those between them."""
+    """One module, or several that share tensors together with all modules between them."""
 
     paths: tuple[str, ...]
     nbytes: int
+    """Size of all, in bytes."""
 
 
 class Divided(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a component can go to different devices."""
+    """A component as blocks, which may go to different devices, and the rest, which may not."""
 
     blocks: tuple[Block, ...]
-    """In order."""
+    """In the order of the component."""
     rest: tuple[str, ...]
-    """Paths of all other pieces."""
+    """Paths of all other units."""
     rest_nbytes: int
 
-    def place(self, main: str, runs: Sequence[str]) -> dict[str, str]:
-        """Return the device of every piece, given those of the first blocks."""
+    def devices(self, main: str, block_devices: Sequence[str]) -> dict[str, str]:
+        """Return the device of every unit that has one.
+
+        Args:
+            main: the device of the rest.
+            block_devices: of the first blocks; the others get none.
+        """
         devices = dict.fromkeys(self.rest, main)
-        for block, device in zip(self.blocks, runs, strict=False):
+        for block, device in zip(self.blocks, block_devices, strict=False):
             devices |= dict.fromkeys(block.paths, device)
         return devices
 
 
 def divide(component: Component) -> Divided:
-    """Return the blocks of a component; none if it cannot be cut."""
-    pieces = {join(component.name, path): piece for path, piece in component.module.pieces()}
-    ties = [tied_pieces(component, tie) for tie in component.ties]
-    free = {path for path, piece in pieces.items() if piece.is_whole and len(pieces) > 1}
-    # A block that shares a tensor with what stays, stays too.
+    """Return the blocks of a component and the rest; no blocks if it cannot be divided."""
+    units = {join(component.name, path): unit for path, unit in component.module.units()}
+    ties = [tied_units(component, tie) for tie in component.ties]
+    free = {path for path, unit in units.items() if unit.is_whole and len(units) > 1}
+    # A module that shares a tensor with the rest belongs to the rest.
     while stuck := {path for tie in ties if not free.issuperset(tie) for path in tie} & free:
         free -= stuck
-    order = [path for path in pieces if path in free]
+    order = [path for path in units if path in free]
     spans = [(n, n) for n in range(len(order))]
     for tie in ties:
         if tie[0] in free:
@@ -56,12 +62,12 @@ def divide(component: Component) -> Divided:
     blocks = []
     for first, last in _joined(spans):
         inside = order[first : last + 1]
-        nbytes = sum(pieces[path].nbytes for path in inside)
+        nbytes = sum(units[path].nbytes for path in inside)
         blocks.append(Block(tuple(inside), nbytes))
     return Divided(
         blocks=tuple(blocks),
-        rest=tuple(path for path in pieces if path not in free),
-        rest_nbytes=sum(piece.nbytes for path, piece in pieces.items() if path not in free),
+        rest=tuple(path for path in units if path not in free),
+        rest_nbytes=sum(unit.nbytes for path, unit in units.items() if path not in free),
     )
 
 
@@ -76,20 +82,20 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def split(
+def place_divided(
     component: Component, used: Mapping[str, int], rooms: Mapping[str, int]
 ) -> dict[str, str] | None:
-    """Divide a component over as few devices as hold it, each used to the same share.
+    """Divide a component over as few devices as hold it, each filled to the same fraction.
 
-    Few, because activations cross at every cut at every step.
+    Few, because at every step activations are copied from each device to the next.
 
     Args:
         component: of the pipeline.
-        used: by device, in bytes.
-        rooms: what may be used of each at most, likewise, in order.
+        used: what is used of each device already, in bytes.
+        rooms: what may be used of each device at most, in bytes, in the order of the devices.
 
     Returns:
-        The device of every piece, or None if it does not fit.
+        The device of every unit, or None if it does not fit.
     """
     divided = divide(component)
     by_free = sorted(rooms, key=lambda device: used[device] - rooms[device])
@@ -97,22 +103,25 @@ def split(
         chosen = [device for device in rooms if device in by_free[:count]]
         for main in chosen:
             order = [main, *(device for device in chosen if device != main)]
-            found = _fill_evenly(divided, order, used, rooms)
+            found = _assign_evenly(divided, order, used, rooms)
             if found:
-                return divided.place(main, found)
+                return divided.devices(main, found)
     return None
 
 
-def _fill_evenly(
+def _assign_evenly(
     divided: Divided, order: Sequence[str], used: Mapping[str, int], rooms: Mapping[str, int]
 ) -> list[str] | None:
-    """Return the device of each block such that the fullest device is as empty as can be."""
+    """Return the device of each block so that the fullest device is as empty as possible.
+
+    None if they do not fit.
+    """
     best = None
     low, high = 0, _LEVEL_STEPS
     while low <= high:
         level = (low + high) // 2
         free = {d: rooms[d] * level // _LEVEL_STEPS - used[d] for d in order}
-        found = fill(divided, free)
+        found = assign(divided, free)
         if len(found) == len(divided.blocks) and free[order[0]] >= divided.rest_nbytes:
             best, high = found, level - 1
         else:
@@ -120,12 +129,12 @@ def _fill_evenly(
     return best
 
 
-def fill(divided: Divided, free: Mapping[str, int]) -> list[str]:
-    """Return the devices of the first blocks, as many as fit, one device after the other.
+def assign(divided: Divided, free: Mapping[str, int]) -> list[str]:
+    """Fill one device after the other with blocks; return the devices of those that fit.
 
     Args:
-        divided: what is placed. All that is no block lies on the first device.
-        free: by device, in bytes.
+        divided: the blocks, and the rest, which lies on the first device.
+        free: what may still be used of each device, in bytes.
     """
     found: list[str] = []
     devices = iter(free)

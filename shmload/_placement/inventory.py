@@ -1,8 +1,8 @@
-"""Which devices there are and how much each holds: of this machine, or invented to plan another.
+"""The devices and how much each holds: this machine's, or invented ones to plan for another.
 
-A device has one name everywhere: `cuda:0`, `cpu`, `disk`. Two more are no devices but may be
-targets of a device map: `meta` holds nothing, and `offload` is the memory of the CPU for weights
-that an accelerator computes with (on `cpu` the CPU computes).
+A device has one name everywhere: `cuda:0`, `cpu`, `disk`. A device map has two more targets:
+`meta` holds nothing; `offload` is the CPU's memory for weights that an accelerator computes with
+(with weights on `cpu` the CPU computes).
 """
 
 import re
@@ -27,28 +27,28 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     nbytes: int
-    """What may lie there at most, in bytes."""
+    """How many bytes of weights may lie there at most."""
     room_nbytes: int
-    """What a strategy puts there at most, in bytes: the rest is left to activations."""
+    """How many bytes a strategy puts there at most; it leaves the rest to activations."""
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices, accelerators first and by index. What is not named has no limit."""
+    """Devices, accelerators first and by index. A device that is not listed has no limit."""
 
     devices: tuple[Device, ...]
 
     @property
     def accelerators(self) -> tuple[Device, ...]:
-        """The devices that weights are sent to, or none."""
+        """Its devices other than `cpu` and `disk`; may be none."""
         return tuple(device for device in self.devices if device.name not in _WITHOUT_INDEX)
 
     @property
     def kind(self) -> str:
-        """What its accelerators are called, such as `cuda`."""
+        """The name of its accelerators without index; `cuda` if there are none."""
         return self.accelerators[0].name.partition(":")[0] if self.accelerators else "cuda"
 
     def find(self, name: str) -> Device | None:
-        """Return a device by its name; None if it has no limit."""
+        """Return a device by its name; None if it is not listed."""
         return next((device for device in self.devices if device.name == name), None)
 
     def __str__(self) -> str:
@@ -56,23 +56,23 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def canonical_device(device: object, kind: str = "cuda") -> str:
-    """Return the one name of a device that is given in any of the usual ways.
+    """Return the one name of a device, given in any usual way.
 
     Args:
         device: an index, a `torch.device`, or a name such as `cuda:1`, `cuda`, `cpu`, `offload`.
-        kind: of the device that an index alone means.
+        kind: the accelerator that a bare index means.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is not a device.
     """
-    # str(torch.device("cuda", 1)) is "cuda:1": one way for objects and names, and no import.
+    # str(torch.device("cuda", 1)) is "cuda:1": no need to import torch.
     text = str(device).strip().lower()
     if text.isdecimal() and not isinstance(device, bool | float):
         return f"{kind}:{int(text)}"
     match = _NAME.fullmatch(text)
     if match is None or isinstance(device, bool) or device is None:
         raise ArgumentError(
-            f"{device!r} is no device; use an index, cuda:0, {', '.join(_WITHOUT_INDEX)}"
+            f"{device!r} is not a device; use an index, cuda:0, {', '.join(_WITHOUT_INDEX)}"
         )
     found, index = match.groups()
     return found if found in _WITHOUT_INDEX else f"{found}:{int(index or 0)}"
@@ -81,8 +81,8 @@ def canonical_device(device: object, kind: str = "cuda") -> str:
 def parse_inventory(text: str) -> Inventory:
     """Read an invented inventory, such as `2x24GiB` or `cuda:0=20GiB,cuda:1=24GiB,cpu=64GiB`.
 
-    A size alone, as often as it says, is the next accelerator's. A share of each accelerator, the
-    setting `headroom`, is left to activations.
+    A size without a name is the next accelerator's, `2x` that of the next two. The setting
+    `headroom` says which fraction of each accelerator's memory is left to activations.
 
     Raises:
         ArgumentError: it cannot be read; the message says how to write it.
@@ -108,15 +108,15 @@ def _named_sizes(item: str, index: int) -> list[tuple[str, str]]:
 def limit_inventory(
     max_memory: Mapping[Any, object], inventory: Inventory | None = None
 ) -> Inventory:
-    """Set what may lie on some devices, as accelerate's `max_memory` does.
+    """Limit what may lie on some devices, as accelerate's `max_memory` does.
 
     Args:
         max_memory: by index, name or `torch.device`; sizes in bytes or like `20GiB`. These are
             limits for weights, so nothing is left to activations.
-        inventory: whose other devices stay as they are; None for no other devices.
+        inventory: its other devices keep their limits; None for no other devices.
 
     Raises:
-        ArgumentError: something is no device or no size.
+        ArgumentError: a key is not a device, or a value is not a size.
     """
     if not isinstance(max_memory, Mapping):
         raise ArgumentError(f"max_memory is {max_memory!r}; it must be a dict of sizes by device")
@@ -132,11 +132,11 @@ def limit_inventory(
 def choose_inventory(
     inventory: str | Inventory | None, max_memory: Mapping[Any, object] | None
 ) -> Inventory:
-    """Return the devices to plan for: those that are given, or else those of this machine.
+    """Return the devices to plan for: the given ones, or else this machine's.
 
     Args:
-        inventory: an invented one, or as text for `parse_inventory`.
-        max_memory: for `limit_inventory`; without an inventory there are no other devices.
+        inventory: a value, or a text for `parse_inventory`.
+        max_memory: for `limit_inventory`; without an inventory it lists all devices there are.
 
     Raises:
         ArgumentError: one of them cannot be read.
@@ -148,7 +148,7 @@ def choose_inventory(
 
 
 def without_host_limits(inventory: Inventory, max_memory: Mapping[Any, object] | None) -> Inventory:
-    """Forget how much the host holds, but for what the caller has set: the weights are there."""
+    """Drop the limit of the CPU unless the caller has set one: the weights are there already."""
     named = {_held(device, inventory.kind) for device in max_memory or ()}
     if CPU in named:
         return inventory
@@ -158,14 +158,14 @@ def without_host_limits(inventory: Inventory, max_memory: Mapping[Any, object] |
 
 
 def machine_inventory() -> Inventory:
-    """Return the devices of this machine with what is free on them now; imports torch."""
+    """Return this machine's devices, each limited to its free memory; imports torch."""
     import torch
 
     free = [cgroup_free_nbytes(), machine_free_nbytes()]
     found = {CPU: min(nbytes for nbytes in free if nbytes is not None)}
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            # What torch has taken and does not use is free to it.
+            # What torch has reserved and does not use counts as free.
             unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
             found[f"cuda:{index}"] = torch.cuda.mem_get_info(index)[0] + unused
     return _inventory(found, settings().headroom)
@@ -184,17 +184,17 @@ def _inventory(found: Mapping[str, int], headroom: float) -> Inventory:
 
 
 def _in_order(devices: Iterable[Device]) -> tuple[Device, ...]:
-    def place(device: Device) -> tuple[bool, str, int]:
+    def sort_key(device: Device) -> tuple[bool, str, int]:
         kind, _, index = device.name.partition(":")
         return device.name in _WITHOUT_INDEX, kind, int(index or 0)
 
-    return tuple(sorted(devices, key=place))
+    return tuple(sorted(devices, key=sort_key))
 
 
 def _held(device: object, kind: str = "cuda") -> str:
     name = canonical_device(device, kind)
     if name in (META, OFFLOAD):
-        raise ArgumentError(f"{name} has no memory of its own to limit; what it takes is the cpu's")
+        raise ArgumentError(f"{name} has no memory of its own to limit; it takes the cpu's")
     return name
 
 
@@ -206,4 +206,6 @@ def _nbytes(size: object) -> int:
             return int(size)
     except (ValueError, OverflowError):
         pass
-    raise ArgumentError(f"{size!r} is no size of a device; write 24GiB, 2x24GiB or cuda:1=24GiB")
+    raise ArgumentError(
+        f"{size!r} is not the size of a device; write 24GiB, 2x24GiB or cuda:1=24GiB"
+    )

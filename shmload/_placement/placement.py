@@ -14,22 +14,22 @@ from shmload._placement.device_map import Devices, expand, merge, parse_device_m
 from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory
 from shmload._placement.modules import Component, join
 from shmload._placement.shortest_map import shorten
-from shmload._placement.strategies import WHOLE, nbytes_by_device, place_auto, rooms_of
-from shmload._placement.table import WAITING, PlacedPart, parts_of
+from shmload._placement.strategies import WHOLE_STRATEGIES, nbytes_by_device, place_auto, rooms_of
+from shmload._placement.table import WAITING, TableRow, table_rows
 from shmload._wording import format_nbytes
 from shmload.errors import DoesNotFit
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies on one device."""
+    """The weights on one device."""
 
     device: str
     nbytes: int
-    """Size of the weights there, in bytes."""
+    """Size of the weights that are there, in bytes."""
     passing_nbytes: int
-    """The most that comes there at a time of weights that wait elsewhere, in bytes."""
+    """The most that comes there at a time of weights on `offload` or `disk`, in bytes."""
     limit_nbytes: int | None
-    """What may lie there at most, in bytes; None where nobody has said."""
+    """How many bytes may lie there at most; None if the inventory has no limit."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,16 +37,16 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     components: dict[str, str | dict[str, str]]
     """By component: its device, or the device of each of its modules by path, complete and
-    disjoint, in order. A path may be that of a tensor that a module holds beside other modules."""
+    disjoint, in order. A path may lead to a tensor that a module holds beside its children."""
     execution_devices: dict[str, str]
-    """By component: where its inputs go, and where modules compute whose weights are on `offload`
-    or `disk`."""
+    """By component: the device of its inputs, and of modules whose weights are on `offload` or
+    `disk` when they compute."""
     devices: tuple[DeviceUse, ...]
-    """Accelerators first, then `cpu`, which holds what is on `offload` too, and `disk`."""
-    parts: tuple[PlacedPart, ...]
-    """The same as `components`, for people."""
+    """Accelerators first, then `cpu`, which includes what is on `offload`, then `disk`."""
+    parts: tuple[TableRow, ...]
+    """The same as `components`, as the rows of a table for people."""
     device_map: dict[str, str]
-    """The shortest device map that means this placement, and is planned to it again."""
+    """The shortest device map that gives this placement again."""
 
 
 def place(components: Sequence[Component], device_map: object, inventory: Inventory) -> Placement:
@@ -57,15 +57,16 @@ def place(components: Sequence[Component], device_map: object, inventory: Invent
         device_map: a strategy (`balanced`, `balanced_low_0`, `sequential`: whole components;
             `auto`: divides and spills what does not fit), a device, or a dict of devices by
             component, pattern or dotted path. `offload` keeps weights on the CPU and computes on an
-            accelerator, on `cpu` the CPU computes, `disk` and `meta` mean what they mean elsewhere.
-        inventory: which devices there are. A strategy leaves the headroom free; a device that the
-            map names may be filled.
+            accelerator, on `cpu` the CPU computes; `disk` and `meta` mean what they mean in
+            diffusers.
+        inventory: the devices. A strategy leaves the headroom free; a device that the map names may
+            be filled.
 
     Raises:
-        UnknownComponent, UnknownModule: the map names what is not there.
-        DeviceMapMalformed: it cannot be understood, is incomplete, names a device that is not
-            there, or cuts through what must stay whole.
-        DoesNotFit: it would take more of a device than there is; says what would fit.
+        UnknownComponent, UnknownModule: the map names a module that does not exist.
+        DeviceMapMalformed: the map cannot be understood, is incomplete, names a device that is not
+            there, or divides a module that must stay whole.
+        DoesNotFit: a device would hold more than its limit; the message has a map that fits.
     """
     chosen = parse_device_map(device_map, inventory)
     if isinstance(chosen, str):
@@ -78,10 +79,10 @@ def place(components: Sequence[Component], device_map: object, inventory: Invent
 
 
 def _choose(strategy: str, components: Sequence[Component], inventory: Inventory) -> Devices:
-    """Let a strategy decide.
+    """Let a strategy choose the device of every unit.
 
     Raises:
-        DoesNotFit: it finds no place for something.
+        DoesNotFit: it finds no device for a component.
     """
     rooms = rooms_of(inventory)
     if strategy == "auto":
@@ -92,7 +93,7 @@ def _choose(strategy: str, components: Sequence[Component], inventory: Inventory
             what = f"{sizes} do not fit on {_amounts(inventory)}, not even divided"
             raise DoesNotFit(needed, sum(rooms.values()), "all devices", what, _MORE)
         return devices
-    placed = WHOLE[strategy](components, rooms)
+    placed = WHOLE_STRATEGIES[strategy](components, rooms)
     left = [component for component in components if component.name not in placed]
     if not left:
         return expand(dict(placed), components)
@@ -122,7 +123,7 @@ def _misfit(
     components: Sequence[Component],
     inventory: Inventory,
 ) -> DoesNotFit:
-    """Return an error that says what would fit."""
+    """Return an error with the nearest device map that fits."""
     devices = place_auto(components, inventory)
     if devices is None:
         return DoesNotFit(needed, available, device, what, _MORE)
@@ -153,9 +154,9 @@ def _describe(components: Sequence[Component], devices: Devices, inventory: Inve
         execution_devices=execution,
         devices=_uses(components, devices, inventory, execution),
         parts=tuple(
-            part
+            row
             for component in components
-            for part in parts_of(component, found[component.name], execution[component.name])
+            for row in table_rows(component, found[component.name], execution[component.name])
         ),
         device_map=shorten(components, devices, execution),
     )
@@ -164,21 +165,21 @@ def _describe(components: Sequence[Component], devices: Devices, inventory: Inve
 def _execution_devices(
     components: Sequence[Component], devices: Devices, inventory: Inventory
 ) -> dict[str, str]:
-    """Return where each component computes.
+    """Return the device on which each component computes.
 
-    That is where the first of its modules is that is no block. Where weights wait elsewhere it is
-    an accelerator: the first that has any module of it, or else the one with most room left.
+    That is the device of its first module that is not a block. If some of its weights are offloaded
+    it is an accelerator: the first that has a module of it, or else the one with most room left.
     """
     used = nbytes_by_device(components, devices)
     free = {d.name: d.nbytes - used.get(d.name, 0) for d in inventory.accelerators}
     emptiest = max(free, key=lambda name: free[name], default=CPU)
     found = {}
     for component in components:
-        pieces = sorted(component.module.pieces(), key=lambda piece: piece[1].is_whole)
-        homes = [devices[join(component.name, path)] for path, _ in pieces]
+        units = sorted(component.module.units(), key=lambda unit: unit[1].is_whole)
+        homes = [devices[join(component.name, path)] for path, _ in units]
         computing = [home for home in homes if home not in WAITING]
         if len(computing) < len(homes):
-            # Weights that wait never wait for the CPU where there is an accelerator.
+            # If there is an accelerator, offloaded weights never compute on the CPU.
             computing = [home for home in computing if home in free] or [emptiest]
         found[component.name] = computing[0]
     return found
@@ -194,7 +195,7 @@ def _uses(
     passing: dict[str, int] = {}
     for component in components:
         where = execution[component.name]
-        for path, module in component.module.pieces():
+        for path, module in component.module.units():
             if devices[join(component.name, path)] in WAITING:
                 passing[where] = max(passing.get(where, 0), module.largest_leaf_nbytes)
     held = {
@@ -206,7 +207,7 @@ def _uses(
         DeviceUse(
             device=name,
             nbytes=held.get(name, used.get(name, 0)),
-            # What computes on the CPU is there already.
+            # Weights on the CPU that compute there do not move.
             passing_nbytes=passing.get(name, 0),
             limit_nbytes=limits.get(name),
         )
@@ -222,9 +223,9 @@ def _require_limits(
         if use.limit_nbytes is None or needed <= use.limit_nbytes:
             continue
         there = ", ".join(
-            f"{join(part.component, part.modules) or 'the model'} {format_nbytes(part.nbytes)}"
-            for part in placement.parts
-            if part.device == use.device or (use.device == CPU and part.device == OFFLOAD)
+            f"{join(row.component, row.modules) or 'the model'} {format_nbytes(row.nbytes)}"
+            for row in placement.parts
+            if row.device == use.device or (use.device == CPU and row.device == OFFLOAD)
         )
         passing = f", {format_nbytes(use.passing_nbytes)} at a time that wait elsewhere"
         what = (

@@ -1,4 +1,4 @@
-"""The shortest device map that says where everything is: to be printed, pasted, planned again."""
+"""The shortest device map that means a placement, to be printed, pasted and planned again."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from shmload._placement.modules import Component, Module, join
 
 
 class _Written(msgspec.Struct, frozen=True):
-    """Some entries of a device map."""
+    """Entries of a device map."""
 
     entries: tuple[tuple[str, str], ...] = ()
 
@@ -23,14 +23,14 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 def shorten(components: Sequence[Component], devices: Devices, main: Mapping[str, str]) -> Devices:
-    """Return the shortest device map that `expand` makes the same devices of.
+    """Return the shortest device map that `expand` turns into the same devices.
 
-    Every component stands in it by its name, so that it can be read, and changed, for each alone.
+    It names every component, so that each can be read and changed by itself.
 
     Args:
         components: of the pipeline.
-        devices: of every piece.
-        main: the device that a component's own entry shall say where several are equally short.
+        devices: of every unit.
+        main: by component, the device that its own entry has if several are equally short.
     """
     entries: list[tuple[str, str]] = []
     for component in components:
@@ -48,26 +48,26 @@ def print_device_map(device_map: Mapping[str, str]) -> str:
 
 
 class _Labelled:
-    """A module whose pieces have devices."""
+    """A module whose units have devices; finds the fewest entries that say so."""
 
     def __init__(self, module: Module, path: str, devices: Devices) -> None:
         self.name = module.name
         self.path = path
-        below = () if module.is_piece else module.children
+        below = () if module.is_unit else module.children
         self.children = [_Labelled(child, join(path, child.name), devices) for child in below]
         self.used: frozenset[str] = frozenset().union(*(child.used for child in self.children))
-        if module.is_piece:
+        if module.is_unit:
             self.used = frozenset({devices[path]})
         self._written: dict[str, _Written] = {}
 
     def write(self, inherited: str) -> _Written:
-        """Return the fewest entries for what is below, given the device of this module."""
+        """Return the fewest entries for the children, given the device that they inherit."""
         if self.used == {inherited}:
             return _Written()
         if inherited not in self._written:
             groups = groupby(self.children, key=_group)
             parts = (
-                _write_run(self.path, list(children), device, inherited)
+                _write_numbers(self.path, list(children), device, inherited)
                 if device
                 else next(children).write_whole(inherited)
                 for (device, _), children in groups
@@ -76,25 +76,25 @@ class _Labelled:
         return self._written[inherited]
 
     def write_whole(self, inherited: str) -> _Written:
-        """Return the fewest entries for this module, given the device of the one above."""
+        """Return the fewest entries for this module, given the device that it inherits."""
         if self.used == {inherited}:
             return _Written()
         options = [
             _Written(((self.path, device),)) + self.write(device)
             for device in sorted(self.used - {inherited})
         ]
-        # Of equally short ones the first, which names this module and not all below it.
+        # Of equally short options take the first: it names this module, not all of its children.
         return min([*options, self.write(inherited)], key=len) if self.children else options[0]
 
 
 def _group(child: _Labelled) -> tuple[str, str]:
-    """Let numbered neighbours on one device stand together."""
+    """Return the same key for numbered neighbours on one device."""
     if child.name.isdecimal() and len(child.used) == 1:
         return next(iter(child.used)), ""
     return "", child.path
 
 
-def _write_run(path: str, children: list[_Labelled], device: str, inherited: str) -> _Written:
+def _write_numbers(path: str, children: list[_Labelled], device: str, inherited: str) -> _Written:
     if device == inherited:
         return _Written()
     patterns = number_patterns([child.name for child in children])
@@ -102,7 +102,7 @@ def _write_run(path: str, children: list[_Labelled], device: str, inherited: str
 
 
 def number_patterns(numbers: Iterable[str]) -> list[str]:
-    """Return patterns that match some numbers and no other ones, such as `1[0-5]`."""
+    """Return patterns that match these numbers and no others, such as `1[0-5]`."""
     by_start: dict[str, list[str]] = {}
     for number in numbers:
         by_start.setdefault(number[:-1], []).append(number[-1])

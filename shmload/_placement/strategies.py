@@ -1,8 +1,9 @@
-"""The strategies: which device each component gets, from sizes alone.
+"""The strategies: they choose the device of each component from sizes alone.
 
-The three of diffusers and transformers place whole components, or leave out what does not fit.
-`auto` divides what fits nowhere whole, and then lets weights wait on the CPU or the disk: first of
-what runs once in a generation, last of what runs at every step.
+The three that diffusers and transformers have place whole components and leave out what does not
+fit. `auto` divides a component that fits on no device whole. If that is not enough it offloads
+weights to the CPU or the disk: first those of components that run once in a generation, last those
+of components that run at every step.
 """
 
 import sys
@@ -12,22 +13,22 @@ from itertools import combinations
 import msgspec
 
 from shmload._placement.device_map import Devices
-from shmload._placement.dividing import Divided, divide, fill, split
+from shmload._placement.dividing import Divided, assign, divide, place_divided
 from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory
 from shmload._placement.modules import Component, join
 
 Rooms = Mapping[str, int]
-"""Bytes by device, in the order of the devices."""
-Whole = dict[str, str]
-"""The device of some components."""
+"""Bytes by device, in the order of the devices: what may be used, or what is used."""
+ComponentDevices = dict[str, str]
+"""The device of each component that was placed, by its name."""
 
-# All sets of so many components are tried for what may wait elsewhere.
+# `auto` tries all subsets of at most so many components as those that wait on the CPU or disk.
 _MAX_SPILLABLE = 8
 
 
-def place_sequential(components: Sequence[Component], rooms: Rooms) -> Whole:
-    """Fill one device after the other, in the pipeline's order."""
-    placed: Whole = {}
+def place_sequential(components: Sequence[Component], rooms: Rooms) -> ComponentDevices:
+    """Fill one device after the other, in the order of the pipeline."""
+    placed: ComponentDevices = {}
     devices = iter(rooms)
     device, left = "", -1
     for component in components:
@@ -43,10 +44,10 @@ def place_sequential(components: Sequence[Component], rooms: Rooms) -> Whole:
 
 def place_balanced(
     components: Sequence[Component], rooms: Rooms, used: Rooms | None = None
-) -> Whole:
-    """Put the largest first, each where the smallest share is used afterwards."""
+) -> ComponentDevices:
+    """Place the largest first, each on the device that is then used to the smallest fraction."""
     used = dict(used or dict.fromkeys(rooms, 0))
-    placed: Whole = {}
+    placed: ComponentDevices = {}
     for component in _largest_first(components):
         after = {device: used[device] + component.nbytes for device in rooms}
         fitting = [device for device in rooms if after[device] <= rooms[device]]
@@ -57,15 +58,15 @@ def place_balanced(
     return placed
 
 
-def place_balanced_low_0(components: Sequence[Component], rooms: Rooms) -> Whole:
-    """Balance over all devices but the first, which takes what the others cannot."""
+def place_balanced_low_0(components: Sequence[Component], rooms: Rooms) -> ComponentDevices:
+    """Balance over all devices but the first; what does not fit there goes to the first."""
     first, *others = rooms
     placed = place_balanced(components, {d: rooms[d] for d in others})
     left = [component for component in components if component.name not in placed]
     return placed | place_balanced(left, {first: rooms[first]})
 
 
-WHOLE: Mapping[str, Callable[[Sequence[Component], Rooms], Whole]] = {
+WHOLE_STRATEGIES: Mapping[str, Callable[[Sequence[Component], Rooms], ComponentDevices]] = {
     "sequential": place_sequential,
     "balanced": place_balanced,
     "balanced_low_0": place_balanced_low_0,
@@ -80,10 +81,10 @@ def rooms_of(inventory: Inventory) -> dict[str, int]:
 
 
 def place_auto(components: Sequence[Component], inventory: Inventory) -> Devices | None:
-    """Place everything somehow, or return None.
+    """Place every component, divided or offloaded where necessary.
 
     Returns:
-        The device of every piece, by dotted path.
+        The device of every unit, by dotted path; None if there is no room.
     """
     rooms = rooms_of(inventory)
     components = _with_core(components)
@@ -96,12 +97,12 @@ def place_auto(components: Sequence[Component], inventory: Inventory) -> Devices
 
 
 def _place_kept(components: Sequence[Component], rooms: Rooms) -> Devices | None:
-    """Place components on devices, whole where that is possible."""
+    """Place components on devices, whole where possible; None if they do not fit."""
     if sum(component.nbytes for component in components) > sum(rooms.values()):
         return None
     too_large = [c for c in components if c.nbytes > max(rooms.values())]
     others = [component for component in components if component not in too_large]
-    # What must be divided anyway goes first, or takes what the others leave: as balances better.
+    # Divide the components that are too large first, or last; take what balances better.
     options = [
         _place_after(first, rest, rooms) for first, rest in ((too_large, others), ([], components))
     ]
@@ -112,13 +113,13 @@ def _place_kept(components: Sequence[Component], rooms: Rooms) -> Devices | None
 def _place_after(
     first: Sequence[Component], others: Sequence[Component], rooms: Rooms
 ) -> Devices | None:
-    """Divide some components, balance others, and divide those that then fit nowhere."""
+    """Divide some components, then balance the others, then divide those that fit nowhere whole."""
     devices: Devices = {}
     used = dict.fromkeys(rooms, 0)
 
     def divide_all(components: Sequence[Component]) -> bool:
         for component in _largest_first(components):
-            found = split(component, used, rooms)
+            found = place_divided(component, used, rooms)
             if found is None:
                 return False
             _add(devices, used, component, found)
@@ -134,7 +135,7 @@ def _place_after(
 
 
 def _place_in_part(components: Sequence[Component], inventory: Inventory) -> Devices | None:
-    """Keep of each component that runs at every step as much on a device as there is room for."""
+    """Keep on devices what fits of each component that runs at every step; offload the rest."""
     rooms = _less(rooms_of(inventory), _leaf_nbytes(components))
     used = dict.fromkeys(rooms, 0)
     devices: Devices = {}
@@ -146,31 +147,33 @@ def _place_in_part(components: Sequence[Component], inventory: Inventory) -> Dev
         if placed:
             _add(devices, used, component, _whole(component, placed[component.name]))
         elif component.runs_each_step:
-            _add(devices, used, component, _fill_devices(divide(component), used, rooms))
+            _add(devices, used, component, _place_blocks(divide(component), used, rooms))
     return _spill(components, devices, inventory)
 
 
-def _fill_devices(divided: Divided, used: Rooms, rooms: Rooms) -> Devices:
-    """Fill the devices with the first blocks that fit; the others get none."""
+def _place_blocks(divided: Divided, used: Rooms, rooms: Rooms) -> Devices:
+    """Fill the devices with as many blocks as fit; the others get none."""
     free = {device: rooms[device] - used[device] for device in rooms}
     main = max(free, key=lambda device: free[device])
     if not divided.blocks or divided.rest_nbytes > free[main]:
         return {}
-    # One that is too large for any of them must not keep the others off.
+    # A block that is too large for every device must not keep the later ones off.
     blocks = tuple(block for block in divided.blocks if block.nbytes <= max(free.values()))
     placeable = msgspec.structs.replace(divided, blocks=blocks)
-    runs = fill(placeable, {main: free[main]} | {d: f for d, f in free.items() if d != main})
-    return placeable.place(main, runs)
+    block_devices = assign(
+        placeable, {main: free[main]} | {d: f for d, f in free.items() if d != main}
+    )
+    return placeable.devices(main, block_devices)
 
 
 def _spill(
     components: Sequence[Component], devices: Devices, inventory: Inventory
 ) -> Devices | None:
-    """Let what has no device wait on the CPU, or else on the disk; None if there is no room."""
+    """Offload what has no device: to the CPU, or else to the disk; None if there is no room."""
     left: dict[str, int | None] = {}
     for target, home in ((OFFLOAD, CPU), (DISK, DISK)):
         device = inventory.find(home)
-        # Without an accelerator it is the CPU that is full.
+        # Without an accelerator the CPU is the device that is full.
         if target != OFFLOAD or inventory.accelerators:
             left[target] = device.room_nbytes if device else None
     for component in sorted(components, key=lambda component: not component.runs_each_step):
@@ -187,18 +190,18 @@ def _spill(
 def _without_device(
     component: Component, devices: Devices
 ) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield what of a component has no device and may go to different places, with its size."""
+    """Yield the blocks of a component that have no device: their paths and their size, in bytes."""
     divided = divide(component)
     if not divided.rest or divided.rest[0] in devices:
         for block in divided.blocks:
             if block.paths[0] not in devices:
                 yield block.paths, block.nbytes
-    else:  # nothing of it has one, and in one place it reads better
+    else:  # none has one: one target for the whole component makes a shorter map
         yield tuple(_whole(component, "")), component.nbytes
 
 
 def _with_core(components: Sequence[Component]) -> Sequence[Component]:
-    """Take the largest component for what runs at every step where nothing is known to."""
+    """If no component is known to run at every step, assume that the largest one does."""
     if any(component.runs_each_step for component in components):
         return components
     largest = next(iter(_largest_first(components)), None)
@@ -206,7 +209,7 @@ def _with_core(components: Sequence[Component]) -> Sequence[Component]:
 
 
 def _spillable(components: Sequence[Component]) -> list[tuple[Component, ...]]:
-    """Return the sets of components that may wait elsewhere, the smallest first."""
+    """Return the sets of components that may be offloaded whole, smallest size first."""
     candidates = [component for component in components if not component.runs_each_step]
     candidates = _largest_first(candidates)[:_MAX_SPILLABLE]
     sets = [c for n in range(len(candidates) + 1) for c in combinations(candidates, n)]
@@ -218,7 +221,7 @@ def _largest_first(components: Iterable[Component]) -> list[Component]:
 
 
 def _leaf_nbytes(components: Iterable[Component]) -> int:
-    """Return how much comes to a device at a time of weights that wait elsewhere."""
+    """Return how many bytes of offloaded weights come to a device at a time, at most."""
     return max((component.module.largest_leaf_nbytes for component in components), default=0)
 
 
@@ -227,7 +230,7 @@ def _less(rooms: Rooms, nbytes: int) -> dict[str, int]:
 
 
 def _whole(component: Component, device: str) -> Devices:
-    return {join(component.name, path): device for path, _ in component.module.pieces()}
+    return {join(component.name, path): device for path, _ in component.module.units()}
 
 
 def _add(devices: Devices, used: dict[str, int], component: Component, found: Devices) -> None:
@@ -237,10 +240,10 @@ def _add(devices: Devices, used: dict[str, int], component: Component, found: De
 
 
 def nbytes_by_device(components: Iterable[Component], devices: Devices) -> dict[str, int]:
-    """Return the size of what lies on each device, in bytes."""
+    """Return the size of the weights on each device, in bytes."""
     used: dict[str, int] = {}
     for component in components:
-        for path, module in component.module.pieces():
+        for path, module in component.module.units():
             device = devices.get(join(component.name, path))
             if device:
                 used[device] = used.get(device, 0) + module.nbytes

@@ -1,4 +1,4 @@
-"""What a table shows of a placement: a run of blocks is one line, all that is no block another."""
+"""A placement as the rows of a table: consecutive blocks on one device share a row."""
 
 from collections.abc import Sequence
 
@@ -8,26 +8,27 @@ from shmload._placement.inventory import DISK, OFFLOAD
 from shmload._placement.modules import Component, Module
 
 WAITING = (OFFLOAD, DISK)
-"""Where weights wait until they are computed with."""
+"""Not devices that compute: weights wait there and are copied when they are needed."""
 
 
-class PlacedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Modules of a component that are on one device, as a table shows them."""
+class TableRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Modules of one component that are on one device."""
 
     component: str
     modules: str
-    """Such as `transformer_blocks.0-9`; empty for the whole component, `rest` for all others."""
+    """Such as `transformer_blocks.0-9`; empty for a whole component, `rest` for all but blocks."""
     nbytes: int
-    """Their size, in bytes."""
+    """Size of their weights, in bytes."""
     device: str
+    """Where the weights are."""
     execution_device: str
-    """Where they compute: elsewhere if their weights wait on `offload` or `disk`."""
+    """Where the modules compute; not `device` if the weights are on `offload` or `disk`."""
 
 
-def parts_of(
+def table_rows(
     component: Component, placed: str | dict[str, str], execution: str
-) -> list[PlacedPart]:
-    """Join numbered neighbours, and all that is no block.
+) -> list[TableRow]:
+    """Return a component's rows: numbered neighbours in one, and all that is not a block in one.
 
     Args:
         component: what is placed.
@@ -50,7 +51,7 @@ def parts_of(
             previous = key
         groups.setdefault(key, []).append(path)
     return [
-        PlacedPart(
+        TableRow(
             component=component.name,
             modules=_range_of(paths) if start else "rest" if len(placed) > 1 else "",
             nbytes=sum(sizes[path].nbytes for path in paths),

@@ -222,7 +222,7 @@ def test_exit_in_the_function_is_an_error_of_the_item(job):
         ({"item_timeout_s": 0}, "item_timeout_s is 0"),
         ({"devices": []}, "an empty list"),
         ({"devices": "meta"}, "nothing can be computed"),
-        ({"devices": "nowhere at all"}, "is no device"),
+        ({"devices": "nowhere at all"}, "is not a device"),
         ({"procs": 0, "devices": "cuda"}, "stay on the CPU"),
         ({"components": ["vea"]}, "no component 'vea'"),
         ({"components": "vae"}, "give a list of names"),

@@ -103,7 +103,7 @@ def test_ties_count_once(saved):
     folder = saved("flux")
     encoder = _components(folder, None)["text_encoder_2"]
     assert ("shared", "encoder.embed_tokens") in encoder.ties
-    sizes = {path: module.nbytes for path, module in encoder.module.pieces()}
+    sizes = {path: module.nbytes for path, module in encoder.module.units()}
     assert sizes["shared"] > 0
     assert sizes["encoder.embed_tokens"] == 0
 
@@ -114,7 +114,7 @@ def test_component_of_an_unknown_class_is_one_piece_of_its_files_size(copied):
     index["transformer"] = ["diffusers", "NoSuchTransformer"]
     (folder / "model_index.json").write_text(json.dumps(index))
     transformer = _components(folder, "bfloat16")["transformer"]
-    assert transformer.module.is_piece
+    assert transformer.module.is_unit
     assert transformer.nbytes == transformer.module.nbytes > 0
     assert transformer.runs_each_step
 
@@ -230,7 +230,7 @@ def test_json_has_the_placement(saved):
 @pytest.mark.parametrize(
     ("code", "arguments", "message"),
     [
-        (2, ["--inventory", "many"], "'many' is no size of a device"),
+        (2, ["--inventory", "many"], "'many' is not the size of a device"),
         (2, ["--inventory", "1GiB", "--device-map", "{0:"], "cannot be read as a dict"),
         (2, ["--inventory", "1GiB", "--device-map", '{"tranformer": 0}'], "mean 'transformer'"),
         (1, ["--inventory", "1KiB", "--device-map", "balanced"], "finds no device for"),

@@ -115,9 +115,9 @@ def test_unknown_module_is_told_the_known_ones_and_the_nearest():
         ("auot", "did you mean 'auto'"),
         ("gpu", r"names gpu:0, and the devices are cuda:0, .*give an inventory"),
         ("cuda:7", r"names cuda:7, and the devices are cuda:0, "),
-        (None, "None is no device"),
+        (None, "None is not a device"),
         ({"": "balanced"}, "for a whole pipeline"),
-        ({"": 1.5}, "no device"),
+        ({"": 1.5}, "is not a device"),
         ({1: 0}, "its key 1 is not"),
         ({"transformer": {0: 1}}, "its key 0 is not"),
         ({"transformer": 0}, "says nothing of text_encoder.embeddings"),
@@ -191,7 +191,7 @@ def test_shortest_map_means_the_same_and_is_no_longer(data):
     long = {
         f"{c.name}.{path}".rstrip("."): data.draw(st.sampled_from(["cuda:0", "cuda:1", "offload"]))
         for c in pipeline
-        for path, _ in c.module.pieces()
+        for path, _ in c.module.units()
     }
     devices = expand(long, pipeline)
     assert devices == long

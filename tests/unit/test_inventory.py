@@ -73,13 +73,13 @@ def test_inventory_is_read(text, sizes):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "no size"),
-        ("2x", "no size"),
-        ("much", "no size"),
-        ("cuda:0=", "no size"),
+        ("", "not the size"),
+        ("2x", "not the size"),
+        ("much", "not the size"),
+        ("cuda:0=", "not the size"),
         ("0=1GiB,1GiB,cuda:0=2GiB", "twice"),
         ("offload=1GiB", "cpu's"),
-        ("-1=1GiB", "no device"),
+        ("-1=1GiB", "not a device"),
     ],
 )
 def test_what_is_no_inventory_says_how_to_write_one(text, reason):
@@ -117,7 +117,7 @@ def test_max_memory_limits_some_devices_of_an_inventory():
 
 @pytest.mark.parametrize("size", [None, "big", -1, True, float("nan"), float("inf")])
 def test_max_memory_takes_sizes_only(size):
-    with pytest.raises(ArgumentError, match="no size"):
+    with pytest.raises(ArgumentError, match="not the size"):
         limit_inventory({0: size})
 
 

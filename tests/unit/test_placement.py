@@ -69,7 +69,7 @@ def test_explicit_map_is_followed(pipeline, data):
     wanted = {
         join(c.name, path): data.draw(st.sampled_from(targets))
         for c in untied
-        for path, _ in c.module.pieces()
+        for path, _ in c.module.units()
     }
     placement = place(untied, wanted, inventory)
     _assert_complete(untied, placement)
@@ -81,7 +81,7 @@ def _assert_complete(pipeline, placement):
     assert list(placement.components) == [component.name for component in pipeline]
     devices = _devices(placement)
     for component in pipeline:
-        for path, _ in component.module.pieces():
+        for path, _ in component.module.units():
             # One entry is for it, and none for a part of it.
             assert len(_homes([join(component.name, path)], devices)) == 1
         parts = [part for part in placement.parts if part.component == component.name]
@@ -119,7 +119,7 @@ def test_planner_cuts_only_between_blocks(pipeline, text):
         devices = expand(_devices(placement), pipeline)
         rest = {
             devices[join(component.name, path)]
-            for path, piece in component.module.pieces()
+            for path, piece in component.module.units()
             if not piece.is_whole
         }
         # All that is no block is where the component computes.
@@ -337,7 +337,7 @@ def test_sizes_are_those_of_accelerate(flux_model):
     made, component = flux_model
     wanted = compute_module_sizes(made)
     assert component.nbytes == wanted[""] == calculate_maximum_sizes(made)[0]
-    for path, module in component.module.pieces():
+    for path, module in component.module.units():
         assert module.nbytes == wanted[path]
 
 
@@ -357,7 +357,7 @@ def test_what_accelerate_fits_on_gpus_we_do_no_worse(flux_model, share):
     assert all(use.nbytes <= limits[0] for use in (*ours.devices, *followed.devices))
     # They use all devices, we as few as hold it, each to the same share.
     used = [use.nbytes for use in ours.devices if use.nbytes]
-    block = max(module.nbytes for _, module in component.module.pieces())
+    block = max(module.nbytes for _, module in component.module.units())
     assert len(used) <= len(set(theirs.values()))
     assert max(used) - min(used) <= 2 * block
 
