@@ -5,7 +5,7 @@ Guarantee: a file that an index names lies beside it.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,12 @@ def listed_components(index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str
 
 
 def indexed_shards(index_path: Path) -> tuple[Path, ...]:
+    """Return the files of a checkpoint in shards, in the order of their names.
+
+    Raises:
+        IndexMalformed: the index cannot be read, or names a file outside its directory.
+        ShardMissing: it names a file that is not there.
+    """
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise IndexMalformed(index_path, "it has no weight_map")
@@ -59,6 +65,13 @@ def indexed_shards(index_path: Path) -> tuple[Path, ...]:
             raise ShardMissing(shard, index_path)
         shards.append(shard)
     return tuple(shards)
+
+
+def renamed_index(index_path: Path, rename: Callable[[str], str]) -> bytes:
+    """Return the content of a checkpoint's index, with other names of its shards."""
+    index = read_json(index_path)
+    index["weight_map"] = {tensor: rename(shard) for tensor, shard in index["weight_map"].items()}
+    return json.dumps(index).encode()
 
 
 def require_beside(name: str, index_path: Path) -> None:

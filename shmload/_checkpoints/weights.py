@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shmload._checkpoints.formats import known
 from shmload._checkpoints.formats.format import Format
+from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.indexes import indexed_shards
 
 # As in `model.fp16.safetensors` and `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`,
@@ -63,6 +64,24 @@ def variant_of(path: Path) -> str | None:
             if stem != path.name and (match := _VARIANT.fullmatch(stem)):
                 return match[1]
     return None
+
+
+def name_as_safetensors(name: str) -> str:
+    """Return what a file of weights, or an index of some, is called as a safetensors file.
+
+    So a library finds a segment that stands in for a file of another format. Other names stay.
+    """
+    for file_format in known.FORMATS:
+        for suffix in file_format.suffixes:
+            match = re.fullmatch(rf"(.+){re.escape(suffix)}(\.index(?:\..+)?\.json)?", name)
+            if match:
+                stem = match[1]
+                for owner, base in file_format.base_names.items():
+                    if stem == base or stem.startswith((f"{base}.", f"{base}-")):
+                        stem = SAFETENSORS.base_names[owner] + stem.removeprefix(base)
+                        break
+                return stem + SAFETENSORS.suffixes[0] + (match[2] or "")
+    return name
 
 
 def variants_below(root: Path) -> set[str]:

@@ -1,7 +1,8 @@
 """A directory that looks like a checkpoint and whose weight files are segments.
 
 Everything else in it is a link to the original, so any code that reads a checkpoint from a path
-reads this one. It lies in /dev/shm because some libraries split whole paths at dots (diffusers, old
+reads this one. A segment is a safetensors file, and has the name of one whatever its shard's format
+is. The directory lies in /dev/shm because some libraries split whole paths at dots (diffusers, old
 sharded variants), and a temporary directory's path may have one.
 """
 
@@ -15,9 +16,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
+from shmload._checkpoints.indexes import indexed_shards, renamed_index
+from shmload._checkpoints.weights import name_as_safetensors
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import SHM_DIR, no_inodes, try_lock
 from shmload._segments.names import make_view_name, view_names
+from shmload.errors import CheckpointError
 
 # On a view's directory: that it has had its lock, so without one its process has died.
 _MARK = stat.S_ISVTX
@@ -62,7 +66,7 @@ class View:
         """Fill the directory and return the path that stands for the root."""
         path = self.folder
         if not root.is_dir():
-            path /= root.name
+            path /= name_as_safetensors(root.name) if root in files else root.name
             self._make_link(path, files.get(root, root))
             return path
         if root.parent.name == "snapshots":
@@ -76,6 +80,7 @@ class View:
     def _mirror(self, source: Path, target: Path, files: Mapping[Path, Path]) -> None:
         """Link every entry; only directories with a replaced file are made anew."""
         folders = {parent for file in files for parent in file.parents}
+        renamed = {name_as_safetensors(file.name) for file in files if file.parent == source}
         with os.scandir(source) as entries:
             for entry in entries:
                 path = Path(entry.path)
@@ -83,8 +88,13 @@ class View:
                 if path in folders:
                     self._make_folder(link)
                     self._mirror(path, link, files)
-                else:
-                    self._make_link(link, files.get(path, path))
+                elif path in files:
+                    self._make_link(link.with_name(name_as_safetensors(entry.name)), files[path])
+                elif _is_index_of_renamed(path, files):
+                    index = renamed_index(path, name_as_safetensors)
+                    self._write(link.with_name(name_as_safetensors(entry.name)), index)
+                elif entry.name not in renamed:
+                    self._make_link(link, path)
 
     def _make_folder(self, path: Path) -> None:
         path.mkdir(mode=0o700)
@@ -92,6 +102,10 @@ class View:
 
     def _make_link(self, path: Path, target: Path) -> None:
         path.symlink_to(target)
+        self._made.append(path)
+
+    def _write(self, path: Path, content: bytes) -> None:
+        path.write_bytes(content)
         self._made.append(path)
 
     def __enter__(self) -> Self:
@@ -106,7 +120,7 @@ class View:
         while self._made:
             path = self._made.pop()
             with contextlib.suppress(OSError):
-                path.unlink() if path.is_symlink() else path.rmdir()
+                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
         shutil.rmtree(self.folder, ignore_errors=True)  # what a library has put there
         self._lock.close()
 
@@ -132,6 +146,17 @@ def remove_dead_views() -> list[str]:
 def _absolute(path: Path) -> Path:
     """Return the path from the root on; links in it stay what they are."""
     return Path(os.path.abspath(path))
+
+
+def _is_index_of_renamed(path: Path, files: Mapping[Path, Path]) -> bool:
+    """Tell whether an index lists replaced files, which have other names in the view."""
+    if ".index." not in path.name or name_as_safetensors(path.name) == path.name:
+        return False
+    try:
+        shards = indexed_shards(path)
+    except CheckpointError:  # not the one that was loaded
+        return False
+    return bool(shards) and files.keys() >= set(shards)
 
 
 def _is_dead(name: str) -> bool:

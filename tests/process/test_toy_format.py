@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from comparing import DTYPES, assert_equal, reference
 from safetensors.torch import load_file
 from toy_format import TOY, save_toy
 from warming import NBYTES, SHM, TENSORS, as_bf16, assert_same
@@ -16,7 +17,7 @@ from warming import NBYTES, SHM, TENSORS, as_bf16, assert_same
 import shmload
 from shmload._checkpoints.formats import known
 
-DTYPES = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+raw_and_cast = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ def wanted(dtype):
     return TENSORS if dtype is None else as_bf16(TENSORS)
 
 
-@DTYPES
+@raw_and_cast
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("inline_nbytes", [0, 1 << 20], ids=["workers", "inline"])
 def test_file_is_loaded(toy, configure, dtype, keep, inline_nbytes):
@@ -58,7 +59,7 @@ def test_file_is_loaded(toy, configure, dtype, keep, inline_nbytes):
     assert len(shmload.segments()) == keep
 
 
-@DTYPES
+@raw_and_cast
 def test_folder_of_shards_is_loaded(toy_folder, dtype):
     assert_same(shmload.load_state_dict(toy_folder, dtype), wanted(dtype))
 
@@ -76,7 +77,7 @@ def test_any_order_of_bytes_makes_the_same_tensors(tmp_path, evicts, seed):
     assert_same(shmload.load_state_dict(tmp_path / "weights.toy", "bfloat16"), as_bf16(tensors))
 
 
-@DTYPES
+@raw_and_cast
 def test_segment_is_listed_verified_and_removed_like_any(toy_folder, shm_names, dtype):
     report = shmload.warm(toy_folder, torch_dtype=dtype)
     assert report.read_nbytes == NBYTES
@@ -129,3 +130,45 @@ def test_variants_are_found(tmp_path, evicts):
     assert report.read_nbytes == NBYTES
     with pytest.raises(shmload.SourceNotFound):
         shmload.warm(tmp_path)
+
+
+# Views --------------------------------------------------------------------------------------------
+
+
+def test_view_of_a_file_has_a_safetensors_name(toy):
+    with shmload.view(toy, torch_dtype="bfloat16") as path:
+        assert path.name == "weights.safetensors"
+        assert_same(load_file(path), as_bf16(TENSORS))
+
+
+def test_view_of_shards_has_an_index_of_safetensors(toy_folder):
+    (toy_folder / "config.json").write_text("{}")
+    with shmload.view(toy_folder) as path:
+        index = json.loads((path / "model.safetensors.index.json").read_text())
+        names = {f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)}
+        assert set(index["weight_map"].values()) == names
+        assert index["weight_map"].keys() == TENSORS.keys()
+        assert set(os.listdir(path)) == names | {"model.safetensors.index.json", "config.json"}
+        assert_same({k: v for name in names for k, v in load_file(path / name).items()}, TENSORS)
+    assert not path.exists()
+
+
+def test_view_keeps_files_of_a_format_that_was_not_loaded(toy_folder, checkpoint):
+    checkpoint.rename(toy_folder / checkpoint.name)
+    with shmload.view(toy_folder, torch_dtype="bfloat16") as path:
+        assert set(os.listdir(path)) == set(os.listdir(toy_folder))
+        assert (path / "toy.toy.index.json").is_symlink()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "none"])
+def test_pipeline_with_toy_components_is_equal(copied, evicts, dtype):
+    given, meant = DTYPES[dtype]
+    source = copied("stable-diffusion")
+    wanted = reference(source, meant)
+    for path, toy_name in {
+        "vae/diffusion_pytorch_model.safetensors": "toy_model.toy",
+        "text_encoder/model.safetensors": "toy.toy",
+    }.items():
+        save_toy(load_file(source / path), (source / path).with_name(toy_name))
+        (source / path).unlink()
+    assert_equal(shmload.load_pipeline(source, torch_dtype=given), wanted)
