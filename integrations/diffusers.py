@@ -26,7 +26,8 @@ from shmload._settings import local_world_size
 from shmload.errors import MemoryLimitExceeded, SharedMemoryFull, SourceNotFound
 from shmload.integrations._build.early import begin_early
 from shmload.integrations._build.route import Route, choose_route, parse_destination
-from shmload.integrations._devices.destination import BytesNeeded, Pin
+from shmload.integrations._devices.hollow import BytesNeeded
+from shmload.integrations._devices.ways import Pin
 from shmload.integrations.ranks import linger
 
 if TYPE_CHECKING:

@@ -18,15 +18,13 @@ from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
 from shmload.integrations._build.mapped import Spans
 from shmload.integrations._build.module_trees import component_of
-from shmload.integrations._devices.calibration import choose_pin
-from shmload.integrations._devices.destination import Destination, Pin, parse_max_host_memory
+from shmload.integrations._devices.calibration import choose_way
+from shmload.integrations._devices.destination import Destination, parse_max_host_memory
 from shmload.integrations._devices.hooks import attach_hooks, device_at, note_devices
 from shmload.integrations._devices.moves import Moves
-from shmload.integrations._devices.pinned import PinnedRing
-from shmload.integrations._devices.registered import copy_registered
 from shmload.integrations._devices.runtime import Runtime, runtime_of
-from shmload.integrations._devices.stream import Stream
-from shmload.integrations._devices.upload import filler_count, upload
+from shmload.integrations._devices.upload import filler_count
+from shmload.integrations._devices.ways import Pin
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -152,7 +150,9 @@ def _copy(
         return
     first = next(iter(runtimes.values()))
     is_streamed = load is not None and bool(load.hollow)
-    pin = _choose_pin(destination, first, is_streamed=is_streamed)
+    # The sample that `auto` measures would take more memory of the host than a limit allows.
+    may_measure = not is_streamed and destination.max_host_nbytes is None
+    way = choose_way(destination.pin, first, may_measure=may_measure)
     hollow = Spans(set(load.hollow)) if load and is_streamed else None
     moves = Moves(
         [
@@ -164,15 +164,12 @@ def _copy(
     with contextlib.ExitStack() as closing:
         if ring is None or not is_streamed:
             ring = closing.enter_context(Ring(_shape_for(moves, destination)))
-        pinned = closing.enter_context(PinnedRing(ring, None if pin == "off" else first))
+        copier = closing.enter_context(way.open(ring, first))
         if load and is_streamed:
-            Stream(moves, load.hollow, ring, pinned).drain()
+            copier.stream(moves, load.hollow)
             load.wait()
-        left = moves.staged
-        if load and pin == "register":
-            files = [(inode_of(os.fstat(fd)), fd) for _, fd in load.open_files()]
-            left = copy_registered(left, files)
-        upload(left, ring.shape, pinned)
+        files = load.open_files() if load else ()
+        copier.copy(moves.staged, [(inode_of(os.fstat(fd)), fd) for _, fd in files])
     moves.commit()
 
 
@@ -182,13 +179,6 @@ def _shape_for(moves: Moves, destination: Destination) -> RingShape:
     limit = destination.max_host_nbytes
     most = max(nbytes, _SMALL_RING_NBYTES)
     return ring_shape(filler_count(), most if limit is None else min(most, limit))
-
-
-def _choose_pin(destination: Destination, runtime: Runtime, *, is_streamed: bool) -> Pin:
-    """Return how to feed devices; the sample that finds it out takes memory of the host."""
-    is_bounded = is_streamed or destination.max_host_nbytes is not None
-    pin = "ring" if destination.pin == "auto" and is_bounded else destination.pin
-    return choose_pin(pin, runtime)
 
 
 def _runtime_at(

@@ -33,7 +33,14 @@ from shmload._settings import settings
 
 # Their asserts say what was compared only if pytest knows the modules before they are imported.
 pytest.register_assert_rewrite(
-    "accelerated", "comparing", "doors", "mappings", "warming", "watching", "weight"
+    "accelerated",
+    "comparing",
+    "doors",
+    "mappings",
+    "warming",
+    "watching",
+    "way_contract",
+    "weight",
 )
 
 _SHM = Path("/dev/shm")

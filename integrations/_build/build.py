@@ -18,7 +18,7 @@ import torch
 from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rules import Rule, forget_rule
-from shmload.integrations._devices.destination import BytesNeeded
+from shmload.integrations._devices.hollow import BytesNeeded
 from shmload._host.procfs import mappings, modified_nbytes
 from shmload._loading.load import Load
 from shmload._segments.view import View

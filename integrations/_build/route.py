@@ -13,7 +13,8 @@ from shmload._placement.placement import place
 from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
 from shmload.errors import ArgumentError
-from shmload.integrations._devices.destination import Destination, Pin, parse_max_host_memory
+from shmload.integrations._devices.destination import Destination, parse_max_host_memory
+from shmload.integrations._devices.ways import Pin
 
 # With these the library reads other files, or makes new tensors of what it reads.
 _BYPASSING_KWARGS = ("use_flashpack", "use_onnx", "quantization_config")

@@ -7,7 +7,7 @@ import mmap
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,42 +17,45 @@ from shmload._decoding.ring import Ring, ring_shape
 from shmload._host.files import replacing
 from shmload._host.linux import inode_of
 from shmload._settings import settings
-from shmload.integrations._devices.destination import Pin
 from shmload.integrations._devices.moves import Moves
-from shmload.integrations._devices.pinned import PinnedRing
-from shmload.integrations._devices.registered import copy_registered
 from shmload.integrations._devices.runtime import Runtime
-from shmload.integrations._devices.upload import filler_count, upload
+from shmload.integrations._devices.upload import filler_count
+from shmload.integrations._devices.way import Way
+from shmload.integrations._devices.ways import DEFAULT, WAYS, Pin, measured_ways
 
 logger = logging.getLogger(__name__)
 
-_MEASURED: tuple[Pin, ...] = ("ring", "register")
 # Enough for what it costs to begin not to matter.
 _SAMPLE_NBYTES = 256 << 20
 
 
-def choose_pin(pin: Pin, runtime: Runtime, sample_nbytes: int = _SAMPLE_NBYTES) -> Pin:
-    """Return how to feed a device.
+def choose_way(
+    pin: Pin, runtime: Runtime, *, may_measure: bool = True, sample_nbytes: int = _SAMPLE_NBYTES
+) -> Way:
+    """Return the way to feed a device.
 
     Args:
-        pin: what is wanted. For `auto` it is measured, the first time on a machine.
+        pin: a way's name; or `auto` for the quickest, measured the first time on a machine.
         runtime: of the device.
-        sample_nbytes: how much is copied for that, in bytes.
+        may_measure: whether the sample may take memory of the host. If not, `auto` is `DEFAULT`.
+        sample_nbytes: size of the sample, in bytes.
     """
     if pin != "auto":
-        return pin
+        return WAYS[pin]()
+    if not may_measure:
+        return WAYS[DEFAULT]()
     path = _memory_path(runtime)
-    with contextlib.suppress(OSError):
-        remembered = path.read_text()
-        for known in _MEASURED:
-            if remembered == known:
-                return known
+    ways = measured_ways()
+    remembered = _recall(path)
+    for way in ways:
+        if way.name == remembered:
+            return way
     try:
-        found = _measure(runtime, sample_nbytes)
-    except torch.OutOfMemoryError:  # little is free there; another time, perhaps
-        return "ring"
-    _remember(path, found)
-    return found
+        quickest = _measure(ways, runtime, sample_nbytes)
+    except torch.OutOfMemoryError:  # the device is nearly full now; a later load measures
+        return WAYS[DEFAULT]()
+    _remember(path, quickest)
+    return quickest
 
 
 def _memory_path(runtime: Runtime) -> Path:
@@ -61,34 +64,48 @@ def _memory_path(runtime: Runtime) -> Path:
     return settings().cache_dir / "pins" / digest
 
 
-def _remember(path: Path, pin: Pin) -> None:
+def _recall(path: Path) -> str | None:
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return None
+
+
+def _remember(path: Path, way: Way) -> None:
     """Write it so that a reader sees all or nothing; failing to is no error."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
-            file.write(pin.encode())
+            file.write(way.name.encode())
 
 
-def _measure(runtime: Runtime, nbytes: int) -> Pin:
-    """Copy a sample in both ways, twice: the first time of each pays for what comes only once."""
+def _measure(ways: list[Way], runtime: Runtime, nbytes: int) -> Way:
+    """Return the way that copies a sample quickest.
+
+    Each copies it twice and its quicker run counts: the first one pays for what comes only once.
+    """
+    elapsed_s: dict[str, float] = {}
     with _sample(nbytes) as (module, fd):
-        ways: dict[Pin, Callable[[], bool]] = {
-            "ring": lambda: _by_ring(module, runtime),
-            "register": lambda: _registered(module, runtime, fd),
-        }
-        elapsed_s = {}
-        for pin, copy in ways.items():
-            took_s = []
-            for _ in range(2):
-                began = time.perf_counter()
-                if copy():
-                    took_s.append(time.perf_counter() - began)
-            if len(took_s) == 2:
-                elapsed_s[pin] = min(took_s)
-    found = min(elapsed_s, key=lambda pin: elapsed_s[pin])
-    speeds = ", ".join(f"{pin} {nbytes / s / 1e9:.1f} GB/s" for pin, s in elapsed_s.items())
-    logger.info("%s is fed by %s from now on (%s)", runtime.name, found, speeds)
-    return found
+        for way in ways:
+            if reason := way.why_not(runtime):
+                logger.info("%s is not fed by %s: %s", runtime.name, way.name, reason)
+                continue
+            runs = [_time_copy(way, module, fd, runtime) for _ in range(2)]
+            took_s = [run for run in runs if run is not None]
+            if len(took_s) == len(runs):
+                elapsed_s[way.name] = min(took_s)
+    quickest = min(elapsed_s, key=lambda name: elapsed_s[name])
+    speeds = ", ".join(f"{name} {nbytes / s / 1e9:.1f} GB/s" for name, s in elapsed_s.items())
+    logger.info("%s is fed by %s from now on (%s)", runtime.name, quickest, speeds)
+    return WAYS[quickest]()
+
+
+def _time_copy(way: Way, module: nn.Module, fd: int, runtime: Runtime) -> float | None:
+    """Copy the sample and return the seconds it took; None if the way could not copy it itself."""
+    began = time.perf_counter()
+    with Ring(ring_shape(filler_count())) as ring, way.open(ring, runtime) as copier:
+        staged = Moves([(module, lambda path: runtime)]).staged
+        left = copier.copy(staged, [(inode_of(os.fstat(fd)), fd)])
+    return None if left else time.perf_counter() - began
 
 
 @contextlib.contextmanager
@@ -103,15 +120,3 @@ def _sample(nbytes: int) -> Iterator[tuple[nn.Module, int]]:
         yield module, fd
     finally:
         os.close(fd)
-
-
-def _by_ring(module: nn.Module, runtime: Runtime) -> bool:
-    shape = ring_shape(filler_count())
-    with Ring(shape) as ring, PinnedRing(ring, runtime) as pinned:
-        upload(Moves([(module, lambda path: runtime)]).staged, shape, pinned)
-    return True
-
-
-def _registered(module: nn.Module, runtime: Runtime, fd: int) -> bool:
-    staged = Moves([(module, lambda path: runtime)]).staged
-    return not copy_registered(staged, [(inode_of(os.fstat(fd)), fd)])

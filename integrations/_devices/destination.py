@@ -3,7 +3,7 @@
 import fnmatch
 import os
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -13,17 +13,9 @@ from shmload._placement.device_map import STRATEGIES
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, canonical_device
 from shmload._settings import parse_nbytes, worker_count
 from shmload.errors import ArgumentError, MemoryLimitExceeded, UnknownComponent
+from shmload.integrations._devices.ways import Pin, require_pin
 
-Pin = Literal["auto", "ring", "register", "off"]
-"""How a device is fed: by a ring, from registered segments, without pinned memory, or whichever of
-the first two was quicker here."""
-
-PINS: tuple[Pin, ...] = ("auto", "ring", "register", "off")
 _ON_THE_HOST = (CPU, DISK, META, OFFLOAD)
-
-
-class BytesNeeded(Exception):
-    """Raised when a model cannot be built over hollow segments: something looks at its weights."""
 
 
 class Destination(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,16 +100,6 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         shape = ring_shape(worker_count(parent_is_busy=False), self.max_host_nbytes)
         is_worth_while = source_nbytes(source) > shape.nbytes
         return Ring(shape) if is_worth_while or self.max_host_nbytes is not None else None
-
-
-def require_pin(pin: str) -> None:
-    """Check that it is one of `PINS`.
-
-    Raises:
-        ArgumentError: it is none of them.
-    """
-    if pin not in PINS:
-        raise ArgumentError(f"pin is {pin!r}; it must be one of {', '.join(PINS)}")
 
 
 def source_nbytes(source: Source) -> int:

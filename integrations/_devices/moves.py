@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shmload.integrations._devices.destination import BytesNeeded
+from shmload.integrations._devices.hollow import BytesNeeded
 from shmload.integrations._devices.runtime import ALIGNMENT_NBYTES, Runtime
 
 # Smaller tensors share an allocation of this size: thousands of them would cost more to allocate

@@ -10,6 +10,7 @@ from benchmarks.gpu_peers import FOR_CACHED_FILES
 from benchmarks.processes import ProbeFailed, Processes
 from benchmarks.samples import Result, Rounds, Sample
 from benchmarks.sources import weight_files, weights_nbytes
+from shmload.integrations._devices.ways import WAYS
 
 _DTYPE = "bfloat16"
 _WORKERS = "4"
@@ -55,9 +56,7 @@ def measure_upload(bench: Bench) -> list[Figure]:
         beside=(
             *lines(
                 ("load_pipeline, its copy", "auto"),
-                ("the same, pin=ring", "ring"),
-                ("the same, pin=register", "register"),
-                ("the same, pin=off", "off"),
+                *((f"the same, pin={name}", name) for name in WAYS),
                 ("to_device, the whole call", "to_device"),
                 ("plain copy, pinned", "pinned"),
                 ("plain copy, pageable", "pageable"),

@@ -31,7 +31,6 @@ _IS_PRETENDED = os.environ.get("BENCH_DEVICE") == "pretend"
 _DEVICE = "cpu" if _IS_PRETENDED else "cuda:0"
 _FLOOR_NBYTES = 1 << 30
 _FLOOR_COPIES = 8
-_PINS = ("auto", "ring", "register", "off")
 _VECTOR_LENGTH = 512  # 1 KiB in bfloat16
 # What the pipelines have not, said in the way that FluxPipeline wants it.
 _ABSENT: dict[str, Any] = dict.fromkeys(
@@ -203,7 +202,9 @@ def uploads(small: str, source: str) -> Numbers:
 
     import shmload
     from shmload.integrations import placing
+    from shmload.integrations._devices.ways import WAYS
 
+    pins = ("auto", *WAYS)
     copied_s: list[float] = []
     copy = placing._copy
 
@@ -217,7 +218,7 @@ def uploads(small: str, source: str) -> Numbers:
     def load_pipeline(source: str, **kwargs: Any) -> Any:
         return shmload.load_pipeline(source, torch_dtype=torch.bfloat16, **kwargs, **_ABSENT)
 
-    for pin in _PINS:
+    for pin in pins:
         load_pipeline(small, device_map="cuda", pin=pin)
     found = {"pinned": _copy_rate(is_pinned=True), "pageable": _copy_rate(is_pinned=False)}
     module = load_pipeline(source, keep=True).transformer
@@ -225,7 +226,7 @@ def uploads(small: str, source: str) -> Numbers:
     found["to_device"] = nbytes / _time(partial(shmload.to_device, module, "cuda"))
     del module
     _tidy_up()
-    for pin in _PINS:
+    for pin in pins:
         _time(partial(load_pipeline, source, device_map="cuda", pin=pin))
         found[pin] = nbytes / copied_s[-1]
     return found

@@ -10,6 +10,7 @@ import shmload
 from shmload._decoding.ring import Ring, RingShape
 from shmload.integrations._devices.pinned import PinnedRing
 from shmload.integrations._devices.runtime import runtime_of
+from shmload.integrations._devices.ways import WAYS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,7 @@ def test_pipeline_equals_the_library(saved, family, limit):
     assert_same(got, reference(source, torch.bfloat16))
 
 
-@pytest.mark.parametrize("pin", ["auto", "ring", "register", "off"])
+@pytest.mark.parametrize("pin", ["auto", *WAYS])
 @pytest.mark.parametrize("keep", [False, True])
 def test_every_way_of_feeding(saved, evicts, configure, tmp_path, pin, keep):
     configure(cache_dir=tmp_path)
@@ -59,7 +60,7 @@ def test_every_way_of_feeding(saved, evicts, configure, tmp_path, pin, keep):
     assert_same(got, reference(source, torch.bfloat16))
 
 
-@pytest.mark.parametrize("pin", ["ring", "register"])
+@pytest.mark.parametrize("pin", list(WAYS))
 def test_large_tensors(tmp_path, evicts, pin):
     module = nn.ModuleList(nn.Linear(1024, 1024, dtype=torch.bfloat16) for _ in range(40))
     wanted = {name: tensor.clone() for name, tensor in module.state_dict().items()}

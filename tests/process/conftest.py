@@ -18,6 +18,7 @@ from shmload._placement.inventory import parse_inventory
 from shmload.integrations import placing
 from shmload.integrations._build import build
 from shmload.integrations._build.build import Build
+from shmload.integrations._devices.stream import Stream
 from shmload.workers.fill import Filler
 
 # Checkpoints --------------------------------------------------------------------------------------
@@ -165,11 +166,11 @@ def accelerators(monkeypatch):
 def streams(monkeypatch):
     """Return what was hollow in each load that was placed."""
     seen = []
-    drain = placing.Stream.drain
+    drain = Stream.drain
 
     def note_and_drain(stream):
         seen.append(len(stream._bases))
         drain(stream)
 
-    monkeypatch.setattr(placing.Stream, "drain", note_and_drain)
+    monkeypatch.setattr(Stream, "drain", note_and_drain)
     return seen

@@ -1,4 +1,4 @@
-"""Feeding a device from segments' own pages, and finding out whether that is the quickest way."""
+"""Feeding a device from segments' own pages: which are registered, when, and which are not."""
 
 import mmap
 import os
@@ -9,12 +9,9 @@ from devices import LateDevice
 from torch import nn
 
 from shmload._host.linux import inode_of
-from shmload.errors import ArgumentError
-from shmload.integrations._devices import registered
-from shmload.integrations._devices.calibration import choose_pin
-from shmload.integrations._devices.destination import Destination
+from shmload.integrations._devices import register_way
 from shmload.integrations._devices.moves import Moves
-from shmload.integrations._devices.registered import copy_registered
+from shmload.integrations._devices.register_way import copy_registered
 
 _LARGE = 600_000
 
@@ -54,7 +51,7 @@ def test_large_tensors_are_copied_from_the_segment_itself(mapped):
 
 
 def test_file_larger_than_a_window_is_registered_in_pieces(mapped, monkeypatch):
-    monkeypatch.setattr(registered, "_WINDOW_NBYTES", 128 << 10)
+    monkeypatch.setattr(register_way, "_WINDOW_NBYTES", 128 << 10)
     module, files = mapped
     wanted = {name: tensor.clone() for name, tensor in module.named_buffers()}
     device = LateDevice()
@@ -80,7 +77,7 @@ def test_file_larger_than_a_window_is_registered_in_pieces(mapped, monkeypatch):
 
 @pytest.mark.parametrize("fails_at", [0, 1, 5])
 def test_failure_in_some_window_releases_all(mapped, monkeypatch, fails_at):
-    monkeypatch.setattr(registered, "_WINDOW_NBYTES", 128 << 10)
+    monkeypatch.setattr(register_way, "_WINDOW_NBYTES", 128 << 10)
     module, files = mapped
     device = LateDevice(fails_at=fails_at)
     moves = Moves([(module, lambda path: device)])
@@ -125,60 +122,3 @@ def test_failure_in_the_middle_releases_the_pages(mapped):
         copy_registered(moves.staged, files)
     assert device.pending == 0
     assert not device.registered
-
-
-# Calibration --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def memory(configure, tmp_path):
-    configure(cache_dir=tmp_path)
-    return tmp_path / "pins"
-
-
-@pytest.mark.parametrize("pin", ["ring", "register", "off"])
-def test_what_is_asked_for_is_not_measured(memory, pin):
-    device = LateDevice()
-    assert choose_pin(pin, device) == pin
-    assert device.calls == []
-
-
-def test_unknown_way_is_refused():
-    with pytest.raises(ArgumentError, match="auto, ring, register, off"):
-        Destination(device_map="cuda", pin="fast")
-
-
-def test_it_is_measured_once(memory):
-    device = LateDevice()
-    found = choose_pin("auto", device, sample_nbytes=4 << 20)
-    assert found in ("ring", "register")
-    assert device.pending == 0
-    assert not device.registered
-    again = LateDevice()
-    assert choose_pin("auto", again) == found
-    assert again.calls == []
-    (remembered,) = memory.iterdir()
-    assert remembered.read_text() == found
-
-
-def test_what_was_remembered_is_used(memory):
-    choose_pin("auto", LateDevice(), sample_nbytes=1 << 20)
-    (remembered,) = memory.iterdir()
-    remembered.write_text("register")
-    assert choose_pin("auto", LateDevice()) == "register"
-    remembered.write_text("rubbish")
-    assert choose_pin("auto", LateDevice(), sample_nbytes=1 << 20) in ("ring", "register")
-
-
-def test_way_that_is_impossible_is_not_chosen(memory):
-    assert choose_pin("auto", LateDevice(registers=False), sample_nbytes=1 << 20) == "ring"
-
-
-def test_device_without_room_for_the_sample_is_asked_again(memory):
-    assert choose_pin("auto", LateDevice(fails_at=0), sample_nbytes=1 << 20) == "ring"
-    assert not memory.exists()
-
-
-def test_memory_that_cannot_be_written_is_no_error(memory, configure):
-    configure(cache_dir="/proc/nowhere")
-    assert choose_pin("auto", LateDevice(), sample_nbytes=1 << 20) in ("ring", "register")

@@ -1,12 +1,13 @@
-"""Copies from the pages of segments themselves, which the device's driver is told of.
+"""The way `register`: devices fetch from the pages of segments, which are registered for that.
 
-Nothing is copied twice, but telling the driver takes time for each page: which way is quicker
-depends on the machine (`calibration`). Only pages that are a file's own are registered: the kernel
-copies those of a private mapping to pin them.
+Nothing is copied twice, but to register takes time for each page: which way is quicker depends on
+the machine (`calibration`). Only pages that are a file's own are registered: the kernel copies
+those of a private mapping to pin them. What is left takes the ring.
 """
 
 import contextlib
 import mmap
+import os
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,9 @@ import torch
 from shmload._host.linux import Inode
 from shmload._host.procfs import Mapping, mappings, modified_nbytes
 from shmload.integrations._devices.moves import Allocation
+from shmload.integrations._devices.ring_way import RingCopier
 from shmload.integrations._devices.runtime import Event, Runtime, drain
+from shmload.integrations._devices.way import Way
 
 _LANE = 0
 # To register takes time for each page: while one window is copied, the next is registered.
@@ -111,3 +114,32 @@ def _shared(fd: int) -> Iterator[torch.Tensor]:
         warnings.simplefilter("ignore")  # that one could write to it by way of a tensor
         content = torch.frombuffer(mapped, dtype=torch.uint8)
     yield content
+
+
+class _Registering(RingCopier):
+    """Copies from registered pages where it can, and through a ring elsewhere."""
+
+    def copy(
+        self, allocations: Sequence[Allocation], files: Sequence[tuple[Inode, int]]
+    ) -> Sequence[Allocation]:
+        """Copy bytes of this process's memory: see `Copier`."""
+        left = copy_registered(allocations, files)
+        super().copy(left, files)
+        return left
+
+
+def _why_not(runtime: Runtime) -> str | None:
+    """Try it with one page of a file."""
+    fd = os.memfd_create("shmload-page", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        with _shared(fd) as page:
+            if not runtime.register(page.data_ptr(), page.numel(), read_only=True):
+                return f"{runtime.name} does not register pages of a file"
+            runtime.unregister(page.data_ptr())
+            return None
+    finally:
+        os.close(fd)
+
+
+REGISTER = Way(name="register", is_measured=True, why_not=_why_not, open=_Registering)
