@@ -19,7 +19,7 @@ def test_type_checkers_see_the_same_names():
     (unseen,) = (node for node in statements if isinstance(node, ast.If))
     at_once, on_first_use = map(homes, (statements, unseen.body))
     assert on_first_use == shmload._HOMES
-    assert sorted(at_once | on_first_use) == shmload.__all__
+    assert sorted((at_once | on_first_use).keys() - {"__version__"}) == shmload.__all__
 
 
 def homes(statements):
