@@ -37,6 +37,7 @@ def is_first():
         return False
     return True
 from shmload._ipc.frames import *
+from shmload.workers.messages import *
 from shmload.workers import fill, main as program
 channel_fd, parent = int(sys.argv[-2]), int(sys.argv[-1])
 def harm_when_writing(harm):

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 import xxhash
 
 from shmload._checkpoints.dtypes import NBITS
-from shmload._ipc.frames import Reason
 from shmload._segments.pieces import Run
 from shmload.workers.convert import Converter
+from shmload.workers.messages import Reason
 
 # Fits the level-2 cache together with what it is converted to. Measured on an EPYC 9004 with 1 MiB
 # of level 2, read, fp32 to bf16, digest and write: 64 KiB 2.2 GB/s, 256 KiB 2.4, 1 MiB 2.6, 4 MiB

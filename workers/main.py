@@ -20,24 +20,22 @@ import socket
 import sys
 import traceback
 
-from shmload._ipc.frames import (
+from shmload._ipc.frames import Inbox, send, take_channel
+from shmload.errors import ProtocolError
+from shmload.workers.fill import Filler, FillError
+from shmload.workers.messages import (
     VERSION,
+    BytesRead,
     Close,
     Failed,
     Fill,
     Filled,
-    Inbox,
     Open,
-    Progress,
     Ready,
     Reason,
     ToWorker,
     decode_to_worker,
-    send,
-    take_channel,
 )
-from shmload.errors import ProtocolError
-from shmload.workers.fill import Filler, FillError
 
 
 def main(channel_fd: int, parent: int) -> None:
@@ -97,7 +95,7 @@ class _Worker:
         return Filled(fill.shard, fill.piece, digest)
 
     def _report(self, nbytes: int) -> None:
-        send(self._channel, Progress(nbytes))
+        send(self._channel, BytesRead(nbytes))
 
 
 def _reopen(fd: int) -> int:

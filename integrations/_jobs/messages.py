@@ -11,15 +11,12 @@
      |  <- Ended                |    when a runner has ended     |
      |  (end of file)           |  kills its runners and ends    |
 
-Framed as what a coordinator and its workers say.
+Framed by `_ipc.frames`.
 """
-
-import contextlib
-from collections.abc import Iterator
 
 import msgspec
 
-from shmload.errors import ProtocolError
+from shmload._ipc.frames import MessageReader
 from shmload.integrations._jobs.payload import Payload
 
 # What items and results may take each; a frame's length has four bytes.
@@ -114,39 +111,7 @@ FromServer = Prepared | Forked | Ended | Refused
 ToRunner = Begin | Work
 FromRunner = Started | Returned | Raised | Refused
 
-_TO_SERVER: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
-_FROM_SERVER: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
-_TO_RUNNER: msgspec.msgpack.Decoder[ToRunner] = msgspec.msgpack.Decoder(ToRunner)
-_FROM_RUNNER: msgspec.msgpack.Decoder[FromRunner] = msgspec.msgpack.Decoder(FromRunner)
-
-
-def decode_to_server(frame: bytes) -> ToServer:
-    """Read a message that a fork server gets."""
-    with _checked():
-        return _TO_SERVER.decode(frame)
-
-
-def decode_from_server(frame: bytes) -> FromServer:
-    """Read a message that a fork server sent."""
-    with _checked():
-        return _FROM_SERVER.decode(frame)
-
-
-def decode_to_runner(frame: bytes) -> ToRunner:
-    """Read a message that a runner gets."""
-    with _checked():
-        return _TO_RUNNER.decode(frame)
-
-
-def decode_from_runner(frame: bytes) -> FromRunner:
-    """Read a message that a runner sent."""
-    with _checked():
-        return _FROM_RUNNER.decode(frame)
-
-
-@contextlib.contextmanager
-def _checked() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, RecursionError) as exc:
-        raise ProtocolError(f"a process of a job got a message that is none: {exc}") from exc
+decode_to_server = MessageReader[ToServer](ToServer, "a job")
+decode_from_server = MessageReader[FromServer](FromServer, "a fork server")
+decode_to_runner = MessageReader[ToRunner](ToRunner, "a job")
+decode_from_runner = MessageReader[FromRunner](FromRunner, "a runner")

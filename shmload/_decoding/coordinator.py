@@ -21,7 +21,6 @@ from shmload._checkpoints.identity import SourceStat, is_unchanged
 from shmload._decoding.ring import FilledSlot, Ring
 from shmload._decoding.worker_process import Task, WorkerProcess
 from shmload._host.linux import shm_free_nbytes
-from shmload._ipc.frames import Failed, Fill, Filled, FromWorker, Progress, Reason
 from shmload._segments.digest import combine_digests
 from shmload._segments.pieces import Run
 from shmload._settings import settings
@@ -36,6 +35,7 @@ from shmload.errors import (
     WorkerFailed,
     WorkerStalled,
 )
+from shmload.workers.messages import BytesRead, Failed, Fill, Filled, FromWorker, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ class _Decoding:
 
     def _take(self, worker: WorkerProcess, message: FromWorker) -> None:
         match message:
-            case Progress(nbytes):
+            case BytesRead(nbytes):
                 self._on_bytes(nbytes)
             case Filled(shard, piece, digest):
                 self._digests[shard][piece] = digest

@@ -13,21 +13,20 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shmload._ipc.child import child_environment, start_with_channel
-from shmload._ipc.frames import (
+from shmload._ipc.frames import Inbox, send
+from shmload._settings import settings
+from shmload.errors import ProtocolError, WorkerFailed
+from shmload.workers.messages import (
     VERSION,
     Close,
     Failed,
     Fill,
     Filled,
     FromWorker,
-    Inbox,
     Open,
     Ready,
     decode_from_worker,
-    send,
 )
-from shmload._settings import settings
-from shmload.errors import ProtocolError, WorkerFailed
 
 _OUTPUT_TAIL_NBYTES = 4000
 

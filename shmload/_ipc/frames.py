@@ -1,28 +1,20 @@
-"""What a coordinator and its workers say to each other, and how it is framed.
+"""Typed messages over a Unix socket, with descriptors.
 
-    coordinator                          worker
-        |  <- Ready                         |     once, when it has imported what it needs
-        |  Open + two descriptors ->        |     a shard and its part, by SCM_RIGHTS
-        |  Fill ->                          |     a piece of it; several may wait in the socket
-        |  <- Progress ...                  |     while the piece is being filled
-        |  <- Filled | Failed               |     in the order of the Fills
-        |  Close ->                         |     forget the descriptors
-        |  (end of file)                    |     the worker leaves
+A frame is a 4-byte big-endian length and that many bytes of MessagePack: one `msgspec.Struct`,
+tagged by its class's name. Who says what is in `workers.messages`, `_service.protocol` and
+`integrations._jobs.messages`.
 
-A frame is a 4-byte big-endian length and that many bytes of MessagePack. Nothing is unpickled.
+Guarantee: nothing is unpickled, every length has a limit, and a frame that is no message is a
+`ProtocolError`.
 """
 
-import enum
 import os
 import socket
-from typing import Final
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from shmload._segments.pieces import Run
 from shmload.errors import ProtocolError
-
-VERSION: Final = 1
 
 # Far above any piece of a real checkpoint; a frame that claims more is garbage.
 _MAX_FRAME_NBYTES = 64 << 20
@@ -31,75 +23,9 @@ _LENGTH_NBYTES = 4
 _MAX_FDS = 16
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The worker has started."""
-
-    version: int
-    pid: int
-
-
-class Open(msgspec.Struct, frozen=True, tag=True):
-    """Keep the two descriptors that come with this message: the shard's, then the part's."""
-
-    shard: int
-
-
-class Close(msgspec.Struct, frozen=True, tag=True):
-    """Close a shard's descriptors."""
-
-    shard: int
-
-
-class Fill(msgspec.Struct, frozen=True, tag=True):
-    """Fill one piece; its runs are in the order of their target offsets, with no gap."""
-
-    shard: int
-    piece: int
-    runs: tuple[Run, ...]
-
-
-class Progress(msgspec.Struct, frozen=True, tag=True):
-    """So many more bytes have been read."""
-
-    nbytes: int
-
-
-class Filled(msgspec.Struct, frozen=True, tag=True):
-    """A piece is complete."""
-
-    shard: int
-    piece: int
-    digest: bytes
-    """XXH3-128 of the piece's bytes as they stand in the segment."""
-
-
-class Reason(enum.Enum):
-    """Why a piece could not be filled."""
-
-    TRUNCATED = "truncated"
-    READ_ERROR = "read error"
-    NO_SPACE = "no space"
-    INTERNAL = "internal"
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A piece cannot be filled, and no other worker would fare better."""
-
-    shard: int
-    piece: int
-    reason: Reason
-    detail: str
-    """The errno's text, or the traceback of an internal failure."""
-    offset: int = 0
-    """For `TRUNCATED`: how far the shard could be read, in bytes."""
-
-
-ToWorker = Open | Close | Fill
-FromWorker = Ready | Progress | Filled | Failed
+_M = TypeVar("_M")
 
 _ENCODER = msgspec.msgpack.Encoder()
-_TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
 def to_frame(message: msgspec.Struct) -> bytes:
@@ -127,6 +53,35 @@ def send(channel: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] =
     frame = to_frame(message)
     sent = socket.send_fds(channel, [frame], fds) if fds else 0
     channel.sendall(memoryview(frame)[sent:])
+
+
+class MessageReader(Generic[_M]):
+    """Decodes the frames that one side of a protocol sends; call it with a frame.
+
+    Args:
+        kinds: the messages, a union of Structs.
+        sender: who sends them, for the error.
+        remedy: what helps against messages of another version, for the error.
+    """
+
+    def __init__(self, kinds: Any, sender: str, remedy: str = "") -> None:
+        self._decoder: msgspec.msgpack.Decoder[_M] = msgspec.msgpack.Decoder(kinds)
+        self._sender = sender
+        self._remedy = f"; {remedy}" if remedy else ""
+
+    def __call__(self, frame: bytes) -> _M:
+        """Return the message in a frame.
+
+        Raises:
+            ProtocolError: it is none of this version.
+        """
+        try:
+            return self._decoder.decode(frame)
+        except (ValueError, RecursionError) as exc:
+            raise ProtocolError(
+                f"{self._sender} sent a message that this version does not know: {exc}"
+                + self._remedy
+            ) from exc
 
 
 class Inbox:
@@ -192,27 +147,3 @@ class Inbox:
             frame = bytes(view[_LENGTH_NBYTES : _LENGTH_NBYTES + length])
         del self._buffer[: _LENGTH_NBYTES + length]
         return frame
-
-
-def decode_to_worker(frame: bytes) -> ToWorker:
-    """Read a message that a worker gets.
-
-    Raises:
-        ProtocolError: it is none.
-    """
-    try:
-        return _TO_WORKER.decode(frame)
-    except (ValueError, RecursionError) as exc:
-        raise ProtocolError(f"a worker got a message it does not know: {exc}") from exc
-
-
-def decode_from_worker(frame: bytes) -> FromWorker:
-    """Read a message that a worker sent.
-
-    Raises:
-        ProtocolError: it is none.
-    """
-    try:
-        return _FROM_WORKER.decode(frame)
-    except (ValueError, RecursionError) as exc:
-        raise ProtocolError(f"a worker sent a message that is none: {exc}") from exc

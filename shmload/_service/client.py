@@ -19,11 +19,11 @@ from shmload._service.protocol import (
     VERSION,
     Answer,
     Attached,
+    BytesRead,
     Decode,
     Decoded,
     Lend,
     Noted,
-    Progress,
     Refused,
     Request,
     Reserve,
@@ -188,7 +188,7 @@ class Client:
                 if isinstance(answer, kind):
                     return answer
                 match answer:
-                    case Progress(done, total) if on_progress:
+                    case BytesRead(done, total) if on_progress:
                         on_progress(done, total)
                     case Refused():
                         raise revive(answer)

@@ -4,13 +4,13 @@
        |  <- Welcome                        |     at once
        |  Lend + two descriptors ->         |     for each shard: what a decode will need
        |  Decode ->                         |
-       |  <- Progress ...                   |     while its workers fill the parts
+       |  <- BytesRead ...                   |     while its workers fill the parts
        |  <- Decoded | Refused              |     and forget what was lent
        |  any other request ->              |     one at a time
        |  <- its answer | Refused           |
        |  (end of file)                     |     whoever goes first: what was lent is closed
 
-Frames are those of `_messages`. Nothing is unpickled; what is no message ends the connection.
+Framed by `_ipc.frames`; what is no message ends the connection.
 """
 
 from typing import Annotated, Final
@@ -18,9 +18,10 @@ from typing import Annotated, Final
 import msgspec
 
 from shmload import errors
+from shmload._ipc.frames import MessageReader
 from shmload._segments.pieces import Run
 from shmload._wording import printable
-from shmload.errors import ProtocolError, ShmloadError
+from shmload.errors import ShmloadError
 
 VERSION: Final = 1
 
@@ -79,7 +80,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the service; what it decodes is given up, and loads do without it. Segments stay."""
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class BytesRead(msgspec.Struct, frozen=True, tag=True):
     """So many bytes are read, of so many."""
 
     done: int
@@ -157,37 +158,12 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = Lend | Decode | Reserve | Attached | GetStatus | Shutdown
-Answer = Welcome | Progress | Decoded | Reserved | Noted | Status | Stopping | Refused
+Answer = Welcome | BytesRead | Decoded | Reserved | Noted | Status | Stopping | Refused
 
-_REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-
-
-def decode_request(frame: bytes) -> Request:
-    """Read what a client sent.
-
-    Raises:
-        ProtocolError: it is no request of this version.
-    """
-    try:
-        return _REQUEST.decode(frame)
-    except (ValueError, RecursionError) as exc:
-        raise ProtocolError(f"the service got a request that it does not know: {exc}") from exc
-
-
-def decode_answer(frame: bytes) -> Answer:
-    """Read what the service sent.
-
-    Raises:
-        ProtocolError: it is no answer of this version.
-    """
-    try:
-        return _ANSWER.decode(frame)
-    except (ValueError, RecursionError) as exc:
-        raise ProtocolError(
-            f"the service sent an answer that this version does not know: {exc}; "
-            "restart it with `shmload shutdown` and `shmload serve`"
-        ) from exc
+decode_request = MessageReader[Request](Request, "a client")
+decode_answer = MessageReader[Answer](
+    Answer, "the service", "restart it with `shmload shutdown` and `shmload serve`"
+)
 
 
 def refuse(error: ShmloadError) -> Refused:

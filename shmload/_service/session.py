@@ -23,12 +23,12 @@ from shmload._service.protocol import (
     VERSION,
     Answer,
     Attached,
+    BytesRead,
     Decode,
     Decoded,
     GetStatus,
     Lend,
     Noted,
-    Progress,
     Request,
     Reserve,
     Reserved,
@@ -197,7 +197,7 @@ class ProgressStream:
         self._connection = connection
         self._lock = threading.Lock()
         self._unsent = b""
-        self._latest = Progress(0, 0)
+        self._latest = BytesRead(0, 0)
         self._sent_at = 0.0
         self._took_at = time.monotonic()
 
@@ -209,7 +209,7 @@ class ProgressStream:
 
     def report(self, done: int, total: int) -> None:
         with self._lock:
-            self._latest = Progress(done, total)
+            self._latest = BytesRead(done, total)
             self._send()
 
     def beat(self) -> None:
@@ -235,7 +235,7 @@ class ProgressStream:
         """Send the rest of what was begun, with the socket's own deadline; then start anew."""
         with self._lock:
             unsent, self._unsent = self._unsent, b""
-            self._latest = Progress(0, 0)
+            self._latest = BytesRead(0, 0)
             if unsent:
                 self._connection.sendall(unsent)
 

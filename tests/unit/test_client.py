@@ -9,7 +9,15 @@ from shmload._decoding.coordinator import Job
 from shmload._ipc.frames import to_frame
 from shmload._service import client as client_module
 from shmload._service.client import Client
-from shmload._service.protocol import VERSION, Decoded, GetStatus, Progress, Reserved, Stat, Welcome
+from shmload._service.protocol import (
+    VERSION,
+    BytesRead,
+    Decoded,
+    GetStatus,
+    Reserved,
+    Stat,
+    Welcome,
+)
 from shmload.errors import ProtocolError
 
 
@@ -35,7 +43,7 @@ _WELCOME = Welcome(VERSION, 1)
         [GetStatus()],
         [_WELCOME, _WELCOME],
         [_WELCOME, b"\x00\x00\x00\x05hello"],
-        [_WELCOME, Progress(1, 1), Reserved(())],
+        [_WELCOME, BytesRead(1, 1), Reserved(())],
         [_WELCOME, Decoded(("0" * 32,))],
     ],
     ids=["rubbish", "version", "request", "welcome", "half", "other", "digest too many"],

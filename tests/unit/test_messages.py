@@ -9,23 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmload._ipc.frames import (
+from shmload._ipc.frames import Inbox, send
+from shmload._segments.pieces import Run
+from shmload.errors import ProtocolError
+from shmload.workers.messages import (
     VERSION,
+    BytesRead,
     Close,
     Failed,
     Fill,
     Filled,
-    Inbox,
     Open,
-    Progress,
     Ready,
     Reason,
     decode_from_worker,
     decode_to_worker,
-    send,
 )
-from shmload._segments.pieces import Run
-from shmload.errors import ProtocolError
 
 _numbers = st.integers(0, 2**63 - 1)
 _runs = st.builds(Run, _numbers, _numbers, _numbers, st.text(max_size=4), st.text(max_size=4))
@@ -36,7 +35,7 @@ TO_WORKER = st.one_of(
 )
 FROM_WORKER = st.one_of(
     st.builds(Ready, _numbers, _numbers),
-    st.builds(Progress, _numbers),
+    st.builds(BytesRead, _numbers),
     st.builds(Filled, _numbers, _numbers, st.binary(max_size=16)),
     st.builds(Failed, _numbers, _numbers, st.sampled_from(Reason), st.text(max_size=40), _numbers),
 )
@@ -100,7 +99,7 @@ def test_damaged_message_to_a_worker_is_a_message_or_a_protocol_error(message, d
 def test_damaged_message_from_a_worker_is_a_message_or_a_protocol_error(message, data):
     frame = damage(frames(message)[4:], data)
     with contextlib.suppress(ProtocolError):
-        assert isinstance(decode_from_worker(frame), Ready | Progress | Filled | Failed)
+        assert isinstance(decode_from_worker(frame), Ready | BytesRead | Filled | Failed)
 
 
 def damage(frame, data):
@@ -171,7 +170,7 @@ def test_length_that_is_only_claimed_takes_no_memory(pair):
 def test_half_a_frame_is_no_message(pair):
     ours, theirs = pair
     inbox = Inbox(theirs)
-    whole = frames(Progress(7))
+    whole = frames(BytesRead(7))
     ours.sendall(whole[:-1])
     assert inbox.receive()
     assert inbox.next_frame() is None

@@ -7,7 +7,7 @@ import pytest
 
 from shmload._ipc.frames import Inbox
 from shmload._service import session
-from shmload._service.protocol import Progress, decode_answer
+from shmload._service.protocol import BytesRead, decode_answer
 from shmload._service.session import ProgressStream
 
 
@@ -38,4 +38,4 @@ def test_next_request_begins_at_nothing(ends, monkeypatch):
     stream.beat()
     inbox.receive()
     heard = [decode_answer(inbox.next_frame()) for _ in range(2)]
-    assert heard == [Progress(7, 9), Progress(0, 0)]
+    assert heard == [BytesRead(7, 9), BytesRead(0, 0)]
