@@ -22,7 +22,8 @@ from shmload.integrations._devices.calibration import choose_way
 from shmload.integrations._devices.destination import Destination, parse_max_host_memory
 from shmload.integrations._devices.hooks import attach_hooks, device_at, note_devices
 from shmload.integrations._devices.moves import Moves
-from shmload.integrations._devices.runtime import Runtime, runtime_of
+from shmload.integrations._devices.runtime import Runtime
+from shmload.integrations._devices.runtimes import runtime_of
 from shmload.integrations._devices.upload import filler_count
 from shmload.integrations._devices.ways import Pin
 

@@ -37,6 +37,7 @@ pytest.register_assert_rewrite(
     "comparing",
     "doors",
     "mappings",
+    "runtime_contract",
     "warming",
     "watching",
     "way_contract",

@@ -13,6 +13,7 @@ from shmload._placement.device_map import STRATEGIES
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, canonical_device
 from shmload._settings import parse_nbytes, worker_count
 from shmload.errors import ArgumentError, MemoryLimitExceeded, UnknownComponent
+from shmload.integrations._devices.runtimes import RUNTIMES
 from shmload.integrations._devices.ways import Pin, require_pin
 
 _ON_THE_HOST = (CPU, DISK, META, OFFLOAD)
@@ -140,7 +141,7 @@ def _require_device(device: object) -> None:
     if device in STRATEGIES:
         return
     kind = canonical_device(device).partition(":")[0]
-    if kind not in ("cuda", *_ON_THE_HOST):
+    if kind not in (*RUNTIMES, *_ON_THE_HOST):
         raise ArgumentError(
             f"device_map: {device!r} is neither a strategy ({', '.join(STRATEGIES)}) nor a device "
             f"(cuda:0, {', '.join(_ON_THE_HOST)})"

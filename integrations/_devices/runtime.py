@@ -1,186 +1,82 @@
-"""A device's runtime as an upload sees it: memory, copies in order, events, registered pages.
+"""What a copy asks of a kind of device: memory, streams, events, registered pages.
 
-Copies of one lane happen in the order they were begun; lanes are independent. A copy reads its
-source after `copy` has returned: until an event that was recorded behind it is over, the source
-must stay as it is.
+A kind of device is one module with a `Runtime`; `runtimes` is the table of them. All keep what the
+class of tests in `tests/runtime_contract.py` says.
+
+Copies of one lane happen in the order in which they were started; lanes are independent, as CUDA's
+streams are. A copy may read its source after `copy` has returned: the source must not change until
+an event that was recorded after the copy is over.
 """
 
 import contextlib
-import functools
-import logging
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-
-from shmload.errors import ArgumentError
-
-logger = logging.getLogger(__name__)
 
 ALIGNMENT_NBYTES = 256
 """What CUDA's own allocations are aligned to at least, and vectorised kernels are fastest with."""
 
-# cuda.h: cudaHostRegisterPortable, for all devices of the process; cudaHostRegisterReadOnly.
-_PORTABLE, _READ_ONLY = 0x01, 0x08
-
 
 class Event(Protocol):
-    """A point behind some copies."""
+    """A point in a lane, behind the copies that were started before it was recorded."""
 
     def wait(self) -> None:
-        """Block until they are done."""
+        """Block until those copies are done."""
 
 
 class Runtime(Protocol):
-    """The calls that an upload makes; may be used from several threads, a lane from one."""
+    """One device. Several threads may use it, but each lane only one of them."""
 
     device: torch.device
+    """With its index, where its kind has one."""
     name: str
-    """What kind of device it is."""
+    """The device's model, such as `NVIDIA H200`: calibration is remembered by it."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Return fresh memory of the device: uint8, flat, aligned to `ALIGNMENT_NBYTES`."""
+        """Return new memory of the device: uint8, flat, aligned to `ALIGNMENT_NBYTES`.
+
+        Raises:
+            torch.OutOfMemoryError: the device is full.
+        """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
-        """Begin to copy bytes of the host, uint8 and flat, into as many of the device."""
+        """Start to copy bytes of the host to the device.
+
+        Args:
+            target: memory from `empty`, or a slice of it.
+            source: on the host, pinned or not; uint8 and flat, as long as the target.
+            lane: a small number; a new one makes a new stream.
+
+        Raises:
+            torch.OutOfMemoryError: the device is full; likewise what else its driver raises.
+        """
 
     def record(self, lane: int) -> Event:
-        """Return the point behind all copies that were begun on a lane."""
+        """Return the point behind all copies that were started on a lane."""
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
-        """Make pages of the host known to the device, so that it fetches them itself.
+        """Pin pages of the host, so that the device fetches from them by itself.
+
+        Args:
+            address: of the first byte.
+            nbytes: how many bytes.
+            read_only: whether the pages are mapped for reading only.
 
         Returns:
-            Whether that was possible; if not, copies from there work too, and are slower.
+            Whether the driver did; if not, copies from there work too, and are slower.
         """
 
     def unregister(self, address: int) -> None:
-        """Undo `register`, after all copies from there."""
+        """Unpin what was registered at an address; no copy from there may be under way."""
 
 
 def drain(runtimes: Iterable[Runtime], lane: int) -> None:
-    """Block until every copy that was begun on a lane is done, also where a later one failed."""
-    with contextlib.ExitStack() as draining:  # each, whatever becomes of the others
+    """Block until every copy that was started on a lane is done, also after one has failed."""
+    with contextlib.ExitStack() as draining:  # each device, also if waiting for another one fails
         for runtime in runtimes:
             draining.callback(_drain, runtime, lane)
 
 
 def _drain(runtime: Runtime, lane: int) -> None:
     runtime.record(lane).wait()
-
-
-class _Host:
-    """The host as a device: copies at once."""
-
-    device = torch.device("cpu")
-    name = "the host"
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        raw = torch.empty(nbytes + ALIGNMENT_NBYTES, dtype=torch.uint8)
-        begin = -raw.data_ptr() % ALIGNMENT_NBYTES
-        return raw[begin : begin + nbytes]
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
-        target.copy_(source)
-
-    def record(self, lane: int) -> Event:
-        return _Over()
-
-    def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
-        return True
-
-    def unregister(self, address: int) -> None:
-        pass
-
-
-class _Over:
-    def wait(self) -> None:
-        pass
-
-
-class _Cuda:
-    """One CUDA device; a lane is a stream of its own.
-
-    Args:
-        device: with its index.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.name = torch.cuda.get_device_name(device)
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        # Where the memory that is filled here is used: it may be memory whose former use is queued.
-        self._consumer = torch.cuda.current_stream(device)
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
-        with torch.cuda.stream(self._stream(lane)):
-            target.copy_(source, non_blocking=True)
-
-    def record(self, lane: int) -> Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream(lane))
-        return _CudaEvent(event)
-
-    def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
-        flags = _PORTABLE | (_READ_ONLY if read_only else 0)
-        with torch.cuda.device(self.device):
-            error = _cudart().cudaHostRegister(address, nbytes, flags)
-            if int(error) == 0:
-                return True
-            self._clear_error()
-        _say_once(f"the driver of {self.name} does not pin memory of the host ({error})")
-        return False
-
-    def unregister(self, address: int) -> None:
-        with torch.cuda.device(self.device):
-            if int(_cudart().cudaHostUnregister(address)) != 0:
-                self._clear_error()
-
-    def _stream(self, lane: int) -> torch.cuda.Stream:
-        if lane not in self._streams:
-            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(self._consumer)
-            self._streams[lane] = stream
-        return self._streams[lane]
-
-    def _clear_error(self) -> None:
-        """Take the last error from the runtime, or the next kernel would be blamed for it."""
-        try:
-            torch.zeros(1, device=self.device)
-        except RuntimeError as exc:
-            logger.debug("cleared: %s", exc)
-
-
-class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    logger.warning("%s; copies are slower without, and nothing else", reason)
-
-
-def runtime_of(device: torch.device) -> Runtime:
-    """Return the runtime of a device that tensors are to be copied to.
-
-    Raises:
-        ArgumentError: it is no kind of device that shmload copies to.
-    """
-    match device.type:
-        case "cuda":
-            return _Cuda(torch.device("cuda", device.index or 0))
-        case "cpu":
-            return _Host()
-        case _:
-            raise ArgumentError(f"{device} is no device that shmload copies to; those of CUDA are")

@@ -76,9 +76,9 @@ def _begin() -> None:
         return
     from shmload._placement import inventory
     from shmload.integrations import placing
-    from shmload.integrations._devices import runtime
+    from shmload.integrations._devices.runtimes import runtime_of
 
-    host = runtime.runtime_of(torch.device("cpu"))
+    host = runtime_of(torch.device("cpu"))
     placing.runtime_of = lambda device: host  # type: ignore[attr-defined]
     inventory.machine_inventory = lambda: inventory.parse_inventory("80GiB,cpu=80GiB")
 

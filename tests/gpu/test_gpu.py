@@ -4,12 +4,13 @@ import pytest
 import torch
 from comparing import reference
 from pipelines import FAMILIES
+from runtime_contract import RuntimeContract
 from torch import nn
 
 import shmload
 from shmload._decoding.ring import Ring, RingShape
 from shmload.integrations._devices.pinned import PinnedRing
-from shmload.integrations._devices.runtime import runtime_of
+from shmload.integrations._devices.runtimes import runtime_of
 from shmload.integrations._devices.ways import WAYS
 
 pytestmark = [
@@ -151,3 +152,11 @@ def test_refused_registration_leaves_no_error_behind():
         address = pinned.slot(0).data_ptr()
         assert not runtime.register(address, 8192, read_only=False)  # a second time
         assert torch.ones(3, device="cuda").sum().item() == 3  # is not blamed for it
+
+
+class TestCudaRuntime(RuntimeContract):
+    """CUDA, where there is a device."""
+
+    @pytest.fixture
+    def runtime(self):
+        return runtime_of(torch.device("cuda"))

@@ -1,0 +1,87 @@
+"""Devices of CUDA, by torch's streams and events; torch gives ROCm's devices the same names."""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from shmload.integrations._devices.runtime import Event
+
+logger = logging.getLogger(__name__)
+
+# cuda.h: cudaHostRegisterPortable, for all devices of the process; cudaHostRegisterReadOnly.
+_PORTABLE, _READ_ONLY = 0x01, 0x08
+
+
+class CudaRuntime:
+    """One CUDA device; a lane is a stream of its own.
+
+    Args:
+        device: with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = torch.cuda.get_device_name(device)
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        # Where the memory that is filled here is used: it may be memory whose former use is queued.
+        self._consumer = torch.cuda.current_stream(device)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
+        with torch.cuda.stream(self._stream(lane)):
+            target.copy_(source, non_blocking=True)
+
+    def record(self, lane: int) -> Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream(lane))
+        return _CudaEvent(event)
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
+        flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+        with torch.cuda.device(self.device):
+            error = _cudart().cudaHostRegister(address, nbytes, flags)
+            if int(error) == 0:
+                return True
+            self._clear_error()
+        _say_once(f"the driver of {self.name} does not pin memory of the host ({error})")
+        return False
+
+    def unregister(self, address: int) -> None:
+        with torch.cuda.device(self.device):
+            if int(_cudart().cudaHostUnregister(address)) != 0:
+                self._clear_error()
+
+    def _stream(self, lane: int) -> torch.cuda.Stream:
+        if lane not in self._streams:
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(self._consumer)
+            self._streams[lane] = stream
+        return self._streams[lane]
+
+    def _clear_error(self) -> None:
+        """Take the last error from the runtime, or the next kernel would be blamed for it."""
+        try:
+            torch.zeros(1, device=self.device)
+        except RuntimeError as exc:
+            logger.debug("cleared: %s", exc)
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.warning("%s; copies are slower without, and nothing else", reason)

@@ -1,0 +1,34 @@
+"""The host as a device: copies are done when they have been started, and nothing needs pinning."""
+
+import torch
+
+from shmload.integrations._devices.runtime import ALIGNMENT_NBYTES, Event
+
+
+class HostRuntime:
+    """The host as a device: see `Runtime`."""
+
+    device = torch.device("cpu")
+    name = "the host"
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        raw = torch.empty(nbytes + ALIGNMENT_NBYTES, dtype=torch.uint8)
+        begin = -raw.data_ptr() % ALIGNMENT_NBYTES
+        return raw[begin : begin + nbytes]
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
+        target.copy_(source)
+
+    def record(self, lane: int) -> Event:
+        return _Done()
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
+        return True
+
+    def unregister(self, address: int) -> None:
+        pass
+
+
+class _Done:
+    def wait(self) -> None:
+        pass

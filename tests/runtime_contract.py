@@ -1,0 +1,77 @@
+"""What every kind of device promises a copy: the class of tests that each runtime passes.
+
+A runtime's tests inherit `RuntimeContract` and give the device by the fixture `runtime`.
+"""
+
+import mmap
+
+import pytest
+import torch
+
+from shmload.integrations._devices.runtime import ALIGNMENT_NBYTES, drain
+
+
+def numbered(nbytes):
+    return (torch.arange(nbytes) % 251).to(torch.uint8)
+
+
+class RuntimeContract:
+    """Copies arrive, in the order of their lane, and pages can be registered and released."""
+
+    @pytest.mark.parametrize("nbytes", [1, 255, 256, 1 << 20])
+    def test_memory_is_flat_and_aligned(self, runtime, nbytes):
+        memory = runtime.empty(nbytes)
+        assert memory.dtype == torch.uint8
+        assert memory.shape == (nbytes,)
+        assert memory.data_ptr() % ALIGNMENT_NBYTES == 0
+        assert memory.device.type == runtime.device.type
+
+    @pytest.mark.parametrize("nbytes", [1, 4097, 1 << 20])
+    def test_copy_is_there_after_its_event(self, runtime, nbytes):
+        source, target = numbered(nbytes), runtime.empty(nbytes)
+        runtime.copy(target, source, 0)
+        runtime.record(0).wait()
+        assert torch.equal(target.cpu(), source)
+
+    def test_event_covers_all_copies_before_it(self, runtime):
+        source, target = numbered(4096), runtime.empty(4096)
+        for begin in range(0, 4096, 512):
+            runtime.copy(target[begin : begin + 512], source[begin : begin + 512], 0)
+        runtime.record(0).wait()
+        assert torch.equal(target.cpu(), source)
+
+    def test_copies_of_a_lane_are_in_order(self, runtime):
+        target = runtime.empty(4096)
+        runtime.copy(target, torch.zeros_like(numbered(4096)), 0)
+        runtime.copy(target, numbered(4096), 0)
+        runtime.record(0).wait()
+        assert torch.equal(target.cpu(), numbered(4096))
+
+    def test_lanes_have_events_of_their_own(self, runtime):
+        sources = [numbered(4096), numbered(8192)]
+        targets = [runtime.empty(source.numel()) for source in sources]
+        for lane, (target, source) in enumerate(zip(targets, sources, strict=True)):
+            runtime.copy(target, source, lane)
+        for lane in (1, 0):
+            runtime.record(lane).wait()
+            assert torch.equal(targets[lane].cpu(), sources[lane])
+
+    def test_nothing_to_wait_for_is_over_at_once(self, runtime):
+        runtime.record(7).wait()
+        drain([runtime, runtime], 7)
+
+    @pytest.mark.parametrize("read_only", [False, True])
+    def test_registered_pages_are_copied_from_and_released(self, runtime, read_only):
+        pages = torch.frombuffer(mmap.mmap(-1, 1 << 16), dtype=torch.uint8)
+        pages.copy_(numbered(1 << 16))
+        target = runtime.empty(1 << 16)
+        for _ in range(2):  # what was released can be registered again
+            is_registered = runtime.register(pages.data_ptr(), 1 << 16, read_only=read_only)
+            runtime.copy(target, pages, 0)
+            runtime.record(0).wait()
+            assert torch.equal(target.cpu(), pages)
+            if is_registered:
+                runtime.unregister(pages.data_ptr())
+
+    def test_it_has_a_name(self, runtime):
+        assert runtime.name
