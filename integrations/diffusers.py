@@ -163,7 +163,7 @@ class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
         with self._begin(stay) as (load, rules):
             pipe = self._build(load, rules)
             if stay is Stay.SHARED and local_world_size() > 1:
-                linger(load.segments())
+                linger(load.holdings.segments())
         return pipe
 
     def by_shared_segments(self) -> "DiffusionPipeline | None":

@@ -283,7 +283,7 @@ def share(
         ) as load,
     ):
         # Not a forked child's: the copies that arrive elsewhere hold nothing either.
-        leases = [Lease(segment, crosses_forks=False) for segment in load.segments()]
+        leases = [Lease(segment, crosses_forks=False) for segment in load.holdings.segments()]
     remove_leftovers()  # not earlier: what is left of the same pipeline was of use
     return Handle(recipe, leases)
 

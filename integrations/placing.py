@@ -150,11 +150,11 @@ def _copy(
     if not runtimes:
         return
     first = next(iter(runtimes.values()))
-    is_streamed = load is not None and bool(load.hollow)
+    is_streamed = load is not None and bool(load.holdings.hollow)
     # The sample that `auto` measures would take more memory of the host than a limit allows.
     may_measure = not is_streamed and destination.max_host_nbytes is None
     way = choose_way(destination.pin, first, may_measure=may_measure)
-    hollow = Spans(set(load.hollow)) if load and is_streamed else None
+    hollow = Spans(set(load.holdings.hollow)) if load and is_streamed else None
     moves = Moves(
         [
             (model, functools.partial(_runtime_at, runtimes, devices[name]))
@@ -167,9 +167,9 @@ def _copy(
             ring = closing.enter_context(Ring(_shape_for(moves, destination)))
         copier = closing.enter_context(way.open(ring, first))
         if load and is_streamed:
-            copier.stream(moves, load.hollow)
+            copier.stream(moves, load.holdings.hollow)
             load.wait()
-        files = load.open_files() if load else ()
+        files = load.holdings.open_files() if load else ()
         copier.copy(moves.staged, [(inode_of(os.fstat(fd)), fd) for _, fd in files])
     moves.commit()
 

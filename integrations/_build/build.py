@@ -98,10 +98,10 @@ class Build:
 
     def _build_around(self, skeleton: Path) -> "DiffusionPipeline | None":
         """Build it around models from their skeleton, or return None if that was not to be."""
-        unfinished = self._load.unfinished_components()
-        if not self._load.has_every_file:
+        unfinished = self._load.holdings.unfinished_components()
+        if not self._load.holdings.has_every_file:
             return None
-        models = load_skeleton(skeleton, self._load.open_files())
+        models = load_skeleton(skeleton, self._load.holdings.open_files())
         if models is None:
             return None
         generator_state = torch.get_rng_state()
@@ -125,7 +125,7 @@ class Build:
     def _build_models(self, skeleton: Path | None, *, verify: bool) -> "DiffusionPipeline":
         """Let the libraries build all of it."""
         generator_state = torch.get_rng_state()
-        pipe = self._build_early(self._load.unfinished_components())
+        pipe = self._build_early(self._load.holdings.unfinished_components())
         if pipe is None:
             self._require_bytes()
             pipe = self._from_view()
@@ -133,7 +133,7 @@ class Build:
         # Who draws random numbers has to draw them each time.
         draws = not torch.equal(generator_state, torch.get_rng_state())
         if is_foreseen and skeleton and not draws and not self._has_warned():
-            save_skeleton(skeleton, self._models_of(pipe), self._load.open_files())
+            save_skeleton(skeleton, self._models_of(pipe), self._load.holdings.open_files())
         if not is_foreseen:
             return self._build_undecoded(generator_state)
         self._finish(pipe, verify=verify)
@@ -151,7 +151,7 @@ class Build:
 
     def _require_bytes(self) -> None:
         """Wait until all bytes are there, if they ever are."""
-        if self._load.hollow:
+        if self._load.holdings.hollow:
             raise BytesNeeded
         self._load.wait()
 
@@ -176,22 +176,22 @@ class Build:
 
     def _finish(self, pipe: "DiffusionPipeline", *, verify: bool) -> None:
         """Wait for the rest of the load, and put the pipeline in its place."""
-        if not self._load.hollow:
+        if not self._load.holdings.hollow:
             self._load.wait()
             if verify:
                 self._load.verify()
         if self._place:
             self._place(pipe)  # hollow segments' bytes pass by it
-        hold_leases(pipe.components.values(), self._load.segments())
+        hold_leases(pipe.components.values(), self._load.holdings.segments())
 
     @property
     def _reads_at_once(self) -> bool:
         """Whether the library casts weights, or copies them to a device, while it builds."""
-        return self._load.leaves_casts or "device_map" in self._kwargs
+        return self._load.holdings.leaves_casts or "device_map" in self._kwargs
 
     def _can_build_early(self, unfinished: set[str]) -> bool:
         """Tell whether building is worth while before all bytes are there."""
-        return self._load.has_every_file and not (unfinished and self._reads_at_once)
+        return self._load.holdings.has_every_file and not (unfinished and self._reads_at_once)
 
     def _from_view(
         self, models: Models | None = None, *, decoded: bool = True
@@ -204,7 +204,7 @@ class Build:
         """
         given = self._source.given
         # The libraries' loading is not made for threads, nor is the repair of messages.
-        with libraries, View(self._source.root, self._load.files() if decoded else {}) as view:
+        with libraries, View(self._source.root, self._load.holdings.files() if decoded else {}) as view:
             repair = PathRepair(view.path, self._root, given, self._said)
             if models:
                 repair.silence(_PASSED)
@@ -262,9 +262,9 @@ class Build:
         if not components:
             return True
         # A page that was written to keeps the zeros that its neighbours had at that time.
-        if any(map(modified_nbytes, mappings(self._load.unfinished_inodes()))):
+        if any(map(modified_nbytes, mappings(self._load.holdings.unfinished_inodes()))):
             return False
-        spans = Spans(self._load.inodes())
+        spans = Spans(self._load.holdings.inodes())
         models = (m for name, m in self._models_of(pipe).items() if name in components)
         tensors = (tensor for model in models for tensor in model.state_dict().values())
         return all(map(spans.holds_unread, tensors))

@@ -82,7 +82,7 @@ def skeleton_path(source: Source, load: Load, torch_dtype: object, root: str) ->
         root,
         source.class_name,
         [(c.component, c.library, c.class_name, _files_of(c)) for c in source.checkpoints],
-        [(shard.component, shard.segment) for shard in load.plan.shards],
+        [(shard.component, shard.segment) for shard in load.holdings.plans],
     )
     name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
     return settings().cache_dir / "skeletons" / name

@@ -70,8 +70,8 @@ def load_state_dict(
         ) as load,
     ):
         tensors: dict[str, torch.Tensor] = {}
-        shared = {segment.fd: segment for segment in load.segments() if segment.is_shared}
-        for name, fd in load.open_files():
+        shared = {segment.fd: segment for segment in load.holdings.segments() if segment.is_shared}
+        for name, fd in load.holdings.open_files():
             lease = Lease(shared[fd]) if fd in shared else None
             try:
                 tensors.update(wrap(fd, name, lease))

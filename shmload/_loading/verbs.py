@@ -88,7 +88,7 @@ def warm(
         progress=progress,
         service=service,
     ) as load:
-        held = load.segments()
+        held = load.holdings.segments()
         for segment in held if pin else ():
             segment.protect()
         return WarmReport(
@@ -206,6 +206,6 @@ def view(
             verify=verify,
             progress=progress,
         ) as load,
-        View(found.root, load.files()) as lent,
+        View(found.root, load.holdings.files()) as lent,
     ):
         yield lent.path

@@ -87,11 +87,11 @@ def test_part_that_somebody_looks_at_stays(service, shard):
             service=service,
         ) as load,
     ):
-        (path,) = load.files().values()
+        (path,) = load.holdings.files().values()
         seen = path.stat().st_ino
         service.may_go.set()
         load.wait()
-        assert {inode.number for inode in load.inodes()} == {seen}
+        assert {inode.number for inode in load.holdings.inodes()} == {seen}
         load.verify()
     for fd in service.lent:
         os.close(fd)

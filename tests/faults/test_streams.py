@@ -37,15 +37,15 @@ def stream(source, device, shape=SHAPE):
         ) as load,
     ):
         module = nn.Module()
-        for name, fd in load.open_files():
+        for name, fd in load.holdings.open_files():
             for key, tensor in wrap(fd, name).items():
                 module.register_buffer(key, tensor)
-        hollow = Spans(set(load.hollow))
+        hollow = Spans(set(load.holdings.hollow))
         moves = Moves(
             [(module, lambda path: device)], lambda tensor: hollow.find(tensor) is not None
         )
         with PinnedRing(ring, device) as pinned:
-            Stream(moves, load.hollow, ring, pinned).drain()
+            Stream(moves, load.holdings.hollow, ring, pinned).drain()
             load.wait()
         moves.commit()
     assert device.pending == 0
@@ -84,7 +84,7 @@ def test_hollow_segment_takes_no_memory(large, monkeypatch):
 
     def note(load):
         wait(load)
-        blocks.extend(os.fstat(fd).st_blocks * 512 for _, fd in load.open_files())
+        blocks.extend(os.fstat(fd).st_blocks * 512 for _, fd in load.holdings.open_files())
 
     monkeypatch.setattr(Load, "wait", note)
     assert_right(stream(large, LateDevice()), large)

@@ -195,4 +195,4 @@ def test_load_of_hollow_segments_makes_nothing_resident(saved, accelerators, mon
     monkeypatch.setattr(Load, "_begin", note)
     load(saved("wan"), max_host_memory="64KiB")
     assert made
-    assert not any(held.segments() for held in made)
+    assert not any(each.holdings.segments() for each in made)

@@ -50,7 +50,7 @@ def test_second_load_of_shards_and_variants_is_equal_too(saved, built, stored):
 def test_models_are_built_before_their_bytes_are_there(saved, built, monkeypatch):
     def note(self, models=None, **kwargs):
         pipe = from_view(self, models, **kwargs)
-        unfinished.append(len(self._load.unfinished_components()))
+        unfinished.append(len(self._load.holdings.unfinished_components()))
         return pipe
 
     unfinished = []

@@ -1,0 +1,286 @@
+"""What a load holds: its open shards, and a segment, a part or a wait for each of them."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.rules import Rule
+from shmload._decoding.coordinator import Job
+from shmload._host.linux import Inode, is_cached, read_ahead, unlock
+from shmload._loading.plan import ShardPlan
+from shmload._loading.shard import OpenShard
+from shmload._segments.acquire import Awaited, Held, Opened, acquire
+from shmload._segments.capacity import make_room
+from shmload._segments.part import Hollow, Part
+from shmload._segments.removal import give_back, remove_if_free
+from shmload._segments.segment import Segment, Stay, attach
+from shmload._segments.view import descriptor_path
+
+_Kind = TypeVar("_Kind", Segment, Part, Hollow, Awaited)
+
+
+class Holdings:
+    """The shards of one load and what it has of their segments; owns all their descriptors.
+
+    The load's thread changes them while the caller asks about them. A name keeps its entry, whose
+    kind changes: `Awaited` to `Part` or `Segment`, `Part` to `Segment`.
+
+    Args:
+        stay: how long the segments shall stay.
+        is_hollow: a stand-in takes the place of each part: the bytes go elsewhere.
+    """
+
+    def __init__(self, stay: Stay, *, is_hollow: bool) -> None:
+        self._stay = stay
+        self._is_hollow = is_hollow
+        self._shards: list[OpenShard] = []
+        self._held: dict[str, Held] = {}
+        self._made: list[str] = []
+        self._decoded: set[str] = set()
+        self._showing = threading.Lock()
+        self._is_shown = False
+
+    # Beginning ------------------------------------------------------------------------------------
+
+    def open_shards(
+        self, source: Source, rules: Mapping[str, Rule], piece_nbytes: int | None
+    ) -> None:
+        """Open and plan all shards of a source.
+
+        Args:
+            source: the source.
+            rules: the rule of each component's checkpoint.
+            piece_nbytes: size of the pieces to decode in, in bytes; None for the usual.
+
+        Raises:
+            CheckpointError: a shard cannot be opened, or its header is wrong.
+        """
+        keep = self._stay is Stay.RESIDENT or self._is_hollow
+        for checkpoint in source.checkpoints:
+            for path in checkpoint.shards:
+                component = checkpoint.component
+                rule = rules[component]
+                shard = OpenShard(component, path, rule, keep=keep, piece_nbytes=piece_nbytes)
+                self._shards.append(shard)
+
+    def acquire(self) -> list[OpenShard]:
+        """Attach each segment, or start to build it; return the shards to decode. Never waits.
+
+        Raises:
+            SegmentError: a resident segment is damaged or another user's.
+        """
+        mine: list[OpenShard] = []
+        for shard in self._shards:
+            name = shard.plan.segment
+            if shard.is_link:
+                if not is_cached(shard.fd, shard.source.st_size):
+                    read_ahead(shard.fd)
+            elif name not in self._held:  # two paths may lead to one file
+                self._held[name] = self._acquire(name)
+                match self._held[name]:
+                    case Part() | Hollow():
+                        mine.append(shard)
+                    case Segment() as segment:
+                        segment.read_header()  # whether it was damaged
+                        segment.touch()
+                        if self._stay is Stay.RESIDENT:
+                            segment.keep()
+        return mine
+
+    def _acquire(self, name: str) -> Held:
+        return (attach(name) or Hollow(name)) if self._is_hollow else acquire(name)
+
+    def make_parts(self, shards: Iterable[OpenShard], *, is_charged_here: bool) -> None:
+        """Check that there is room for some shards' parts; give them their length and header.
+
+        Args:
+            shards: from `acquire`.
+            is_charged_here: this process's memory limit pays for the parts, not a service's.
+
+        Raises:
+            CapacityError: there is no room.
+        """
+        if not self._is_hollow:
+            nbytes = sum(shard.layout.nbytes for shard in shards)
+            make_room(nbytes, is_charged_here=is_charged_here)
+        for shard in shards:
+            self._part(shard).prepare(shard.layout)
+
+    def renew_parts(self, shards: Sequence[OpenShard]) -> None:
+        """Begin again in other parts, unless something has mapped the present ones.
+
+        A stopped service's worker has the present ones, and may write to them when it goes on.
+        """
+        with self._showing:
+            if not self._is_shown:
+                for shard in shards:
+                    part = self._part(shard)
+                    assert isinstance(part, Part), "a ring's slots are lent to no service"
+                    part.renew()
+                self.make_parts(shards, is_charged_here=True)
+
+    def jobs(self, shards: Iterable[OpenShard]) -> list[Job]:
+        """Return what it takes to decode some shards into their parts."""
+        return [shard.job(self._part(shard)) for shard in shards]
+
+    def publish(self, shard: OpenShard, digest: str, stay: Stay) -> None:
+        """Declare a shard's part complete.
+
+        Args:
+            shard: the shard.
+            digest: of its segment's data.
+            stay: how long this segment stays.
+        """
+        name = shard.plan.segment
+        part = self._part(shard)
+        assert isinstance(part, Part)
+        self._held[name] = part.publish(digest, stay)
+        self._decoded.add(name)
+        if stay is not Stay.PRIVATE:
+            self._made.append(name)
+
+    def awaited(self) -> Iterator[OpenShard]:
+        """Yield each shard whose segment another process builds at that moment."""
+        for shard in self._shards:
+            if isinstance(self._held.get(shard.plan.segment), Awaited):
+                yield shard
+
+    def wait_for(
+        self, shard: OpenShard, timeout_s: float, is_cancelled: Callable[[], bool]
+    ) -> bool:
+        """Wait for another process's part; tell whether this process has to decode it instead.
+
+        Raises:
+            SegmentTimeout: as `Awaited.wait`.
+        """
+        name = shard.plan.segment
+        held = self._held[name]
+        while isinstance(held, Awaited):
+            self._held[name] = held = held.wait(timeout_s, is_cancelled)
+            if self._stay > Stay.PRIVATE and isinstance(held, Segment) and not held.has_name:
+                held.close()  # the other process made it for itself alone
+                self._held[name] = held = acquire(name)
+        if self._stay is Stay.RESIDENT and isinstance(held, Segment):
+            held.keep()
+        return isinstance(held, Part)
+
+    def _part(self, shard: OpenShard) -> Part | Hollow:
+        part = self._held[shard.plan.segment]
+        assert isinstance(part, Part | Hollow)
+        return part
+
+    # Asking ---------------------------------------------------------------------------------------
+
+    @property
+    def plans(self) -> list[ShardPlan]:
+        """What was to be done for each shard when the load began."""
+        return [shard.plan for shard in self._shards]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no shard needs a segment."""
+        return not self._held
+
+    @property
+    def has_every_file(self) -> bool:
+        """Whether every segment exists at least as a part, so that a view can lead to it."""
+        return not self.all_of(Awaited)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every segment is complete."""
+        return len(self.segments()) == len(self._held)
+
+    @property
+    def leaves_casts(self) -> bool:
+        """Whether the library will still cast some tensor, as far as the rules can tell."""
+        return any(shard.leaves_casts for shard in self._shards)
+
+    def all_of(self, kind: type[_Kind]) -> list[_Kind]:
+        """Return what is held of one kind."""
+        return [held for held in self._held.values() if isinstance(held, kind)]
+
+    def segments(self) -> list[Segment]:
+        """Return the complete segments; the holdings own them."""
+        return self.all_of(Segment)
+
+    def files(self) -> dict[Path, Path]:
+        """Return where each shard's bytes are, for a view, by the shard's path."""
+        found = {}
+        for shard, held in self._show():
+            path = shard.plan.path
+            found[path] = descriptor_path(held.fd) if isinstance(held, Opened) else path
+        return found
+
+    def open_files(self) -> list[tuple[str, int]]:
+        """Return name and descriptor of what has, or will have, each shard's tensors."""
+        found = []
+        for shard, held in self._show():
+            if isinstance(held, Opened):
+                found.append((held.name, held.fd))
+            else:
+                found.append((str(shard.plan.path), shard.fd))
+        return found
+
+    def _show(self) -> Iterator[tuple[OpenShard, Held | None]]:
+        """Yield each shard and what is held of it, for others to map."""
+        with self._showing:
+            self._is_shown = True
+        for shard in self._shards:
+            yield shard, self._held.get(shard.plan.segment)
+
+    def inodes(self) -> set[Inode]:
+        """Return the inodes of segments and parts, and of shards that are linked."""
+        linked = {shard.inode for shard in self._shards if shard.is_link}
+        return linked | {held.inode for held in self._held.values() if isinstance(held, Opened)}
+
+    def unfinished_inodes(self) -> set[Inode]:
+        """Return the inodes of files that can be mapped and lack bytes."""
+        return {held.inode for held in (*self.all_of(Part), *self.all_of(Hollow))}
+
+    def unfinished_components(self) -> set[str]:
+        """Return the components with parts that lack bytes."""
+        return {
+            shard.plan.component
+            for shard in self._shards
+            if isinstance(self._held.get(shard.plan.segment), Part | Hollow)
+        }
+
+    @property
+    def hollow(self) -> list[Inode]:
+        """The inodes of stand-ins, by the number that their filled slots name."""
+        return [held.inode for held in self.all_of(Hollow)]
+
+    def attached_and_decoded(self) -> tuple[list[str], list[str]]:
+        """Return the names of complete segments: those found, and those decoded for this load."""
+        complete = {segment.name for segment in self.segments()}
+        return sorted(complete - self._decoded), sorted(complete & self._decoded)
+
+    # Ending ---------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the shards, remove the parts, give all leases back; again does nothing."""
+        with contextlib.ExitStack() as closing:  # each, whatever becomes of the others
+            while self._shards:
+                closing.callback(self._shards.pop().close)
+            while self._held:
+                _, held = self._held.popitem()
+                if isinstance(held, Segment):
+                    closing.callback(give_back, held)
+                else:
+                    closing.callback(held.close)
+
+    def unlock_made(self) -> None:
+        """Unlock the published segments, which mappings of this load may still keep locked."""
+        for name in self._made:
+            held = self._held.get(name)
+            if isinstance(held, Segment):
+                unlock(held.fd)
+
+    def remove_made(self) -> None:
+        """Remove the published segments that no process uses. Call it after `close`."""
+        while self._made:
+            remove_if_free(self._made.pop())
