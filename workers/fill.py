@@ -17,24 +17,24 @@ from shmload._segments.pieces import Run
 from shmload.workers.convert import Converter
 from shmload.workers.messages import Reason
 
-# Fits the level-2 cache together with what it is converted to. Measured on an EPYC 9004 with 1 MiB
-# of level 2, read, fp32 to bf16, digest and write: 64 KiB 2.2 GB/s, 256 KiB 2.4, 1 MiB 2.6, 4 MiB
-# 2.6.
+# Bytes read at a time. Measured on an EPYC 9004 with 1 MiB of level-2 cache, read, fp32 to bf16,
+# digest and write: 64 KiB 2.2 GB/s, 256 KiB 2.4, 1 MiB 2.6, 4 MiB 2.6.
 _BLOCK_NBYTES = 1 << 20
 
-# Often enough for a bar, and for slow disks; each report wakes the parent on a core that decodes.
+# Often enough for a progress bar, also with a slow disk. Each report takes the parent some time on
+# a core that decodes.
 _REPORT_INTERVAL_S = 0.1
 
 Report = Callable[[int], None]
-"""Is told now and then how much more was read, in bytes."""
+"""Called with the number of bytes that were read since the last call."""
 
 
 class FillError(Exception):
     """A piece cannot be filled.
 
     Attributes:
-        reason: what kind of failure.
-        offset: how far the shard could be read, in bytes.
+        reason: the kind of failure.
+        offset: where the shard ends, in bytes, if it ends early.
     """
 
     def __init__(self, reason: Reason, detail: str, offset: int = 0) -> None:
@@ -44,7 +44,7 @@ class FillError(Exception):
 
 
 class Filler:
-    """Owns the buffers that bytes pass through; one per worker, not for several threads."""
+    """Fills pieces through buffers that it owns; one per worker, and not for several threads."""
 
     def __init__(self) -> None:
         self._source = memoryview(bytearray(_BLOCK_NBYTES))
@@ -57,8 +57,8 @@ class Filler:
         Args:
             source: descriptor of the shard.
             target: descriptor of the part.
-            runs: what goes where, by target offset and without gaps.
-            report: called with bytes read; the sum over a piece is what its runs read.
+            runs: by target offset, without gaps.
+            report: called now and then; its numbers add up to the bytes that the runs read.
 
         Returns:
             The XXH3-128 of the piece's bytes in the segment.
@@ -68,7 +68,7 @@ class Filler:
         """
         digest = xxhash.xxh3_128()
         pending = 0
-        report_at = 0.0  # the first block at once: the piece was begun
+        report_at = 0.0  # at once after the first block: the piece has begun
         for run in runs:
             source_nbytes, target_nbytes = NBITS[run.source] // 8, NBITS[run.target] // 8
             most = _BLOCK_NBYTES // max(source_nbytes, target_nbytes)

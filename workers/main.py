@@ -8,9 +8,9 @@ Started by a coordinator with a Unix socket as descriptor CHANNEL and the coordi
                                   |        Filled, Failed
               end of file, or the parent died: exit
 
-Guarantee: a worker never outlives its coordinator by more than the piece it is filling. The
-socket's end of file tells when the coordinator closes; the parent's pidfd also tells when it was
-killed while some forked child still holds the socket.
+Guarantee: a worker never outlives its coordinator by more than the piece it is filling. When the
+coordinator closes the socket, the worker reads end of file. When the coordinator is killed while a
+forked child of it still holds the socket, only the pidfd of the coordinator tells.
 """
 
 import os
@@ -64,7 +64,7 @@ def main(channel_fd: int, parent: int) -> None:
 
 
 class _Worker:
-    """Does what the messages say; owns the shards' descriptors."""
+    """Carries out messages; owns the shards' descriptors."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -90,7 +90,7 @@ class _Worker:
             digest = self._filler.fill(source, target, fill.runs, self._report)
         except FillError as exc:
             return Failed(fill.shard, fill.piece, exc.reason, str(exc), exc.offset)
-        except Exception:  # the outermost loop: whatever it is, the coordinator must learn of it
+        except Exception:  # outermost loop: the coordinator must learn of any error
             return Failed(fill.shard, fill.piece, Reason.INTERNAL, traceback.format_exc())
         return Filled(fill.shard, fill.piece, digest)
 
@@ -99,10 +99,11 @@ class _Worker:
 
 
 def _reopen(fd: int) -> int:
-    """Open a file again: readers that share one description look random to the kernel's read-ahead.
+    """Open a file again, for a read position and a read-ahead of its own.
 
-    Through /proc and not by path, so that it is the same file even if it was replaced. What only
-    the lender may open is read as it came.
+    Readers that share an open file description look random to the kernel's read-ahead. The path in
+    /proc leads to the same file even if another has its name now. A file that this process may not
+    open is read through the descriptor that came.
     """
     try:
         fresh = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)

@@ -72,15 +72,11 @@ def name_as_safetensors(name: str) -> str:
     So a library finds a segment that stands in for a file of another format. Other names stay.
     """
     for file_format in known.FORMATS:
-        for suffix in file_format.suffixes:
-            match = re.fullmatch(rf"(.+){re.escape(suffix)}(\.index(?:\..+)?\.json)?", name)
-            if match:
-                stem = match[1]
-                for owner, base in file_format.base_names.items():
-                    if stem == base or stem.startswith((f"{base}.", f"{base}-")):
-                        stem = SAFETENSORS.base_names[owner] + stem.removeprefix(base)
-                        break
-                return stem + SAFETENSORS.suffixes[0] + (match[2] or "")
+        suffixes = "|".join(map(re.escape, file_format.suffixes))
+        match = re.fullmatch(rf"(.+)(?:{suffixes})(\.index(?:\..+)?\.json)?", name)
+        if match:
+            stem, index = match.groups("")
+            return f"{_rename_base(stem, file_format)}{SAFETENSORS.suffixes[0]}{index}"
     return name
 
 
@@ -101,6 +97,14 @@ def _preferred_names(
     index = f"{base}{suffix}.index.{variant}.json" if variant else f"{base}{suffix}.index.json"
     # diffusers looks for an index first, transformers for the single file.
     return (index, single) if owner == "diffusers" else (single, index)
+
+
+def _rename_base(stem: str, file_format: Format) -> str:
+    """Replace the base name of a model's weights by that of its library's safetensors."""
+    for owner, base in file_format.base_names.items():
+        if stem == base or stem.startswith((f"{base}.", f"{base}-")):
+            return SAFETENSORS.base_names[owner] + stem.removeprefix(base)
+    return stem
 
 
 def _base_name(file_format: Format, names: Iterable[str], library: str) -> tuple[str, str]:

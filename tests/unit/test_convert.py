@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmload.workers import convert
-from shmload.workers.convert import FLOAT_NBYTES, Converter
+from shmload.workers.convert import Converter
+from shmload.workers.kernels import FLOAT_NBYTES
 
 TORCH = {
     "F64": torch.float64,
@@ -296,7 +297,8 @@ def test_torch_is_imported_for_nan_alone():
     program = textwrap.dedent(
         """
         import struct, sys
-        from shmload.workers.convert import FLOAT_NBYTES, Converter
+        from shmload.workers.convert import Converter
+        from shmload.workers.kernels import FLOAT_NBYTES
 
         written = memoryview(bytearray(64))
         numbers = {
