@@ -1,4 +1,4 @@
-"""Everything a user may set, in one place.
+"""Every setting that users may change.
 
 Each field is read from the environment variable `SHMLOAD_` plus its name in capitals.
 """
@@ -15,9 +15,9 @@ from shmload.errors import ArgumentError
 
 _PREFIX = "SHMLOAD_"
 _WORKERS = _PREFIX + "WORKERS"
-# The variable that huggingface users know for the same thing as our workers, which wins.
+# The Hugging Face libraries' variable for the same thing; ours wins.
 _HUGGINGFACE_WORKERS = "HF_PARALLEL_LOADING_WORKERS"
-# Of torchrun, Open MPI, Intel MPI and MVAPICH.
+# Number of ranks on this host, as torchrun, Open MPI, Intel MPI and MVAPICH call it.
 _LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -26,7 +26,7 @@ _LOCAL_SIZES = (
 )
 ServiceUse = Literal["auto", "off", "require"]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
-# By a field's type.
+# What an error says of a field, by its type.
 _EXPECTED: dict[object, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -41,12 +41,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Values that hold for the whole process; see `docs/settings.md` for the reasons."""
 
     workers: int | None = None
-    """Worker processes for one load; None means one per core that the parent does not need."""
+    """Worker processes for one load; None means one for each core that the parent does not need."""
 
     inline_nbytes: int = 64 << 20
-    """Below this many bytes to read the caller decodes by itself, in bytes.
+    """The caller decodes by itself, without workers, if it reads fewer bytes than this.
 
-    A worker takes about 0.1 s to start, in which one process decodes some 200 MiB.
+    A worker takes about 0.1 s to start; in that time one process decodes some 200 MiB.
     """
 
     stall_timeout_s: float = 60.0
@@ -62,19 +62,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a running service decodes: if there is one, never, or it must."""
 
     socket: Path | None = None
-    """Where the service listens; None for the usual place."""
+    """Path of the service's socket; None for the default."""
 
     service_timeout_s: float = 10.0
-    """How long the service may take for an answer that reads no weights, in seconds."""
+    """How long the service may take to answer a request that reads no weights, in seconds."""
 
     skeletons: bool = False
-    """Whether built models are remembered, without their weights, to be built faster next time."""
+    """Whether built models are cached, without their weights, to be built faster next time."""
 
     headroom: Fraction = 0.1
     """The fraction of each accelerator's memory that a strategy leaves to activations."""
 
     cache_dir: Path = msgspec.field(default_factory=lambda: _user_cache_dir() / "shmload")
-    """Where dtype rules of model classes, and skeletons, are remembered."""
+    """Where dtype rules of model classes, and skeletons, are cached."""
 
 
 @cache
@@ -115,22 +115,22 @@ def parse_nbytes(text: str) -> int:
     """Read a size in bytes, such as `40GiB`, `16e9` or `512 MB`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a size.
     """
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if not found:
-        raise ValueError(f"{text!r} is no size; write it like 40GiB or 16e9")
+        raise ValueError(f"{text!r} is not a size; write it like 40GiB or 16e9")
     number, prefix, binary = found.groups()
     try:
         return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
-    except (ValueError, OverflowError) as exc:  # two points, or more than any float
-        raise ValueError(f"{text!r} is no size; write it like 40GiB or 16e9") from exc
+    except (ValueError, OverflowError) as exc:  # two points, or too large for a float
+        raise ValueError(f"{text!r} is not a size; write it like 40GiB or 16e9") from exc
 
 
 def local_world_size() -> int:
-    """Return how many ranks of one job run on this host: 1 outside of such a job.
+    """Return how many ranks of this job run on this host; 1 outside of such a job.
 
-    That is what torchrun and `accelerate launch` tell each rank, or the MPI that has started it.
+    torchrun, `accelerate launch` and MPI set it in each rank's environment.
     """
     for variable in _LOCAL_SIZES:
         text = os.environ.get(variable, "")
@@ -148,12 +148,12 @@ def worker_count(*, parent_is_busy: bool) -> int:
     """Return how many workers to start.
 
     Args:
-        parent_is_busy: whether the parent computes meanwhile (imports, builds); then a core is
-            left to it, since on two cores a second worker slows the imports by a second.
+        parent_is_busy: whether the parent imports or builds during the load; it then keeps a core:
+            on two cores a second worker slows the imports by a second.
     """
     chosen = settings().workers
     if chosen is not None:
         return max(1, chosen)
     cores = len(os.sched_getaffinity(0))
-    # Page allocation, not decoding, is the limit well before sixteen processes.
+    # Well before sixteen processes page allocation is the limit, not decoding.
     return max(1, min(16, cores - 1 if parent_is_busy else cores))

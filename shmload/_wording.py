@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 
 def format_nbytes(nbytes: float) -> str:
-    """Write a size in bytes the way the errors and tables do, such as `1.50 GiB`."""
+    """Write a size in bytes for errors and tables, such as `1.50 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
@@ -14,25 +14,25 @@ def format_nbytes(nbytes: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape what UTF-8 cannot say, such as half a surrogate for a byte of an odd path."""
+    """Escape characters that UTF-8 cannot encode: lone surrogates, from bytes in a path."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the name that was perhaps meant, for an error."""
+    """Return a hint for an error: the known name most like this one; empty if none is."""
     found = difflib.get_close_matches(name, known, 1) if not name.isdecimal() else []
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def listed(names: Sequence[str]) -> str:
-    """List names, numbers in a row as a range."""
+    """List names; consecutive numbers from 0 become a range."""
     if len(names) > 2 and list(names) == [str(number) for number in range(len(names))]:
         return f"0 to {len(names) - 1}"
     return ", ".join(names)
 
 
 def name_processes(pids: Collection[int]) -> str:
-    """Name processes, of which perhaps none can be seen."""
+    """Name processes by their ids; "some process" if none is known."""
     if not pids:
         return "some process"
     return f"process{'' if len(pids) == 1 else 'es'} {' and '.join(map(str, sorted(pids)))}"

@@ -1,6 +1,6 @@
-"""What each part of the machine should be like for loads through shared memory.
+"""The checks: each turns measured values into one finding, with a remedy.
 
-Each check turns values into one finding, and asks nobody; `_doctor` has the values.
+They measure nothing themselves; `doctor` passes the values.
 """
 
 import re
@@ -20,25 +20,25 @@ from shmload._settings import ServiceUse
 from shmload._wording import format_nbytes
 from shmload.errors import PeerRefused, ServiceUnavailable, ShmloadError
 
-# Below the first hardly a model fits, docker's default of 64 MiB for /dev/shm in particular; the
-# second is what Stable Diffusion 1.5 takes in 16 bits.
+# The first is too little for almost any model, such as docker's default of 64 MiB for /dev/shm; the
+# second is the size of Stable Diffusion 1.5 in 16 bits.
 _LEAST_NBYTES = 256 << 20
 _SMALL_PIPELINE_NBYTES = 2_700_000_000
-# A lease takes a descriptor, a shard that is being decoded two; pipelines have up to some 30.
+# A lease takes one descriptor, a shard that is being decoded two; a pipeline has up to 30 shards.
 _LEAST_FILES, _ENOUGH_FILES = 128, 1024
 # The kernel's own default since 5.16.
 _ENOUGH_LOCKED_NBYTES = 8 << 20
 _LEAST_KERNEL = (5, 4)
 _SLOW_ANSWER_S = 1.0
-# A plain SATA disk reads so much; memory that is copied slower is short of something else.
+# A plain SATA disk reads 0.5 GB/s; copying from the page cache below 1 GB/s has another cause.
 _SLOW_DISK_BYTES_PER_S, _SLOW_CACHE_BYTES_PER_S = 0.5e9, 1e9
-# Less is read too quickly to say anything.
+# Reading less is too quick to measure.
 _TELLING_NBYTES = 16 << 20
 # PCIe 3 with eight lanes gives 6 to 7 GB/s.
 _SLOW_COPY_BYTES_PER_S = 5e9
 
 _ENLARGE = "sudo mount -o remount,size=90% /dev/shm"
-_MAKE_ROOM = "shmload gc; shmload ls"  # which says what `shmload rm` can remove
+_MAKE_ROOM = "shmload gc; shmload ls"  # `shmload ls` shows what `shmload rm` can remove
 
 State = Literal["ok", "warn", "bad"]
 
@@ -50,7 +50,7 @@ class Finding(msgspec.Struct, frozen=True):
     state: State
     detail: str
     remedy: str | None = None
-    """A command; None if all is well."""
+    """A command; None if the state is ok."""
 
 
 # Memory -------------------------------------------------------------------------------------------
@@ -74,10 +74,10 @@ def check_shared_memory(
 
 
 def check_huge_pages(found: FileSystem | None, policy: str | None) -> Finding:
-    """Check that the kernel does what /dev/shm's mount option asks for.
+    """Check that the kernel follows /dev/shm's mount option for huge pages.
 
-    Neither choice is bad. Warming 3.4 GB took 2.4 s without huge pages (1.3 to 3.1, n=16). With
-    `within_size` it took 6.6 s where nothing was written before (3.8 to 8.4, n=5), then 3.0 s
+    Both choices are fine. Warming 3.4 GB took 2.4 s without huge pages (1.3 to 3.1, n=16). With
+    `within_size` it took 6.6 s when nothing had been written before (3.8 to 8.4, n=5), then 3.0 s
     (0.7 to 5.5, n=11), on 2 cores of a virtual AMD EPYC with Linux 6.18 (2026-11-20).
 
     Args:
@@ -93,13 +93,13 @@ def check_huge_pages(found: FileSystem | None, policy: str | None) -> Finding:
 
 
 def check_leftovers(names: Sequence[str]) -> Finding:
-    """Check what `shmload gc` would remove."""
+    """Check how many names `shmload gc` would remove."""
     detail = f"{len(names)} for `shmload gc` to remove" if names else "none"
     return _finding("leftovers", "warn" if names else "ok", detail, "shmload gc")
 
 
 def check_control_group(free: int | None, limit: int | None) -> Finding:
-    """Check what the memory control groups leave, in bytes; None for no limit."""
+    """Check the room in the memory control groups, in bytes; None for no limit."""
     if free is None or limit is None:
         return Finding("control group", "ok", "no memory limit")
     detail = f"{format_nbytes(free)} free of {format_nbytes(limit)}"
@@ -108,7 +108,7 @@ def check_control_group(free: int | None, limit: int | None) -> Finding:
 
 
 def check_machine_memory(available: int) -> Finding:
-    """Check the machine's memory to be had without swapping, in bytes."""
+    """Check the memory that is available without swapping, in bytes."""
     remedy = f"{_MAKE_ROOM}; ps -eo rss,pid,args --sort=-rss | head"
     detail = f"{format_nbytes(available)} available"
     return _finding("machine memory", _room(available), detail, remedy)
@@ -124,9 +124,9 @@ def _room(nbytes: int) -> State:
 
 
 def check_locked_memory(soft: int) -> Finding:
-    """Check how much memory a process may lock, in bytes; -1 for any amount.
+    """Check how many bytes a process may lock; -1 for no limit.
 
-    shmload locks none; the drivers of some devices do.
+    shmload locks none; some device drivers do.
     """
     name, remedy = "locked memory", "sudo prlimit --pid $$ --memlock=unlimited"
     if soft == resource.RLIM_INFINITY:
@@ -137,7 +137,7 @@ def check_locked_memory(soft: int) -> Finding:
 
 
 def check_open_files(soft: int, hard: int) -> Finding:
-    """Check how many descriptors a process may have; -1 for any number."""
+    """Check how many descriptors a process may have; -1 for no limit."""
     if soft == resource.RLIM_INFINITY:
         return Finding("open files", "ok", "no limit")
     state: State = "ok" if soft >= _ENOUGH_FILES else "warn" if soft >= _LEAST_FILES else "bad"
@@ -148,7 +148,7 @@ def check_open_files(soft: int, hard: int) -> Finding:
 
 
 def check_kernel(release: str, has_pidfds: bool) -> Finding:
-    """Check that processes can be watched by descriptor."""
+    """Check that the kernel has pidfds, and that no sandbox forbids them."""
     numbers = re.match(r"(\d+)\.(\d+)", release)
     if numbers and tuple(map(int, numbers.groups())) < _LEAST_KERNEL:
         remedy = "sudo apt-get install linux-generic && sudo reboot  # of the host"
@@ -173,10 +173,10 @@ def check_service(
 
     Args:
         path: of its socket.
-        use: whether loads use it.
-        found: its answer, why there was none, or None if there is no socket.
-        elapsed_s: how long that took, in seconds.
-        pid: of the service, as this process sees it; None if it cannot.
+        use: the setting: whether loads use a service.
+        found: its answer, or the error; None if there is no socket.
+        elapsed_s: how long the answer took, in seconds.
+        pid: of the service, in this process's pid namespace; None if unknown.
     """
     match found:
         case None:
@@ -188,8 +188,8 @@ def check_service(
             remedy = "shmload top"
         case ServiceUnavailable(__cause__=ConnectionRefusedError()):
             state = "bad" if use == "require" else "warn"
-            detail = f"none runs, and {path} is what a dead one left"
-            remedy = "shmload serve &"  # which takes it over
+            detail = f"none runs, and {path} is left from a dead one"
+            remedy = "shmload serve &"  # it replaces the socket
         case PeerRefused() | ServiceUnavailable(__cause__=PermissionError()):
             state, detail = "bad", str(found)
             remedy = "export SHMLOAD_SOCKET=$HOME/.shmload/service.sock"
@@ -205,7 +205,7 @@ def check_service(
 def check_source(
     source: str, sizes: Sequence[int], file_systems: Iterable[FileSystem | None]
 ) -> Finding:
-    """Check where a source's weight files lie; their sizes in bytes."""
+    """Check the file systems of a source's weight files; sizes in bytes."""
     if not sizes:
         remedy = f"ls -lRL {shlex.quote(source)}"
         return Finding("source", "bad", f"no {format_names()} weights in {source}", remedy)
@@ -218,7 +218,7 @@ def check_source(
 
 
 def check_read_speed(source: str, speed: ReadSpeed, cached: int, files: int) -> Finding:
-    """Check how fast a source is read, and how many of its files are in the page cache."""
+    """Check the speed of reading a source, and how many of its files are in the page cache."""
     slow = _SLOW_CACHE_BYTES_PER_S if speed.was_cached else _SLOW_DISK_BYTES_PER_S
     is_slow = speed.nbytes >= _TELLING_NBYTES and speed.bytes_per_s < slow
     origin = "from the page cache" if speed.was_cached else "not from the page cache"
@@ -241,7 +241,7 @@ def _warm(source: str) -> str:
 
 
 def check_devices(speeds: Sequence[CopySpeed]) -> Iterator[Finding]:
-    """Check how fast weights get to each CUDA device."""
+    """Check the speed of copies to each CUDA device."""
     if not speeds:
         yield Finding("devices", "ok", "no CUDA device")
     for number, speed in enumerate(speeds):

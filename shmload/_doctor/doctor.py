@@ -1,7 +1,7 @@
-"""What of this machine stands in the way of loads through shared memory.
+"""The doctor's examination: measures this machine and passes the values to the checks.
 
-Guarantee: nothing is changed, save that what is read is in the page cache afterwards; what waits
-for `shmload gc` is named and left.
+Guarantee: nothing changes, except that a file that was read is in the page cache afterwards; what
+`shmload gc` would remove is counted and stays.
 """
 
 import contextlib
@@ -56,11 +56,10 @@ from shmload.errors import ProtocolError, ServiceError, ShmloadError
 
 
 def diagnose(source: str | None = None) -> Iterator[Finding]:
-    """Examine this machine as this process sees it; a few seconds, most of it torch's import.
+    """Examine this machine as this process sees it; takes a few seconds, mostly to import torch.
 
     Args:
-        source: a path or a hub id, to be examined too; is not downloaded. Of one of its files 256
-            MiB are read.
+        source: a path or a hub id to examine too; not downloaded. Reads 256 MiB of one file.
     """
     yield from _diagnose_shared_memory()
     yield check_control_group(cgroup_free_nbytes(), cgroup_limit_nbytes())
@@ -100,7 +99,7 @@ def _diagnose_service(path: Path) -> Finding:
 
 
 def _service_pid(path: Path) -> int | None:
-    """Ask the kernel who has the service's socket, for one that does not answer itself."""
+    """Return the process that has the service's socket, from the kernel: the service may hang."""
     with (
         contextlib.suppress(ServiceError),
         contextlib.closing(connect(path, settings().service_timeout_s)) as connection,

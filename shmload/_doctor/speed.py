@@ -1,6 +1,6 @@
-"""How fast bytes come from a file and go to a device, measured in a second or less.
+"""How fast a file is read and a device is copied to, each measured in a second or less.
 
-Single reads on one thread: a worker's share of what the disk gives, not all that it gives.
+Reads one block after the other on one thread, as one worker does; several together read faster.
 """
 
 import os
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     import torch
 
 _SAMPLE_NBYTES = 256 << 20
-# What a worker reads at a time.
+# As much as a worker reads at a time.
 _BLOCK_NBYTES = 1 << 20
 _COPIES = 3
 
 
 class ReadSpeed(msgspec.Struct, frozen=True):
-    """How a file was read."""
+    """The result of reading a file."""
 
     nbytes: int
     elapsed_s: float
@@ -35,7 +35,7 @@ class ReadSpeed(msgspec.Struct, frozen=True):
 
 
 class CopySpeed(msgspec.Struct, frozen=True):
-    """How fast copies from the host to a device are."""
+    """The speed of copies from the host to a device."""
 
     device: str
     """Its name, such as `NVIDIA H200`."""
@@ -63,7 +63,7 @@ def measure_reading(path: Path, limit_nbytes: int = _SAMPLE_NBYTES) -> ReadSpeed
         while done < limit_nbytes:
             got = os.preadv(fd, [block[: limit_nbytes - done]], done)
             if got == 0:
-                break  # cut short meanwhile
+                break  # the file was truncated
             done += got
         return ReadSpeed(done, time.perf_counter() - began_at, was_cached)
     finally:
@@ -71,7 +71,7 @@ def measure_reading(path: Path, limit_nbytes: int = _SAMPLE_NBYTES) -> ReadSpeed
 
 
 def is_file_cached(path: Path) -> bool:
-    """Tell whether a whole file seems to lie in the page cache.
+    """Tell whether a whole file seems to be in the page cache.
 
     Raises:
         ShardMissing: there is no such file.
@@ -85,14 +85,14 @@ def is_file_cached(path: Path) -> bool:
 
 
 def measure_copies() -> list[CopySpeed]:
-    """Copy to each CUDA device; takes 256 MiB there and 512 MiB here, and imports torch.
+    """Copy to each CUDA device; takes 256 MiB there and 512 MiB on the host, and imports torch.
 
     Returns:
-        One entry a device; none where torch finds no device.
+        One entry per device; none if torch finds no device.
 
     Raises:
-        ImportError, OSError: torch is broken.
-        RuntimeError: a device is.
+        ImportError, OSError: torch cannot be imported.
+        RuntimeError: a device fails.
     """
     import torch
 

@@ -1,14 +1,14 @@
-"""Work that goes on in a thread while its owner does something else."""
+"""Work in a thread while its owner does something else."""
 
 import threading
 from collections.abc import Callable
 
 
 class Background:
-    """A function in a thread of its own; its error is for whoever waits.
+    """A function in a thread of its own; `wait` raises its error.
 
     Args:
-        function: what is to be done.
+        function: what the thread runs.
         name: of the thread.
     """
 
@@ -18,39 +18,41 @@ class Background:
         self._has_begun = False
         self._is_over = threading.Event()
         self._is_over.set()
-        # The function as an argument, which the thread lets go of in the end.
+        # As an argument, because a thread drops its arguments when it ends.
         self._thread = threading.Thread(target=self._run, args=(function,), name=name)
 
     def start(self) -> None:
-        """Begin. Not when it is made: its owner shall have it when Ctrl-C comes.
+        """Start the thread.
+
+        The constructor does not: its owner must hold this object before Ctrl-C can come.
 
         Raises:
-            RuntimeError: no more threads are to be had.
+            RuntimeError: the system has no more threads.
         """
         try:
             self._is_over.clear()
             self._thread.start()
-        except BaseException:  # Ctrl-C too, in its middle
+        except BaseException:  # also Ctrl-C in the middle of start()
             with self._beginning:
                 if not self._has_begun:
                     self._is_over.set()
             raise
 
     def join(self) -> None:
-        """Block until it has ended, however it has."""
-        # Up to Python 3.12 a join that Ctrl-C interrupts takes the thread for ended.
+        """Block until the function has ended, whether or not it raised."""
+        # Up to Python 3.12 a join that Ctrl-C interrupts marks the thread as ended.
         self._is_over.wait()
         if self._has_begun:
             self._thread.join()
 
     def wait(self) -> None:
-        """Block until it has ended, and raise the error with which it has."""
+        """Block until the function has ended; raise its error if it raised one."""
         self.join()
         if self._error:
             raise self._error
 
     def join_undisturbed(self) -> KeyboardInterrupt | None:
-        """Block until it has ended; returns a Ctrl-C that came meanwhile, for later."""
+        """Block until the function has ended; return the last Ctrl-C that came before, if any."""
         interrupt = None
         while True:
             try:
@@ -63,11 +65,11 @@ class Background:
     def _run(self, function: Callable[[], None]) -> None:
         with self._beginning:
             if self._is_over.is_set():
-                return  # it has come too late: whoever started it was told that it has not
+                return  # too late: start() has raised, and its caller counts it as not started
             self._has_begun = True
         try:
             function()
-        except BaseException as exc:  # handed to whoever waits
+        except BaseException as exc:  # `wait` raises it
             self._error = exc
         finally:
             self._is_over.set()

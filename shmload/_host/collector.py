@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, kept out of the way of imports and builds."""
+"""Python's cyclic garbage collector, kept off during imports and builds."""
 
 import contextlib
 import gc
@@ -12,10 +12,10 @@ _was_enabled = False
 
 
 def freeze_imports() -> None:
-    """Take all objects there are out of the collector's sight, for good.
+    """Hide all present objects from the collector, for good.
 
-    After the imports of a cold process these are a million that live as long as it does: no later
-    collection, nor those at its end, shall visit them (0.2 s each; a second at exit).
+    The imports of a cold process leave a million objects that live as long as it does. To visit
+    them would take each later collection 0.2 s, and those at exit a second.
     """
     global _has_frozen
     _has_frozen = True
@@ -24,12 +24,12 @@ def freeze_imports() -> None:
 
 @contextlib.contextmanager
 def paused_gc() -> Iterator[None]:
-    """Keep the cyclic collector off: imports and builds make many objects and no garbage.
+    """Keep the collector off: imports and builds make many objects and no garbage.
 
-    It is 35 to 40 % of the time of a load of many tensors. Turned on again, its first run would
-    visit all of them (0.2 s); a freeze and its undoing count them as old instead, at no cost.
+    It would take 35 to 40 % of the time of a load of many tensors. Its first run afterwards would
+    visit all new objects (0.2 s); freezing and unfreezing them marks them as old, at no cost.
 
-    Of threads that load at the same time the first turns it off and the last on again.
+    If several threads load at once, the first turns it off and the last turns it on again.
     """
     global _pauses, _was_enabled
     with _lock:
@@ -47,8 +47,8 @@ def paused_gc() -> Iterator[None]:
 
 
 def _resume() -> None:
-    # The undoing would undo an earlier freeze too, ours or the user's own. Counting what is frozen
-    # walks it (0.05 s for what a cold process imports).
+    # Unfreezing would also undo an earlier freeze, ours or the user's. Counting frozen objects
+    # visits them (0.05 s for the imports of a cold process).
     if not _has_frozen and gc.get_freeze_count() == 0:
         gc.freeze()
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written completely or not at all."""
 
 import contextlib
 import os
@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 TEMPORARY_SUFFIX = ".tmp"
-"""Behind the name of a file that is not there yet; 8 hexadecimal digits stand between."""
+"""Temporary files are called NAME.8HEXDIGITS plus this suffix."""
 
 
 @contextlib.contextmanager
 def replacing(
     path: str | os.PathLike[str], *, durable: bool = False, mode: int = 0o666
 ) -> Iterator[BinaryIO]:
-    """Write a file so that whoever reads it sees all of it, or what was there before.
+    """Write a file so that readers see all of it, or the file that was there before.
 
-    The file gets its name when the block ends. If the block raises, nothing has changed; a process
-    that is killed in it leaves a temporary file beside.
+    The file gets its name when the block ends. If the block raises, nothing changes; a process that
+    is killed in it leaves a temporary file in the same directory.
 
     Args:
         path: in a directory that exists.
-        durable: return only when file and name would survive a loss of power.
-        mode: of the file, less what the umask takes.
+        durable: return only when the file and its name survive a loss of power.
+        mode: permissions of the file, before the umask.
 
     Raises:
         OSError: it cannot be written.
@@ -44,7 +44,7 @@ def replacing(
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Have the names in a directory survive a loss of power."""
+    """Write a directory's names to disk, so that they survive a loss of power."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

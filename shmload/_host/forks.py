@@ -1,8 +1,8 @@
-"""What forked children would wait for in vain: torch's threads, which stayed with their parent.
+"""Forked children lack OpenMP's threads; torch would hang in its first parallel operation.
 
-OpenMP keeps its threads between two computations. A forked child has its notes of them, and not the
-threads: the first computation that is divided among them never ends. torch itself can be told to
-use one thread, and then waits for none.
+OpenMP keeps its threads between operations. A forked child inherits its record of them but not the
+threads, so the first operation that is divided among them never ends. With one thread torch waits
+for none.
 """
 
 import logging
@@ -12,17 +12,17 @@ import threading
 
 logger = logging.getLogger(__name__)
 
-# Beside Python's own, when this process has forked. Some libraries end theirs at the first fork,
-# and children should not differ by that.
+# Whether this process ever had threads other than Python's when it forked. Some libraries end
+# theirs at the first fork; later children are treated like the first.
 _has_had_threads = False
-# Of torch in the parent of this process, if they may be missing here.
+# torch's number of threads in the parent, if they may be missing here; 0 otherwise.
 _inherited = 0
 
 
 def limit_inherited_threads() -> None:
-    """Have torch use one thread, if this is a forked child that may lack more; again is fine.
+    """Let torch use one thread in a forked child that may lack the others; again does nothing.
 
-    Nothing is done in a child that has chosen a number itself.
+    A child that has set a number of threads keeps it.
     """
     global _inherited
     inherited, _inherited = _inherited, 0

@@ -1,6 +1,6 @@
 """Every raw system call: shared memory names, locks, source files, room, process limits.
 
-Each function is one question to the kernel; errno becomes one of our errors here and nowhere else.
+Each function does one thing; errno becomes one of our errors here and nowhere else.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Inode(NamedTuple):
-    """What names a file for as long as it exists."""
+    """Identifies a file for as long as it exists."""
 
     device: int
     number: int
@@ -46,14 +46,14 @@ class Inode(NamedTuple):
 def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int | None:
     """Open a POSIX shared memory object and return a close-on-exec descriptor, the caller's.
 
-    The object must be a plain file of this user that nobody else may open: a name in a directory
-    that all can write to proves nothing by itself.
+    The object must be a plain file of this user that no other user may open: every user can create
+    names in /dev/shm, so a name alone proves nothing.
 
     Returns:
         The descriptor, or None if there is no such object and `create` is false.
 
     Raises:
-        SegmentUntrusted: the name is a link, or belongs to or is open to somebody else.
+        SegmentUntrusted: the name is a link, belongs to another user, or is open to others.
     """
     flags = os.O_NONBLOCK | (os.O_CREAT if create else 0)  # a planted FIFO must not block
     try:
@@ -69,7 +69,7 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
             raise SegmentUntrusted(name, "it is a symbolic link") from exc
         if exc.errno == errno.ENOSPC:
             raise no_inodes() from exc
-        # posix_ipc has sentences of its own where there are too many open files.
+        # Of too many open files posix_ipc makes a sentence without strerror.
         raise ShmloadError(f"/dev/shm/{name} cannot be opened: {exc.strerror or exc}") from exc
     found = os.fstat(opened.fd)
     reason = None
@@ -78,7 +78,7 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
     elif not stat.S_ISREG(found.st_mode):
         reason = "it is not a regular file"
     elif create and stat.S_IMODE(found.st_mode) == 0:
-        os.fchmod(opened.fd, 0o600)  # a umask of 0777 took every bit
+        os.fchmod(opened.fd, 0o600)  # a umask of 0777 has cleared every bit
     elif found.st_mode & 0o077:
         reason = f"its mode {stat.S_IMODE(found.st_mode):04o} lets others in"
     if reason:
@@ -88,12 +88,12 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
 
 
 def shm_names() -> list[str]:
-    """Return the names of all shared memory objects, and of whatever else is in /dev/shm."""
+    """Return the names of everything in /dev/shm."""
     return os.listdir(SHM_DIR)
 
 
 def no_inodes() -> SharedMemoryFull:
-    """Return the error for a /dev/shm in which not even an empty file can be made."""
+    """Return the error for a /dev/shm that is out of inodes: not even an empty file can be made."""
     remedy = "remove files there, or `mount -o remount,nr_inodes=100k /dev/shm`"
     return SharedMemoryFull(1, 0, "/dev/shm", remedy, unit="inodes")
 
@@ -116,7 +116,7 @@ def write_at(fd: int, content: bytes, offset: int) -> None:
 
 
 def unwritten_nbytes(names: Iterable[str]) -> int:
-    """Return how many bytes these objects will still take, by their length; gone ones take none."""
+    """Return how many bytes of these objects have no memory yet; missing ones count nothing."""
     total = 0
     for name in names:
         with contextlib.suppress(FileNotFoundError):
@@ -126,13 +126,13 @@ def unwritten_nbytes(names: Iterable[str]) -> int:
 
 
 def shm_unlink(name: str) -> None:
-    """Remove a name; what is attached stays valid. A name that is gone already is fine."""
+    """Remove a name, if it exists. What is mapped or open stays valid."""
     with contextlib.suppress(posix_ipc.ExistentialError):
         posix_ipc.unlink_shared_memory(f"/{name}")
 
 
 def shm_rename(old: str, new: str) -> None:
-    """Give an object its final name, in one step."""
+    """Rename an object in one step, replacing what has the new name."""
     (SHM_DIR / old).rename(SHM_DIR / new)
 
 
@@ -146,7 +146,7 @@ def is_named(fd: int, name: str) -> bool:
 
 
 def inode_of(found: os.stat_result) -> Inode:
-    """Return what names the file for as long as it exists."""
+    """Return the inode of a file from its stat."""
     return Inode(found.st_dev, found.st_ino)
 
 
@@ -154,9 +154,10 @@ def inode_of(found: os.stat_result) -> Inode:
 
 
 def try_lock(fd: int, *, exclusive: bool) -> bool:
-    """Take or change the lock of an open file; the kernel drops it with the last descriptor.
+    """Take or change the lock of an open file; return whether it was taken; never waits.
 
-    flock and not fcntl's locks: those vanish when *any* descriptor of the file is closed.
+    The kernel drops it with the last descriptor of the open file. flock, not fcntl's locks: those
+    vanish when *any* descriptor of the file is closed.
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -166,10 +167,9 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
 
 
 def reopen(fd: int) -> int:
-    """Open a file anew, for reading, and return a close-on-exec descriptor, the caller's.
+    """Open a descriptor's file again, for reading; return a close-on-exec descriptor, the caller's.
 
-    Its locks are its own, unlike those of a duplicate, also in forked children of others. The file
-    need not have a name any more.
+    Unlike a duplicate it has locks of its own. The file need not have a name.
     """
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -180,9 +180,9 @@ def unlock(fd: int) -> None:
 
 
 def wait_lock(fd: int, *, exclusive: bool, timeout_s: float) -> bool:
-    """Take a lock within a deadline; returns whether it was taken.
+    """Take a lock within a deadline, in seconds; return whether it was taken.
 
-    flock itself has no deadline, so this asks every 20 ms.
+    flock has no deadline, so this tries every 20 ms.
     """
     deadline = time.monotonic() + timeout_s
     while not try_lock(fd, exclusive=exclusive):
@@ -221,19 +221,21 @@ def is_writable(fd: int) -> bool:
 
 
 def is_cached(fd: int, nbytes: int) -> bool:
-    """Tell whether a file seems to lie in the page cache: samples eight places, reads no disk."""
+    """Tell whether a file seems to be in the page cache; samples eight places, reads no disk."""
     for place in range(8):
         try:
             os.preadv(fd, [bytearray(1)], nbytes * place // 8, os.RWF_NOWAIT)
         except BlockingIOError:
             return False
         except OSError:
-            return True  # a file system that cannot tell, such as tmpfs: nothing to gain
+            return (
+                True  # a file system that cannot tell, such as tmpfs: reading ahead gains nothing
+            )
     return True
 
 
 def read_ahead(fd: int) -> None:
-    """Ask the kernel to read a whole file into the page cache; returns at once."""
+    """Ask the kernel to read a whole file into the page cache; return at once."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
 
@@ -242,7 +244,7 @@ def read_ahead(fd: int) -> None:
 
 
 def shm_free_nbytes() -> int:
-    """Return how many bytes the file system at /dev/shm can still take."""
+    """Return how many bytes are free in the file system at /dev/shm."""
     found = os.statvfs(SHM_DIR)
     return found.f_bavail * found.f_frsize
 
@@ -257,7 +259,7 @@ def shm_total_nbytes() -> int:
 
 
 def resource_limits(kind: int) -> tuple[int, int]:
-    """Return the soft and the hard limit of one of the kinds in `resource`; -1 for none."""
+    """Return the soft and the hard limit of a kind in `resource`; -1 means no limit."""
     return resource.getrlimit(kind)
 
 
@@ -267,10 +269,10 @@ def kernel_release() -> str:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that forked it ends.
+    """Tell the kernel to kill this process when the thread that forked it ends.
 
     Raises:
-        OSError: the kernel refuses; it never does.
+        OSError: the kernel refuses; not known to happen.
     """
     # linux/prctl.h
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
@@ -278,7 +280,7 @@ def die_with_parent() -> None:
 
 
 def has_pidfds() -> bool:
-    """Tell whether processes can be watched by descriptor; a sandbox may forbid it."""
+    """Tell whether pidfds can be opened; a sandbox may forbid it."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError:

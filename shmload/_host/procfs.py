@@ -1,6 +1,6 @@
-"""What the kernel tells in files: mounts, locks, memory and mappings, read from /proc and /sys.
+"""What the kernel says in /proc and /sys: mounts, locks, memory and mappings.
 
-Guarantee: each answer is read anew, for it can change at any time, and nothing is written.
+Guarantee: every call reads again, since each answer can change at any time; nothing is written.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shmload._host.linux import PAGE_NBYTES, Inode
 from shmload.errors import ShmloadError
 
-# Network and user-space file systems: a page fault there is a round trip, so a mapping crawls.
+# Network and user-space file systems: each page fault is a round trip, so mappings are slow.
 _REMOTE_FILE_SYSTEMS = (
     "nfs",
     "cifs",
@@ -33,7 +33,7 @@ class FileSystem(NamedTuple):
     kind: str
     """Its type, such as `ext4`."""
     options: tuple[str, ...]
-    """Of the file system, such as `huge=always`; not those of one mount of it."""
+    """Options of the file system, such as `huge=always`; not those of one mount."""
 
     @property
     def is_remote(self) -> bool:
@@ -47,7 +47,7 @@ class Mapping(NamedTuple):
     start: int
     end: int
     offset: int
-    """Where in the file it starts, in bytes."""
+    """Where it starts in the file, in bytes."""
     inode: Inode
 
 
@@ -55,7 +55,7 @@ class Mapping(NamedTuple):
 
 
 def file_system(device: int, mountinfo: Path = Path("/proc/self/mountinfo")) -> FileSystem | None:
-    """Return the file system that a device number belongs to, or None where that is hidden."""
+    """Return the file system that a device number belongs to; None if it cannot be read."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError), mountinfo.open() as mounts:
         for line in mounts:
@@ -77,16 +77,16 @@ def is_remote(device: int) -> bool:
 
 
 def lock_holders(locks: Path = Path("/proc/locks")) -> dict[Inode, set[int]]:
-    """Return which processes have taken flock locks, by file (proc_locks(5)).
+    """Return the processes that have taken flock locks, by file (proc_locks(5)).
 
-    Not named are a process that inherited the lock's descriptor, only the one that took it; and
-    those that this process cannot see, in another pid namespace or where a sandbox hides all.
+    Missing are processes that inherited the descriptor of a lock, and those that this process
+    cannot see: in another pid namespace, or in a sandbox that hides the file.
     """
     holders: dict[Inode, set[int]] = {}
     with contextlib.suppress(OSError):
         for line in locks.read_text().splitlines():
             fields = line.split()
-            if len(fields) == 8 and fields[1] == "FLOCK":  # waiters have an arrow and a field more
+            if len(fields) == 8 and fields[1] == "FLOCK":  # a waiter has an arrow as an extra field
                 major, minor, number = fields[5].split(":")
                 inode = Inode(os.makedev(int(major, 16), int(minor, 16)), int(number))
                 holders.setdefault(inode, set()).add(int(fields[4]))
@@ -97,7 +97,7 @@ def lock_holders(locks: Path = Path("/proc/locks")) -> dict[Inode, set[int]]:
 
 
 def boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
-    """Return what names this run of the kernel, or an empty text where a sandbox hides it."""
+    """Return the id of this boot of the kernel; empty if a sandbox hides it."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -108,7 +108,7 @@ def boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
 
 
 def machine_free_nbytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the kernel's estimate of memory to be had without swapping, in bytes."""
+    """Return the kernel's estimate of memory that is available without swapping, in bytes."""
     for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -118,9 +118,9 @@ def machine_free_nbytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 def cgroup_free_nbytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """Return what the memory control groups of this process leave, in bytes; None for no limit.
+    """Return what this process's memory control groups leave free, in bytes; None for no limit.
 
-    Both versions are read, and all ancestors. Page cache counts as free: the kernel drops it first.
+    Reads both versions and all ancestors. Page cache counts as free: the kernel drops it first.
     """
     free: list[int] = []
     for group, names in _memory_groups(root, membership):
@@ -140,10 +140,10 @@ def cgroup_free_nbytes(
 def cgroup_limit_nbytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """Return the least limit of this process's memory control groups, in bytes; None for none."""
+    """Return the lowest limit of this process's memory control groups, in bytes; None for none."""
     limits = []
     for group, names in _memory_groups(root, membership):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number
             limits.append(int((group / names[0]).read_text()))
     return min((limit for limit in limits if limit < 1 << 62), default=None)
 
@@ -151,7 +151,7 @@ def cgroup_limit_nbytes(
 def _memory_groups(
     root: Path, membership: Path
 ) -> Iterator[tuple[Path, tuple[str, str, tuple[str, str]]]]:
-    """Yield the control groups that charge this process, with their files' names."""
+    """Yield each control group that charges this process, with the names of its files."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -178,7 +178,7 @@ def _memory_groups(
 def huge_page_policy(
     path: Path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
 ) -> str | None:
-    """Return what the kernel does for huge pages in shared memory; None if it knows of none."""
+    """Return the kernel's policy for huge pages in shared memory; None if it has none."""
     try:
         return path.read_text().partition("[")[2].partition("]")[0]
     except OSError:
@@ -203,16 +203,16 @@ def mappings(inodes: set[Inode]) -> list[Mapping]:
 
 
 def is_touched(start: int, end: int) -> bool:
-    """Tell whether this process may have read or written a page that lies wholly in a range.
+    """Tell whether this process may have touched a page that lies wholly in a range.
 
-    A page that was never touched has no entry in the page table (proc_pid_pagemap(5)): its 64 bits
-    there have neither "present" (63) nor "swapped" (62).
+    A page that was never read or written has neither bit 63 ("present") nor bit 62 ("swapped") in
+    proc_pid_pagemap(5).
 
     Args:
         start: first address, in bytes.
-        end: address behind the last byte.
+        end: address after the last byte.
     """
-    import numpy as np  # the parent needs numpy in no other place
+    import numpy as np  # imported here: the parent needs numpy nowhere else
 
     first, last = -(-start // PAGE_NBYTES), end // PAGE_NBYTES
     if last <= first:
@@ -222,15 +222,14 @@ def is_touched(start: int, end: int) -> bool:
             pagemap.seek(first * 8)
             entries = np.frombuffer(pagemap.read((last - first) * 8), np.uint64)
     except OSError:
-        return True  # a sandbox that hides it
+        return True  # a sandbox hides it
     return entries.size < last - first or bool((entries >> np.uint64(62)).any())
 
 
 def modified_nbytes(mapping: Mapping) -> int:
-    """Return how much of a private mapping is this process's own and not the file's, in bytes.
+    """Return how many bytes of a private mapping were written to, so are no longer the file's.
 
-    That is what was written to (proc_pid_smaps(5), `Anonymous`); where the kernel does not say so,
-    all of it.
+    proc_pid_smaps(5) has it as `Anonymous`; where the kernel hides that, count all of the mapping.
     """
     prefix = f"{mapping.start:08x}-{mapping.end:08x} "
     try:
@@ -242,5 +241,5 @@ def modified_nbytes(mapping: Mapping) -> int:
                 if line.startswith("Anonymous:"):
                     return int(line.split()[1]) * 1024
     except OSError:
-        pass  # a sandbox that hides it
+        pass  # a sandbox hides it
     return mapping.end - mapping.start

@@ -10,7 +10,6 @@ A module gets the device of the key that matches it, or else the device of its p
 keys match, the one with the most characters besides wildcards wins; an exact name beats a pattern.
 """
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import msgspec
 
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, Inventory, canonical_device
 from shmload._placement.modules import Component, Module, join, parent_of
+from shmload._wording import nearest
 from shmload.errors import ArgumentError, DeviceMapMalformed, UnknownComponent, UnknownModule
 
 STRATEGIES = ("balanced", "balanced_low_0", "sequential", "auto")
@@ -79,18 +79,13 @@ def _parse_device(value: object, inventory: Inventory) -> str:
     try:
         device = canonical_device(value, inventory.kind)
     except ArgumentError as exc:
-        raise DeviceMapMalformed(f"{exc}{_nearest_strategy(value)}") from None
+        raise DeviceMapMalformed(f"{exc}{nearest(str(value), STRATEGIES)}") from None
     if device not in (CPU, DISK, META, OFFLOAD) and inventory.find(device) is None:
         raise DeviceMapMalformed(
-            f"it names {device}, and the devices are {inventory}{_nearest_strategy(value)}; to "
-            "plan for other devices give an inventory"
+            f"it names {device}, and the devices are {inventory}"
+            f"{nearest(str(value), STRATEGIES)}; to plan for other devices give an inventory"
         )
     return device
-
-
-def _nearest_strategy(value: object) -> str:
-    found = difflib.get_close_matches(str(value), STRATEGIES, 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def pipeline_of(components: Sequence[Component]) -> Module:

@@ -1,4 +1,4 @@
-"""How a process gets a segment: it attaches it, builds it, or waits for another that builds it."""
+"""How a process gets a segment: attach it, build it, or wait for the process that builds it."""
 
 import os
 import time
@@ -19,7 +19,7 @@ _POLL_S = 0.01
 class Awaited(Descriptor):
     """A segment that another process builds.
 
-    Owns a descriptor of its part, which still leads to it when it is complete and has no name.
+    Owns a descriptor of the part; it leads to the segment even if that never gets a name.
     """
 
     def __init__(self, name: str, fd: int) -> None:
@@ -27,36 +27,36 @@ class Awaited(Descriptor):
         self.name = name
 
     def wait(self, timeout_s: float, is_cancelled: Callable[[], bool] = bool) -> Segment | Part:
-        """Attach what the other process publishes, or take its place if it dies.
+        """Attach the segment once it is complete, or become its builder if the other process dies.
 
         Raises:
-            SegmentTimeout: it is still building after the deadline, or the wait was cancelled.
+            SegmentTimeout: it is not complete after `timeout_s` seconds, or the wait was cancelled.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not is_cancelled():
             if try_lock(self.fd, exclusive=False):
-                # With the name of a part its builder died before it could publish it.
+                # If it still has a part's name its builder died before it could publish it.
                 is_part = is_named(self.fd, part_name(self.name))
                 if not is_part and _is_complete(self.fd, self.name):
                     return Segment(self.name, self.take())
-                unlock(self.fd)  # or it would keep ourselves from taking over
+                unlock(self.fd)  # or our own lock would keep us from taking over
                 found = acquire(self.name)
                 self.close()
                 if not isinstance(found, Awaited):
                     return found
-                self.fd = found.take()  # somebody else was quicker to take over
+                self.fd = found.take()  # another process has taken over
             time.sleep(_POLL_S)
         raise SegmentTimeout(self.name, timeout_s)
 
 
 Opened = Segment | Part | Hollow
-"""What has a file that can be mapped."""
+"""Has a file that can be mapped."""
 Held = Opened | Awaited
-"""What a load has of a shard's segment."""
+"""A load holds one of these for each segment."""
 
 
 def acquire(name: str) -> Segment | Part | Awaited:
-    """Attach a segment, start to build it, or learn that another process does; never waits."""
+    """Attach a segment, become its builder, or find that another process is; never waits."""
     while True:
         segment = attach(name)
         if segment:
@@ -64,7 +64,7 @@ def acquire(name: str) -> Segment | Part | Awaited:
         fd = shm_open(part_name(name), create=True, writable=True)
         assert fd is not None, "created if missing"
         is_mine = try_lock(fd, exclusive=True)
-        # Between open and lock the builder may have published it, or somebody cleaned it up.
+        # Between open and lock its builder may have published it, or a process removed it.
         if not is_named(fd, part_name(name)):
             os.close(fd)
             continue
@@ -72,10 +72,10 @@ def acquire(name: str) -> Segment | Part | Awaited:
             return Awaited(name, fd)
         part = Part(name, fd)
         try:
-            os.ftruncate(fd, 0)  # what a dead builder left takes room, and must not shine through
+            os.ftruncate(fd, 0)  # a dead builder's bytes take room and must not be read as data
             segment = attach(name)
         except BaseException:
-            part.close()  # or whoever wants it next, in this process too, would wait for its lock
+            part.close()  # or the next to acquire it, in this process too, would wait for its lock
             raise
         if segment:
             part.close()
@@ -87,4 +87,4 @@ def _is_complete(fd: int, name: str) -> bool:
     try:
         return read_digest(read_header(fd, name).metadata) is not None
     except ShmloadError:
-        return False  # its builder died before it had a header
+        return False  # its builder died before it wrote the header

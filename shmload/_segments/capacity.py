@@ -1,7 +1,7 @@
-"""Whether there is room, asked before the first byte is read.
+"""Whether there is room for segments, checked before the first byte is read.
 
-Shared memory is charged to whoever touches a page first, counts against the file system at
-/dev/shm, the control group and the machine, and a group that runs over is killed rather than told.
+Shared memory counts against the file system at /dev/shm, the machine, and the control group of the
+process that touches a page first. The kernel kills processes of a group that exceeds its limit.
 """
 
 from collections.abc import Iterator
@@ -13,28 +13,28 @@ from shmload._segments.names import part_names
 from shmload._segments.removal import remove_leftovers
 from shmload.errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 
-# Left to the rest of the process: page tables, the workers themselves (about 40 MB each).
+# Left for page tables and the workers themselves (about 40 MB each).
 _MARGIN_NBYTES = 64 << 20
 
 
 class _Limit(NamedTuple):
-    """One thing that stands in the way of more segments; sizes in bytes."""
+    """One limit on segments; sizes in bytes."""
 
     error: type[CapacityError]
     free: int
     kept: int
-    """Of what is free, what is not for new segments."""
+    """How much of `free` is not for new segments."""
     name: str
     remedy: str
 
 
 def require_room(nbytes: int, *, evictable: int = 0, is_charged_here: bool = True) -> None:
-    """Check that segments of so many bytes can be made.
+    """Check that there is room for `nbytes` of new segments.
 
     Args:
-        nbytes: their size, in bytes.
-        evictable: what could be freed for them, in bytes.
-        is_charged_here: whether this process fills them, or its workers, and not a service, which
+        nbytes: size of the segments, in bytes.
+        evictable: how many bytes could be evicted for them.
+        is_charged_here: whether this process or its workers fill them, rather than a service, which
             may be in another control group.
 
     Raises:
@@ -50,12 +50,12 @@ def require_room(nbytes: int, *, evictable: int = 0, is_charged_here: bool = Tru
 
 
 def room_nbytes() -> int:
-    """Return how many bytes of segments can be made now; less than 0 if there is none to spare."""
+    """Return the room for new segments, in bytes; negative if the margin is used already."""
     return min(limit.free - limit.kept for limit in _limits())
 
 
 def _limits(*, of_group: bool = True) -> Iterator[_Limit]:
-    promised = unwritten_nbytes(part_names())  # to loads that run beside this one
+    promised = unwritten_nbytes(part_names())  # to the parts of other loads
     yield _Limit(
         SharedMemoryFull,
         max(0, shm_free_nbytes() - promised),
@@ -84,7 +84,7 @@ def _limits(*, of_group: bool = True) -> Iterator[_Limit]:
 
 
 def make_room(nbytes: int, *, is_charged_here: bool) -> None:
-    """Check that segments of so many bytes can be made, without what dead builders have left.
+    """Check that there is room, after removing dead processes' leftovers if necessary.
 
     Raises:
         CapacityError: as `require_room`.

@@ -1,7 +1,8 @@
 """The digest of a segment: XXH3-128 of the XXH3-128 of each piece of its data.
 
-Whoever fills a piece digests it, so that no byte is read twice and pieces can be filled in any
-order. It finds damage, not forgery: whoever can write to this user's memory needs no forged digest.
+The process that fills a piece digests it, so no byte is read twice and pieces can be filled in any
+order. The digest finds damage, not forgery: a process that can write to this user's memory can also
+write a matching digest.
 """
 
 import os
@@ -17,13 +18,13 @@ _BLOCK_NBYTES = 1 << 20
 
 
 def combine_digests(pieces: Iterable[bytes]) -> str:
-    """Return the digest of a segment from those of its pieces, as 32 hexadecimal digits."""
+    """Combine the digests of a segment's pieces into the segment's, 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(b"".join(pieces))
 
 
 def digest_data(fd: int, header: Header) -> str:
     """Read all data of a segment, on all cores, and return its digest."""
-    # Both pread and the hash release the interpreter lock: threads do.
+    # Both pread and the hash release the interpreter lock, so threads suffice.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         pieces = piece_ranges(header.data_offset, header.data_nbytes)
         return combine_digests(pool.map(lambda piece: _digest(fd, *piece), pieces))

@@ -1,8 +1,8 @@
-"""Where a shard's tensors go in its segment, as pure functions on headers.
+"""Where a shard's tensors lie in its segment, as pure functions on headers.
 
 A segment is a safetensors file whose data starts on a page. Tensors whose size is a multiple of 64
-bytes stand first, so that all but a few tiny ones lie on a cache line, and every tensor lies on a
-multiple of its element size.
+bytes come first, so that all but a few tiny tensors start on a cache line, and every tensor starts
+on a multiple of its element size.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from shmload._segments.pieces import Run, cut_pieces, join_runs
 _LINE_NBYTES = 64
 
 DtypeOf = Callable[[TensorSpec], str]
-"""Says which dtype a tensor shall have in the segment; its own for "leave it raw"."""
+"""Returns the dtype that a tensor has in the segment; its own dtype means unchanged."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a segment's contents but the bytes themselves."""
+    """A segment's contents, except the tensors' bytes."""
 
     header: bytes
-    """As it stands at the front of the segment, with a digest of zeros."""
+    """The bytes at the start of the segment, with a digest of zeros."""
     digest_offset: int
-    """Where the 32 hexadecimal digits of the digest stand in the segment, in bytes."""
+    """Offset of the digest's 32 hexadecimal digits in the segment, in bytes."""
     pieces: tuple[tuple[Run, ...], ...]
     """Each piece's runs, by target offset; together they cover the data exactly."""
     data_nbytes: int
@@ -43,7 +43,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def needs_conversion(header: Header, dtype_of: DtypeOf) -> bool:
-    """Tell whether any tensor would be stored in another dtype than it has."""
+    """Tell whether any tensor has another dtype in the segment than in the shard."""
     return any(dtype_of(tensor) != tensor.dtype for tensor in header.tensors)
 
 
@@ -58,22 +58,22 @@ def lay_out(
     Args:
         header: of the shard.
         dtype_of: the dtype of each tensor in the segment. Only floats are ever converted.
-        metadata: what the segment's header says beside the shard's own metadata.
+        metadata: entries of the segment's header besides the shard's own metadata.
         piece_nbytes: size of its pieces, in bytes; `PIECE_NBYTES` if None, as in a digest.
     """
-    moves = [(tensor, _stored_nbytes(tensor, dtype_of)) for tensor in header.tensors]
-    # Within an alignment by offset in the shard, so that reading it stays sequential. Its header
-    # need not be in that order.
-    moves.sort(key=lambda move: (-alignment(move[1][1]), move[0].begin, move[0].end))
+    stored = [(tensor, _stored_nbytes(tensor, dtype_of)) for tensor in header.tensors]
+    # Within an alignment in the order of the shard's data, so that reading stays sequential. The
+    # header need not be in that order.
+    stored.sort(key=lambda each: (-alignment(each[1][1]), each[0].begin, each[0].end))
     specs: list[TensorSpec] = []
     position = 0
-    for tensor, (dtype, nbytes) in moves:
+    for tensor, (dtype, nbytes) in stored:
         specs.append(TensorSpec(tensor.name, dtype, tensor.shape, position, position + nbytes))
         position += nbytes
-    # transformers 4.57 wants to be told the framework, but only of files that have metadata.
+    # transformers 4.57 requires the framework in files that have any metadata.
     own = header.metadata if header.metadata is not None else {"format": "pt"}
     raw = build_header(tuple(specs), own | metadata | UNFINISHED, PAGE_NBYTES)
-    runs = join_runs([tensor for tensor, _ in moves], specs, header.data_offset, len(raw))
+    runs = join_runs([tensor for tensor, _ in stored], specs, header.data_offset, len(raw))
     return Layout(
         header=raw,
         digest_offset=find_digest(raw),
@@ -84,9 +84,9 @@ def lay_out(
 
 
 def alignment(nbytes: int) -> int:
-    """Return the largest power of two up to a cache line that divides a size.
+    """Return the largest power of two, up to a cache line, that divides a size.
 
-    Tensors in the falling order of theirs each lie on a multiple of their element size.
+    Tensors sorted by falling alignment each start on a multiple of their element size.
     """
     return min(_LINE_NBYTES, nbytes & -nbytes) if nbytes else _LINE_NBYTES
 

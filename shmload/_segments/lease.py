@@ -1,7 +1,7 @@
-"""A lease that lasts longer than the load that took it, and goes before its process does.
+"""A lease keeps a segment alive after the load returns; it is released with its tensors or at exit.
 
-Guarantee: a shared segment's name goes with the last lease, also where the last is a child's that
-multiprocessing ends while this process ends.
+Guarantee: a shared segment's name is removed with the last lease, even if that is a child's which
+multiprocessing ends while this process exits.
 """
 
 import atexit
@@ -14,36 +14,38 @@ from shmload._segments.removal import remove_if_unused
 from shmload._segments.segment import Segment, is_shared
 from shmload._segments.view import remove_dead_views
 
-# The standard library's, and that of datasets, which is a copy of it.
+# multiprocess is a copy of multiprocessing; datasets uses it.
 _CHILDREN_KEEPERS = ("multiprocessing.util", "multiprocess.util")
 
 
 class Lease:
-    """A hold on a segment, with a lock of its own.
+    """A lease on a segment, with a lock of its own.
 
-    With the last lease of a shared segment goes its name.
+    Releasing the last lease of a shared segment removes its name.
 
     Args:
         segment: stays the caller's.
-        crosses_forks: whether a forked child has it too: it goes when both have given it back.
+        crosses_forks: whether forked children share the lease, which then ends when all of them
+            have released it; otherwise a child releases its copy at once.
     """
 
     def __init__(self, segment: Segment, *, crosses_forks: bool = True) -> None:
         self.name = segment.name
         self.crosses_forks = crosses_forks
         fd = reopen(segment.fd)
-        # Also where it is dropped: by an interrupt, for instance, before anybody has it.
+        # Release it even if it is dropped before the caller has it, for instance by an interrupt.
         self._closing = weakref.finalize(self, _give_back, fd, self.name)
-        self._closing.atexit = False  # see below
-        try_lock(fd, exclusive=False)  # as the segment's lease does, so nobody is in the way
+        self._closing.atexit = False  # `_close_all` does it, in the right order
+        try_lock(fd, exclusive=False)  # cannot fail: the segment holds a shared lock already
         if segment.is_shared:
             _shared.add(self)
             _names.add(self.name)
             _look_again_at_the_end()
 
     def close(self) -> None:
-        """Give it back; again is fine."""
-        if found := self._closing.detach():  # and no call: at the program's end that does nothing
+        """Release the lease; again does nothing."""
+        # Detach it instead of calling it: at exit a finalizer's call does nothing.
+        if found := self._closing.detach():
             _, give_back, (fd, name), _ = found
             give_back(fd, name)
 
@@ -56,7 +58,7 @@ def _give_back(fd: int, name: str) -> None:
 
 
 _shared: weakref.WeakSet[Lease] = weakref.WeakSet()
-# Of all shared segments that this process has had.
+# Names of all shared segments that this process has had a lease on.
 _names: set[str] = set()
 _looking_pids: set[tuple[str, int]] = set()
 
@@ -68,14 +70,14 @@ def _close_all() -> None:
     for name in _names:
         remove_if_unused(name)
     if _names:
-        remove_dead_views()  # of children that were ended while they loaded, as pools do
+        remove_dead_views()  # of children that a pool has killed in the middle of a load
 
 
 def _look_again_at_the_end() -> None:
-    """Have the names looked at once more when this process's children have ended.
+    """Run `_close_all` once more after multiprocessing has ended this process's children.
 
-    Where multiprocessing was imported before this module, it ends its daemonic children only after
-    the above; and in a forked child of its own it calls nothing else.
+    If multiprocessing was imported before this module, it ends its daemonic children only after
+    our atexit handler. In its own forked children it runs its finalizers and no atexit handlers.
     """
     for module in _CHILDREN_KEEPERS:
         keeper = sys.modules.get(module)
@@ -88,7 +90,7 @@ def _look_again_at_the_end() -> None:
 def _close_in_child() -> None:
     for lease in list(_shared):
         if not lease.crosses_forks:
-            lease.close()  # the last if the parent has been quicker
+            lease.close()  # removes the name if the parent has released its own already
 
 
 os.register_at_fork(after_in_child=_close_in_child)

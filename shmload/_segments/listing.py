@@ -1,6 +1,6 @@
-"""What is resident: listing, checking, evicting and cleaning up segments.
+"""Listing, verifying and evicting segments, and collecting garbage.
 
-The names in /dev/shm are the registry; each segment's header says what it is.
+The names in /dev/shm are the only registry; each segment's header says what it holds.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from shmload.errors import (
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a resident segment's header and lock say."""
+    """A segment as its header, its lock and its mode describe it."""
 
     name: str
     source: str
-    """The shard that was decoded."""
+    """Path of the shard that was decoded."""
     conversion: str
     """What was done to its dtypes, or `raw`; `corrupt` if the header cannot be read."""
     nbytes: int
@@ -43,7 +43,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     creator: str
     """Version and process that decoded it."""
     digest: str
-    """Of the data: XXH3-128 of the XXH3-128 of each 64 MiB."""
+    """XXH3-128 of the XXH3-128 of each 64 MiB of its data."""
     is_leased: bool
     """Whether some process is attached."""
     is_current: bool
@@ -51,15 +51,15 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     used_at: float
     """When it was last decoded or attached, in seconds since the epoch."""
     is_pinned: bool
-    """Whether the service never evicts it to make room."""
+    """Whether it is protected: the service never evicts it to make room."""
     is_shared: bool = False
-    """Whether it goes by itself when nobody is attached any more."""
+    """Whether it is removed with its last lease."""
 
 
 def segments() -> list[SegmentInfo]:
     """List this user's resident segments, oldest first.
 
-    A segment that is evicted while this looks is left out.
+    A segment that is evicted during the listing is left out.
     """
     found = []
     for name in segment_names():
@@ -67,7 +67,8 @@ def segments() -> list[SegmentInfo]:
             fd = shm_open(name)
             if fd is not None:
                 with Segment(name, fd) as segment:
-                    # No lock meanwhile, or who gives the last lease back would take it for one.
+                    # Hold no lock here: a process releasing the last lease would mistake it for
+                    # another lease.
                     info = _describe(segment)
                     if is_named(fd, name):
                         found.append(info)
@@ -81,17 +82,17 @@ def verify(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
         patterns: names of segments, or paths of sources, as for `evict`; none means all.
 
     Returns:
-        The segments that were checked: all are sound.
+        The segments that were checked; all are sound.
 
     Raises:
-        SegmentCorrupt: the first whose bytes are not those that were decoded.
+        SegmentCorrupt: a segment's bytes are not those that were decoded; names the first.
         SegmentNotFound: a pattern matches nothing.
     """
     return list(verify_each(*patterns))
 
 
 def verify_each(*patterns: str | os.PathLike[str]) -> Iterator[SegmentInfo]:
-    """Do what `verify` does, one segment at a time; yields those that are sound."""
+    """Do what `verify` does, one segment at a time; yield each that is sound."""
     for info in _select(patterns):
         segment = attach(info.name)
         if segment:
@@ -106,7 +107,7 @@ def check_digest(segment: Segment) -> None:
     """Recompute one segment's digest, on all cores.
 
     Raises:
-        SegmentCorrupt: it is not the one in the header.
+        SegmentCorrupt: it differs from the one in the header.
     """
     header = segment.read_header()
     wanted = read_digest(header.metadata)
@@ -116,13 +117,13 @@ def check_digest(segment: Segment) -> None:
 
 
 def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
-    """Remove resident segments that nobody is attached to.
+    """Remove segments that no process is attached to.
 
     Args:
         patterns: each a segment's name, or the path of a shard or of a directory above it.
 
     Returns:
-        What was removed.
+        The segments that were removed.
 
     Raises:
         ArgumentError: no pattern is given.
@@ -143,9 +144,9 @@ def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
 
 
 def holders(names: Iterable[str]) -> dict[str, set[int]]:
-    """Return which processes hold segments, as far as this process can see them.
+    """Return the ids of the processes that hold segments, by segment, as far as they can be seen.
 
-    Not named are those of another pid namespace, and those that inherited what they hold.
+    Processes in another pid namespace, and those that inherited a lease, are missing.
     """
     found = {}
     locks = lock_holders()
@@ -160,8 +161,8 @@ def holders(names: Iterable[str]) -> dict[str, set[int]]:
 def collect_garbage() -> list[str]:
     """Remove what can never be used again.
 
-    That is parts whose builder died, views whose process died, and of the segments that nobody is
-    attached to those that were shared, or whose shard has changed or is gone.
+    These are parts whose builder died, views whose process died, and segments that no process is
+    attached to and that were shared, or whose shard has changed or is gone.
 
     Returns:
         The names that were removed.
@@ -173,9 +174,9 @@ def collect_garbage() -> list[str]:
 
 
 def find_garbage() -> list[str]:
-    """Return the names that `collect_garbage` would remove, and leave them.
+    """Return the names that `collect_garbage` would remove; remove nothing.
 
-    What is looked at is held for a moment, so whoever wants it then waits as long.
+    Each segment's lock is held for a moment; a process that wants it then waits as long.
     """
     unused = (
         info.name

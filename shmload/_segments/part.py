@@ -1,4 +1,4 @@
-"""A segment in the making: its part, or a stand-in that has its header and no data."""
+"""A segment that is being built: its part, or a stand-in that has a header and no data."""
 
 import os
 
@@ -21,7 +21,7 @@ from shmload._segments.segment import READ_ONLY, SHARED, Segment, Stay
 class Part(Descriptor):
     """A segment that this process builds: it holds the exclusive lock.
 
-    Owns one descriptor until `publish` passes it on, or `close` gives everything back.
+    Owns one descriptor, until `publish` makes it the segment's or `close` removes the part.
     """
 
     def __init__(self, name: str, fd: int) -> None:
@@ -31,27 +31,27 @@ class Part(Descriptor):
         self._is_published = False
 
     def prepare(self, layout: Layout) -> None:
-        """Give it its length and its header. Its data reads as zeros until it is filled."""
+        """Set its length and write its header. Its data reads as zeros until it is filled."""
         os.ftruncate(self.fd, layout.nbytes)
         write_at(self.fd, layout.header, 0)
         self._digest_offset = layout.digest_offset
 
     def renew(self) -> None:
-        """Begin again in another inode, which nobody was lent; what the old one has is dropped."""
+        """Start over in a new inode, which no service has; drop the old one's bytes."""
         fd = self._create_another()
         old, self.fd = self.fd, fd
         os.ftruncate(old, 0)
-        unlock(old)  # whoever was lent the old one has its lock too; who waits for it begins anew
+        unlock(old)  # the service's descriptor shares the lock; processes that wait start over
         os.close(old)
 
     def _create_another(self) -> int:
-        # It takes the part's name in one step, so that nobody finds none and builds one of its own.
+        # Replace the part's name in one step: a process that found no part would build its own.
         name = new_part_name(self.name)
         while True:
             fd = shm_open(name, create=True, writable=True)
             assert fd is not None, "created if missing"
             try:
-                # Whoever collects garbage may hold it for a moment, or have removed it.
+                # A process that collects garbage may hold it for a moment, or have removed it.
                 if wait_lock(fd, exclusive=True, timeout_s=1.0) and is_named(fd, name):
                     os.ftruncate(fd, 0)
                     shm_rename(name, part_name(self.name))
@@ -63,28 +63,32 @@ class Part(Descriptor):
             os.close(fd)
 
     def publish(self, digest: str, stay: Stay) -> Segment:
-        """Declare it complete.
+        """Write the digest and give the part its final name.
 
         Args:
             digest: of its data, 32 hexadecimal digits.
-            stay: how long it stays; it gets its final name unless it is private.
+            stay: how long the segment stays; a private one gets no name.
+
+        Returns:
+            The segment, which owns the descriptor from now on.
         """
         write_at(self.fd, digest.encode(), self._digest_offset)
         mark = SHARED if stay is Stay.SHARED else 0
-        if mark:  # before it has a name that would stay
+        if mark:  # before it gets its name: if this process dies in between, the name must go too
             os.fchmod(self.fd, 0o600 | mark)
         if stay is Stay.PRIVATE:
             shm_unlink(part_name(self.name))
         else:
             shm_rename(part_name(self.name), self.name)
-        # Not earlier: who takes over from a builder that dies right here must be able to open it.
+        # Not earlier: if this process dies before the rename, the next builder must write to it.
         os.fchmod(self.fd, READ_ONLY | mark)
         try_lock(self.fd, exclusive=False)
         self._is_published = True
+        # The part keeps the number: another thread may be about to map it through the part.
         return Segment(self.name, self.fd)
 
     def close(self) -> None:
-        """Remove it; again, or after `publish`, does nothing."""
+        """Remove the part; again, or after `publish`, does nothing."""
         if self._is_published:
             return  # the descriptor is the segment's now
         fd = self.take()
@@ -96,10 +100,10 @@ class Part(Descriptor):
 
 
 class Hollow(Descriptor):
-    """What stands in for a segment whose bytes never come to lie in it: a header and no data.
+    """A stand-in for a segment whose bytes go elsewhere: it has a header and no data.
 
-    Models are built over it as over a part, while their bytes go elsewhere. It has no name, and
-    takes no memory but for its header and the pages that somebody looks at. Owns one descriptor.
+    Models are built over it as over a part. It has no name, and takes memory only for its header
+    and the pages that are read. Owns one descriptor.
     """
 
     def __init__(self, name: str) -> None:
@@ -107,6 +111,6 @@ class Hollow(Descriptor):
         self.name = name
 
     def prepare(self, layout: Layout) -> None:
-        """Give it its length and its header."""
+        """Set its length and write its header."""
         os.ftruncate(self.fd, layout.nbytes)
         write_at(self.fd, layout.header, 0)

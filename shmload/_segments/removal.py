@@ -1,4 +1,4 @@
-"""Removing what no process needs any more: parts, shared segments, views."""
+"""Removing segments and parts that no process holds."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from shmload.errors import SegmentUntrusted
 
 
 def give_back(segment: Segment) -> None:
-    """Close a segment, and have it go if it is shared and that was its last lease."""
+    """Close a segment; remove it if it is shared and this was its last lease."""
     may_be_last = segment.fd >= 0 and segment.is_shared
     segment.close()
     if may_be_last:
@@ -20,21 +20,18 @@ def give_back(segment: Segment) -> None:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove what processes that died should have removed, and return the names.
-
-    That is the parts of which they were builders, the segments that they shared, and their views.
-    """
-    # Nobody lists parts, so who holds one is building it.
+    """Remove what dead processes left: parts, shared segments, views. Return the names."""
+    # No process lists parts, so a process that holds one is building it: do not wait.
     parts = (name for name in part_names() if remove_if_free(name, patience_s=0))
     return [*parts, *filter(remove_if_unused, segment_names()), *remove_dead_views()]
 
 
 def remove_if_free(name: str, patience_s: float = 0.2) -> bool:
-    """Remove a segment or part unless somebody holds it; returns whether it was removed.
+    """Remove a segment or part unless a process holds it; return whether it was removed.
 
     Args:
-        name: of it.
-        patience_s: whoever lists segments holds each for a moment; how long to wait, in seconds.
+        name: of the segment or part.
+        patience_s: how long to wait for its lock, in seconds; a listing holds each for a moment.
     """
     with _hold(name, patience_s) as fd:
         if fd is not None:
@@ -43,9 +40,9 @@ def remove_if_free(name: str, patience_s: float = 0.2) -> bool:
 
 
 def remove_if_unused(name: str) -> bool:
-    """Remove a shared segment unless somebody holds it; returns whether it was removed.
+    """Remove a shared segment unless a process holds it; return whether it was removed.
 
-    One that somebody has made resident meanwhile stays.
+    A segment that has been made resident stays.
     """
     with _hold(name, patience_s=0) as fd:
         is_over = fd is not None and is_shared(os.fstat(fd))
@@ -55,21 +52,21 @@ def remove_if_unused(name: str) -> bool:
 
 
 def is_free(name: str) -> bool:
-    """Tell whether a segment or part is there and no other process holds it."""
+    """Tell whether a segment or part exists and no process holds it."""
     with _hold(name) as fd:
         return fd is not None
 
 
 @contextlib.contextmanager
 def _hold(name: str, patience_s: float = 0.2) -> Iterator[int | None]:
-    """Keep others from a segment or part.
+    """Hold the exclusive lock of a segment or part.
 
     Args:
-        name: of it.
-        patience_s: whoever lists segments holds each for a moment; how long to wait, in seconds.
+        name: of the segment or part.
+        patience_s: how long to wait for the lock, in seconds.
 
     Yields:
-        Its descriptor, if it is there and nobody else holds it.
+        Its descriptor; None if it does not exist or a process holds it.
     """
     try:
         fd = shm_open(name)

@@ -6,13 +6,13 @@
                          v                                            v has no lease
                      taken over by the next to acquire it          nothing
 
-A segment may also be private, and never get a name, or shared, and lose it when nobody is attached
-any more: whoever gives the last lease back removes it, or else whoever finds it without one.
+A private segment never gets its final name. A shared one loses it with its last lease: the process
+that gives that lease back removes the name, or the next process that finds it without a lease.
 
-Guarantee: what has a final name is complete, and so is what has a digest in its header: the digest
-is written after the last byte. The kernel holds the locks, so no death leaves one behind. A lease
-is a shared lock on an open descriptor, or on a mapping made from it: Python's mmap keeps a
-duplicate.
+Guarantee: a segment with its final name, or with a digest in its header, is complete: the digest is
+written after the last byte. The kernel holds the locks, so a process that dies leaves none behind.
+A lease is a shared lock on an open descriptor, or on a mapping made from it (Python's mmap keeps a
+duplicate).
 """
 
 import enum
@@ -25,11 +25,10 @@ from shmload._host.descriptors import Descriptor
 from shmload._host.linux import is_named, shm_open, wait_lock
 from shmload.errors import SegmentCorrupt, ShmloadError
 
-# A segment's permissions say how long it stays: nobody executes it, and nobody but its owner may
-# read it.
+# A segment's mode: two bits that mean nothing else on its file say how long it stays.
 READ_ONLY = 0o400
 SHARED = stat.S_IXUSR
-"""It goes with its last lease."""
+"""Its name is removed with its last lease."""
 _PROTECTED = stat.S_ISVTX
 
 
@@ -37,9 +36,9 @@ class Stay(enum.IntEnum):
     """How long a segment stays."""
 
     PRIVATE = 0
-    """As long as its builder and those who waited for it have it; nobody else finds it."""
+    """Until its builder, and the processes that waited for it, close it; no others find it."""
     SHARED = 1
-    """As long as some process is attached; until then any process finds it."""
+    """Until its last lease is given back; any process finds it until then."""
     RESIDENT = 2
     """Until it is evicted."""
 
@@ -47,7 +46,7 @@ class Stay(enum.IntEnum):
 class Segment(Descriptor):
     """A complete segment that this process holds a lease on.
 
-    Owns one descriptor; `close` gives it, and the lease, back. Tensors already wrapped stay valid.
+    Owns one descriptor; `close` gives it and the lease back. Tensors already wrapped stay valid.
     """
 
     def __init__(self, name: str, fd: int) -> None:
@@ -56,7 +55,7 @@ class Segment(Descriptor):
 
     @property
     def has_name(self) -> bool:
-        """Whether it has a name, for other processes to find."""
+        """Whether other processes can find it by its name."""
         return is_named(self.fd, self.name)
 
     @property
@@ -65,19 +64,19 @@ class Segment(Descriptor):
         return os.fstat(self.fd).st_size
 
     def touch(self) -> None:
-        """Note that it is used now, for whoever evicts what was used least recently.
+        """Record that it is used now; the least recently used segments are evicted first.
 
-        The time of modification tells: nothing writes to a segment, and reading leaves it alone.
+        The modification time has it: nothing writes to a segment, and reading does not change it.
         """
         os.utime(self.fd)
 
     @property
     def is_shared(self) -> bool:
-        """Whether it goes when nobody is attached any more."""
+        """Whether its name is removed with its last lease."""
         return is_shared(os.fstat(self.fd))
 
     def keep(self) -> None:
-        """Have it stay when nobody is attached any more."""
+        """Make a shared segment resident: it stays without a lease."""
         if self.is_shared:
             os.fchmod(self.fd, READ_ONLY)
 
@@ -98,7 +97,7 @@ class Segment(Descriptor):
 
 
 def is_shared(found: os.stat_result) -> bool:
-    """Tell whether a segment's file goes when nobody is attached any more."""
+    """Tell whether a segment's name is removed with its last lease."""
     return bool(found.st_mode & SHARED)
 
 
@@ -111,12 +110,12 @@ def attach(name: str) -> Segment | None:
     """Take a lease on a resident segment, or return None if there is none.
 
     Raises:
-        SegmentUntrusted: the name belongs to somebody else.
+        SegmentUntrusted: the name belongs to another user.
     """
     fd = shm_open(name)
     if fd is None:
         return None
-    # Whoever evicts holds the exclusive lock for a moment, and then the name is gone.
+    # A process that evicts it holds the exclusive lock for a moment; then the name is gone.
     if wait_lock(fd, exclusive=False, timeout_s=1.0) and is_named(fd, name):
         return Segment(name, fd)
     os.close(fd)

@@ -1,9 +1,9 @@
-"""A directory that looks like a checkpoint and whose weight files are segments.
+"""A view: a directory that looks like a checkpoint and whose weight files are segments.
 
-Everything else in it is a link to the original, so any code that reads a checkpoint from a path
-reads this one. A segment is a safetensors file, and has the name of one whatever its shard's format
-is. The directory lies in /dev/shm because some libraries split whole paths at dots (diffusers, old
-sharded variants), and a temporary directory's path may have one.
+Every other file in it is a link to the original, so code that reads a checkpoint from a path can
+read a view. A segment is a safetensors file, and its link has the name of one whatever the shard's
+format is. Views lie in /dev/shm because some libraries split whole paths at dots (diffusers, old
+sharded variants), and the path of a temporary directory may have a dot.
 """
 
 import contextlib
@@ -23,23 +23,23 @@ from shmload._host.linux import SHM_DIR, no_inodes, try_lock
 from shmload._segments.names import make_view_name, view_names
 from shmload.errors import CheckpointError
 
-# On a view's directory: that it has had its lock, so without one its process has died.
+# Set on a view's directory once it is locked: a marked view without a lock has a dead process.
 _MARK = stat.S_ISVTX
-# A view is a directory for a moment before it has its lock and its mark.
+# A new view has neither lock nor mark for a moment; an unmarked one is dead after so many seconds.
 _GRACE_S = 60.0
 
 
 class View:
     """A directory of links; a context that removes it.
 
-    Its own lock, held by this process, tells `collect_garbage` that it is in use.
+    This process holds the directory's lock, so that `collect_garbage` leaves it.
 
     Args:
-        root: the directory, or the single file, to look like.
-        files: where each weight file's bytes are instead, by its path below `root`.
+        root: the directory, or the single file, that the view looks like.
+        files: for each weight file below `root`, the path of the file with its bytes.
 
     Attributes:
-        path: of the directory, or of the file in it, to give to a library.
+        path: of the directory, or of the file in it, for a library to read.
     """
 
     def __init__(self, root: Path, files: Mapping[Path, Path]) -> None:
@@ -53,7 +53,7 @@ class View:
             self._lock = Descriptor(os.open(self.folder, flags))
             try_lock(self._lock.fd, exclusive=True)
             os.fchmod(self._lock.fd, 0o700 | _MARK)
-            # A link is followed from where it lies, so it must not lead to a relative path.
+            # A relative target would be resolved from the view's own directory.
             paths = {_absolute(path): _absolute(to) for path, to in files.items()}
             self.path = self._link(root, paths)
         except BaseException as exc:
@@ -63,14 +63,14 @@ class View:
             raise
 
     def _link(self, root: Path, files: Mapping[Path, Path]) -> Path:
-        """Fill the directory and return the path that stands for the root."""
+        """Create the links and return the path that replaces the root."""
         path = self.folder
         if not root.is_dir():
             path /= name_as_safetensors(root.name) if root in files else root.name
             self._make_link(path, files.get(root, root))
             return path
         if root.parent.name == "snapshots":
-            # transformers reads a commit's hash off the path of a file in a hub cache.
+            # transformers takes the commit's hash from the path of a file in a hub cache.
             for name in ("snapshots", root.name):
                 path /= name
                 self._make_folder(path)
@@ -78,7 +78,7 @@ class View:
         return path
 
     def _mirror(self, source: Path, target: Path, files: Mapping[Path, Path]) -> None:
-        """Link every entry; only directories with a replaced file are made anew."""
+        """Link every entry; create only the directories that contain a replaced file."""
         folders = {parent for file in files for parent in file.parents}
         renamed = {name_as_safetensors(file.name) for file in files if file.parent == source}
         with os.scandir(source) as entries:
@@ -115,20 +115,20 @@ class View:
         self.close()
 
     def close(self) -> None:
-        """Remove the directory; again is fine. What was mapped through it stays mapped."""
-        # One by one: rmtree takes descriptors, and a process may have run out of them.
+        """Remove the directory; again does nothing. What was mapped through it stays mapped."""
+        # One by one: rmtree needs descriptors, and this process may have run out of them.
         while self._made:
             path = self._made.pop()
             with contextlib.suppress(OSError):
                 path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-        shutil.rmtree(self.folder, ignore_errors=True)  # what a library has put there
+        shutil.rmtree(self.folder, ignore_errors=True)  # files that a library has put there
         self._lock.close()
 
 
 def descriptor_path(fd: int) -> Path:
-    """Return a path that opens the very file a descriptor of this process holds.
+    """Return a path that opens the same file as a descriptor of this process.
 
-    Unlike its name this works before the file has its final name and after it has none.
+    It works before the file has its final name and after it has lost it.
     """
     return Path(f"/proc/{os.getpid()}/fd/{fd}")
 
@@ -144,7 +144,7 @@ def remove_dead_views() -> list[str]:
 
 
 def _absolute(path: Path) -> Path:
-    """Return the path from the root on; links in it stay what they are."""
+    """Return the absolute path, with links in it unresolved."""
     return Path(os.path.abspath(path))
 
 
@@ -181,7 +181,7 @@ def _hold_dead(name: str) -> Iterator[bool]:
         return
     try:
         found = os.fstat(fd)
-        # One from the future is old: the clock was set back.
+        # A time in the future means that the clock was set back: count the view as old.
         is_new = 0 <= time.time() - found.st_mtime < _GRACE_S
         is_young = is_new and not found.st_mode & _MARK
         is_ours = found.st_uid == os.geteuid()

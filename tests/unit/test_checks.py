@@ -124,13 +124,13 @@ CASES = {
     "stale": (
         check_service(SOCKET, "auto", unavailable(ConnectionRefusedError()), 0),
         "warn",
-        "is what a dead one left",
+        "is left from a dead one",
         "shmload serve",
     ),
     "stale-and-wanted": (
         check_service(SOCKET, "require", unavailable(ConnectionRefusedError()), 0),
         "bad",
-        "is what a dead one left",
+        "is left from a dead one",
         "shmload serve",
     ),
     "not-ours": (

@@ -31,7 +31,7 @@ def test_budget_without_its_unit_is_wrong_usage(refusal, budget):
 
 @pytest.mark.parametrize("budget", ["much", "40 GX", "", "1.2.3", "9e999"])
 def test_budget_that_is_no_size_is_wrong_usage(refusal, budget):
-    assert "is no size" in refusal("--budget", budget)
+    assert "is not a size" in refusal("--budget", budget)
 
 
 @pytest.mark.parametrize("address", ["9477", "localhost:", ":x", "::1:9477", "a:b:1", "a:65536"])
