@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 
 # PyPI's torch for x86-64 is the CUDA build: 3 GB with its libraries. This index has one of 0.2 GB.
@@ -47,14 +48,15 @@ def main(pins: str, project: str) -> int:
     """Install `project`, held to `pins`; return the exit code."""
     settings = _pip_settings()
     options = ["--constraint", pins]
-    uv = _uv_options(settings, pins)
+    uv = _install_uv(settings, pins)
     torch = _torch_from_cpu_index(settings, pins)
     if torch:
         alone = [*options, "--no-deps", "--index-url", _cpu_index(), torch]
         _say(f"fetching {torch}, the build for CPUs (0.2 GB): no NVIDIA driver here")
         if uv is None or _run_uv([*uv, *alone]):
             subprocess.run([*_PIP, *alone], check=False)
-    _say(f"fetching what {_name(project)} needs (torch's CUDA build, if it comes, is 3 GB)")
+    size = "" if find_spec("torch") else " (up to 3 GB, if torch comes as its CUDA build)"
+    _say(f"fetching what shmload{project.removeprefix('.')} needs{size}")
     wanted = [*options, "--editable", project]
     code = 1
     if uv is not None:
@@ -77,10 +79,6 @@ def _run_uv(arguments: list[str]) -> int:
     return uv.returncode
 
 
-def _name(project: str) -> str:
-    return "shmload" + project.removeprefix(".")
-
-
 def _say(text: str) -> None:
     print(f"[{time.time() - _STARTED_S:3.0f} s] {text}", flush=True)
 
@@ -88,7 +86,13 @@ def _say(text: str) -> None:
 def _pip_settings() -> dict[str, str]:
     """Return what pip was told by its files and by the environment."""
     command = [sys.executable, "-m", "pip", "config", "list"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return parse_settings(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    )
+
+
+def parse_settings(listed: str) -> dict[str, str]:
+    """Return the settings that hold for `pip install`, of what `pip config list` printed."""
     settings: dict[str, str] = {}
     for section in ("global.", "install.", ":env:."):  # a later one wins, as in pip
         for line in listed.splitlines():
@@ -98,24 +102,30 @@ def _pip_settings() -> dict[str, str]:
     return settings
 
 
-def _uv_options(settings: dict[str, str], pins: str) -> list[str] | None:
-    """Install uv; return the options that tell it what pip was told. None: let pip install."""
-    strange = settings.keys() - _HARMLESS - {"cert", *_SOURCES}
-    if strange:
-        _say(f"pip installs: uv cannot be told of its settings {', '.join(sorted(strange))}")
+def options_for_uv(settings: dict[str, str]) -> list[str] | None:
+    """Return the options that tell uv where packages come from; None if uv cannot be told."""
+    if settings.keys() - _HARMLESS - {"cert", *_SOURCES}:
+        return None
+    options = ["--index-strategy", "unsafe-best-match"]  # as pip: the best version of any index
+    if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
+        options.append("--no-index")
+    for key in ("index-url", "extra-index-url", "find-links"):
+        for place in settings.get(key, "").split():
+            options += [f"--{key}", place]
+    return options
+
+
+def _install_uv(settings: dict[str, str], pins: str) -> list[str] | None:
+    """Install uv and return the options that it always needs. None: let pip install."""
+    options = options_for_uv(settings)
+    if options is None:
+        _say("pip installs: it has settings that uv cannot be told")
         return None
     _say("fetching uv, which installs the rest (18 MB)")
     command = [*_PIP, "--quiet", "--only-binary=:all:", "--constraint", pins, "uv"]
     if subprocess.run(command, check=False).returncode:
         _say("pip installs: there is no uv for this machine")
         return None
-    options = ["--index-strategy", "unsafe-best-match"]  # as pip: the best version of any index
-    for key in _SOURCES:
-        if key == "no-index":
-            options += ["--no-index"] if settings.get(key) in ("1", "true", "yes", "on") else []
-        else:
-            for place in settings.get(key, "").split():
-                options += [f"--{key}", place]
     if "cert" in settings:
         os.environ["SSL_CERT_FILE"] = settings["cert"]
     elif ssl.get_default_verify_paths().cafile:
