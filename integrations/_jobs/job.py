@@ -4,36 +4,25 @@ import contextlib
 import logging
 import operator
 import os
-import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
-from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, canonical_device
+from shmload._placement.inventory import CPU
 from shmload.errors import ArgumentError, ItemError, ItemFailed
+from shmload.integrations._jobs.arguments import check_numbers, devices_of, handle_of
 from shmload.integrations._jobs.crew import Crew
-from shmload.integrations._jobs.dispatch import Dispatch, Item, Outcome
+from shmload.integrations._jobs.dispatch import Item, Outcome
 from shmload.integrations._jobs.item_bar import ItemBar
-from shmload.integrations._jobs.messages import Begin, Ended, Raised, Returned, Work
-from shmload.integrations._jobs.payload import Payload, describe_error, dump, load
-from shmload.integrations._jobs.runner_process import Answer, RunnerProcess
+from shmload.integrations._jobs.maps import CrewMap, Function, map_here
 from shmload.integrations._jobs.storing import Storing, Undone
 from shmload.integrations.handles import Handle
 from shmload.integrations.results import ResultFolder, ResultsReport
 
 logger = logging.getLogger(__name__)
 
-Function = Callable[[Any, Any], Any]
-"""Is given the pipeline and an item."""
 Errors = Literal["raise", "pass"]
 """What an item's error does: end the map, or stand in the result's place."""
-
-# How many items are held for each process, so that a slow one does not hold up the others.
-_WINDOW = 16
-# How late it may be seen that a process hangs; all else wakes whoever waits.
-_POLL_S = 1.0
-# A process whose items take less than this gets the next before it asks.
-_QUICK_S = 0.25
 
 
 class Job:
@@ -82,18 +71,13 @@ class Job:
         item_timeout_s: float | None = 3600.0,
         **hub_kwargs: Any,
     ) -> None:
-        if item_timeout_s is not None and item_timeout_s <= 0:
-            raise ArgumentError(f"item_timeout_s is {item_timeout_s}; give seconds, or None")
-        if threads < 1:
-            raise ArgumentError(f"threads is {threads}; it must be 1 or more")
-        if procs < 0:
-            raise ArgumentError(f"procs is {procs}; it must be 1 or more, or 0 for this process")
-        self.handle = _handle(source, components, torch_dtype, variant, hub_kwargs)
+        check_numbers(procs, threads, item_timeout_s)
+        self.handle = handle_of(source, components, torch_dtype, variant, hub_kwargs)
         self._seed = operator.index(seed)
         self._threads = threads
         self._item_timeout_s = item_timeout_s
         self._is_mapping = False
-        chosen = _devices(devices, procs)
+        chosen = devices_of(devices, procs)
         kinds = {"cuda" if name == "round-robin" else name.partition(":")[0] for name in chosen}
         self._kinds = ",".join(sorted(kinds))
         self._crew = None
@@ -227,14 +211,9 @@ class Job:
         if self._is_mapping:
             raise ArgumentError("this job is at another map; end that first, or make another job")
         self._is_mapping = True
-        found = (
-            self._in_processes(self._crew, function, items, is_ordered=is_ordered)
-            if self._crew
-            else self._in_this_process(function, items)
-        )
         try:
-            # Not left to the garbage collector: whoever keeps an error keeps this frame.
-            with contextlib.closing(found):
+            # Closed here, not by the garbage collector: an error that is kept keeps this frame.
+            with contextlib.closing(self._map(function, items, is_ordered=is_ordered)) as found:
                 for outcome in found:
                     if isinstance(outcome.value, ItemFailed) and errors == "raise":
                         raise outcome.value
@@ -244,146 +223,19 @@ class Job:
         finally:
             self._is_mapping = False
 
-    def _in_this_process(
-        self, function: Function, items: Iterator[Item]
+    def _map(
+        self, function: Function, items: Iterator[Item], *, is_ordered: bool
     ) -> Generator[Outcome, None, None]:
-        from shmload.integrations._jobs.runner import call_function, limited_threads
-
+        if self._crew:
+            crew_map = CrewMap(
+                self._crew,
+                function,
+                items,
+                is_ordered=is_ordered,
+                seed=self._seed,
+                item_timeout_s=self._item_timeout_s,
+            )
+            return crew_map.outcomes()
         if not self._closing.alive:
             raise ArgumentError("this job is closed; make another one")
-        pipe = self.handle.load()
-        for item in items:
-            value: Any
-            try:
-                with limited_threads(self._threads):
-                    value = call_function(function, pipe, item.value, self._seed, item.index)
-                value = load(dump(value))  # as if it came from another process
-            except (Exception, SystemExit) as exc:  # as in another process
-                value = _failed(item, exc)
-            yield Outcome(item.index, value)
-
-    def _in_processes(
-        self, crew: Crew, function: Function, items: Iterator[Item], *, is_ordered: bool
-    ) -> Generator[Outcome, None, None]:
-        crew.check()
-        window = _WINDOW * len(crew.devices)
-        dispatch = Dispatch(items, window=window, is_ordered=is_ordered)
-        dispatch.look()
-        if not dispatch.is_over:
-            crew.begin(Begin(_dump_function(function), self._seed))
-        try:
-            while True:
-                self._feed(crew, dispatch)
-                has_news = False
-                for outcome in dispatch.come_out():
-                    has_news = True
-                    yield outcome
-                if has_news:
-                    continue  # there is room for items again
-                if dispatch.is_over:
-                    break
-                for runner, message in crew.wait(_POLL_S):
-                    match message:
-                        case Returned() | Raised():
-                            dispatch.answer(runner.number, _value(runner, message, dispatch))
-                        case Ended():
-                            dispatch.end(runner.number, runner.how)
-                self._kill_hung(crew, dispatch)
-        finally:
-            # What they do is of no use to whoever maps next.
-            crew.replace([each for each in crew.runners.values() if dispatch.given(each.number)])
-        if dispatch.error:
-            raise dispatch.error
-
-    def _feed(self, crew: Crew, dispatch: Dispatch) -> None:
-        """Give each process what it can take."""
-        ready = [runner for runner in crew.runners.values() if runner.is_started]
-        # Each has one before any has two, which are for the quick alone: they shall not wait for
-        # the next, and behind a slow one an item would.
-        quick = [runner for runner in ready if runner.item_s < _QUICK_S]
-        for depth, runner in [*((1, each) for each in ready), *((2, each) for each in quick)]:
-            while item := dispatch.give(runner.number, depth):
-                try:
-                    payload = dump(item.value)
-                except Exception as exc:  # whatever the item's class does
-                    dispatch.take_back(runner.number, _failed(item, exc))
-                    continue
-                if len(dispatch.given(runner.number)) == 1:
-                    runner.since = time.monotonic()
-                crew.post(runner, Work(item.index, payload))
-
-    def _kill_hung(self, crew: Crew, dispatch: Dispatch) -> None:
-        limit = self._item_timeout_s
-        if limit is None:
-            return
-        for runner in crew.runners.values():
-            if dispatch.given(runner.number) and runner.idle_s() > limit:
-                runner.kill(f"no result within {limit:g} s")
-
-
-def _handle(
-    source: str | os.PathLike[str] | Handle,
-    components: Collection[str] | None,
-    torch_dtype: object,
-    variant: str | None,
-    hub_kwargs: dict[str, Any],
-) -> Handle:
-    if not isinstance(source, Handle):
-        return Handle.of(
-            source,
-            torch_dtype=torch_dtype,
-            components=components,
-            variant=variant,
-            **hub_kwargs,
-        )
-    if components is not None or torch_dtype is not None or variant is not None or hub_kwargs:
-        raise ArgumentError(
-            "the source is a Handle, which says what to load: give neither components, "
-            "torch_dtype, variant nor arguments for the hub"
-        )
-    return source
-
-
-def _devices(devices: str | Sequence[Any], procs: int) -> tuple[str, ...]:
-    """Return where the models of each process go."""
-    if devices == "round-robin":
-        return ("round-robin",) * procs
-    given = [devices] if isinstance(devices, str | int) else list(devices)
-    if not given:
-        raise ArgumentError("devices is an empty list; name one at least, such as 'cpu'")
-    names = [canonical_device(device) for device in given]
-    if unfit := {META, DISK, OFFLOAD}.intersection(names):
-        raise ArgumentError(f"devices names {min(unfit)!r}, where nothing can be computed")
-    return tuple(names[number % len(names)] for number in range(procs or 1))
-
-
-def _value(runner: RunnerProcess, answer: Answer, dispatch: Dispatch) -> Any:
-    """Return what a runner's answer means."""
-    item = dispatch.given(runner.number)[0]
-    assert answer.index == item.index, "a runner answers in the order in which it was asked"
-    traceback = answer.traceback if isinstance(answer, Raised) else ""
-    try:
-        if isinstance(answer, Returned):
-            return load(answer.value)
-        cause = load(answer.error)
-    except Exception as exc:  # whatever its class does
-        cause = exc
-    return _failed(item, cause, traceback)
-
-
-def _dump_function(function: Function) -> Payload:
-    try:
-        return dump(function)
-    except Exception as exc:  # whatever it refers to
-        raise ArgumentError(
-            f"the function cannot be sent to the processes of the job: {exc}; have it refer to "
-            "what can be pickled, and make the rest itself"
-        ) from exc
-
-
-def _failed(item: Item, cause: BaseException, traceback: str = "") -> ItemFailed:
-    error = ItemFailed(item.index, item.value, describe_error(cause))
-    error.__cause__ = cause
-    if traceback:
-        error.add_note(f"in a process of the job:\n{traceback}")
-    return error
+        return map_here(self.handle, function, items, seed=self._seed, threads=self._threads)

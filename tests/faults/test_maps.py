@@ -8,8 +8,7 @@ import pytest
 from light_jobs import notes, pids_of, same, wait_readable
 
 import shmload
-from shmload.integrations._jobs import crew, deadlines, runner_process, server_process
-from shmload.integrations._jobs import job as job_module
+from shmload.integrations._jobs import crew, deadlines, maps, runner_process, server_process
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def test_error_that_somebody_keeps_does_not_disturb_the_next_map(job):
 
 
 def test_end_of_a_map_is_not_waited_for(job, monkeypatch):
-    monkeypatch.setattr(job_module, "_POLL_S", 1000.0)
+    monkeypatch.setattr(maps, "_POLL_S", 1000.0)
     for count in (0, 1, 2, 3, 4, 5):
         assert list(job.map(same, range(count))) == list(range(count))
 
@@ -210,7 +209,7 @@ def let_pass(monkeypatch):
         nonlocal offset
         offset += seconds
 
-    for module in (crew, deadlines, job_module, runner_process, server_process):
+    for module in (crew, deadlines, maps, runner_process, server_process):
         monkeypatch.setattr(module, "time", Clock)
     return advance
 
@@ -280,7 +279,7 @@ def test_process_does_not_count_as_hung_while_its_item_waits_here(light_job, let
 
 
 def test_stopped_process_is_killed_though_its_item_does_not_fit_its_socket(light_job, monkeypatch):
-    monkeypatch.setattr(job_module, "_POLL_S", 0.1)
+    monkeypatch.setattr(maps, "_POLL_S", 0.1)
     job = light_job(procs=1, item_timeout_s=0.3)
 
     def stop(pipe, item):
