@@ -7,11 +7,7 @@ import msgspec
 
 from shmload._host.files import replacing
 from shmload.errors import ArgumentError, ResultsCorrupt, ResultsMismatch
-
-FACTS_NAME = "results.json"
-
-VERSION = "1"
-"""Raised whenever what is written to a folder changes."""
+from shmload.integrations._results.names import FACTS_NAME, FORMAT
 
 _OTHERWISE = "give another folder, or remove this one"
 
@@ -19,7 +15,7 @@ _OTHERWISE = "give another folder, or remove this one"
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Two folders with equal ones, and the same items, are to have equal bytes."""
 
-    format: str = VERSION
+    format: str = FORMAT.version
     shard_items: int
     facts: dict[str, str]
 

@@ -3,17 +3,13 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import msgspec
 import xxhash
 
 from shmload._checkpoints.dtypes import NBITS
 from shmload.errors import ArgumentError
 from shmload.integrations._results.journal import ArrayHead, Buffer, Head
+from shmload.integrations._results.names import FORMAT
 
-# Of a shard's header, which safetensors limits to 100 MB: what its items may take together.
-_HEADER_NBYTES = 80_000_000
-_ENTRY_NBYTES = 100
-_SIZE_NBYTES = 20
 # As safetensors files are read here.
 _MAX_RANK = 64
 _MAX_ERROR_CHARS = 1000
@@ -29,21 +25,21 @@ class Array(NamedTuple):
     """Its bytes: C-contiguous, little-endian. Any object with a buffer will do."""
 
 
-class Given(NamedTuple):
+class NewItem(NamedTuple):
     """An item as its journal takes it."""
 
     head: Head
     contents: list[Buffer]
 
 
-def result(index: int, key: str, arrays: Mapping[str, Array], shard_items: int) -> Given:
+def result(index: int, key: str, arrays: Mapping[str, Array], file_items: int) -> NewItem:
     """Check an item's result; its arrays are put in the order of their names.
 
     Args:
         index: the item's number.
         key: its name.
         arrays: by name; not copied.
-        shard_items: how many items share a header.
+        file_items: how many items a results file holds.
 
     Raises:
         ArgumentError: a name, dtype or shape cannot be one, or the names are too long.
@@ -57,11 +53,11 @@ def result(index: int, key: str, arrays: Mapping[str, Array], shard_items: int) 
         heads.append(ArrayHead(name, given.dtype, tuple(given.shape), len(content), digest))
         contents.append(content)
     head = Head(index, key, None, tuple(heads))
-    _check_names(head, shard_items)
-    return Given(head, contents)
+    FORMAT.check_item(head, file_items)
+    return NewItem(head, contents)
 
 
-def failure(index: int, key: str, error: str, shard_items: int) -> Given:
+def failure(index: int, key: str, error: str, file_items: int) -> NewItem:
     """Check the name of an item that failed; of a long error only the end is kept.
 
     Raises:
@@ -69,8 +65,8 @@ def failure(index: int, key: str, error: str, shard_items: int) -> Given:
     """
     error = error.encode(errors="backslashreplace").decode()[-_MAX_ERROR_CHARS:]
     head = Head(index, key, error or "unknown", ())
-    _check_names(head, shard_items)
-    return Given(head, [])
+    FORMAT.check_item(head, file_items)
+    return NewItem(head, [])
 
 
 def _flat(given: Array, what: str) -> Buffer:
@@ -88,23 +84,3 @@ def _flat(given: Array, what: str) -> Buffer:
             "bytes that were given, or they are not in a row"
         )
     return view.cast("B") if view.nbytes else b""
-
-
-def _check_names(head: Head, shard_items: int) -> None:
-    """Refuse an item that the header of its shard might have no room for."""
-    try:
-        # The list of keys is JSON within JSON.
-        nbytes = len(msgspec.json.encode(msgspec.json.encode(head.key).decode()))
-        for array in head.arrays:
-            nbytes += len(msgspec.json.encode(f"{head.key}/{array.name}"))
-            nbytes += _ENTRY_NBYTES + _SIZE_NBYTES * len(array.shape)
-    except UnicodeEncodeError as exc:
-        raise ArgumentError(
-            f"the key of item {head.index}, {head.key!r}, or the name of an array is not text that "
-            "UTF-8 can say; give it another one"
-        ) from exc
-    if nbytes > _HEADER_NBYTES // shard_items:
-        raise ArgumentError(
-            f"the names in item {head.index} take {nbytes} bytes, and the header of {shard_items} "
-            "items has no room for such; give shorter ones, or fewer shard_items"
-        )

@@ -82,13 +82,6 @@ class Journal:
             self.release()
             raise
 
-    @property
-    def fd(self) -> int:
-        """An open descriptor; stays the journal's, until `release`."""
-        if self._fd is None:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        return self._fd
-
     def append(self, head: Head, contents: Sequence[Buffer]) -> int:
         """Write a record and return its offset; what fails leaves no trace.
 
@@ -103,11 +96,11 @@ class Journal:
         sizes = _SIZES.pack(len(raw), sum(map(len, contents)))
         prefix = sizes + xxhash.xxh3_128_digest(sizes + raw)
         try:
-            nbytes = _write(self.fd, (prefix, raw, *contents), self._end)
+            nbytes = _write(self._open(), (prefix, raw, *contents), self._end)
         except OSError:
             # Not needed to be safe, only to give the room back.
             with contextlib.suppress(OSError):
-                os.ftruncate(self.fd, self._end)
+                os.ftruncate(self._open(), self._end)
             raise
         offset = self._end
         self._end += nbytes
@@ -115,17 +108,24 @@ class Journal:
 
     def read(self, offset: int) -> tuple[Head, int] | None:
         """Return a record's head, and where its body starts; None if there is no whole record."""
-        prefix = os.pread(self.fd, _PREFIX_NBYTES, offset)
+        prefix = os.pread(self._open(), _PREFIX_NBYTES, offset)
         if len(prefix) < _PREFIX_NBYTES:
             return None
         head_nbytes, body_nbytes = _SIZES.unpack_from(prefix)
         body = offset + _PREFIX_NBYTES + head_nbytes
-        if body + body_nbytes > os.fstat(self.fd).st_size:
+        if body + body_nbytes > os.fstat(self._open()).st_size:
             return None
-        raw = os.pread(self.fd, head_nbytes, offset + _PREFIX_NBYTES)
+        raw = os.pread(self._open(), head_nbytes, offset + _PREFIX_NBYTES)
         if xxhash.xxh3_128_digest(prefix[: _SIZES.size] + raw) != prefix[_SIZES.size :]:
             return None
         return _DECODER.decode(raw), body
+
+    def blocks(self, place: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield a range of the file from an offset, or as much as there is.
+
+        Each block is valid until the next.
+        """
+        return read_blocks(self._open(), place, nbytes)
 
     def release(self) -> None:
         """Close the descriptor; a second call does nothing."""
@@ -133,11 +133,17 @@ class Journal:
         if fd is not None:
             os.close(fd)
 
+    def _open(self) -> int:
+        """Return the descriptor, opened again after `release`."""
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        return self._fd
+
     def _recover(self, found: Callable[[int, Head], None]) -> None:
         """Find the records, and cut off what follows the last whole one."""
         boot = boot_id()
         first = f"{_MAGIC} {boot:36}\n".encode()
-        there = os.pread(self.fd, len(first), 0)
+        there = os.pread(self._open(), len(first), 0)
         self._end = len(first)
         if there.startswith(f"{_MAGIC} ".encode()) and there.endswith(b"\n"):
             is_sure = there == first and boot != ""
@@ -145,15 +151,15 @@ class Journal:
                 head, body = record
                 found(self._end, head)
                 self._end = body + sum(array.nbytes for array in head.arrays)
-        if os.fstat(self.fd).st_size > self._end:
-            os.ftruncate(self.fd, self._end)
+        if os.fstat(self._open()).st_size > self._end:
+            os.ftruncate(self._open(), self._end)
         if there != first:
-            _write(self.fd, (first,), 0)
+            _write(self._open(), (first,), 0)
 
     def _is_whole(self, head: Head, body: int) -> bool:
         for array in head.arrays:
             digest = xxhash.xxh3_128()
-            for block in read_blocks(self.fd, body, array.nbytes):
+            for block in self.blocks(body, array.nbytes):
                 digest.update(block)
             if digest.digest() != array.digest:
                 return False

@@ -7,8 +7,7 @@ from pathlib import Path
 from shmload._host.linux import inode_of, try_lock
 from shmload._host.procfs import lock_holders
 from shmload.errors import ResultsBusy
-
-_NAME = ".lock"
+from shmload.integrations._results.names import LOCK_NAME
 
 
 class FolderLock:
@@ -23,7 +22,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         # A file of its own: NFS locks only what is open for writing, which a directory cannot be.
-        self._fd: int | None = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        self._fd: int | None = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if not try_lock(self._fd, exclusive=True):
                 inode = inode_of(os.fstat(self._fd))

@@ -1,12 +1,13 @@
-"""How far the items of one shard of results are, and where their results lie.
+"""How far the items of one results file are, and where their results are stored.
 
-A finished shard has a file. While items are missing there is a journal too, with what came since;
-once all are there, the file is written from both, and then the journal goes:
+A finished results file has all of its items. While some are missing there is a journal too, with
+the results that came since; once all are there, the file is written from both, and then the journal
+is removed:
 
     nothing ──append──▶ journal ──commit──▶ file ──append──▶ file and journal ──commit──▶ file
 
-The file gets its name in one step. A journal that is left beside a file with the same items is one
-whose removal did not happen any more; it goes when the shard is next opened.
+The file gets its name in one step. A kill between the two steps leaves a journal beside a file that
+has its items already; it is removed when they are next opened.
 """
 
 import contextlib
@@ -16,27 +17,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shmload.errors import ResultsCorrupt
+from shmload.integrations._results.errors import AGAIN
+from shmload.integrations._results.format import StoredArray, StoredItem
 from shmload.integrations._results.journal import Buffer, Head, Journal
 from shmload.integrations._results.keys import digest_key
-from shmload.integrations._results.shards import (
-    AGAIN,
-    Item,
-    Piece,
-    read_contents,
-    read_items,
-    write_shard,
-)
+from shmload.integrations._results.names import FORMAT, file_name, journal_name
 
 _MISSING, _DONE, _FAILED = range(3)
 
 
-class ShardProgress:
-    """The items of one shard. They are called by their place in it, which counts from 0.
+class FileProgress:
+    """The items of one results file, by their place in it, from 0.
 
     Args:
         folder: of all results.
-        number: of the shard.
-        size: how many items a shard has, at most.
+        number: of the file.
+        size: how many items a file has, at most.
 
     Raises:
         ResultsCorrupt: a file is not what was written.
@@ -46,7 +42,7 @@ class ShardProgress:
     def __init__(self, folder: Path, number: int, size: int) -> None:
         self.number = number
         self.first = number * size
-        self.path = folder / shard_name(number)
+        self.path = folder / file_name(number)
         self.keys = array("Q", bytes(8 * size))
         """Each item's key as a number; 0 where it is not known."""
         self._states = bytearray(size)
@@ -96,7 +92,7 @@ class ShardProgress:
         """Write the file from the journal and from what it is now; then the journal goes.
 
         Args:
-            count: how many items the shard has.
+            count: how many items the file has.
             facts: what the results depend on.
 
         Raises:
@@ -104,13 +100,11 @@ class ShardProgress:
             OSError: the file cannot be written; nothing has changed.
         """
         with contextlib.ExitStack() as stack:
-            before: list[Item] = []
+            before: list[StoredItem] = []
             if self._has_file:
-                fd = os.open(self.path, os.O_RDONLY)
-                stack.callback(os.close, fd)
-                before = read_items(fd, self.path)
+                before = stack.enter_context(FORMAT.open(self.path)).items()
             items = [self._item(place, before) for place in range(count)]
-            write_shard(self.path, self.first, items, facts)
+            FORMAT.write(self.path, self.first, items, facts)
         self._has_file = True
         self._remove_journal()
 
@@ -120,7 +114,7 @@ class ShardProgress:
             return self._record(place)[0].key
         if not self._has_file:
             return None
-        keys = read_contents(self.path).keys
+        keys = FORMAT.read_contents(self.path).keys
         return keys[place] if place < len(keys) else None
 
     def release(self) -> None:
@@ -130,7 +124,7 @@ class ShardProgress:
 
     def _load(self) -> None:
         if self._has_file:
-            contents = read_contents(self.path)
+            contents = FORMAT.read_contents(self.path)
             if contents.first != self.first or len(contents.keys) > len(self.keys):
                 raise ResultsCorrupt(self.path, "it holds the items of another shard", AGAIN)
             for place, key in enumerate(contents.keys):
@@ -164,17 +158,18 @@ class ShardProgress:
         self._settled += self._states[place] == _MISSING
         self._states[place] = state
 
-    def _item(self, place: int, before: Sequence[Item]) -> Item:
+    def _item(self, place: int, before: Sequence[StoredItem]) -> StoredItem:
         if not self._offsets[place]:
             return before[place]
         head, offset = self._record(place)
         assert self._journal
-        pieces = []
+        arrays = []
         for a in head.arrays:
-            where = (self._journal_path, self._journal.fd, offset)
-            pieces.append(Piece(a.name, a.dtype, a.shape, a.nbytes, *where, a.digest))
+            arrays.append(
+                StoredArray(a.name, a.dtype, a.shape, a.nbytes, self._journal, offset, a.digest)
+            )
             offset += a.nbytes
-        return Item(head.key, head.error, tuple(pieces))
+        return StoredItem(head.key, head.error, tuple(arrays))
 
     def _record(self, place: int) -> tuple[Head, int]:
         assert self._journal
@@ -189,13 +184,3 @@ class ShardProgress:
         self._journal = None
         self._offsets = array("Q")
         os.unlink(self._journal_path)
-
-
-def shard_name(number: int) -> str:
-    """Return the name of a shard's file."""
-    return f"shard-{number:05}.safetensors"
-
-
-def journal_name(number: int) -> str:
-    """Return the name of a shard's journal."""
-    return f"shard-{number:05}.journal"

@@ -1,0 +1,243 @@
+"""A folder that results are written to: what of it is done, and what it was made from."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from shmload.errors import ArgumentError, ResultsMismatch
+from shmload.integrations._results.errors import accessing
+from shmload.integrations._results.facts import Facts, check_facts
+from shmload.integrations._results.index import write_index
+from shmload.integrations._results.items import Array, NewItem, failure, result
+from shmload.integrations._results.lock import FolderLock
+from shmload.integrations._results.names import (
+    FACTS_NAME,
+    INDEX_NAME,
+    file_name,
+    is_left_over,
+    is_ours,
+    number_of,
+)
+from shmload.integrations._results.progress import FileProgress
+from shmload.integrations._results.table import ItemTable
+
+# safetensors limits a header to 100 MB.
+_MAX_SHARD_ITEMS = 10_000
+
+
+class ResultsReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a folder holds in the end."""
+
+    folder: str
+    items: int
+    """How many there are, failed ones included."""
+    added: int
+    """How many of them were added in this run; the others were there already."""
+    failed: int
+    """How many failed; the index says why, and the next run tries them again."""
+    shards: int
+    nbytes: int
+    """Size of the shards together, in bytes."""
+
+
+class ResultFolder:
+    """A folder that results are written to; a context manager, and to be used by one thread.
+
+    Args:
+        folder: made if it does not exist.
+        shard_items: how many items a shard has, at most 10,000.
+        facts: what the results depend on beside the items: weights, dtype, seed, ...
+
+    Raises:
+        ArgumentError: an argument cannot work.
+        ResultsBusy: another run writes to the folder.
+        ResultsMismatch: what it holds was made with other facts, or other shards.
+        ResultsCorrupt: what it holds is not what was written.
+        ResultsInaccessible: the kernel refused to read or write.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        shard_items: int = 1000,
+        facts: Mapping[str, str],
+    ) -> None:
+        if not 0 < shard_items <= _MAX_SHARD_ITEMS:
+            raise ArgumentError(f"shard_items is {shard_items}; give 1 to {_MAX_SHARD_ITEMS:,}")
+        self.folder = Path(folder)
+        self._size = shard_items
+        for name, value in facts.items():
+            if not (isinstance(name, str) and isinstance(value, str)):
+                raise ArgumentError(f"the fact {name!r} is {value!r}; both must be text")
+        self._facts = dict(facts)
+        self._items = ItemTable(self.folder, shard_items)
+        self._added = 0
+        self._has_index = False
+        with accessing(self.folder):
+            os.makedirs(self.folder, exist_ok=True)
+            self._lock = FolderLock(self.folder)
+            try:
+                self._there = self._check_folder()
+            except BaseException:
+                self._lock.release()
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the folder go, finished or not; a second call does nothing."""
+        self._items.release()
+        self._lock.release()
+
+    def is_done(self, index: int, key: str) -> bool:
+        """Tell whether an item's result is stored, by this run or one before; one that failed not.
+
+        Args:
+            index: the item's number, from 0.
+            key: its name.
+
+        Raises:
+            ArgumentError: the number or the key cannot be one.
+            DuplicateKey: another item has the same key.
+            ResultsMismatch: the item had another key.
+            ResultsCorrupt, ResultsInaccessible: of the files of its shard.
+        """
+        with accessing(self.folder):
+            file, place = self._locate(index, key)
+            return file.is_done(place)
+
+    def add(self, index: int, key: str, arrays: Mapping[str, Array]) -> None:
+        """Store an item's result. On return it would survive kill -9 of this process.
+
+        With the last missing item of a shard the shard is written, and synchronised with its disk.
+
+        Args:
+            index: the item's number, from 0.
+            key: its name.
+            arrays: by name; without a slash. There need not be any.
+
+        Raises:
+            ArgumentError: the item is there already, or a name, dtype or shape cannot be one.
+            ResultsInaccessible: no room, for instance. What is stored stays, perhaps with this
+                item; a run that goes on later completes the shard.
+            DuplicateKey, ResultsMismatch, ResultsCorrupt: as for `is_done`.
+        """
+        self._append(result(index, key, arrays, self._size))
+
+    def fail(self, index: int, key: str, error: str) -> None:
+        """Note that an item has no result. A later run tries it again.
+
+        Args:
+            index: the item's number, from 0.
+            key: its name.
+            error: why; of a long text the last 1,000 characters are stored.
+
+        Raises:
+            ArgumentError, DuplicateKey, ResultsMismatch, ResultsCorrupt, ResultsInaccessible: as
+                for `add`.
+        """
+        self._append(failure(index, key, error, self._size))
+
+    def finish(self, count: int) -> ResultsReport:
+        """Write what is missing of shards and index, once each item was added or has failed.
+
+        An item that failed in an earlier run must have been tried again.
+
+        Args:
+            count: how many items there are.
+
+        Raises:
+            ArgumentError: an item is missing.
+            ResultsMismatch: the folder holds more items than there are.
+            ResultsCorrupt, ResultsInaccessible: of the folder's files; can be repeated.
+        """
+        self._check_open()
+        files = -(-count // self._size)
+        beyond = [number for number in self._there | self._items.numbers if number >= files]
+        if beyond:
+            self._refuse_more(min(beyond) * self._size, count)
+        nbytes = failed = 0
+        with accessing(self.folder):
+            for number in range(files):
+                file = self._items.file(number)
+                self._complete(file, min(self._size, count - file.first), count)
+                nbytes += file.path.stat().st_size
+                failed += file.failures()
+            if not self._has_index:
+                write_index(self.folder, [file_name(number) for number in range(files)])
+                self._has_index = True
+        return ResultsReport(
+            folder=str(self.folder),
+            items=count,
+            added=self._added,
+            failed=failed,
+            shards=files,
+            nbytes=nbytes,
+        )
+
+    def _check_open(self) -> None:
+        if not self._lock.is_held:
+            raise ArgumentError(f"{self.folder} was closed, or belongs to the parent process")
+
+    def _check_folder(self) -> set[int]:
+        """Write down or compare the facts; return the numbers of the results files that exist."""
+        names = os.listdir(self.folder)
+        for name in filter(is_left_over, names):
+            os.unlink(self.folder / name)
+        ours = set(filter(is_ours, names))
+        self._has_index = INDEX_NAME in ours
+        facts = Facts(shard_items=self._size, facts=self._facts)
+        check_facts(self.folder, facts, ours - {FACTS_NAME})
+        return {number for name in ours if (number := number_of(name)) is not None}
+
+    def _locate(self, index: int, key: str) -> tuple[FileProgress, int]:
+        self._check_open()
+        return self._items.locate(index, key)
+
+    def _append(self, item: NewItem) -> None:
+        head = item.head
+        with accessing(self.folder):
+            file, place = self._locate(head.index, head.key)
+            if file.is_done(place):
+                raise ArgumentError(f"item {head.index}, {head.key!r}, was added before")
+            self._remove_index()
+            self._items.use_journal(file)
+            file.append(place, head, item.contents)
+            self._added += head.error is None
+            if file.is_settled:
+                self._commit(file, self._size)
+
+    def _remove_index(self) -> None:
+        """Mark the folder as unfinished, before anything else in it changes."""
+        if self._has_index:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.folder / INDEX_NAME)
+            self._has_index = False
+
+    def _complete(self, file: FileProgress, size: int, count: int) -> None:
+        """Commit a file that must have all of its items."""
+        missing = file.missing(size)
+        if missing >= 0:
+            index = file.first + missing
+            raise ArgumentError(f"item {index} of {count} was neither added nor did it fail")
+        if any(file.keys[size:]):
+            self._refuse_more(count, count)
+        if file.has_journal:
+            self._commit(file, size)
+
+    def _commit(self, file: FileProgress, count: int) -> None:
+        self._remove_index()
+        file.commit(count, self._facts)
+        self._items.forget_journal(file)
+
+    def _refuse_more(self, index: int, count: int) -> None:
+        raise ResultsMismatch(self.folder, f"it has an item {index}, but there are {count} now")

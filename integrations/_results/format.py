@@ -1,0 +1,141 @@
+"""What shmload must know of a format of results files, and what such a file holds.
+
+A format is one module that makes a `ResultsFormat`; `names.FORMAT` is the one in use.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, Self
+
+import msgspec
+import xxhash
+
+from shmload.errors import ResultsCorrupt
+from shmload.integrations._results.errors import AGAIN
+from shmload.integrations._results.journal import Head
+
+_Path = str | os.PathLike[str]
+
+
+class ArraySource(Protocol):
+    """An open file that holds arrays."""
+
+    @property
+    def path(self) -> _Path:
+        """Of the file."""
+        ...
+
+    def blocks(self, place: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield an array's bytes, or as many as there are; each block is valid until the next.
+
+        Args:
+            place: where the array is, in the file's own terms.
+            nbytes: its size.
+        """
+        ...
+
+
+class StoredArray(NamedTuple):
+    """One array of an item, in a file."""
+
+    name: str
+    dtype: str
+    """Safetensors name, such as `BF16`."""
+    shape: tuple[int, ...]
+    nbytes: int
+    source: ArraySource
+    """Stays open as long as its owner keeps it so."""
+    place: int
+    """Where `source` has it."""
+    digest: bytes | None = None
+    """XXH3-128 of its bytes if known; `blocks` compares it."""
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Yield its bytes; each block is valid until the next.
+
+        Raises:
+            ResultsCorrupt: they are too few, or do not have the digest; after the last block.
+            OSError: they cannot be read.
+        """
+        digest = xxhash.xxh3_128()
+        left = self.nbytes
+        for block in self.source.blocks(self.place, self.nbytes):
+            yield block
+            if self.digest is not None:
+                digest.update(block)
+            left -= len(block)
+        if left or self.digest not in (None, digest.digest()):
+            raise ResultsCorrupt(self.source.path, f"{self.name!r} is not what was written", AGAIN)
+
+
+class StoredItem(NamedTuple):
+    """One item in a file."""
+
+    key: str
+    error: str | None
+    """Why it failed; such an item has no arrays."""
+    arrays: tuple[StoredArray, ...]
+    """In the order of their names."""
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """Which items a results file holds."""
+
+    first: int
+    """The first item's number."""
+    keys: list[str]
+    """Of all items, in their order."""
+    errors: dict[int, str]
+    """Of the items that failed, by number."""
+
+
+class ResultsFile(ArraySource, Protocol):
+    """An open results file; a context that closes it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    def items(self) -> list[StoredItem]:
+        """Return its items, after a strict check of everything but the arrays' bytes.
+
+        Raises:
+            ResultsCorrupt: it is no results file, or not a whole one.
+        """
+        ...
+
+    def read(self, place: int, nbytes: int) -> bytearray:
+        """Return an array's bytes.
+
+        Args:
+            place: as in its `StoredArray`.
+            nbytes: its size.
+
+        Raises:
+            ResultsCorrupt: the file ends before.
+            OSError: they cannot be read.
+        """
+        ...
+
+
+class ResultsFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """A format of results files. The same items and facts must give the same bytes."""
+
+    version: str
+    """What `results.json` says; another one whenever anything in a folder is written otherwise."""
+    suffix: str
+    """Of its files' names, with the dot."""
+    check_item: Callable[[Head, int], None]
+    """Refuses an item that a file of so many such items could not hold, with `ArgumentError`."""
+    write: Callable[[_Path, int, Sequence[StoredItem], Mapping[str, str]], None]
+    """Writes or replaces the file at a path, with the number of its first item, its items in their
+    order and its facts. On return it would survive a loss of power.
+
+    Arrays may be in the file that it replaces. Raises `ResultsCorrupt` for an array that is not
+    what was written, `OSError` if the file cannot be written; then nothing has changed.
+    """
+    read_contents: Callable[[_Path], Contents]
+    """Returns which items a file holds, fast: the arrays' bytes are not read. Raises
+    `ResultsCorrupt`, `OSError`."""
+    open: Callable[[_Path], ResultsFile]
+    """Opens a file. Raises `OSError`."""

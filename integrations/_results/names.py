@@ -1,0 +1,45 @@
+"""The names of the files in a folder of results, and the format of its results files."""
+
+import re
+
+from shmload._host.files import TEMPORARY_SUFFIX
+from shmload.integrations._results.format import ResultsFormat
+from shmload.integrations._results.safetensors import SAFETENSORS
+
+FORMAT: ResultsFormat = SAFETENSORS
+FACTS_NAME = "results.json"
+INDEX_NAME = "index.jsonl"
+LOCK_NAME = ".lock"
+
+_JOURNAL_SUFFIX = ".journal"
+_NUMBERED = re.compile(
+    rf"shard-(\d{{5,}})({re.escape(FORMAT.suffix)}|{re.escape(_JOURNAL_SUFFIX)})"
+)
+_OURS = re.compile(rf"{_NUMBERED.pattern}|{re.escape(INDEX_NAME)}|{re.escape(FACTS_NAME)}")
+_LEFT_OVER = re.compile(rf"({_OURS.pattern})\.[0-9a-f]{{8}}{re.escape(TEMPORARY_SUFFIX)}")
+
+
+def file_name(number: int) -> str:
+    """Return the name of a results file."""
+    return f"shard-{number:05}{FORMAT.suffix}"
+
+
+def journal_name(number: int) -> str:
+    """Return the name of a results file's journal."""
+    return f"shard-{number:05}{_JOURNAL_SUFFIX}"
+
+
+def number_of(name: str) -> int | None:
+    """Return the number in the name of a results file or its journal; None for another name."""
+    found = _NUMBERED.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def is_ours(name: str) -> bool:
+    """Tell whether a job writes files of such a name."""
+    return _OURS.fullmatch(name) is not None
+
+
+def is_left_over(name: str) -> bool:
+    """Tell whether it is the temporary name of a file that a killed process was writing."""
+    return _LEFT_OVER.fullmatch(name) is not None

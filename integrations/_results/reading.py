@@ -1,0 +1,110 @@
+"""Results of a finished folder, read back by key or by place."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shmload._checkpoints.dtypes import NBITS
+from shmload._loading.state_dict import as_tensor, torch_dtypes
+from shmload.errors import UnknownDtype
+from shmload.integrations._results.errors import accessing
+from shmload.integrations._results.index import Index
+from shmload.integrations._results.items import Array
+from shmload.integrations._results.names import FORMAT
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Results:
+    """The results in a finished folder, by key or by place; a data set for torch's DataLoader.
+
+    Failed items are left out. An item's bytes are read when it is asked for, into memory of its
+    own. No file of the folder stays open; only the index is mapped. Pickling keeps the folder's
+    path: unpickling opens it again. Several threads may use it.
+
+    Args:
+        folder: with an index.
+
+    Raises:
+        ResultsUnfinished: there is no index.
+        ResultsCorrupt: the index is not what was written.
+        ResultsInaccessible: it cannot be read.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._index = Index(self.folder)
+        self.errors = dict(self._index.errors)
+        """Why items failed, by key."""
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the keys in item order."""
+        return self._index.keys()
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._index.find(key) is not None
+
+    def __getitem__(self, item: int | str) -> "dict[str, torch.Tensor]":
+        """Return the tensors of an item by name, each with memory of its own.
+
+        Args:
+            item: its key, or its place among the items that did not fail.
+
+        Raises:
+            KeyError, IndexError: there is no such item.
+            UnknownDtype: torch has no such dtype; `read` returns the bytes.
+            ResultsChanged, ResultsCorrupt, ResultsInaccessible: as for `read`.
+        """
+        dtypes = torch_dtypes()
+        tensors = {}
+        for name, (dtype, shape, content) in self.read(item).items():
+            if dtype not in dtypes:
+                raise UnknownDtype(dtype, dtypes)
+            assert isinstance(content, bytearray)
+            tensors[name] = as_tensor(content, dtypes[dtype], shape, NBITS[dtype])
+        return tensors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder,)
+
+    def keys(self) -> Iterator[str]:
+        """Yield the keys in item order."""
+        return iter(self)
+
+    def items(self) -> "Iterator[tuple[str, dict[str, torch.Tensor]]]":
+        """Yield key and tensors of each item, in item order."""
+        for place, key in enumerate(self):
+            yield key, self[place]
+
+    def read(self, item: int | str) -> dict[str, Array]:
+        """Return the arrays of an item by name, as bytes, without torch.
+
+        Args:
+            item: its key, or its place among the items that did not fail.
+
+        Raises:
+            KeyError, IndexError: there is no such item.
+            ResultsChanged: a job has changed the folder since it was opened.
+            ResultsCorrupt: a file is not what was written.
+            ResultsInaccessible: a file cannot be read.
+        """
+        place = self._index.find(item) if isinstance(item, str) else item
+        if place is None:
+            raise KeyError(item)
+        line = self._index.line(place)
+        path = self.folder / line.file
+        with accessing(path):
+            if not line.arrays:
+                return {}
+            with FORMAT.open(path) as file:
+                # After the open: so it is the results file that the index describes.
+                self._index.check()
+                return {
+                    name: Array(at.dtype, at.shape, file.read(at.offset, at.nbytes))
+                    for name, at in line.arrays.items()
+                }
