@@ -19,7 +19,7 @@ from shmload.errors import ProtocolError
 # Far above any piece of a real checkpoint; a frame that claims more is garbage.
 _MAX_FRAME_NBYTES = 64 << 20
 _LENGTH_NBYTES = 4
-# A frame comes with two at most, and those of the next may be there already.
+# A frame has at most two, and those of later frames may arrive with it.
 _MAX_FDS = 16
 
 
@@ -29,15 +29,15 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def to_frame(message: msgspec.Struct) -> bytes:
-    """Return a message as it goes over a socket."""
+    """Return a message's bytes on the wire."""
     body = _ENCODER.encode(message)
     return len(body).to_bytes(_LENGTH_NBYTES, "big") + body
 
 
 def take_channel(fd: int) -> socket.socket:
-    """Take up a socket that another process has made for this one; it blocks.
+    """Wrap a socket that the parent made for this process, as a blocking one.
 
-    Neither that process's default timeout nor this one's holds for it.
+    The default timeouts of both processes are overridden.
     """
     channel = socket.socket(fileno=fd)
     channel.settimeout(None)
@@ -45,7 +45,7 @@ def take_channel(fd: int) -> socket.socket:
 
 
 def send(channel: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
-    """Send one message, descriptors with it; blocks until the socket takes it.
+    """Send one message and its descriptors; blocks until the socket takes all of it.
 
     Raises:
         OSError: the other side is gone, or the socket's timeout passed.
@@ -88,8 +88,8 @@ class Inbox:
     """Collects the frames that arrive on one socket.
 
     Args:
-        channel: stays the caller's.
-        max_frame_nbytes: what claims to be longer is garbage, in bytes.
+        channel: the socket; the caller owns it.
+        max_frame_nbytes: greatest length of a frame, in bytes; a longer one is an error.
     """
 
     def __init__(self, channel: socket.socket, max_frame_nbytes: int = _MAX_FRAME_NBYTES) -> None:
@@ -97,13 +97,13 @@ class Inbox:
         self._max_frame_nbytes = max_frame_nbytes
         self._buffer = bytearray()
         self.fds: list[int] = []
-        """Descriptors that came and nobody has taken yet; the taker closes them."""
+        """Descriptors that have arrived; a caller that takes one closes it."""
 
     def receive(self) -> bool:
-        """Read what is there, waiting if nothing is; False at the end of file.
+        """Read what has arrived, waiting if that is nothing; False at the end of file.
 
         Raises:
-            ProtocolError: descriptors pile up that no frame takes, or some were lost.
+            ProtocolError: more descriptors came than frames can take, or some were lost.
         """
         try:
             received, fds, flags, _ = socket.recv_fds(
@@ -113,11 +113,9 @@ class Inbox:
             return False
         self.fds.extend(fds)
         self._buffer += received
-        # The kernel drops what there is no place for, here or in this process.
+        # The kernel drops descriptors that exceed `_MAX_FDS` or the limit of this process.
         if flags & socket.MSG_CTRUNC or len(self.fds) > _MAX_FDS:
-            raise ProtocolError(
-                "there came more descriptors than messages or this process can take"
-            )
+            raise ProtocolError("more descriptors came than messages or this process can take")
         return bool(received)
 
     @property
@@ -126,15 +124,15 @@ class Inbox:
         return not self._buffer
 
     def close(self) -> None:
-        """Close the descriptors that nobody has taken."""
+        """Close the descriptors that were not taken."""
         while self.fds:
             os.close(self.fds.pop())
 
     def next_frame(self) -> bytes | None:
-        """Take the next complete frame, or None if it is not there yet.
+        """Take the next frame, or return None if it is not complete yet.
 
         Raises:
-            ProtocolError: the frame claims an absurd length.
+            ProtocolError: the frame is longer than `max_frame_nbytes`.
         """
         if len(self._buffer) < _LENGTH_NBYTES:
             return None
@@ -143,7 +141,7 @@ class Inbox:
             raise ProtocolError(f"a frame claims {length} bytes; the peer is not a shmload process")
         if len(self._buffer) < _LENGTH_NBYTES + length:
             return None
-        with memoryview(self._buffer) as view:  # a slice of the buffer itself would be a copy more
+        with memoryview(self._buffer) as view:  # slicing the bytearray would copy twice
             frame = bytes(view[_LENGTH_NBYTES : _LENGTH_NBYTES + length])
         del self._buffer[: _LENGTH_NBYTES + length]
         return frame

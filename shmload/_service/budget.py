@@ -1,4 +1,4 @@
-"""How much may be resident, and what goes when it becomes too much: plain functions on values."""
+"""The budget for resident segments, and which ones to evict: plain functions on values."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,16 +10,16 @@ from shmload.errors import SharedMemoryFull
 
 
 def default_budget() -> int:
-    """Return half of what /dev/shm and the control group allow, in bytes."""
+    """Return half of the smaller limit, /dev/shm or the memory control group, in bytes."""
     return min(_limits().values()) // 2
 
 
 def budget_warnings(budget: int, resident: Iterable[SegmentInfo]) -> Iterator[str]:
-    """Say what of a budget will not be kept to as one might expect.
+    """Yield warnings for a budget that cannot be reached or is exceeded already.
 
     Args:
         budget: in bytes.
-        resident: all segments when the service starts.
+        resident: all segments at the start of the service.
     """
     for name, nbytes in _limits().items():
         if budget > nbytes:
@@ -36,7 +36,7 @@ def budget_warnings(budget: int, resident: Iterable[SegmentInfo]) -> Iterator[st
 
 
 def _limits() -> dict[str, int]:
-    """Return what bounds all segments together, in bytes."""
+    """Return the limits for all segments together, in bytes, by name."""
     limits = {"/dev/shm": shm_total_nbytes(), "the memory control group": cgroup_limit_nbytes()}
     return {name: limit for name, limit in limits.items() if limit is not None}
 
@@ -44,21 +44,20 @@ def _limits() -> dict[str, int]:
 def choose_victims(
     resident: Iterable[SegmentInfo], nbytes: int, budget: int, room: int
 ) -> list[SegmentInfo]:
-    """Choose what to evict so that `nbytes` more fit into the budget, and into the memory.
+    """Choose what to evict so that `nbytes` more fit into the budget and into memory.
 
     Args:
         resident: all segments.
-        nbytes: what is to come, in bytes.
+        nbytes: size of the new segments, in bytes.
         budget: in bytes.
-        room: how much can be made without evicting anything, in bytes.
+        room: memory that is free without evicting anything, in bytes.
 
     Returns:
-        Segments that nobody is attached to and nobody has pinned, least recently used first, and no
-        more of them than needed. Whether they make room enough in the memory is not known before
-        they are gone.
+        Segments that are neither leased nor protected, least recently used first, and no more than
+        needed. Whether memory then suffices is known only once they are removed.
 
     Raises:
-        SharedMemoryFull: not even all of those would do for the budget.
+        SharedMemoryFull: evicting all of them would still exceed the budget.
     """
     found = list(resident)
     over = sum(info.nbytes for info in found) + nbytes - budget
@@ -82,14 +81,14 @@ def may_go(info: SegmentInfo) -> bool:
 
 
 def _remedy(found: Sequence[SegmentInfo]) -> str:
-    """Say what helps: only what can."""
+    """Return what the user can do about segments that cannot be evicted."""
     leased = sum(info.is_leased for info in found)
-    pinned = sum(info.is_pinned and not info.is_leased for info in found)
+    protected = sum(info.is_pinned and not info.is_leased for info in found)
     ways = []
     if leased:
         ways.append(f"end the users of the {leased} in use (`shmload status`)")
-    if pinned:
-        ways.append(f"remove some of the {pinned} pinned with `shmload rm`")
+    if protected:
+        ways.append(f"remove some of the {protected} pinned with `shmload rm`")
     ways.append("raise `shmload serve --budget`")
     ways.append("load without the service, with SHMLOAD_SERVICE=off")
     return ", or ".join(ways)

@@ -1,7 +1,7 @@
-"""The running service, as a load sees it.
+"""The connection of a load to the running service.
 
-Guarantee: whatever the service does, a call ends within a deadline. Where it goes away, the caller
-learns so by `ServiceUnavailable` and can do without it.
+Guarantee: a call ends within a deadline, whatever the service does. `ServiceUnavailable` says that
+the service went away; the load can go on without it.
 """
 
 import logging
@@ -50,7 +50,7 @@ class Service(Protocol):
     """What a load needs of a service: `Client` has it."""
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for so many bytes of segments, or raise `CapacityError`."""
+        """Reserve room for `nbytes` of segments, or raise `CapacityError`."""
 
     def decode(
         self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
@@ -58,20 +58,20 @@ class Service(Protocol):
         """Do what `Coordinator.decode` does."""
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
-        """Say which segments a load found and which it has decoded, be they resident or not."""
+        """Report the segments that the load found and those it decoded, resident or not."""
 
     def close(self) -> None:
-        """Give back what this load has of it; again is fine."""
+        """Give back the load's reservation and loans; again is fine."""
 
 
 class Client:
-    """A connection to the service; a context that ends it. Not for several threads at once.
+    """A connection to the service; a context that closes it. Not thread-safe.
 
     Raises:
-        ServiceUnavailable: nobody is there.
-        ServiceSilent: somebody is, and does not answer.
-        PeerRefused: somebody else's service does.
-        ProtocolError: it is of another version.
+        ServiceUnavailable: no service listens.
+        ServiceSilent: a service listens but does not answer.
+        PeerRefused: another user's process listens.
+        ProtocolError: the service is of another version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class Client:
             self.close()
             raise
         self.pid = welcome.pid
-        """Of the service."""
+        """Process id of the service."""
         if welcome.version != VERSION:
             self.close()
             raise ProtocolError(
@@ -101,7 +101,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the connection; again is fine. What was lent is forgotten."""
+        """Close the connection; again is fine. The service then closes the loans."""
         self._inbox.close()
         self._channel.close()
 
@@ -116,15 +116,15 @@ class Client:
         """Send a request and wait for its answer.
 
         Args:
-            request: what is wanted.
-            kind: of the answer.
-            on_progress: is told of bytes read and bytes in all. With it the answer may take any
-                time, as long as the service shows life.
-            is_cancelled: asked several times a second; when true, the wait is given up.
+            request: the request.
+            kind: type of the answer.
+            on_progress: called with bytes read and bytes in all. With it the answer may take any
+                time, as long as the service sends signs of life.
+            is_cancelled: called several times a second; when true, the wait ends.
 
         Raises:
-            ServiceUnavailable: the service went away or is silent.
-            ProtocolError: the answer is of another kind.
+            ServiceUnavailable: the service went away or is silent, or `is_cancelled` was true.
+            ProtocolError: the answer has another type.
             ShmloadError: the service refused, with its own error.
         """
         self._send(request)
@@ -156,7 +156,7 @@ class Client:
                 (job.source_fd, job.part_fd),
             )
         answer = self.ask(Decode(), Decoded, on_progress=add, is_cancelled=is_cancelled)
-        # They are written into the segments' headers, in a place of just this size.
+        # Each is written into a segment's header, which has room for exactly this format.
         if len(answer.digests) != len(jobs) or not all(map(_DIGEST.fullmatch, answer.digests)):
             raise ProtocolError("the service answered with digests that are not the segments'")
         return list(answer.digests)
@@ -212,17 +212,17 @@ class Client:
 
 
 def find_service() -> Client | None:
-    """Connect to the running service, if the settings allow for it and there is one.
+    """Connect to the running service; None if there is none, or the settings forbid it.
 
     Raises:
-        ServiceUnavailable: there is none, and the settings require one.
-        PeerRefused, ProtocolError: there is one that cannot be used, and the settings require one.
+        ServiceUnavailable: there is none, but the settings require one.
+        PeerRefused, ProtocolError: it cannot be used, but the settings require one.
     """
     use = settings().service
     if use == "off":
         return None
     path = socket_path()
-    # Not Path.exists, which raises where a directory above may not be looked into.
+    # Path.exists raises if a directory above may not be searched.
     if use == "auto" and not os.path.exists(path):
         return None
     try:

@@ -1,11 +1,11 @@
-"""Where the service listens, and who may: a socket in a directory of this user's alone.
+"""Where the service listens: a socket in a directory that only this user can enter.
 
     no service --lock--> locked --bind--> listening --process ends--> stale socket, lock free
                             ^                                               |
                             +------------- the next start takes over -------+
 
-Guarantee: at most one service per directory, held by a lock that the kernel drops with its process;
-and no connection to or from another user, whatever lies at the path.
+Guarantee: at most one service per directory, by a lock that the kernel releases when its process
+ends; and no connection to or from another user, whatever is at the path.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ _LOCK_NAME = "service.lock"
 _FIRST_LISTEN_FD = 3
 # struct ucred in socket(7): pid, uid, gid.
 _UCRED = struct.Struct("3i")
-# struct sockaddr_un in unix(7) holds 108, the last of them zero.
+# sun_path in unix(7) has 108 bytes, of which the last is zero.
 _MAX_PATH_NBYTES = 107
 _BACKLOG = socket.SOMAXCONN
 _RETRY_S = 0.02
 
 
 def socket_path() -> Path:
-    """Return where the service of this user listens."""
+    """Return the path of this user's service socket."""
     chosen = settings().socket
     return _default_path() if chosen is None else chosen.absolute()
 
@@ -46,17 +46,17 @@ def _default_path() -> Path:
 
 
 def lock_path(path: Path) -> Path:
-    """Return the file that the service at `path` holds locked; its process id is in it."""
+    """Return the file that the service at `path` locks; it contains the service's process id."""
     return path.with_name(_LOCK_NAME)
 
 
 class Endpoint:
-    """A listening socket and the lock that goes with it; a context that gives both up.
+    """A listening socket and the lock that goes with it, from here until `close`.
 
     Raises:
         ServiceRunning: another service has the lock.
-        SocketUnusable: the directory is not this user's alone, or what lies there is in the way.
-        PeerRefused: the socket that systemd has passed is none to listen at.
+        SocketUnusable: other users can enter the directory, or another file is at the path.
+        PeerRefused: the descriptor that systemd passed is no listening socket.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,13 +81,13 @@ class Endpoint:
             inherited = _inherited_socket()
             self._is_inherited = inherited is not None
             self.listener = inherited or _bind(path)
-            self.listener.setblocking(False)  # who knocked may have left before it is let in
+            self.listener.setblocking(False)  # a client may have left before accept
         except BaseException:
             os.close(self._lock_fd)
             raise
 
     def close(self) -> None:
-        """Stop listening and let the next service start; again is fine."""
+        """Stop listening and release the lock; again is fine."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             self.listener.close()
@@ -97,11 +97,11 @@ class Endpoint:
 
 
 def connect(path: Path, timeout_s: float) -> socket.socket:
-    """Connect to the service, and make sure that it is this user's.
+    """Connect to the service and check that it belongs to this user.
 
     Raises:
-        ServiceUnavailable: nobody listens there.
-        PeerRefused: somebody else does.
+        ServiceUnavailable: no process listens there.
+        PeerRefused: another user's process does.
     """
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -117,7 +117,7 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
 
 
 def _connect_patiently(client: socket.socket, path: Path, timeout_s: float) -> None:
-    """Connect, waiting for a place in the queue: the kernel says at once that there is none."""
+    """Connect, retrying while the queue is full: the kernel then fails at once with EAGAIN."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -129,30 +129,30 @@ def _connect_patiently(client: socket.socket, path: Path, timeout_s: float) -> N
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return process and user at the other end, as the kernel noted them when it connected."""
+    """Return process id and user id of the other end, as of when it connected."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(packed)
     return pid, uid
 
 
 def service_pid(connection: socket.socket, path: Path) -> int | None:
-    """Return the service at the other end, or None if this process cannot see it.
+    """Return the process id of the service at the other end, or None if it cannot be seen.
 
-    Who waits at a socket of systemd's may be connected to systemd, which is nobody to be killed;
-    the service is who holds the lock.
+    A connection to a socket of systemd's may still be to systemd itself, which must not be named as
+    a process to kill; only the holder of the lock is the service.
     """
     pid, _ = peer_of(connection)
     holders: set[int] = set()
-    with contextlib.suppress(OSError):  # it ends just now
+    with contextlib.suppress(OSError):  # the service is ending
         holders = lock_holders().get(inode_of(lock_path(path).stat()), set())
     return pid if pid and (not holders or pid in holders) else None
 
 
 def require_same_user(connection: socket.socket) -> None:
-    """Make sure that this user's process is at the other end.
+    """Check that the process at the other end belongs to this user.
 
     Raises:
-        PeerRefused: it is another user's.
+        PeerRefused: it belongs to another user.
     """
     pid, uid = peer_of(connection)
     if uid != os.geteuid():
@@ -160,7 +160,7 @@ def require_same_user(connection: socket.socket) -> None:
 
 
 def _make_private_folder(path: Path) -> None:
-    """Make the directory of a socket, or make sure that it is this user's alone."""
+    """Make the directory of a socket, or check that only this user can enter it."""
     folder = path.parent
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
@@ -170,13 +170,13 @@ def _make_private_folder(path: Path) -> None:
     if found.st_uid != os.geteuid():
         raise SocketUnusable(path, f"{folder} belongs to user {found.st_uid}")
     if found.st_mode & 0o077:
-        # Only of the directory that nothing else uses is it known that it may be closed.
+        # Advise chmod only for the default directory, which nothing else uses.
         advice = f" (`chmod 700 {folder}` closes it)" if path == _default_path() else ""
         raise SocketUnusable(path, f"{folder} lets others in{advice}")
 
 
 def _is_listening(path: Path) -> bool:
-    """Tell whether a service listens there; one that starts just now has perhaps no socket yet."""
+    """Tell whether a service listens there, or is starting and has no socket yet."""
     sockets = [entry for entry in path.parent.iterdir() if entry.is_socket()]
     return path in sockets or not sockets
 
@@ -187,7 +187,7 @@ def _bind(path: Path) -> socket.socket:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
                 raise SocketUnusable(path, "what lies there is not a socket")
-        path.unlink(missing_ok=True)  # of a service that is dead: the lock is ours
+        path.unlink(missing_ok=True)  # left by a dead service: this process has the lock
         listener.bind(str(path))
         path.chmod(0o600)
         listener.listen(_BACKLOG)
@@ -200,7 +200,7 @@ def _bind(path: Path) -> socket.socket:
 
 
 def _inherited_socket() -> socket.socket | None:
-    """Return the socket that systemd has opened for this very process, if it has."""
+    """Return the socket that systemd opened for this process, or None."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS") != "1":
         return None
     listener = socket.socket(fileno=_FIRST_LISTEN_FD)
@@ -209,5 +209,5 @@ def _inherited_socket() -> socket.socket | None:
     if listener.family != socket.AF_UNIX or listener.type != socket.SOCK_STREAM or not is_listening:
         listener.detach()
         raise PeerRefused("the descriptor that LISTEN_FDS names is no listening Unix socket")
-    listener.listen(_BACKLOG)  # that the kernel tells clients of this process, and not of systemd
+    listener.listen(_BACKLOG)  # so SO_PEERCRED names this process, not systemd
     return listener

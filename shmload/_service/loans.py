@@ -1,7 +1,7 @@
-"""What a client lends the service: whether workers can decode it, and within which bounds.
+"""Checks what a client lends the service.
 
-Guarantee: what passes has workers read a regular file and write within the length of another one.
-So no client can have them wait for ever, or fill the memory.
+Guarantee: with a loan that passes, workers read a regular file and write within the length of
+another one. So no client can make them wait for ever or fill the memory.
 """
 
 import itertools
@@ -16,14 +16,14 @@ from shmload.errors import ArgumentError, ShardUnreadable
 
 
 def require_sound(job: Job) -> None:
-    """Check what was lent; reads no weights.
+    """Check a loan; reads no weights.
 
-    Whether the shard is as long as it was when it was planned is left to whoever reads it.
+    The worker finds out whether the shard still has the length it had when it was planned.
 
     Raises:
         ShardUnreadable: the shard is not a regular file.
-        ArgumentError: the part is no file to write to, has another length than the segment, or the
-            pieces are not within shard and segment, one behind the other.
+        ArgumentError: the part is not a writable file or has another length than the segment, or
+            pieces overlap, are out of order, or reach beyond shard or segment.
     """
     if not stat.S_ISREG(os.fstat(job.source_fd).st_mode):
         raise ShardUnreadable(job.path, "it is not a regular file")
@@ -48,7 +48,7 @@ def require_sound(job: Job) -> None:
 
 
 def _element_nbytes(run: Run, path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Return the sizes of one element in the shard and in the segment, in bytes."""
+    """Return the size of one element in the shard and in the segment, in bytes."""
     is_copy = run.source == run.target and NBITS.get(run.source, 0) >= 8
     if not (is_copy or {run.source, run.target} <= FLOATS):
         raise ArgumentError(f"{path}: nothing converts {run.source!r} to {run.target!r}")

@@ -1,4 +1,4 @@
-"""The service's numbers for Prometheus, on a port of this machine."""
+"""The service's metrics for Prometheus, served over HTTP."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from shmload._service.protocol import Status
 from shmload.errors import ShmloadError
 
-# Name after Prometheus' conventions, kind, attribute of the status, help.
+# Name, type, attribute of `Status`, help text.
 _METRICS = (
     ("shmload_resident_bytes", GaugeMetricFamily, "resident_nbytes", "Shared memory of segments."),
     ("shmload_budget_bytes", GaugeMetricFamily, "budget_nbytes", "What may be resident."),
@@ -27,7 +27,7 @@ _METRICS = (
 
 
 class _StatusCollector(Collector):
-    """Asks for the status whenever somebody scrapes."""
+    """Reads the status at each scrape."""
 
     def __init__(self, status: Callable[[], Status]) -> None:
         self._status = status
@@ -44,18 +44,18 @@ class _StatusCollector(Collector):
 
 
 def serve_metrics(host: str, port: int, status: Callable[[], Status]) -> int:
-    """Serve metrics over HTTP, in a thread of its own, until the process ends.
+    """Serve metrics over HTTP from a new thread, until the process ends.
 
     Args:
         host: name or address.
-        port: 0 for any that is free.
-        status: returns how the service is; called from that thread.
+        port: 0 for any free port.
+        status: returns the status; called from that thread.
 
     Returns:
-        The port.
+        The port in use.
 
     Raises:
-        ShmloadError: the host has no such address, or somebody listens there.
+        ShmloadError: the host has no such address, or the port is taken.
     """
     registry = CollectorRegistry()
     registry.register(_StatusCollector(status))

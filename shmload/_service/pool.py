@@ -1,4 +1,4 @@
-"""Workers that stay, for many loads, one at a time and in the order they came."""
+"""Workers that serve many loads, one load at a time, first come first served."""
 
 import threading
 import time
@@ -11,10 +11,10 @@ _POLL_S = 0.1
 
 
 class WorkerPool:
-    """Warm workers, from here until `close`; may be used from any thread.
+    """Worker processes kept between loads, until `close`; thread-safe.
 
     Args:
-        workers: how many; at least one.
+        workers: number of processes, at least one.
     """
 
     def __init__(self, workers: int) -> None:
@@ -27,17 +27,17 @@ class WorkerPool:
 
     @property
     def waiting(self) -> int:
-        """How many decodes wait for their turn."""
+        """Number of decodes that wait for their turn."""
         return max(0, len(self._queue) - 1)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether some decode has the workers."""
+        """Whether a decode is using the workers."""
         return bool(self._queue)
 
     @property
     def decode_s(self) -> float:
-        """Time spent on decoding, in seconds; the decode that runs counts."""
+        """Time spent decoding, in seconds, including the decode that runs."""
         with self._changed:
             began_at = self._began_at
             return self._decode_s + (time.monotonic() - began_at if began_at is not None else 0)
@@ -45,13 +45,13 @@ class WorkerPool:
     def decode(
         self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
     ) -> list[str]:
-        """Fill all parts when it is this call's turn, as `Coordinator.decode` does."""
+        """Wait for this call's turn, then do what `Coordinator.decode` does."""
         turn = object()
         with self._changed:
             self._queue.append(turn)
         try:
             while not self._is_turn_of(turn):
-                if is_cancelled():  # not with the condition held: it may take its time
+                if is_cancelled():  # without the condition, since this call may take long
                     raise DecodeCancelled
             self._began_at = time.monotonic()
             try:
@@ -66,7 +66,7 @@ class WorkerPool:
                 self._changed.notify_all()
 
     def _is_turn_of(self, turn: object) -> bool:
-        """Wait a moment for a call's turn; returns whether it has come."""
+        """Wait up to `_POLL_S` for a call's turn; returns whether it has come."""
         with self._changed:
             return self._changed.wait_for(lambda: self._queue[0] is turn, _POLL_S)
 
@@ -80,11 +80,11 @@ class WorkerPool:
         try:
             return self._coordinator.decode(jobs, on_bytes, is_cancelled)
         except BaseException:
-            self.close()  # workers may still be at pieces of this call
+            self.close()  # workers may still be filling pieces of this call
             raise
 
     def close(self) -> None:
-        """End the workers; again is fine, and a later decode starts new ones."""
+        """End the workers; again is fine. A later decode starts new ones."""
         coordinator, self._coordinator = self._coordinator, None
         if coordinator:
             coordinator.close()

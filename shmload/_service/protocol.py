@@ -1,16 +1,16 @@
-"""What the service and its clients say to each other.
+"""The messages between the service and its clients.
 
     client                               service
-       |  <- Welcome                        |     at once
-       |  Lend + two descriptors ->         |     for each shard: what a decode will need
+       |  <- Welcome                        |     on connect
+       |  Lend + two descriptors ->         |     one per shard: what its decode needs
        |  Decode ->                         |
-       |  <- BytesRead ...                   |     while its workers fill the parts
-       |  <- Decoded | Refused              |     and forget what was lent
+       |  <- BytesRead ...                   |     while workers fill the parts
+       |  <- Decoded | Refused              |     the loans are closed
        |  any other request ->              |     one at a time
        |  <- its answer | Refused           |
-       |  (end of file)                     |     whoever goes first: what was lent is closed
+       |  (end of file)                     |     from either side: the loans are closed
 
-Framed by `_ipc.frames`; what is no message ends the connection.
+Framed by `_ipc.frames`; a frame that is no message ends the connection.
 """
 
 from typing import Annotated, Final
@@ -26,11 +26,11 @@ from shmload.errors import ShmloadError
 VERSION: Final = 1
 
 _Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
-"""A size that some file may have; many of them together stay within 64 bits."""
+"""The size of a file, in bytes. The limit keeps sums of many within 64 bits."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The service has accepted."""
+    """The service has accepted the connection."""
 
     version: int
     pid: int
@@ -46,7 +46,7 @@ class Stat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lend(msgspec.Struct, frozen=True, tag=True):
-    """A shard to be decoded; the descriptors of the shard and of its part come with it."""
+    """A shard to decode; the descriptors of the shard and then of its part come with it."""
 
     path: str
     source: Stat
@@ -56,32 +56,32 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """Fill the parts that were lent."""
+    """Decode all shards lent so far."""
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """Make room in the budget, by evicting what was used least recently."""
+    """Reserve room in the budget; the service evicts the least recently used segments for it."""
 
     nbytes: _Nbytes
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """Say which segments a load found, and which it has decoded, be they resident or not."""
+    """Report the segments that a load found and those it decoded, resident or not."""
 
     found: tuple[str, ...]
     made: tuple[str, ...]
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
-    """Say how the service is."""
+    """Ask for the service's status."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """End the service; what it decodes is given up, and loads do without it. Segments stay."""
+    """End the service. It drops its decodes, and their loads go on without it. Segments stay."""
 
 
 class BytesRead(msgspec.Struct, frozen=True, tag=True):
-    """So many bytes are read, of so many."""
+    """How much of a decode has been read, in bytes."""
 
     done: int
     total: int
@@ -91,25 +91,26 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
     """All parts are filled."""
 
     digests: tuple[str, ...]
-    """Of each segment, in the order of the loans."""
+    """Each segment's digest, in the order of the loans."""
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
-    """There is room now."""
+    """The room is reserved."""
 
     evicted: tuple[str, ...]
+    """Names of the segments that were evicted for it."""
 
 
-class Lease(msgspec.Struct, frozen=True):
-    """Which processes hold a segment."""
+class Holders(msgspec.Struct, frozen=True):
+    """The processes that hold a lease of a segment."""
 
     segment: str
     pids: tuple[int, ...]
-    """As far as the service can see them: those of another pid namespace have no number here."""
+    """Process ids, without processes of other pid namespaces, which the service cannot see."""
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """How the service is."""
+    """The service's status: the answer to `GetStatus`."""
 
     pid: int
     uptime_s: float
@@ -120,23 +121,23 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     workers: int
     is_decoding: bool
     waiting: int
-    """Decodes that wait for the workers."""
+    """Decodes that wait for the workers to be free."""
     clients: int
-    """Connections, without the one that asks."""
+    """Connections, not counting the one that asks."""
     hits: int
-    """Segments that loads found resident, or had from another process."""
+    """Segments that loads found resident or got from another process."""
     misses: int
-    """Segments that loads had to decode, by the service or by themselves."""
+    """Segments that were decoded for loads, by the service or in the load's process."""
     evictions: int
     read_nbytes: int
-    """Bytes of weights read since the start."""
+    """Bytes of weights read since the service started."""
     decode_s: float
-    """Time spent on that, in seconds."""
-    leases: tuple[Lease, ...]
+    """Time spent decoding, in seconds."""
+    leases: tuple[Holders, ...]
 
 
 class Noted(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Attached`: what was reserved counts as resident now."""
+    """The answer to `Attached`: the client's reservation ends, as its segments are resident."""
 
 
 class Stopping(msgspec.Struct, frozen=True, tag=True):
@@ -150,10 +151,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     """A request failed with an error of this package."""
 
     kind: str
-    """Name of its class."""
+    """Name of the error's class."""
     message: str
     fields: dict[str, _Field]
-    """Its attributes."""
+    """The error's attributes."""
     notes: tuple[str, ...] = ()
 
 
@@ -167,7 +168,7 @@ decode_answer = MessageReader[Answer](
 
 
 def refuse(error: ShmloadError) -> Refused:
-    """Make the message that carries an error to the client."""
+    """Turn an error into the message that carries it to the client."""
     attributes = {name: value for name, value in vars(error).items() if name != "__notes__"}
     if isinstance(error, OSError):
         attributes["errno"] = error.errno  # a slot, which vars() leaves out
@@ -189,14 +190,14 @@ def _to_field(value: object) -> _Field:
 
 
 def revive(refused: Refused) -> ShmloadError:
-    """Make the error that a message carries; one of an unknown kind becomes the base class."""
+    """Turn the message back into its error; an unknown kind becomes a plain `ShmloadError`."""
     kind = vars(errors).get(refused.kind)
     if not (isinstance(kind, type) and issubclass(kind, ShmloadError)):
         kind = ShmloadError
     error: ShmloadError = kind.__new__(kind)
     error.args = (refused.message,)
     for name, value in refused.fields.items():
-        # What every error has, such as its methods, is not to be replaced.
+        # A message must not replace methods or other attributes of the class.
         if name == "errno" or not (name.startswith("_") or hasattr(kind, name)):
             setattr(error, name, value)
     for note in refused.notes:

@@ -1,7 +1,7 @@
-"""The clients that are being served, each in a thread of its own.
+"""Accepts clients and serves each in a thread of its own.
 
-Guarantee: no client, and no lack of threads or descriptors, ends the service; who cannot be served
-yet waits at the socket.
+Guarantee: neither a client nor a lack of threads or descriptors ends the service; a client that
+cannot be served yet waits in the socket's queue.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ _RETRY_S = 0.1
 
 
 class Sessions:
-    """Lets clients in and out; a context that puts all of them out.
+    """The threads that serve clients; a context whose end closes all connections.
 
     Args:
-        state: stays the caller's.
-        at_most: how many clients are served at a time.
+        state: shared state; the caller closes it.
+        at_most: number of clients served at a time.
     """
 
     def __init__(self, state: ServiceState, at_most: int) -> None:
@@ -43,19 +43,19 @@ class Sessions:
     def __exit__(self, *exc_info: object) -> None:
         running = list(self._running.items())
         for _, connection in running:
-            with contextlib.suppress(OSError):  # it ends just now
+            with contextlib.suppress(OSError):  # it is ending
                 connection.shutdown(socket.SHUT_RD)  # answers may still go out
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
         for thread, _ in running:
             thread.join(max(0, deadline - time.monotonic()))
 
     def accept(self, listener: socket.socket) -> None:
-        """Serve whoever knocks, in a new thread; waits a moment where that is not possible now."""
+        """Serve the next client in a new thread; if that is not possible now, wait `_RETRY_S`."""
         if not self._free.acquire(timeout=_RETRY_S):
             return
         try:
             connection, _ = listener.accept()
-        except OSError as exc:  # no descriptor is left, or the client has given up
+        except OSError as exc:  # no descriptor is left, or the client has left
             self._put_off(exc)
             return
         thread = threading.Thread(
@@ -64,7 +64,7 @@ class Sessions:
         self._running[thread] = connection
         try:
             thread.start()
-        except RuntimeError as exc:  # no more threads are to be had
+        except RuntimeError as exc:  # no more threads can be started
             del self._running[thread]
             connection.close()
             self._put_off(exc)
@@ -72,7 +72,7 @@ class Sessions:
     def _put_off(self, reason: Exception) -> None:
         logger.warning("a client could not be let in: %s", reason)
         self._free.release()
-        time.sleep(_RETRY_S)  # it, or the next, still knocks
+        time.sleep(_RETRY_S)  # the listener stays readable, so this is tried again
 
     def _run(self, connection: socket.socket) -> None:
         try:
@@ -87,9 +87,9 @@ def serve(endpoint: Endpoint, state: ServiceState, when_ready: Callable[[], None
     """Serve clients until `state.stop` is called; blocks until then.
 
     Args:
-        endpoint: stays the caller's.
-        state: stays the caller's.
-        when_ready: is called once clients can connect.
+        endpoint: where to listen; the caller closes it.
+        state: shared state; the caller closes it.
+        when_ready: called once, when clients can connect.
     """
     with selectors.DefaultSelector() as selector, Sessions(state, _MAX_CLIENTS) as sessions:
         selector.register(endpoint.listener, selectors.EVENT_READ)

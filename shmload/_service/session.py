@@ -1,7 +1,7 @@
-"""One client of the service: reads its requests, answers them, gives back what it lent.
+"""One client of the service: reads its requests, answers them, and closes what it lent.
 
-Guarantee: a client that is slow, silent or gone holds up nobody else: what it does not take within
-a deadline ends its session and cancels what runs for it.
+Guarantee: a client that is slow, silent or gone delays no other client. If it does not read within
+a deadline, its session ends and its decode is cancelled.
 """
 
 import contextlib
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Often enough that a client can tell a busy service from a dead one.
+# Lets a client tell a busy service from a dead one.
 _HEARTBEAT_S = 0.5
 
 
 class Session:
-    """Serves one connection, in the thread that calls `run`; owns the socket and what was lent."""
+    """Serves one connection in the thread that calls `run`; owns the socket and the loans."""
 
     def __init__(self, connection: socket.socket, state: "ServiceState") -> None:
         self._connection = connection
@@ -62,7 +62,7 @@ class Session:
         self._progress = ProgressStream(connection)
 
     def run(self) -> None:
-        """Serve until the client leaves, breaks the rules, or the service ends."""
+        """Serve until the client leaves or breaks the protocol, or the service ends."""
         try:
             require_same_user(self._connection)
             self._connection.settimeout(settings().service_timeout_s)
@@ -71,20 +71,20 @@ class Session:
                 self._serve(request)
         except (PeerRefused, ProtocolError) as exc:
             logger.warning("a client was put out: %s", exc)
-        except OSError as exc:  # it has left, or takes nothing
+        except OSError as exc:  # it has left, or does not read
             logger.debug("a session ended: %s", exc)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Give everything back; again is fine."""
+        """Close all that the session owns; again is fine."""
         self._forget_loans()
         self._release()
         self._inbox.close()
         self._connection.close()
 
     def _next_request(self) -> Request | None:
-        """Wait for the next request; a client may be idle, but not in the middle of one."""
+        """Wait for the next request: without a deadline, but a request once begun has one."""
         if self._inbox.fds and self._inbox.is_empty:
             raise ProtocolError("descriptors came with a request that takes none")
         while (frame := self._inbox.next_frame()) is None:
@@ -100,13 +100,13 @@ class Session:
         try:
             answer = self._answer(request)
         except ProtocolError:
-            raise  # whoever sends that is not to be answered
+            raise  # ends the session without an answer
         except ShmloadError as exc:
             self._forget_loans()
             answer = refuse(exc)
-        except DecodeCancelled:  # for this client, which then takes no answer, or for all
+        except DecodeCancelled:  # the client has left, or the service ends
             answer = refuse(ServiceUnavailable(socket_path(), "it ends"))
-        except Exception:  # the outermost loop of this client: it must learn of it
+        except Exception:  # the session's outermost loop: the client must be told
             logger.exception("a request failed")
             self._forget_loans()
             answer = refuse(ShmloadError("the service failed; its log says why; please report it"))
@@ -171,7 +171,7 @@ class Session:
         return Decoded(tuple(digests))
 
     def _is_gone(self) -> bool:
-        """Tell whether the client has left or takes nothing; and show it that the service lives."""
+        """Whether the client has left or is stuck, or the service ends; sends a sign of life."""
         self._progress.beat()
         return self._progress.is_stuck or has_hung_up(self._connection) or self._state.is_stopping
 
@@ -182,15 +182,15 @@ class Session:
             os.close(job.part_fd)
 
     def _release(self) -> None:
-        """Give back room that was reserved."""
+        """Give back the client's reservation."""
         self._state.release(self._reserved)
         self._reserved = 0
 
 
 class ProgressStream:
-    """Sends progress without ever waiting for the client: what it does not take is left out.
+    """Sends progress without waiting for the client; skips reports while its socket is full.
 
-    May be used from several threads.
+    Thread-safe.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -203,7 +203,7 @@ class ProgressStream:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the client has taken nothing for too long."""
+        """Whether the client has read nothing for `service_timeout_s`."""
         waited_s = time.monotonic() - self._took_at
         return bool(self._unsent) and waited_s > settings().service_timeout_s
 
@@ -213,7 +213,7 @@ class ProgressStream:
             self._send()
 
     def beat(self) -> None:
-        """Say the same again if nothing was said for a while."""
+        """Repeat the latest report if none was sent for `_HEARTBEAT_S`."""
         with self._lock:
             if time.monotonic() - self._sent_at > _HEARTBEAT_S:
                 self._send()
@@ -225,14 +225,14 @@ class ProgressStream:
         # MSG_DONTWAIT is not enough: on a socket with a timeout Python waits before it sends.
         if not _takes_more(self._connection):
             return
-        # One that has left takes nothing either; whoever asks `has_hung_up` learns of it.
+        # An error means that the client has left, which `has_hung_up` tells.
         with contextlib.suppress(OSError):
             sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             self._unsent = self._unsent[sent:]
             self._took_at = self._sent_at = time.monotonic()
 
     def finish(self) -> None:
-        """Send the rest of what was begun, with the socket's own deadline; then start anew."""
+        """Send the rest of a report that was begun, with the socket's timeout; then reset."""
         with self._lock:
             unsent, self._unsent = self._unsent, b""
             self._latest = BytesRead(0, 0)
@@ -241,14 +241,14 @@ class ProgressStream:
 
 
 def _takes_more(connection: socket.socket) -> bool:
-    """Tell whether a send would not wait now."""
+    """Tell whether the socket can take bytes now."""
     poll = select.poll()
     poll.register(connection, select.POLLOUT)
     return bool(poll.poll(0))
 
 
 def has_hung_up(connection: socket.socket) -> bool:
-    """Tell whether the other end is closed; what it has sent before stays to be read."""
+    """Tell whether the other end is closed; what it sent before can still be read."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))

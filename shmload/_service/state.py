@@ -1,8 +1,7 @@
 """The service: warm workers behind a socket, and a budget for what stays resident.
 
-Guarantee: it holds nothing that a new one could not find again. Segments lie in /dev/shm under
-their names, uses and pins are noted on the files, leases are the kernel's locks; so `kill -9` loses
-what was being decoded, and nothing else.
+Guarantee: `kill -9` loses only the decodes that run. Segments are files in /dev/shm, with last use
+and protection in the files' metadata, and leases are kernel locks; a new service finds them all.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from shmload._segments.listing import SegmentInfo, holders, segments
 from shmload._segments.removal import remove_if_free, remove_leftovers
 from shmload._service.budget import choose_victims, may_go
 from shmload._service.pool import WorkerPool
-from shmload._service.protocol import Lease, Status
+from shmload._service.protocol import Holders, Status
 from shmload.errors import CapacityError
 
 logger = logging.getLogger(__name__)
@@ -30,11 +29,11 @@ _JOIN_TIMEOUT_S = 10.0
 
 
 class ServiceState:
-    """What all sessions share; may be used from any thread. Owns the workers.
+    """State shared by all sessions; thread-safe. Owns the workers.
 
     Args:
-        workers: how many.
-        budget_nbytes: how much may be resident, in bytes.
+        workers: number of worker processes.
+        budget_nbytes: limit for resident segments, in bytes.
     """
 
     def __init__(self, workers: int, budget_nbytes: int) -> None:
@@ -51,22 +50,22 @@ class ServiceState:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the service is about to end."""
+        """Whether the service has been told to end."""
         return self._stopping.is_set()
 
     @property
     def wake_fd(self) -> int:
-        """Becomes readable when the service shall end."""
+        """A descriptor that becomes readable when the service must end, and stays so."""
         return self._woken.fileno()
 
     def stop(self) -> None:
-        """Have the service end; again is fine. May be called from a signal handler."""
+        """Tell the service to end; again is fine. Safe in a signal handler."""
         self._stopping.set()
         with contextlib.suppress(OSError):
             self._wake.send(b"x", socket.MSG_DONTWAIT)
 
     def close(self) -> None:
-        """End what runs in the background, and the workers."""
+        """Wait for the background threads, and end the workers."""
         self.stop()
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
         while self._background:
@@ -77,7 +76,7 @@ class ServiceState:
 
     @contextlib.contextmanager
     def counting_client(self) -> Iterator[None]:
-        """Count one client more inside the block."""
+        """Count one more client inside the block."""
         with self._lock:
             self._clients += 1
         try:
@@ -87,14 +86,13 @@ class ServiceState:
                 self._clients -= 1
 
     def reserve(self, nbytes: int) -> list[str]:
-        """Make room in the budget and in the memory; returns the names of what went for it.
+        """Make room in the budget and in memory; returns the names of evicted segments.
 
-        Blocks for a moment where only segments that are in use could go: a worker that has filled
-        one lets go of it a little later than its client is told, and whoever lists segments holds
-        each for an instant.
+        Retries for `_SETTLE_S` if only leased segments could go: a worker releases a filled segment
+        slightly after its client is told, and a process that lists segments holds each briefly.
 
         Raises:
-            CapacityError: what is in use or pinned leaves too little.
+            CapacityError: leased and protected segments leave too little room.
         """
         evicted: list[str] = []
         deadline = time.monotonic() + _SETTLE_S
@@ -113,7 +111,7 @@ class ServiceState:
             time.sleep(_SETTLE_POLL_S)
 
     def _make_room(self, nbytes: int, found: list[SegmentInfo], evicted: list[str]) -> None:
-        """Evict what is needed for so many bytes, or nothing if that would not do."""
+        """Evict enough for `nbytes` more, or nothing if that is impossible."""
         while True:
             budget = self.budget_nbytes - self._reserved
             room = room_nbytes()
@@ -128,16 +126,16 @@ class ServiceState:
             evicted += [info.name for info in gone]
             if len(gone) == len(victims):
                 break
-            found = segments()  # somebody attached one meanwhile
+            found = segments()  # another process attached one of the victims
         require_room(nbytes)
 
     def release(self, nbytes: int) -> None:
-        """Give back room that was reserved: it is used now, or will not be."""
+        """Give back reserved room, because it is used now or not needed."""
         with self._lock:
             self._reserved -= nbytes
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
-        """Count the segments that a load found, and those that it has decoded."""
+        """Count the segments that a load found and those it decoded."""
         with self._lock:
             self._hits += len(found)
             self._misses += len(made)
@@ -145,7 +143,7 @@ class ServiceState:
     def decode(
         self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
     ) -> list[str]:
-        """Fill parts with the workers, when it is their turn."""
+        """Decode with the workers, after the decodes that came earlier."""
 
         def count(nbytes: int) -> None:
             with self._lock:
@@ -155,13 +153,13 @@ class ServiceState:
         return self._pool.decode(jobs, count, is_cancelled)
 
     def run_in_background(self, work: Callable[[], None]) -> None:
-        """Run something that ends when the service stops, in a thread of its own."""
+        """Run `work` in a thread; it must return soon after the service stops."""
         thread = threading.Thread(target=work, name="shmload-background", daemon=True)
         thread.start()
         self._background.append(thread)
 
     def status(self) -> Status:
-        """Say how the service is."""
+        """Return the status."""
         found = segments()
         with self._lock:
             return Status(
@@ -184,11 +182,11 @@ class ServiceState:
             )
 
 
-def _leases(found: Iterable[SegmentInfo]) -> Iterator[Lease]:
-    """Yield who holds each segment that somebody holds, this process aside."""
+def _leases(found: Iterable[SegmentInfo]) -> Iterator[Holders]:
+    """Yield the holders of each leased segment, without this process."""
     known = holders(info.name for info in found)
     for info in found:
         pids = known.get(info.name, set())
         others = pids - {os.getpid()}
         if others or (info.is_leased and not pids):
-            yield Lease(info.name, tuple(sorted(others)))
+            yield Holders(info.name, tuple(sorted(others)))

@@ -9,7 +9,7 @@ from shmload._wording import name_processes
 from shmload.errors.loading import ArgumentError, ShmloadError
 
 _Path = str | PathLike[str]
-# Of an item as much as tells which one it is: a path, for instance.
+# Enough of an item to recognize it, such as a path.
 _ITEM = reprlib.Repr()
 _ITEM.maxstring = _ITEM.maxother = 200
 
@@ -18,8 +18,8 @@ class DuplicateKey(ArgumentError):
     """Two items of a job have the same key.
 
     Attributes:
-        key: of both.
-        places: the items' numbers.
+        key: the key of both items.
+        places: the numbers of both items, from 0.
     """
 
     def __init__(self, key: str, places: tuple[int, int]) -> None:
@@ -31,16 +31,16 @@ class DuplicateKey(ArgumentError):
 
 
 class JobError(ShmloadError):
-    """A data-prep job could not do all of its work."""
+    """A data-prep job could not finish all of its work."""
 
 
 class ItemError(JobError):
     """One item of a job gave no result.
 
     Attributes:
-        index: of the item, from 0.
-        item: what the function was given.
-        reason: why, without the item.
+        index: the item's number, from 0.
+        item: the argument that the function got.
+        reason: why there is no result; does not name the item.
     """
 
     def __init__(self, index: int, item: object, reason: str) -> None:
@@ -51,14 +51,14 @@ class ItemError(JobError):
 
 
 class ItemFailed(ItemError):
-    """The function raised an error, which is the cause; the traceback is a note."""
+    """The job's function raised an error. It is `__cause__`; its traceback is a note."""
 
 
 class ItemKilled(ItemError):
-    """The processes that worked on an item died, each time; it was passed over.
+    """Every process that worked on an item died, so the job skipped the item.
 
     Attributes:
-        endings: how they ended, such as `SIGKILL` or `exit code 3`.
+        endings: how each process ended, such as `SIGKILL` or `exit code 3`.
     """
 
     def __init__(self, index: int, item: object, endings: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ class ItemKilled(ItemError):
 
 
 class JobFailed(JobError):
-    """The processes of a job cannot be started, or keep ending before they have worked."""
+    """The processes of a job cannot start, or end again and again before their first item."""
 
 
 class ResultsError(ShmloadError):
@@ -89,10 +89,10 @@ class ResultsBusy(ResultsError):
 
 
 class ResultsMismatch(ResultsError):
-    """A folder holds the results of other items, or of the same ones made in another way.
+    """A folder holds results of other items, or of the same items made in another way.
 
     Attributes:
-        folder: where they are.
+        folder: the folder of results.
         reason: what differs.
     """
 
@@ -106,7 +106,7 @@ class ResultsMismatch(ResultsError):
 
 
 class ResultsCorrupt(ResultsError):
-    """A file of results is not as it was written."""
+    """A file of results was damaged after it was written."""
 
     def __init__(self, path: _Path, reason: str, remedy: str) -> None:
         self.path = path
@@ -114,7 +114,7 @@ class ResultsCorrupt(ResultsError):
 
 
 class ResultsInaccessible(ResultsError, OSError):
-    """The kernel refused to write or to read a file of results; what was stored is still there."""
+    """The kernel refused to write or read a file of results. Stored results are intact."""
 
     def __init__(self, path: _Path, reason: str, number: int = errno.EIO) -> None:
         self.path = path
@@ -146,11 +146,11 @@ class ResultsUnfinished(ResultsError, FileNotFoundError):
 
 
 class NodeError(ShmloadError):
-    """A node of a cluster could not do its part.
+    """A node of a cluster failed.
 
     Attributes:
-        node_id: the cluster's name of it.
-        address: of the node, or empty if it is not known.
+        node_id: the cluster's name for the node.
+        address: the node's address, or empty if it is not known.
     """
 
     def __init__(self, node_id: str, address: str, reason: str) -> None:
@@ -160,7 +160,7 @@ class NodeError(ShmloadError):
 
 
 class NodeLost(NodeError):
-    """A node, or the process that worked on it, ended before it was done."""
+    """A node, or the process that worked there, ended before its work was done."""
 
     def __init__(self, node_id: str, address: str, how: str) -> None:
         super().__init__(
@@ -169,7 +169,7 @@ class NodeLost(NodeError):
 
 
 class NodeTimeout(NodeError, TimeoutError):
-    """A node was not done within the deadline."""
+    """A node did not finish within the deadline."""
 
     def __init__(self, node_id: str, address: str, timeout_s: float) -> None:
         super().__init__(
@@ -180,7 +180,7 @@ class NodeTimeout(NodeError, TimeoutError):
 
 
 class NodeFailed(NodeError):
-    """A node failed with an error that is none of shmload; the traceback is a note."""
+    """A node raised an error that is not from shmload; the traceback is a note."""
 
     def __init__(self, node_id: str, address: str, how: str) -> None:
         super().__init__(node_id, address, f"{how}; a note of this error says where")

@@ -14,17 +14,17 @@ class ShmloadError(Exception):
     """The base of every error in this package."""
 
     def __str__(self) -> str:
-        # Not that of OSError, which puts the errno before it, nor of KeyError, which quotes it.
+        # OSError would put the errno in front, and KeyError would quote the text.
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By its parts: what `__init__` takes is not what is in `args`.
+        # `args` is not what `__init__` takes, so the parts are restored without calling it.
         state = self.__dict__ | ({"errno": self.errno} if isinstance(self, OSError) else {})
         return _rebuild, (type(self), self.args), state
 
 
 def _rebuild(kind: type[ShmloadError], args: tuple[Any, ...]) -> ShmloadError:
-    """Make an error that was pickled or copied, without its own `__init__`."""
+    """Rebuild a pickled or copied error without calling its `__init__`."""
     error = kind.__new__(kind)
     error.args = args
     return error
@@ -57,8 +57,8 @@ class UnknownModule(ArgumentError):
     """A device map names a module that its component does not have.
 
     Attributes:
-        path: what the device map says.
-        known: the modules that there are in its place.
+        path: the path in the device map.
+        known: the modules that exist at that place.
     """
 
     def __init__(self, path: str, above: str, name: str, known: Sequence[str]) -> None:
@@ -73,14 +73,14 @@ class UnknownModule(ArgumentError):
 
 
 class DeviceMapMalformed(ArgumentError):
-    """A device map cannot be understood, or what it says cannot work."""
+    """A device map cannot be read, or cannot work."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"device_map: {reason}")
 
 
 class LibraryTooOld(ShmloadError, ImportError):
-    """An installed library has not yet what a part of shmload stands on."""
+    """An installed library is too old: it lacks a function that shmload needs."""
 
     def __init__(self, library: str, version: str, wanted: str, reason: str) -> None:
         self.library = library
@@ -92,7 +92,7 @@ class LibraryTooOld(ShmloadError, ImportError):
 
 
 class SourceNotFound(ShmloadError, FileNotFoundError):
-    """A source is neither a path that exists nor a hub id that can be had."""
+    """A source is neither an existing path nor a hub id that can be found or downloaded."""
 
     def __init__(self, source: _Path, reason: str) -> None:
         self.source = source
@@ -100,11 +100,11 @@ class SourceNotFound(ShmloadError, FileNotFoundError):
 
 
 class CheckpointError(ShmloadError):
-    """A checkpoint's files are not what they should be."""
+    """A file of a checkpoint is missing, damaged or changed."""
 
 
 class ShardMissing(CheckpointError, FileNotFoundError):
-    """A shard that an index or a caller names does not exist."""
+    """A shard named by an index or a caller does not exist."""
 
     def __init__(self, path: _Path, named_by: _Path | None = None) -> None:
         self.path = path
@@ -133,7 +133,7 @@ class ShardMalformed(CheckpointError):
 
 
 class ShardTruncated(CheckpointError):
-    """A shard ends before the last byte its header promises."""
+    """A shard is shorter than its header says."""
 
     def __init__(self, path: _Path, wanted: int, got: int) -> None:
         self.path = path
@@ -149,17 +149,19 @@ class ShardChanged(CheckpointError):
 
     def __init__(self, path: _Path) -> None:
         self.path = path
-        super().__init__(f"{path} changed while it was read; load again once nobody writes to it")
+        super().__init__(
+            f"{path} changed while it was read; load again when no process writes to it"
+        )
 
 
 class SourceChanged(CheckpointError):
-    """A source is no longer what it was when somebody shared it."""
+    """The files of a source have changed since it was shared."""
 
     def __init__(self, source: _Path) -> None:
         self.source = source
         super().__init__(
             f"the weights of {source} were replaced since they were shared; share them again, and "
-            "start anew whoever uses the old ones"
+            "restart the processes that use the old ones"
         )
 
 
@@ -172,12 +174,12 @@ class IndexMalformed(CheckpointError):
 
 
 class CapacityError(ShmloadError, OSError):
-    """There is no room; raised before the first weight byte is read.
+    """There is not enough memory; raised before the first byte of weights is read.
 
     Attributes:
-        needed: in bytes, or 1 where a file system has no inode left.
-        available: likewise.
-        limit: what stands in the way.
+        needed: what the load needs, in bytes; or 1 inode if the file system has none left.
+        available: what is left, in the same unit.
+        limit: what sets the limit, such as `/dev/shm`.
     """
 
     def __init__(
@@ -202,13 +204,13 @@ class MemoryLimitExceeded(CapacityError):
 
 
 class DoesNotFit(CapacityError):
-    """A placement would take more of a device than there is.
+    """A placement needs more memory on a device than the device has.
 
     Attributes:
-        needed: what does not fit, in bytes.
-        available: what is left for it, in bytes.
+        needed: size of what does not fit, in bytes.
+        available: what is left on the device, in bytes.
         limit: the device.
-        device_map: the nearest that fits, to be given in its place, or None.
+        device_map: the closest map that fits, to pass instead; None if there is none.
     """
 
     def __init__(
@@ -230,7 +232,7 @@ class DoesNotFit(CapacityError):
 
 
 class WorkerError(ShmloadError):
-    """A worker process could not do its part."""
+    """A worker process failed."""
 
 
 class WorkerDied(WorkerError):
@@ -255,11 +257,11 @@ class WorkerStalled(WorkerError):
 
 
 class WorkerFailed(WorkerError):
-    """A worker could not start, or failed in its own code; its last output is a note."""
+    """A worker could not start or failed in its own code; its last output is a note."""
 
 
 class ProtocolError(ShmloadError):
-    """A message is not one that this version understands."""
+    """A message is not one of this version's protocol."""
 
 
 class SegmentError(ShmloadError):
@@ -274,11 +276,11 @@ class SegmentNotFound(SegmentError, KeyError):
 
 
 class SegmentBusy(SegmentError):
-    """A segment is leased by a process and was left alone.
+    """A process still leases a segment, so the segment was not removed.
 
     Attributes:
-        names: of the segments that are leased.
-        removed: the names of what else was asked for, which is gone.
+        names: names of the segments that are leased.
+        removed: names of the other segments of this request, which were removed.
     """
 
     def __init__(self, pids: Mapping[str, Collection[int]], removed: Iterable[str] = ()) -> None:

@@ -12,7 +12,7 @@ class ServiceError(ShmloadError):
 
 
 class ServiceUnavailable(ServiceError, ConnectionError):
-    """No service listens, or it went away."""
+    """No service listens, or it ended."""
 
     def __init__(self, path: _Path, reason: str) -> None:
         self.path = path
@@ -20,10 +20,10 @@ class ServiceUnavailable(ServiceError, ConnectionError):
 
 
 class ServiceSilent(ServiceUnavailable):
-    """A service took the connection and then did nothing.
+    """A service accepted the connection and then did not answer.
 
     Attributes:
-        pid: of the service, as this process sees it; None if it cannot.
+        pid: process id of the service; None if this process cannot see it.
     """
 
     def __init__(self, path: _Path, timeout_s: float, pid: int | None) -> None:
@@ -37,12 +37,12 @@ class ServiceSilent(ServiceUnavailable):
 
 
 class ServiceRunning(ServiceError):
-    """A service of this user runs already.
+    """A service of this user is already running.
 
     Args:
-        path: where another one was to listen.
-        pid: of the one that runs, as it calls itself.
-        is_there: whether that one listens at the same path.
+        path: where the new service was to listen.
+        pid: process id of the running service, as its lock file says.
+        is_there: whether the running service listens at the same path.
     """
 
     def __init__(self, path: _Path, pid: str, is_there: bool) -> None:
@@ -57,7 +57,7 @@ class ServiceRunning(ServiceError):
 
 
 class SocketUnusable(ServiceError):
-    """The service cannot listen where it should."""
+    """The service cannot listen at its path."""
 
     def __init__(self, path: _Path, reason: str) -> None:
         self.path = path
