@@ -21,7 +21,7 @@ class ToyCopier(RingCopier):
         try:
             for there in allocations:
                 for move in there.moves:
-                    memory = (ctypes.c_uint8 * move.nbytes).from_address(move.begin)
+                    memory = (ctypes.c_uint8 * move.nbytes).from_address(move.address)
                     source = torch.frombuffer(memory, dtype=torch.uint8)
                     target = there.memory[move.offset : move.offset + move.nbytes]
                     there.runtime.copy(target, source, _LANE)

@@ -1,7 +1,7 @@
 """Which bytes of the host become which tensors of a device.
 
-A target is made for each plain tensor of some modules; when its bytes are there, the module gets
-it. Everything else, such as quantised weights, goes the way that torch moves it.
+Each plain tensor of a module gets a target on its device; when all bytes are there, the module gets
+the targets. Torch itself moves other tensors, such as quantised weights.
 """
 
 import bisect
@@ -21,9 +21,9 @@ from shmload.integrations._devices.runtime import ALIGNMENT_NBYTES, Runtime
 _SLAB_NBYTES = 1 << 20
 
 RuntimeOf = Callable[[str], Runtime | None]
-"""Says by a tensor's path where it goes; None for leaving it where it is."""
+"""Returns the device of a tensor by the tensor's path; None to leave it where it is."""
 IsStreamed = Callable[[torch.Tensor], bool]
-"""Says of which tensors the bytes are not there yet and come in pieces."""
+"""Tells whether a tensor's bytes are not there yet and come through a ring."""
 
 
 class Allocation:
@@ -32,7 +32,7 @@ class Allocation:
     Args:
         runtime: of the device.
         nbytes: size.
-        is_streamed: whether its bytes come in pieces.
+        is_streamed: whether its bytes come through a ring while workers decode.
     """
 
     def __init__(self, runtime: Runtime, nbytes: int, *, is_streamed: bool) -> None:
@@ -40,59 +40,61 @@ class Allocation:
         self.is_streamed = is_streamed
         self.memory = runtime.empty(_aligned(nbytes))
         self.moves: list[Move] = []
-        """By their offsets."""
+        """In the order of their offsets."""
         self.used_nbytes = 0
-        """How much of it is taken, gaps included, in bytes."""
+        """Bytes taken from its start, gaps included."""
 
     def has_room(self, nbytes: int) -> bool:
-        """Tell whether so many bytes more fit."""
+        """Tell whether so many more bytes fit."""
         return self.used_nbytes + nbytes <= self.memory.numel()
 
     def take(self, address: int, nbytes: int) -> torch.Tensor:
         """Return memory for bytes that are at an address of the host."""
         offset = self.used_nbytes
         self.moves.append(Move(address, nbytes, self, offset))
-        self.used_nbytes += _aligned(nbytes)  # and so is the next one
+        self.used_nbytes += _aligned(nbytes)  # the next tensor is aligned too
         return self.memory[offset : offset + nbytes]
 
 
 class Move(NamedTuple):
-    """Consecutive bytes of the host on their way to a device."""
+    """Consecutive bytes of the host and where they go."""
 
-    begin: int
-    """Their address."""
+    address: int
+    """Of the first byte, in this process."""
     nbytes: int
     allocation: Allocation
     offset: int
-    """Where they go in the allocation, in bytes."""
+    """Of the first byte in the allocation, in bytes."""
 
     @property
     def end(self) -> int:
-        """The address behind them."""
-        return self.begin + self.nbytes
+        """The address behind the last byte."""
+        return self.address + self.nbytes
 
 
-class _Place(NamedTuple):
-    """Where a module holds a tensor."""
+class _Held(NamedTuple):
+    """A tensor as a module holds it."""
 
     holder: nn.Module
     name: str
     is_parameter: bool
     tensor: torch.Tensor
     runtime: Runtime | None
+    """Of the device that it goes to; None to leave it."""
 
 
 class Moves:
-    """What is to be copied for some modules.
+    """The copies that bring some modules' tensors to their devices.
 
-    Allocates the targets, on their devices. The modules stay as they are until `commit`.
+    Allocates the targets. The modules stay as they are until `commit`.
 
     Args:
-        modules: each with what says where its parts go.
+        modules: each with the device of each of its tensors.
         is_streamed: see there; None if all bytes are there.
 
     Raises:
-        BytesNeeded: a tensor that is streamed is to stay, or is no run of bytes.
+        BytesNeeded: a streamed tensor stays on the host, or is not consecutive bytes.
+        torch.OutOfMemoryError: a device is full.
     """
 
     def __init__(
@@ -100,37 +102,21 @@ class Moves:
         modules: Iterable[tuple[nn.Module, RuntimeOf]],
         is_streamed: IsStreamed | None = None,
     ) -> None:
-        self._plain: list[tuple[_Place, torch.Tensor]] = []
-        self._others: dict[nn.Module, dict[int, Runtime]] = {}
         self.allocations: list[Allocation] = []
         self._slabs: dict[tuple[Runtime, bool], Allocation] = {}
-        targets: dict[tuple[object, ...], torch.Tensor] = {}
-        for place in itertools.chain.from_iterable(itertools.starmap(_places, modules)):
-            tensor, runtime = place.tensor, place.runtime
-            comes_later = is_streamed is not None and is_streamed(tensor)
-            if comes_later and (runtime is None or not _is_plain(tensor)):
-                raise BytesNeeded  # nobody would bring them
-            if runtime is None:
-                continue
-            if not _is_plain(tensor):
-                self._others.setdefault(place.holder, {})[id(tensor)] = runtime
-                continue
-            # Tied tensors have one target for each device.
-            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, runtime)
-            if key not in targets:
-                nbytes = tensor.numel() * tensor.itemsize
-                allocation = self._allocate(runtime, nbytes, is_streamed=comes_later)
-                target = allocation.take(tensor.data_ptr(), nbytes)
-                targets[key] = target.view(tensor.dtype).view(tensor.shape)
-            self._plain.append((place, targets[key]))
+        self._targets: dict[tuple[object, ...], torch.Tensor] = {}
+        self._plain: list[tuple[_Held, torch.Tensor]] = []
+        self._others: dict[nn.Module, dict[int, Runtime]] = {}
+        for held in itertools.chain.from_iterable(itertools.starmap(_held_by, modules)):
+            self._add(held, is_streamed=is_streamed is not None and is_streamed(held.tensor))
         streamed = (there.moves for there in self.allocations if there.is_streamed)
-        self._streamed = sorted(itertools.chain(*streamed), key=lambda move: move.begin)
+        self._streamed = sorted(itertools.chain(*streamed), key=lambda move: move.address)
         # The furthest end so far, for each: tensors may overlap.
         self._reach = list(itertools.accumulate((move.end for move in self._streamed), max))
 
     @property
     def runtimes(self) -> list[Runtime]:
-        """The devices that something is copied to."""
+        """The devices that bytes are copied to."""
         return list(dict.fromkeys(there.runtime for there in self.allocations))
 
     @property
@@ -139,42 +125,69 @@ class Moves:
         return [there for there in self.allocations if not there.is_streamed]
 
     def streamed_within(self, begin: int, end: int) -> Iterator[tuple[Move, int, int]]:
-        """Yield the streamed moves that need bytes of a range, each with what it needs of it.
+        """Yield the streamed moves that overlap a range, each with the addresses of the overlap.
 
         Args:
-            begin: of the range, an address.
-            end: behind it.
+            begin: address of the range's first byte.
+            end: address behind its last byte.
         """
         first = bisect.bisect_right(self._reach, begin)
         for move in itertools.islice(self._streamed, first, None):
-            if move.begin >= end:
+            if move.address >= end:
                 return
-            low, high = max(begin, move.begin), min(end, move.end)
+            low, high = max(begin, move.address), min(end, move.end)
             if low < high:
                 yield move, low, high
 
     def commit(self) -> None:
         """Give the modules their tensors; all bytes must be there.
 
-        What torch has to move comes first: until all of that is done the modules are as they were.
+        Torch moves its tensors first: until that has succeeded the modules are as they were.
         """
-        moved: dict[tuple[int, Runtime], torch.Tensor] = {}
-        for holder, wanted in self._others.items():
+        copies: dict[tuple[int, Runtime], torch.Tensor] = {}
+        for holder, devices in self._others.items():
             for tensor in (*holder._parameters.values(), *holder._buffers.values()):
-                if tensor is not None and id(tensor) in wanted:
-                    _move(tensor, wanted, moved)
-        for place, target in self._plain:
-            if place.is_parameter:
+                if tensor is not None and id(tensor) in devices:
+                    _by_torch(tensor, devices, copies)
+        for held, target in self._plain:
+            if held.is_parameter:
                 # As `Module.to` does: the parameter stays the same object, so ties and hooks stay.
-                place.tensor.data = target
+                held.tensor.data = target
             else:
-                place.holder._buffers[place.name] = target
-        for holder, wanted in self._others.items():
-            move = functools.partial(_move, wanted=wanted, moved=moved)
-            holder._apply(move, recurse=False)  # type: ignore[no-untyped-call]
+                held.holder._buffers[held.name] = target
+        for holder, devices in self._others.items():
+            copy = functools.partial(_by_torch, devices=devices, copies=copies)
+            holder._apply(copy, recurse=False)  # type: ignore[no-untyped-call]
+
+    def _add(self, held: _Held, *, is_streamed: bool) -> None:
+        """Find a target for a tensor, or leave the tensor to torch.
+
+        Raises:
+            BytesNeeded: it is streamed, but a stream could not bring its bytes.
+        """
+        tensor, runtime = held.tensor, held.runtime
+        is_plain = _is_plain(tensor)
+        if is_streamed and (runtime is None or not is_plain):
+            raise BytesNeeded
+        if runtime is None:
+            return
+        if is_plain:
+            self._plain.append((held, self._target(tensor, runtime, is_streamed=is_streamed)))
+        else:
+            self._others.setdefault(held.holder, {})[id(tensor)] = runtime
+
+    def _target(self, tensor: torch.Tensor, runtime: Runtime, *, is_streamed: bool) -> torch.Tensor:
+        """Return the tensor of a device for a plain one; tied tensors have one on each device."""
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, runtime)
+        if key not in self._targets:
+            nbytes = tensor.numel() * tensor.itemsize
+            allocation = self._allocate(runtime, nbytes, is_streamed=is_streamed)
+            target = allocation.take(tensor.data_ptr(), nbytes)
+            self._targets[key] = target.view(tensor.dtype).view(tensor.shape)
+        return self._targets[key]
 
     def _allocate(self, runtime: Runtime, nbytes: int, *, is_streamed: bool) -> Allocation:
-        """Return an allocation that has so many bytes left."""
+        """Return an allocation that has room for so many bytes."""
         key = (runtime, is_streamed)
         is_large = nbytes >= _SLAB_NBYTES // 2
         if not is_large and key in self._slabs and self._slabs[key].has_room(nbytes):
@@ -190,27 +203,36 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
 
 
-def _move(
-    tensor: torch.Tensor, wanted: dict[int, Runtime], moved: dict[tuple[int, Runtime], torch.Tensor]
+def _by_torch(
+    tensor: torch.Tensor,
+    devices: dict[int, Runtime],
+    copies: dict[tuple[int, Runtime], torch.Tensor],
 ) -> torch.Tensor:
-    """Return a tensor where it is wanted; what several modules share stays one."""
-    runtime = wanted.get(id(tensor))
+    """Return torch's copy of a tensor on its device; what several modules share stays one.
+
+    Args:
+        tensor: returned as it is if it has no device.
+        devices: by the `id` of a tensor.
+        copies: those made so far; gets this one.
+    """
+    runtime = devices.get(id(tensor))
     if runtime is None:
         return tensor
     key = (id(tensor), runtime)
-    if key not in moved:
+    if key not in copies:
         with torch.no_grad():
-            moved[key] = tensor.to(runtime.device)
-    return moved[key]
+            copies[key] = tensor.to(runtime.device)
+    return copies[key]
 
 
-def _places(module: nn.Module, runtime_of: RuntimeOf) -> Iterator[_Place]:
+def _held_by(module: nn.Module, runtime_of: RuntimeOf) -> Iterator[_Held]:
+    """Yield the tensors of a module and of the modules in it."""
     for path, holder in module.named_modules():
         prefix = path + "." if path else ""
         for tensors, is_parameter in ((holder._parameters, True), (holder._buffers, False)):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    yield _Place(holder, name, is_parameter, tensor, runtime_of(prefix + name))
+                    yield _Held(holder, name, is_parameter, tensor, runtime_of(prefix + name))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""A ring's memory as devices see it: registered, so that they fetch from it by themselves.
+"""A ring's memory as devices see it: pinned, so that they fetch from it by themselves.
 
-Torch's own pinned memory would stay with its cache for ever; this is given back as a whole.
+Torch would keep its own pinned memory in a cache until the process ends; this is given back.
 """
 
 import ctypes
@@ -14,11 +14,12 @@ from shmload.integrations._devices.runtime import Runtime
 
 
 class PinnedRing:
-    """Registers a ring's memory, from here until `close`; a context that ends it.
+    """Pins a ring's memory until `close`; a context that closes it.
 
     Args:
         ring: stays the caller's.
-        runtime: of one device; the others may fetch from there as well. None for not registering.
+        runtime: of the device that pins it; other devices may fetch from there too. None for not
+            pinning it.
     """
 
     def __init__(self, ring: Ring, runtime: Runtime | None) -> None:
@@ -46,11 +47,17 @@ class PinnedRing:
         return self._memory[offset : offset + self._slot_nbytes]
 
     def put(self, offset: int, address: int, nbytes: int) -> None:
-        """Copy bytes of this process into the ring; other threads run meanwhile."""
+        """Copy bytes of this process into the ring, without the interpreter's lock.
+
+        Args:
+            offset: of the first byte in the ring, in bytes.
+            address: of the first byte that is copied.
+            nbytes: how many bytes.
+        """
         ctypes.memmove(self._memory.data_ptr() + offset, address, nbytes)
 
     def close(self) -> None:
-        """Undo the registration, when no copy from there is under way any more; again is fine."""
+        """Unpin it; no copy from there may be under way. A second call does nothing."""
         runtime, self._registered_by = self._registered_by, None
         if runtime:
             runtime.unregister(self._memory.data_ptr())

@@ -22,7 +22,7 @@ from shmload.integrations._devices.runtime import Event, Runtime, drain
 from shmload.integrations._devices.way import Way
 
 _LANE = 0
-# To register takes time for each page: while one window is copied, the next is registered.
+# Registering takes time for each page: one window is copied while the next is registered.
 _WINDOW_NBYTES = 1 << 30
 _WINDOWS = 2
 
@@ -30,15 +30,18 @@ _WINDOWS = 2
 def copy_registered(
     allocations: Sequence[Allocation], files: Sequence[tuple[Inode, int]]
 ) -> list[Allocation]:
-    """Copy what lies in files that can be registered; blocks until it is there.
+    """Copy allocations from files whose pages can be registered; blocks until they are there.
 
     Args:
-        allocations: what is wanted.
-        files: whose mappings tensors may lie in, each with a descriptor; stay the caller's.
+        allocations: their bytes are in this process's memory.
+        files: the segments that tensors may lie in, each with a descriptor, the caller's.
 
     Returns:
-        The allocations that are still to be filled: small ones, those that do not lie in these
-        files, that were written to, or whose pages the driver does not take.
+        The allocations that were not copied: those of several small tensors, those whose tensor is
+        in no file or in one that was written to, and those whose pages the driver does not pin.
+
+    Raises:
+        torch.OutOfMemoryError: a device is full; likewise what else its driver raises.
     """
     left = dict.fromkeys(allocations)
     for inode, fd in files:
@@ -51,14 +54,18 @@ def copy_registered(
 
 
 def _lies_in(allocation: Allocation, mapping: Mapping) -> bool:
+    """Tell whether all bytes of an allocation, of one tensor, lie in a mapping."""
     first, *others = allocation.moves
-    return not others and mapping.start <= first.begin and first.end <= mapping.end
+    return not others and mapping.start <= first.address and first.end <= mapping.end
 
 
 def _copy(allocations: Sequence[Allocation], mapping: Mapping, fd: int) -> bool:
-    """Copy allocations that lie in one mapping; returns whether that was possible.
+    """Copy allocations that lie in one mapping, one window of the file after the other.
 
-    A window of the file after the other: while the device fetches from one, the next is registered.
+    While the device fetches from a window, the next one is registered.
+
+    Returns:
+        Whether the driver registered all windows.
     """
     base = mapping.start - mapping.offset
     runtimes = {there.runtime for there in allocations}
@@ -66,8 +73,8 @@ def _copy(allocations: Sequence[Allocation], mapping: Mapping, fd: int) -> bool:
         windows: deque[contextlib.ExitStack] = deque()
         for begin in range(0, content.numel(), _WINDOW_NBYTES):
             window = content[begin : begin + _WINDOW_NBYTES]
-            parts = list(_parts(allocations, base + begin, base + begin + window.numel()))
-            if not parts:
+            overlaps = list(_overlaps(allocations, base + begin, base + begin + window.numel()))
+            if not overlaps:
                 continue
             if len(windows) == _WINDOWS:
                 windows.popleft().close()
@@ -79,28 +86,28 @@ def _copy(allocations: Sequence[Allocation], mapping: Mapping, fd: int) -> bool:
             windows[-1].callback(allocations[0].runtime.unregister, window.data_ptr())
             events: list[Event] = []
             windows[-1].callback(_finish, events, runtimes)
-            for there, low, high in parts:
+            for there, low, high in overlaps:
                 source = window[low - base - begin : high - base - begin]
-                first = there.moves[0].begin
+                first = there.moves[0].address
                 there.runtime.copy(there.memory[low - first : high - first], source, _LANE)
             events += [runtime.record(_LANE) for runtime in runtimes]
     return True
 
 
 def _finish(events: list[Event], runtimes: Iterable[Runtime]) -> None:
-    """Wait for a window's copies; without events one of them has failed."""
+    """Wait for a window's copies; if there are no events, one copy has failed."""
     if not events:
         drain(runtimes, _LANE)
     for event in events:
         event.wait()
 
 
-def _parts(
+def _overlaps(
     allocations: Sequence[Allocation], begin: int, end: int
 ) -> Iterator[tuple[Allocation, int, int]]:
-    """Yield what allocations want of a range of addresses."""
+    """Yield the allocations with bytes in a range, and the addresses of those bytes."""
     for there in allocations:
-        low = max(begin, there.moves[0].begin)
+        low = max(begin, there.moves[0].address)
         high = min(end, there.moves[0].end)
         if low < high:
             yield there, low, high
@@ -108,10 +115,10 @@ def _parts(
 
 @contextlib.contextmanager
 def _shared(fd: int) -> Iterator[torch.Tensor]:
-    """Map a whole file, shared and for reading only; yields its bytes."""
+    """Map a whole file, shared and read-only; yields its bytes."""
     mapped = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one could write to it by way of a tensor
+        warnings.simplefilter("ignore")  # torch: a tensor could be written to, this memory not
         content = torch.frombuffer(mapped, dtype=torch.uint8)
     yield content
 

@@ -1,6 +1,6 @@
-"""Copies to devices what workers fill a ring's slots with, while they fill the next ones.
+"""Copies the slots of a ring to devices while workers fill the next ones.
 
-Guarantee: the host holds no more of the weights than the ring has room for.
+Guarantee: the host holds no more of the weights than fits the ring.
 """
 
 import queue
@@ -18,13 +18,13 @@ _LANE = 0
 
 
 class Stream:
-    """Empties slots until there are no more.
+    """Copies filled slots until the last one.
 
     Args:
         moves: where the bytes go.
         hollow: the files that the modules' tensors seem to lie in, by the number that slots name.
-        ring: whose slots are filled; stays the caller's.
-        pinned: the same, registered; likewise.
+        ring: that workers fill; stays the caller's.
+        pinned: the same ring as devices see it; likewise.
     """
 
     def __init__(
@@ -33,16 +33,19 @@ class Stream:
         self._moves = moves
         self._ring = ring
         self._pinned = pinned
-        # Where each file's first byte would be, in each of its mappings.
+        # The address of each file's first byte, in each of its mappings.
         self._bases: list[list[int]] = [
             [mapping.start - mapping.offset for mapping in mappings({inode})] for inode in hollow
         ]
         self._busy: deque[tuple[list[Event], int]] = deque()
 
     def drain(self) -> None:
-        """Copy all that comes; returns when all of it is on its devices.
+        """Copy slots until the ring's last one; blocks until all bytes are on their devices.
 
-        Whoever fills the slots says when there are no more, be it because of an error.
+        The load that fills the ring puts None behind its last slot, also when it fails.
+
+        Raises:
+            torch.OutOfMemoryError: a device is full; likewise what else its driver raises.
         """
         try:
             while (filled := self._next()) is not None:
@@ -55,22 +58,24 @@ class Stream:
             try:
                 return self._ring.filled.get_nowait()
             except queue.Empty:
-                self._retire()  # meanwhile the slot that was used first becomes free
+                self._retire()  # no slot is filled yet: free the oldest one
         return self._ring.filled.get()
 
     def _retire(self) -> None:
+        """Wait for the oldest copies and give their slot back."""
         events, offset = self._busy.popleft()
         for event in events:
             event.wait()
         self._ring.give_back(offset)
 
     def _send(self, filled: FilledSlot) -> list[Event]:
+        """Start to copy a slot; returns the events after which it is free again."""
         memory = self._pinned.slot(filled.offset)
         runtimes: dict[Runtime, None] = {}
         for base in self._bases[filled.shard]:
             first = base + filled.begin
             for move, low, high in self._moves.streamed_within(first, first + filled.nbytes):
-                begin = move.offset + low - move.begin
+                begin = move.offset + low - move.address
                 target = move.allocation.memory[begin : begin + high - low]
                 runtime = move.allocation.runtime
                 runtime.copy(target, memory[low - first : high - first], _LANE)

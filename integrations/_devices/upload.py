@@ -1,10 +1,9 @@
 """Copies the tensors of modules from this process's memory to devices, at the speed of the bus.
 
-Threads copy bytes into the slots of a ring, and each device fetches from there while the next slot
-is filled.
+Threads fill the slots of a ring, and each device fetches from a slot while the next one is filled.
 
-Guarantee: when it returns all bytes are on their devices; when it raises, no copy is under way any
-more. The modules get their tensors only by `Moves.commit`.
+Guarantee: when `upload` returns, all bytes are on their devices; when it raises, no copy is under
+way. The modules get their tensors only by `Moves.commit`.
 """
 
 import itertools
@@ -22,19 +21,20 @@ from shmload.integrations._devices.moves import Allocation
 from shmload.integrations._devices.pinned import PinnedRing
 from shmload.integrations._devices.runtime import Event, Runtime, drain
 
-# More threads copy no faster than memory does.
+# With more threads the host's memory is the limit.
 _MAX_THREADS = 8
 
 
-class Batch(NamedTuple):
-    """Bytes of one allocation that go through a slot."""
+class Extent(NamedTuple):
+    """Consecutive bytes of one allocation that go through a slot."""
 
     allocation: Allocation
     begin: int
-    """In the allocation, in bytes."""
+    """Of the first byte in the allocation, in bytes."""
     end: int
+    """Behind the last byte, likewise."""
     offset: int
-    """In the slot, in bytes."""
+    """Of the first byte in the slot, in bytes."""
 
 
 def filler_count() -> int:
@@ -43,51 +43,54 @@ def filler_count() -> int:
 
 
 def upload(allocations: Sequence[Allocation], shape: RingShape, ring: PinnedRing) -> None:
-    """Fill allocations through a ring; blocks until it is done.
+    """Copy the bytes of allocations through a ring; blocks until all are on their devices.
 
     Args:
-        allocations: whose bytes are in this process's memory.
+        allocations: their bytes are in this process's memory.
         shape: of the ring.
-        ring: of which nothing is in use; stays the caller's.
+        ring: stays the caller's; all its slots are free.
+
+    Raises:
+        torch.OutOfMemoryError: a device is full; likewise what else its driver raises.
     """
     if allocations:
         threads = min(filler_count(), shape.slots)
         offsets = [number * shape.slot_nbytes for number in range(shape.slots)]
-        shares = [offsets[lane::threads] for lane in range(threads)]
-        _Staging(allocations, shape.slot_nbytes, ring, shares).run()
+        slots = [offsets[lane::threads] for lane in range(threads)]
+        _Upload(allocations, shape.slot_nbytes, ring, slots).run()
 
 
-def batch(allocations: Sequence[Allocation], slot_nbytes: int) -> Iterator[list[Batch]]:
-    """Yield what goes through a slot together: every byte that is wanted, once and in order.
+def batches(allocations: Sequence[Allocation], slot_nbytes: int) -> Iterator[list[Extent]]:
+    """Yield the extents that go through a slot together: every used byte, once and in order.
 
     Args:
-        allocations: what is to be filled.
-        slot_nbytes: size of a slot.
+        allocations: what is copied.
+        slot_nbytes: size of a slot, in bytes.
     """
-    together: list[Batch] = []
+    batch: list[Extent] = []
     used = 0
     for allocation in allocations:
         begin = 0
         while begin < allocation.used_nbytes:
             if used == slot_nbytes:
-                yield together
-                together, used = [], 0
+                yield batch
+                batch, used = [], 0
             end = min(allocation.used_nbytes, begin + slot_nbytes - used)
-            together.append(Batch(allocation, begin, end, used))
+            batch.append(Extent(allocation, begin, end, used))
             used += end - begin
             begin = end
-    if together:
-        yield together
+    if batch:
+        yield batch
 
 
-class _Staging:
-    """One run of `upload`: threads, each with slots of its own, share the batches.
+class _Upload:
+    """One call of `upload`: each thread has its own slots and lane, and takes the next batch.
 
     Args:
-        allocations: what is to be filled.
-        slot_nbytes: size of the ring's slots.
+        allocations: what is copied.
+        slot_nbytes: size of the ring's slots, in bytes.
         ring: stays the caller's.
-        shares: the slots of each thread, as offsets in the ring, in bytes.
+        slots: of each lane, as offsets in the ring, in bytes.
     """
 
     def __init__(
@@ -95,21 +98,21 @@ class _Staging:
         allocations: Sequence[Allocation],
         slot_nbytes: int,
         ring: PinnedRing,
-        shares: Sequence[Sequence[int]],
+        slots: Sequence[Sequence[int]],
     ) -> None:
-        self._batches = batch(allocations, slot_nbytes)
+        self._batches = batches(allocations, slot_nbytes)
         self._runtimes = {there.runtime for there in allocations}
         self._ring = ring
-        self._shares = shares
+        self._slots = slots
         self._lock = threading.Lock()
         self._is_given_up = False
-        # Threads do not inherit it, and only in it may tensors be written to that were made in it.
+        # Threads do not inherit this mode, and tensors made in it may be written to only in it.
         self._is_inference = torch.is_inference_mode_enabled()
 
     def run(self) -> None:
-        with ThreadPoolExecutor(len(self._shares), "shmload-upload") as executor:
+        with ThreadPoolExecutor(len(self._slots), "shmload-upload") as executor:
             try:
-                list(executor.map(self._start, range(len(self._shares))))
+                list(executor.map(self._start, range(len(self._slots))))
             except BaseException:
                 self._is_given_up = True
                 raise
@@ -119,46 +122,55 @@ class _Staging:
             with torch.inference_mode(self._is_inference):
                 self._work(lane)
         except BaseException:
-            self._is_given_up = True  # the other threads need not go on
+            self._is_given_up = True  # the other threads stop at their next batch
             raise
 
     def _work(self, lane: int) -> None:
         busy: deque[list[Event]] = deque()
         try:
-            for offset in itertools.cycle(self._shares[lane]):
-                together = self._next_batch()
-                if together is None:
+            for offset in itertools.cycle(self._slots[lane]):
+                batch = self._next_batch()
+                if batch is None:
                     return
-                if len(busy) == len(self._shares[lane]):
+                if len(busy) == len(self._slots[lane]):
                     _wait(busy.popleft())
-                busy.append(self._send(together, offset, lane))
+                busy.append(self._send(batch, offset, lane))
         finally:
             drain(self._runtimes, lane)
 
-    def _next_batch(self) -> list[Batch] | None:
+    def _next_batch(self) -> list[Extent] | None:
         with self._lock:
             return None if self._is_given_up else next(self._batches, None)
 
-    def _send(self, together: list[Batch], offset: int, lane: int) -> list[Event]:
-        """Stage bytes, begin to copy them, and return what tells that the slot is free again."""
+    def _send(self, batch: list[Extent], offset: int, lane: int) -> list[Event]:
+        """Fill a slot and start the copies from it.
+
+        Returns:
+            The events after which the slot is free again.
+        """
         slot = self._ring.slot(offset)
         runtimes: dict[Runtime, None] = {}
-        for part in together:
-            self._stage(part, offset + part.offset)
-            source = slot[part.offset : part.offset + part.end - part.begin]
-            runtime = part.allocation.runtime
-            runtime.copy(part.allocation.memory[part.begin : part.end], source, lane)
+        for extent in batch:
+            self._fill(offset + extent.offset, extent)
+            source = slot[extent.offset : extent.offset + extent.end - extent.begin]
+            runtime = extent.allocation.runtime
+            runtime.copy(extent.allocation.memory[extent.begin : extent.end], source, lane)
             runtimes[runtime] = None
         return [runtime.record(lane) for runtime in runtimes]
 
-    def _stage(self, part: Batch, offset: int) -> None:
-        for move in part.allocation.moves:
-            low = max(part.begin, move.offset)
-            high = min(part.end, move.offset + move.nbytes)
+    def _fill(self, offset: int, extent: Extent) -> None:
+        """Copy an extent's bytes into the ring.
+
+        Args:
+            offset: of its first byte in the ring, in bytes.
+            extent: whose gaps between tensors stay as they are.
+        """
+        for move in extent.allocation.moves:
+            low = max(extent.begin, move.offset)
+            high = min(extent.end, move.offset + move.nbytes)
             if low < high:
-                self._ring.put(
-                    offset + low - part.begin, move.begin + low - move.offset, high - low
-                )
+                address = move.address + low - move.offset
+                self._ring.put(offset + low - extent.begin, address, high - low)
 
 
 def _wait(events: list[Event]) -> None:

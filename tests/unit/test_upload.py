@@ -10,7 +10,7 @@ from torch import nn
 from shmload._decoding.ring import Ring, RingShape
 from shmload.integrations._devices.moves import Moves
 from shmload.integrations._devices.pinned import PinnedRing
-from shmload.integrations._devices.upload import batch, upload
+from shmload.integrations._devices.upload import batches, upload
 
 
 def module_of(*sizes):
@@ -51,13 +51,13 @@ def test_batches_have_every_byte_once_and_fit_a_slot(sizes, slot_nbytes):
     device = LateDevice()
     allocations = Moves([(module_of(*sizes), lambda path: device)]).allocations
     ends = dict.fromkeys(allocations, 0)
-    for together in batch(allocations, slot_nbytes):
+    for batch in batches(allocations, slot_nbytes):
         used = 0
-        for part in together:
-            assert part.begin == ends[part.allocation] < part.end
-            assert part.offset == used
-            used += part.end - part.begin
-            ends[part.allocation] = part.end
+        for extent in batch:
+            assert extent.begin == ends[extent.allocation] < extent.end
+            assert extent.offset == used
+            used += extent.end - extent.begin
+            ends[extent.allocation] = extent.end
         assert used <= slot_nbytes
     assert all(end == allocation.used_nbytes for allocation, end in ends.items())
 
