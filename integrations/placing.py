@@ -1,4 +1,4 @@
-"""Puts models on the devices that a placement says, and has activations follow."""
+"""Puts models on the devices of a placement, with hooks that move activations between them."""
 
 import contextlib
 import functools
@@ -46,19 +46,20 @@ def to_device(
     """Move any module to one device or to several, by bulk copies; blocks until it is there.
 
     Args:
-        module: on the CPU; changed in place. Parameters stay the same objects. Tensors of classes
-            of their own, such as quantised ones, go the way that torch moves them.
-        device_map: as for `load_pipeline`, by the paths of the module's own parts.
-        max_memory: as there.
-        max_host_memory: how large the ring may be that bytes are staged in.
-        pin: as there, but that `register` is for segments, and means `ring` here.
-        offload_folder: for weights that are to wait on a disk.
+        module: on the CPU; changed in place. Parameters stay the same objects. Torch moves tensors
+            with a class of their own, such as quantised ones.
+        device_map: as for `load_pipeline`, by the paths of the modules in it.
+        max_memory: as for `load_pipeline`.
+        max_host_memory: the largest size of the ring that bytes pass through, in bytes or as
+            `512MiB`.
+        pin: as for `load_pipeline`; `register`, which copies from segments, means `ring` here.
+        offload_folder: for weights that wait on a disk.
 
     Returns:
         The module.
 
     Raises:
-        ShmloadError: the map does not fit the module, or a device not the map.
+        ShmloadError: the map does not fit the module, or a device is too small for the map.
         torch.OutOfMemoryError: a device is full; the module is then as it was.
     """
     destination = Destination(
@@ -84,18 +85,19 @@ def place_pipeline(
     Args:
         pipe: on the CPU; changed in place.
         destination: the device map is by component.
-        load: that it was built from.
-        ring: through which the load's weights come, where they are not there yet.
+        load: the load that it was built from.
+        ring: that the load's weights come through; None if they are in segments.
 
     Raises:
-        ShmloadError: the map or a device does not fit; what the load raises.
+        ShmloadError: the map does not fit the pipeline, or a device is too small; likewise what
+            the load raises.
     """
     models = {
         name: model for name, model in pipe.components.items() if isinstance(model, nn.Module)
     }
     placement = place_models(models, destination, load, ring)
     used = set(_flat(placement).values())
-    # The libraries allow `to` and offloading where this has one entry.
+    # The libraries allow `to` and offloading if this has one entry.
     pipe.hf_device_map = {"": used.pop()} if len(used) == 1 else _flat(placement)
 
 
@@ -144,7 +146,7 @@ def _copy(
     load: Load | None,
     ring: Ring | None,
 ) -> None:
-    """Bring to accelerators what belongs there."""
+    """Copy to accelerators the tensors that belong there; blocks until they are there."""
     names = {device for where in devices.values() for device in where.values()}.difference(_STAYS)
     runtimes = {name: runtime_of(torch.device(name)) for name in sorted(names)}
     if not runtimes:
@@ -175,7 +177,7 @@ def _copy(
 
 
 def _shape_for(moves: Moves, destination: Destination) -> RingShape:
-    """Return the shape of a ring that is no larger than what passes through it."""
+    """Return the shape of a ring that is no larger than the bytes that pass through it."""
     nbytes = sum(there.used_nbytes for there in moves.staged)
     limit = destination.max_host_nbytes
     most = max(nbytes, _SMALL_RING_NBYTES)
@@ -191,7 +193,7 @@ def _runtime_at(
 def _in_reach(
     model: nn.Module, devices: Mapping[str, str], execution_device: str
 ) -> dict[str, str]:
-    """Have single tensors lie where they are used: only modules can wait elsewhere."""
+    """Put single tensors on the device that uses them: only modules can wait elsewhere."""
     modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
     return {
         path: execution_device if device in WAITING and path not in modules else device
@@ -200,7 +202,7 @@ def _in_reach(
 
 
 def _empty(model: nn.Module, devices: Mapping[str, str]) -> None:
-    """Leave no weights where the map says `meta`."""
+    """Replace tensors whose device is `meta` by ones without memory."""
     if META not in devices.values():
         return
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Which way to feed a device is the quickest on this machine: measured once, then remembered."""
+"""Which way to feed a device is the quickest: measured once on a machine, then remembered."""
 
 import contextlib
 import hashlib
@@ -25,7 +25,7 @@ from shmload.integrations._devices.ways import DEFAULT, WAYS, Pin, measured_ways
 
 logger = logging.getLogger(__name__)
 
-# Enough for what it costs to begin not to matter.
+# Large enough that what it costs to start a copy does not matter.
 _SAMPLE_NBYTES = 256 << 20
 
 
@@ -71,7 +71,7 @@ def _recall(path: Path) -> str | None:
 
 
 def _remember(path: Path, way: Way) -> None:
-    """Write it so that a reader sees all or nothing; failing to is no error."""
+    """Write a way's name in one step; a file that cannot be written is no error."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
@@ -81,7 +81,7 @@ def _remember(path: Path, way: Way) -> None:
 def _measure(ways: list[Way], runtime: Runtime, nbytes: int) -> Way:
     """Return the way that copies a sample quickest.
 
-    Each copies it twice and its quicker run counts: the first one pays for what comes only once.
+    Each way copies it twice, and its quicker run counts: the first one pays for what happens once.
     """
     elapsed_s: dict[str, float] = {}
     with _sample(nbytes) as (module, fd):

@@ -1,4 +1,4 @@
-"""Where a load's weights go in the end, as the caller has said it."""
+"""Where a load's weights go, as the caller said it: checked before anything is decoded."""
 
 import fnmatch
 import os
@@ -20,20 +20,20 @@ _ON_THE_HOST = (CPU, DISK, META, OFFLOAD)
 
 
 class Destination(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices, and what may be used on the way there.
+    """The devices of a load's weights, and what the copies there may use.
 
     Raises:
-        ArgumentError: one of them is none, or does not go with another.
+        ArgumentError: a value is not valid, or two of them exclude each other.
     """
 
     device_map: object
     """As `load_pipeline` takes it."""
     max_memory: Mapping[Any, object] | None = None
-    """Likewise."""
+    """As `load_pipeline` takes it."""
     max_host_nbytes: int | None = None
-    """How much memory of the host weights may take on their way, in bytes."""
+    """How much memory of the host weights may take on their way, in bytes; None for no limit."""
     pin: Pin = "auto"
-    """How accelerators are fed."""
+    """The way to copy to accelerators."""
     offload_folder: str | os.PathLike[str] | None = None
     """For weights that wait on a disk."""
 
@@ -47,19 +47,23 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
             _require_device(value)
             if value == DISK and self.offload_folder is None:
                 raise ArgumentError(
-                    "device_map: weights are to wait on a disk; give `offload_folder`"
+                    "device_map: some weights wait on a disk; give `offload_folder`"
                 )
 
     @property
     def is_away(self) -> bool:
-        """Whether every weight goes to an accelerator, as far as the map says so by itself."""
+        """Whether the map alone says that every weight goes to an accelerator; a strategy does not."""
         return all(map(_is_accelerator, _values(self.device_map)))
 
     def require_known(self, source: Source, passed: Collection[str]) -> None:
-        """Check, before anything is decoded, that the map names components that there are.
+        """Check that the components that the map names exist.
+
+        Args:
+            source: what is loaded.
+            passed: names of the components that the caller passes in.
 
         Raises:
-            UnknownComponent: there is no such one.
+            UnknownComponent: one does not.
         """
         known = {*source.components, *passed}
         names = self.device_map if isinstance(self.device_map, Mapping) else ()
@@ -69,7 +73,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
                 raise UnknownComponent(component, source.given, known)
 
     def require_no_limit(self, source: Source) -> None:
-        """Check that segments may be made after all.
+        """Check that the weights may lie in segments, when they cannot take the ring.
 
         Raises:
             MemoryLimitExceeded: memory of the host is limited.
@@ -79,23 +83,24 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
                 source_nbytes(source),
                 self.max_host_nbytes,
                 "max_host_memory",
-                "this pipeline wants its weights on the host first; load it without the limit",
+                "this pipeline reads its weights while it is built; load it without the limit",
             )
 
     def open_ring(self, source: Source) -> Ring | None:
-        """Return a ring for the weights to pass through, the caller's; None if they need none.
+        """Return a ring for the weights to pass through, the caller's; None to load by segments.
 
-        They need none where they leave the host only in part; nor, without a limit, where all of
-        them are hardly more than the ring itself.
+        A load takes segments if some weights stay on the host; also, without a limit, if all
+        weights together are no larger than the ring.
 
         Raises:
-            ArgumentError: memory of the host is limited, and some weights are to stay there.
+            ArgumentError: memory of the host is limited, and some weights stay there.
         """
         if not self.is_away:
             if self.max_host_nbytes is not None:
                 raise ArgumentError(
-                    "max_host_memory is for weights that all go to accelerators, and some stay; "
-                    "leave one of the two, or use device_map='cuda'"
+                    "max_host_memory is for weights that all go to accelerators, and this "
+                    "device_map leaves some on the host; omit one of the two, or use "
+                    "device_map='cuda'"
                 )
             return None
         shape = ring_shape(worker_count(parent_is_busy=False), self.max_host_nbytes)
@@ -104,7 +109,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def source_nbytes(source: Source) -> int:
-    """Return the size of all of a source's shards, in bytes."""
+    """Return the size of a source's shards together, in bytes."""
     shards = (shard for checkpoint in source.checkpoints for shard in checkpoint.shards)
     return sum(os.stat(shard).st_size for shard in shards)
 
@@ -133,7 +138,7 @@ def _values(device_map: object) -> Iterator[object]:
 
 
 def _require_device(device: object) -> None:
-    """Check, without asking the machine, that it is a strategy or may be a device.
+    """Check that a value is a strategy or the name of a device, which may not exist here.
 
     Raises:
         ArgumentError: it is neither.

@@ -1,7 +1,7 @@
-"""What moves activations between the devices of one pipeline: accelerate's hooks.
+"""Accelerate's hooks on a model: they move activations between the devices of one pipeline.
 
-The weights are in their places already. Where some of them wait on the CPU or on a disk,
-accelerate brings them to the device that computes, a module at a time.
+The weights are on their devices before. Those that wait on the CPU or on a disk accelerate brings
+to the device that computes, one module at a time.
 """
 
 import os
@@ -26,16 +26,17 @@ def attach_hooks(
     execution_device: str,
     offload_folder: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Have a model take inputs from any device, and give its outputs back there.
+    """Have a model take inputs from any device, and return its outputs on the same device.
 
     Args:
-        model: with its tensors in their places.
+        model: with its tensors on their devices.
         devices: by a module's path, complete and disjoint; the empty path is the model itself.
-        execution_device: where its inputs go, and where those modules compute whose weights wait.
-        offload_folder: where weights go that are to wait on a disk.
+        execution_device: where its inputs go, and where modules compute whose weights wait.
+        offload_folder: for weights that wait on a disk.
 
     Raises:
-        ArgumentError: there is no such folder, and weights are to wait there.
+        ArgumentError: weights wait on a disk and no folder is given; or the model computes on an
+            accelerator and some of its weights are on the CPU.
     """
     if any(device in WAITING for device in devices.values()):
         _dispatch(model, devices, execution_device, offload_folder)
@@ -45,17 +46,17 @@ def attach_hooks(
 
 
 def note_devices(model: nn.Module, devices: Mapping[str, str]) -> None:
-    """Set `hf_device_map`, where the libraries look for where a model's modules are."""
+    """Set `hf_device_map`, where the libraries look up the devices of a model's modules."""
     model.__dict__["hf_device_map"] = dict(devices)
 
 
 def device_at(devices: Mapping[str, str], path: str, otherwise: str) -> str:
-    """Return the device of a module or tensor by its path: that of the nearest module above it.
+    """Return the device of a module or tensor: its own, or that of the nearest module above it.
 
     Args:
         devices: by path.
-        path: of what is asked for.
-        otherwise: what a module has that lies above some of them.
+        path: of the module or tensor.
+        otherwise: returned for a module that lies above all of `devices`.
     """
     while path not in devices:
         if not path:
@@ -65,13 +66,14 @@ def device_at(devices: Mapping[str, str], path: str, otherwise: str) -> str:
 
 
 def _align(model: nn.Module, devices: Mapping[str, str], execution_device: str) -> None:
-    """Add a hook to every module that has a tensor in it.
+    """Add a hook to every module that has a tensor in or below it.
 
-    To all of them, because pipelines call more than `forward`: a decoder's inputs come by `decode`.
+    The model's own hook is not enough, because pipelines call more than `forward`: a decoder's
+    inputs come by `decode`.
     """
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    class InPlace(AlignDevicesHook):  # type: ignore[misc] # accelerate has no types
+    class _ActivationsOnly(AlignDevicesHook):  # type: ignore[misc] # accelerate has no types
         """Leaves the weights where they are."""
 
         def init_hook(self, module: nn.Module) -> nn.Module:
@@ -79,7 +81,7 @@ def _align(model: nn.Module, devices: Mapping[str, str], execution_device: str) 
 
     for path, module in _with_tensors(model):
         device = torch.device(device_at(devices, path, execution_device))
-        hook = InPlace(device, io_same_device=not path, skip_keys=_skip_keys(model))
+        hook = _ActivationsOnly(device, io_same_device=not path, skip_keys=_skip_keys(model))
         add_hook_to_module(module, hook, append=True)
 
 
@@ -92,14 +94,14 @@ def _dispatch(
     from accelerate import dispatch_model
 
     if DISK in devices.values() and offload_folder is None:
-        raise ArgumentError("weights are to wait on a disk; say where by `offload_folder`")
+        raise ArgumentError("some weights wait on a disk; give `offload_folder`")
     if execution_device != CPU and CPU in devices.values():
         raise ArgumentError(
-            "accelerate cannot compute on the CPU within a model of which other parts wait there; "
-            "use 'offload' instead of 'cpu' for its parts"
+            "accelerate cannot compute some modules of a model on the CPU and others on an "
+            "accelerator while weights wait; use 'offload' instead of 'cpu' for its modules"
         )
     with warnings.catch_warnings():
-        # It wants a device for each name of a tied module, and wonders at all but the first.
+        # It wants a device for each name of a tied module, and warns of all names but the first.
         warnings.filterwarnings("ignore", "The following device_map keys do not match")
         dispatch_model(
             model,
@@ -114,16 +116,22 @@ def _dispatch(
 def _as_accelerate(
     model: nn.Module, devices: Mapping[str, str], execution_device: str
 ) -> dict[str, str]:
-    """Return a map in the words of accelerate, where weights wait on `cpu`, and by parts."""
-    found = dict(devices)
-    if found.get("") in WAITING:
+    """Return a device map as accelerate wants it.
+
+    There weights wait on `cpu`, and a model that waits whole is named by its children.
+    """
+    renamed = dict(devices)
+    if renamed.get("") in WAITING:
         own = dict.fromkeys((*model._parameters, *model._buffers), execution_device)
-        found = own | dict.fromkeys((name for name, _ in model.named_children()), found[""])
-    return {path: CPU if device == OFFLOAD else device for path, device in found.items()}
+        renamed = own | dict.fromkeys((name for name, _ in model.named_children()), renamed[""])
+    return {path: CPU if device == OFFLOAD else device for path, device in renamed.items()}
 
 
 def _own_folder(model: nn.Module, parent: str | os.PathLike[str] | None) -> str:
-    """Make a folder that goes with a model: in one that has weights accelerate writes none."""
+    """Make a folder that is removed with the model.
+
+    Each model needs its own: accelerate writes no weights into a folder that has some.
+    """
     if parent is not None:
         os.makedirs(parent, exist_ok=True)
     folder = tempfile.mkdtemp(prefix="shmload-offload-", dir=parent)
@@ -132,7 +140,7 @@ def _own_folder(model: nn.Module, parent: str | os.PathLike[str] | None) -> str:
 
 
 def _with_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules with a tensor in or below them, with their paths."""
+    """Yield the modules that have a tensor in or below them, each with its path."""
     paths = {""}
     for path, module in model.named_modules():
         if any(
@@ -146,6 +154,6 @@ def _with_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _skip_keys(model: nn.Module) -> Any:
-    """Return the arguments that a model wants left where they are; each library has its name."""
+    """Return the names of arguments that are not moved; the libraries have two names for this."""
     keys = getattr(model, "_skip_keys", None)
     return keys or getattr(model, "_skip_keys_device_placement", None)
