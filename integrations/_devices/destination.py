@@ -52,7 +52,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_away(self) -> bool:
-        """Whether the map alone says that every weight goes to an accelerator; a strategy does not."""
+        """Whether the map by itself, without a strategy, sends every weight to an accelerator."""
         return all(map(_is_accelerator, _values(self.device_map)))
 
     def require_known(self, source: Source, passed: Collection[str]) -> None:
