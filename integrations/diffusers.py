@@ -54,47 +54,49 @@ def load_pipeline(
 ) -> "DiffusionPipeline":
     """Load a diffusion pipeline through shared memory.
 
-    May be called from several threads: decoding is parallel, building is not, because the libraries
-    are not made for it.
+    Several threads may call it. They decode in parallel and build one after the other, because the
+    libraries' own loading is not thread-safe.
 
     Args:
-        source: what `DiffusionPipeline.from_pretrained` takes: a directory, or a hub id.
-        torch_dtype: a `torch.dtype`, its name, a dict of these by component (with a `default`), or
-            None, which means what it means there: float32 for diffusers' models, the checkpoint's
-            own dtype for those of transformers.
-        device_map: where its models go. None leaves them on the CPU. A device for all of them; a
-            strategy, `balanced`, `balanced_low_0`, `sequential`, or `auto`, which also divides
-            models and lets weights wait on the CPU or in `offload_folder`; or a dict of devices by
-            component, pattern or dotted path, with `cpu`, `offload`, `disk` and `meta` too.
-        max_memory: what weights may take of each device, in bytes or as `20GiB`, by device.
-        max_host_memory: how much memory of the host weights may take on their way to accelerators,
-            in bytes or as `512MiB`; each of them must go to one.
-        pin: how accelerators are fed. `ring`: by a ring of pinned memory; `register`: segments are
-            pinned themselves; `off`: without pinned memory; `auto`: which of the first two was the
-            quicker when this machine was first asked.
-        components: of those with weights, only these; the others are None. Those without weights,
-            tokenizers and the like, are there in any case.
-        keep: leave the segments resident for the next process. Else they belong to this pipeline
-            alone and go with its last tensor; segments that are resident already stay. Without it
-            weights that all go to accelerators are not put into segments, but pass through a ring.
-        share: let other processes attach the segments for as long as some process has them. None
-            means so for one of several ranks on this host, and at least until the others have come;
-            but not with `max_host_memory`, nor where only a load that shares nothing has room.
-        workers: worker processes; None for as many as there are cores to spare.
-        verify: recompute the segments' digests, resident ones too.
-        progress: a callback of bytes done and bytes in all, True or False for a bar, None for a bar
-            on a terminal.
-        from_pretrained_kwargs: everything else that `from_pretrained` takes, components included;
-            the weights of components passed in are not decoded.
+        source: a directory or a hub id, as for `DiffusionPipeline.from_pretrained`.
+        torch_dtype: a `torch.dtype`, its name, or a dict of these by component (with a `default`).
+            None means the same as for `from_pretrained`: float32 for models of diffusers, the
+            checkpoint's own dtype for models of transformers.
+        device_map: where the models go. None leaves them on the CPU. It may be one device; a
+            strategy (`balanced`, `balanced_low_0`, `sequential`, `auto`); or a dict of devices by
+            component, pattern or dotted path, in which `cpu`, `offload`, `disk` and `meta` are
+            devices too. `auto` also divides models, and offloads weights to the CPU or to
+            `offload_folder` if the accelerators are too small.
+        max_memory: the most that weights may take of each device, in bytes or as `20GiB`.
+        max_host_memory: the most host memory that weights may take on their way to accelerators,
+            in bytes or as `512MiB`. All weights must go to accelerators.
+        pin: how bytes are copied to accelerators. `ring` copies through a ring of pinned memory;
+            `register` pins the segments; `off` pins nothing. `auto` takes `ring` or `register`,
+            whichever was faster when shmload measured this machine.
+        components: load only these of the components with weights; the others are None. Components
+            without weights, such as tokenizers, are always loaded.
+        keep: leave the segments resident for the next process. False: new segments belong to this
+            pipeline and go with its last tensor; segments that were resident stay; weights that
+            all go to accelerators pass through a ring instead of segments.
+        share: let other processes attach the segments as long as any process has them. None means
+            True for one of several ranks on this host, and keeps the segments at least until all
+            ranks have attached them; it means False with `max_host_memory`, or when there is room
+            for a ring but not for shared segments.
+        workers: number of worker processes; None for as many as there are spare cores.
+        verify: recompute the digests of all segments, resident ones too.
+        progress: a function that gets bytes done and bytes in all; True or False for a bar or
+            none; None for a bar on a terminal.
+        from_pretrained_kwargs: all other arguments of `from_pretrained`. Components may be passed;
+            their weights are not decoded.
 
     Returns:
-        The pipeline, of its own class, on the CPU unless `device_map` says otherwise. Its
-        parameters there are mapped from the segments copy-on-write: writing to one is private to
-        this process. On other devices they are its own, aligned to 256 bytes.
+        The pipeline, of the class that the source names. On the CPU its parameters are mapped from
+        the segments copy-on-write: a write is private to this process. On other devices they have
+        memory of their own, aligned to 256 bytes.
 
     Raises:
-        ShmloadError: the source, its files, the room for it, or a worker is at fault.
-        Exception: whatever `from_pretrained` raises, with the source's own paths in it.
+        ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
+        Exception: any error of `from_pretrained`, with the source's paths instead of the view's.
     """
     kwargs = from_pretrained_kwargs
     variant = kwargs.get("variant")
@@ -133,7 +135,7 @@ def load_pipeline(
 
 
 def _find_pipeline(wanted: Wanted, kwargs: dict[str, Any]) -> Source:
-    """Find a pipeline; in `kwargs`, set its components with weights to None that are not wanted."""
+    """Find a pipeline; set the components with weights that are not wanted to None in `kwargs`."""
     found = find_source(wanted, kwargs)
     if not found.is_pipeline:
         raise SourceNotFound(
@@ -147,7 +149,7 @@ def _find_pipeline(wanted: Wanted, kwargs: dict[str, Any]) -> Source:
 
 
 class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of `load_pipeline`: each method decodes and builds the pipeline in its way."""
+    """One call of `load_pipeline`; each public method is one way to decode and build."""
 
     source: Source
     dtype: object
@@ -167,19 +169,20 @@ class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
         return pipe
 
     def by_shared_segments(self) -> "DiffusionPipeline | None":
-        """Load by shared segments, or return None if a ring has room where these have none."""
+        """Load by shared segments. No room? Return None if a ring, which needs none, will do."""
         try:
             return self.by_segments(Stay.SHARED)
         except (MemoryLimitExceeded, SharedMemoryFull):
             if not self.route.may_stream:
                 raise
         logger.warning(
-            "%s: no room to share it in; each rank reads it by itself", self.source.given
+            "%s: no room for shared segments; each rank reads by itself",
+            self.source.given,
         )
         return None
 
     def by_ring(self, ring: Ring) -> "DiffusionPipeline | None":
-        """Load by a ring, which is closed; return None if weights are needed on the host."""
+        """Load by a ring and close it; return None if building reads weights on the host."""
         try:
             with ring, self._begin(Stay.PRIVATE, ring) as (load, rules):
                 return self._build(load, rules, ring)
@@ -187,7 +190,7 @@ class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
             pass  # and leave this block: in it the exception keeps the half-built models alive
         if self.route.destination:
             self.route.destination.require_no_limit(self.source)
-        logger.info("%s: weights are wanted on the host first", self.source.given)
+        logger.info("%s: building reads weights on the host; no ring", self.source.given)
         return None
 
     def _begin(
@@ -205,7 +208,7 @@ class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     def _build(self, load: Load, rules: Rules, ring: Ring | None = None) -> "DiffusionPipeline":
         """Build the pipeline and copy it to its devices."""
-        # Not at the top: torch takes a second, in which workers decode.
+        # Not at the top: importing torch takes a second, while workers already decode.
         from shmload.integrations._build.build import Build
         from shmload.integrations.placing import place_pipeline
 

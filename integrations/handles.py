@@ -1,4 +1,4 @@
-"""Handles: what it takes to attach a pipeline in any process of this host, in a few bytes."""
+"""Handles: a few hundred bytes with which any process of this host attaches a shared pipeline."""
 
 import contextlib
 import hashlib
@@ -31,7 +31,7 @@ from shmload.integrations.diffusers import load_pipeline
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-# Configurations and tokenizers have less, weights that are no safetensors files more.
+# Configurations and tokenizers are smaller; weights that are not safetensors files are larger.
 _SMALL_NBYTES = 32 << 20
 # The pipelines of this process, by their handles' text.
 _loaded: "dict[str, DiffusionPipeline]" = {}
@@ -39,7 +39,7 @@ _loading = threading.Lock()
 
 
 def _forget_lock() -> None:
-    """Make the lock anew in a forked child, whose parent's threads may have held it."""
+    """Replace the lock in a forked child: a thread of the parent may have held it."""
     global _loading
     _loading = threading.Lock()
 
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 
 class _Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The arguments of a load, and what was loaded."""
+    """The content of a handle: the arguments of a load, and a digest of the files."""
 
     source: str
     torch_dtype: str | dict[str, str | None] | None = None
@@ -57,18 +57,18 @@ class _Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     revision: str | None = None
     cache_dir: str | None = None
     identity: str = ""
-    """Digest of what its files were."""
+    """Digest of the source's files when the handle was made."""
 
     @classmethod
     def of(cls, wanted: Wanted, found: Source) -> Self:
-        """Return the recipe of what was found."""
+        """Return the recipe of a source that was found."""
         given, hub = os.fspath(wanted.source), wanted.hub
         components = wanted.components
         return cls(
-            # Whoever gets the handle may be in another directory.
+            # The receiver of the handle may have another working directory.
             source=os.path.abspath(given) if os.path.exists(given) else given,
             torch_dtype=_dtype_names(wanted.dtype),
-            # A set has no order, and equal handles are to have equal texts.
+            # Sorted: equal handles must have equal texts, and a set has no order.
             components=None if components is None else tuple(sorted(set(components))),
             variant=wanted.variant,
             revision=hub.revision,
@@ -78,7 +78,7 @@ class _Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def wanted(self) -> Wanted:
-        """What to load: without a download, which the maker of the handle has done."""
+        """What to load. It never downloads: the maker of the handle has done that."""
         hub = Hub(
             revision=self.revision,
             cache_dir=self.cache_dir,
@@ -94,13 +94,13 @@ class _Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Handle:
-    """A shared pipeline, to be given to any process of this user on this host.
+    """A shared pipeline, for any process of this user on this host.
 
-    It pickles to a few hundred bytes, however large the pipeline is: what crosses is what it takes
-    to find the segments, and not the segments. The handle that `share` has returned also holds them
-    until it is closed; the copies that arrive elsewhere hold nothing before they are loaded.
+    It pickles to a few hundred bytes, however large the pipeline is: it says where the segments
+    are, and does not contain them. The handle that `share` returns holds the segments until it is
+    closed. Its copies in other processes hold nothing until they are loaded.
 
-    A context that closes it.
+    A context that closes the handle.
     """
 
     def __init__(self, recipe: _Recipe, leases: Collection[Lease] = ()) -> None:
@@ -111,18 +111,18 @@ class Handle:
     def load(self) -> "DiffusionPipeline":
         """Return the pipeline, attached to the shared segments.
 
-        The first call in a process builds it, from then on it is the same object; so it may be
-        called anew for every item. A forked child has the one that its parent has loaded. If that
-        was forked with torch's threads running, which a child lacks and would wait for, torch gets
-        one thread here.
+        The first call in a process builds the pipeline; later calls return the same object, so it
+        is cheap to call for every item. A forked child has the pipeline that its parent loaded. If
+        torch's threads were running at the fork, torch uses one thread in the child: it lacks
+        those threads and would wait for them forever.
 
-        Components that were not named when it was shared, and have weights, are None.
+        Components with weights that were not shared are None.
 
-        If nobody holds the segments any more they are decoded again, and shared again. A handle
-        that was closed remembers nothing: each call then builds another pipeline.
+        If no process holds the segments any more, they are decoded and shared again. After `close`
+        the handle keeps no pipeline: each call builds another one.
 
         Raises:
-            SourceChanged: the source's files are not those that were shared.
+            SourceChanged: the source's files have changed since they were shared.
             ShmloadError: as `load_pipeline`.
         """
         key = self.text
@@ -135,10 +135,10 @@ class Handle:
             return _loaded[key]
 
     def close(self) -> None:
-        """Give back what this handle holds; again is fine.
+        """Give back the leases that this handle holds; again does nothing.
 
-        Pipelines that were loaded from it, here or elsewhere, stay valid and shared. This process
-        forgets its own, which then lasts as long as somebody else refers to it.
+        Pipelines loaded from it, here or in other processes, stay valid and shared. This process
+        forgets its pipeline, which lives on as long as other code refers to it.
         """
         _loaded.pop(self.text, None)
         self._closing()
@@ -151,17 +151,17 @@ class Handle:
 
     @property
     def text(self) -> str:
-        """The handle as text, for an environment variable or a message: JSON, of one line."""
+        """The handle as one line of JSON, for an environment variable or a message."""
         return msgspec.json.encode(self._recipe).decode()
 
     @property
     def identity(self) -> str:
-        """A digest of what the source's files were; another one for every change of them."""
+        """A digest of the source's files; any change of a file gives another one."""
         return self._recipe.identity
 
     @property
     def facts(self) -> dict[str, str]:
-        """What results that are computed with the pipeline depend on, as text by name."""
+        """What the pipeline's results depend on, as text by name."""
         recipe = self._recipe
         return {
             "pipeline": recipe.identity,
@@ -171,10 +171,10 @@ class Handle:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Return the handle of a text.
+        """Return the handle with a text that `text` gave.
 
         Raises:
-            ArgumentError: it is none.
+            ArgumentError: the text is not that of a handle.
         """
         try:
             return cls(msgspec.json.decode(text, type=_Recipe))
@@ -191,14 +191,17 @@ class Handle:
         variant: str | None = None,
         **hub_kwargs: Any,
     ) -> Self:
-        """Return a handle of what nobody has decoded yet: whoever loads it first does.
+        """Return a handle without decoding: the first process that loads it decodes.
 
         Args:
-            source: as for `share`, like all others.
-            torch_dtype: see there.
-            components: see there.
-            variant: see there.
-            hub_kwargs: see there.
+            source: as for `share`.
+            torch_dtype: as for `share`.
+            components: as for `share`.
+            variant: as for `share`.
+            hub_kwargs: as for `share`.
+
+        Raises:
+            SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
         """
         wanted = Wanted.parse(
             source, torch_dtype, components, variant, hub_kwargs, is_pipeline=True
@@ -208,7 +211,7 @@ class Handle:
         return cls(_Recipe.of(wanted, found))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A plain function: datasets, which hashes what it pickles, would take in a method's code.
+        # A plain function: datasets hashes what it pickles, and would hash a method's code too.
         return _revive, (self.text,)
 
     def __eq__(self, other: object) -> bool:
@@ -230,8 +233,8 @@ class Handle:
             share=True,
             **wanted.hub.kwargs,
         )
-        # Afterwards: what was the same before and after was the same meanwhile, or the load has
-        # noticed.
+        # After the load, which itself notices a file that changes while it reads: files that are
+        # as they were shared cannot have been others before.
         if _identity(find_source(wanted), wanted.components) != self._recipe.identity:
             raise SourceChanged(wanted.source)
         return pipe
@@ -254,20 +257,20 @@ def share(
 ) -> Handle:
     """Decode a pipeline's weights once, for all processes that get the handle.
 
-    The segments stay for as long as this handle or some process has them: nothing has to be
-    removed afterwards. If all of these are killed at once, the next load of the same pipeline uses
-    what is left, or `shmload gc` removes it.
+    The segments stay as long as this handle is open or any process has them; no clean-up is
+    needed. If all these processes are killed at once, the next load of the same pipeline uses the
+    segments, or `shmload gc` removes them.
 
     Args:
         source: a pipeline's directory, or a hub id.
         torch_dtype: as for `load_pipeline`.
-        components: of those with weights, only these; None for all.
+        components: only these of the components with weights; None for all.
         variant: as for `from_pretrained`.
         workers: as for `warm`.
         verify: as for `warm`.
         progress: as for `warm`.
-        hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`. A token is for this call
-            alone.
+        hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`. A token
+            does not go into the handle.
 
     Raises:
         As `warm`.
@@ -282,9 +285,9 @@ def share(
             found, rules, stay=Stay.SHARED, workers=workers, verify=verify, progress=progress
         ) as load,
     ):
-        # Not a forked child's: the copies that arrive elsewhere hold nothing either.
+        # Not inherited by forked children: copies in other processes hold nothing either.
         leases = [Lease(segment, crosses_forks=False) for segment in load.holdings.segments()]
-    remove_leftovers()  # not earlier: what is left of the same pipeline was of use
+    remove_leftovers()  # not earlier: the load may have used leftovers of the same pipeline
     return Handle(recipe, leases)
 
 
@@ -308,7 +311,7 @@ def _dtype_names(torch_dtype: object) -> Any:
 
 
 def _identity(source: Source, components: Collection[str] | None) -> str:
-    """Return a digest of what a pipeline's files are."""
+    """Return a digest of a pipeline's files."""
     files = (
         (os.path.relpath(path, source.root), _stamp(path)) for path in files_of(source, components)
     )
@@ -316,9 +319,9 @@ def _identity(source: Source, components: Collection[str] | None) -> str:
 
 
 def _stamp(path: Path) -> str:
-    """Tell files apart: small ones by what is in them, weights by what the kernel says of them."""
+    """Identify a file: a small one by its content, weights by what stat says of them."""
     found = os.stat(path)
     if found.st_size <= _SMALL_NBYTES and not has_known_suffix(path.name):
-        with contextlib.suppress(OSError):  # what may not be read is not read by the library either
+        with contextlib.suppress(OSError):  # the library cannot read it either
             return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     return identify(path, found).key

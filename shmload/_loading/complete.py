@@ -1,4 +1,4 @@
-"""A load that is over before anything is done with it."""
+"""A load that is complete before its caller uses it."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -23,14 +23,14 @@ def complete_load(
     progress: Callback | bool | None,
     service: Service | None = None,
 ) -> Iterator[Load]:
-    """Do a whole load; a context that ends it.
+    """Load and wait until every segment is complete; a context that ends the load.
 
     Args:
-        source: as for `Load`, like `rules`, `stay` and `workers`.
-        rules: see there.
-        stay: see there.
-        workers: see there.
-        verify: whether to recompute the digest of every segment.
+        source: as for `Load`.
+        rules: as for `Load`.
+        stay: as for `Load`.
+        workers: as for `Load`.
+        verify: recompute the digest of every segment.
         progress: as for `Progress`.
         service: as for `Load`.
 

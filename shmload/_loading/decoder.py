@@ -1,6 +1,6 @@
-"""What fills the parts of one load: the service, workers of the load's own, or its own thread.
+"""Fills the parts of one load: by the service, by worker processes, or in the load's thread.
 
-Guarantee: a service that goes away is done without, unless the settings require it.
+Guarantee: if the service goes away, the load goes on without it, unless the settings require it.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ class Decoder:
     """Decodes for one load, until `close`.
 
     Args:
-        keep: whether the load's segments shall be resident afterwards, whoever decodes them.
-        workers: worker processes, where there is no service.
-        progress: is told of bytes.
-        service: what decodes; None for the running one, if the settings allow for it.
+        keep: the load's segments will be resident.
+        workers: number of worker processes if no service decodes.
+        progress: counts the bytes.
+        service: the service that decodes; None for the running one, if the settings allow it.
     """
 
     def __init__(
@@ -42,24 +42,25 @@ class Decoder:
         """Connect to the running service, if there is one.
 
         Raises:
-            ServiceError, ProtocolError: there is none to be used, and the settings require one.
+            ServiceError, ProtocolError: no service is usable, and the settings require one.
         """
         if self._service is None:
             self._service = find_service()
 
     def leaves_to_service(self, read_nbytes: int) -> bool:
-        """Tell whether a service decodes what takes so many bytes to read."""
+        """Tell whether the service decodes shards of so many bytes."""
         return self._service is not None and not _is_little(read_nbytes)
 
     def reserve(self, *, segment_nbytes: int, read_nbytes: int) -> None:
-        """Have the service make room for segments that will stay.
+        """Reserve room for segments that will stay in the service's budget.
 
         Args:
-            segment_nbytes: their size.
-            read_nbytes: what is read for them; a little is decoded here, and goes with the load.
+            segment_nbytes: size of the segments.
+            read_nbytes: size of their shards. Small ones are decoded here; unless the load keeps
+                its segments, these take nothing from the budget.
 
         Raises:
-            CapacityError: the service's budget does not allow for them.
+            CapacityError: the budget has no room for them.
         """
         stays = self._keep or not _is_little(read_nbytes)
         if self._service and segment_nbytes and stays:
@@ -73,12 +74,12 @@ class Decoder:
 
         Args:
             jobs: what to decode.
-            renew: is called where a service went away in the middle; returns the same jobs, with
-                parts that its workers do not have.
+            renew: called if the service goes away in the middle; returns the same jobs with parts
+                that the service's workers do not have.
 
         Returns:
-            The digest of each job's segment, and whether the segments are to stay: what a service
-            has decoded does, within its budget.
+            The digest of each job's segment, and whether the segments become resident: those that
+            a service decodes do, within its budget.
 
         Raises:
             CheckpointError, CapacityError, WorkerError: as `Coordinator.decode`.
@@ -93,12 +94,12 @@ class Decoder:
             jobs = renew()
         workers = 0 if _is_little(read_nbytes) else self._workers
         if self._coordinator is None or self._coordinator.workers < workers:
-            self._coordinator = Coordinator(workers)  # one without workers holds nothing
+            self._coordinator = Coordinator(workers)  # an earlier one had no workers to end
         digests = self._coordinator.decode(jobs, self._progress.add, lambda: self.is_cancelled)
         return digests, self._keep
 
     def stream(self, jobs: Sequence[Job], ring: Ring) -> None:
-        """Decode into a ring's slots, with workers of the load's own; blocks until all is there.
+        """Decode into a ring's slots with worker processes; blocks until all bytes are filled.
 
         Raises:
             CheckpointError, WorkerError: as `Coordinator.decode`.
@@ -108,13 +109,13 @@ class Decoder:
         self._coordinator.decode(jobs, self._progress.add, self._is_cancelled.is_set, ring)
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
-        """Tell the service which segments were found and which were decoded."""
+        """Tell the service the names of the segments that were attached and decoded."""
         if self._service:
             with self._without_service():
                 self._service.note(found, made)
 
     def settle(self) -> None:
-        """Have the service count what it has reserved as what is resident now."""
+        """Tell the service that the segments it reserved room for are resident now."""
         self.note([], [])
 
     @property
@@ -123,11 +124,11 @@ class Decoder:
         return self._is_cancelled.is_set()
 
     def cancel(self) -> None:
-        """Have `decode` end soon; may be called from any thread."""
+        """Make `decode` end soon; any thread may call it."""
         self._is_cancelled.set()
 
     def close(self) -> None:
-        """End the workers and the connection; again is fine."""
+        """End the workers and the connection; again does nothing."""
         with contextlib.ExitStack() as closing:
             if self._coordinator:
                 closing.callback(self._coordinator.close)
@@ -136,7 +137,7 @@ class Decoder:
 
     @contextlib.contextmanager
     def _without_service(self) -> Iterator[None]:
-        """Go on without the service where it goes away inside the block, unless it is required."""
+        """If the service goes away inside the block, go on without it unless it is required."""
         try:
             yield
         except ServiceUnavailable as exc:
@@ -149,5 +150,5 @@ class Decoder:
 
 
 def _is_little(nbytes: int) -> bool:
-    """Tell whether so many bytes are read quicker in the caller's thread than by workers."""
+    """Tell whether the load's own thread decodes so many bytes faster than workers."""
     return nbytes <= settings().inline_nbytes

@@ -29,8 +29,8 @@ class Holdings:
     kind changes: `Awaited` to `Part` or `Segment`, `Part` to `Segment`.
 
     Args:
-        stay: how long the segments shall stay.
-        is_hollow: a stand-in takes the place of each part: the bytes go elsewhere.
+        stay: how long the segments stay.
+        is_hollow: use a stand-in (`Hollow`) for each part: its bytes go through a ring.
     """
 
     def __init__(self, stay: Stay, *, is_hollow: bool) -> None:
@@ -53,7 +53,7 @@ class Holdings:
         Args:
             source: the source.
             rules: the rule of each component's checkpoint.
-            piece_nbytes: size of the pieces to decode in, in bytes; None for the usual.
+            piece_nbytes: size of the pieces to decode in, in bytes; None for the default.
 
         Raises:
             CheckpointError: a shard cannot be opened, or its header is wrong.
@@ -84,7 +84,7 @@ class Holdings:
                     case Part() | Hollow():
                         mine.append(shard)
                     case Segment() as segment:
-                        segment.read_header()  # whether it was damaged
+                        segment.read_header()  # raises if it is damaged
                         segment.touch()
                         if self._stay is Stay.RESIDENT:
                             segment.keep()
@@ -110,9 +110,10 @@ class Holdings:
             self._part(shard).prepare(shard.layout)
 
     def renew_parts(self, shards: Sequence[OpenShard]) -> None:
-        """Begin again in other parts, unless something has mapped the present ones.
+        """Replace some shards' parts by new ones, unless the caller may have mapped them.
 
-        A stopped service's worker has the present ones, and may write to them when it goes on.
+        A worker of a service that was stopped still has the old parts, and writes to them if it
+        continues.
         """
         with self._showing:
             if not self._is_shown:
@@ -123,7 +124,7 @@ class Holdings:
                 self.make_parts(shards, is_charged_here=True)
 
     def jobs(self, shards: Iterable[OpenShard]) -> list[Job]:
-        """Return what it takes to decode some shards into their parts."""
+        """Return the jobs that decode some shards into their parts."""
         return [shard.job(self._part(shard)) for shard in shards]
 
     def publish(self, shard: OpenShard, digest: str, stay: Stay) -> None:
@@ -143,7 +144,7 @@ class Holdings:
             self._made.append(name)
 
     def awaited(self) -> Iterator[OpenShard]:
-        """Yield each shard whose segment another process builds at that moment."""
+        """Yield each shard whose segment another process is building."""
         for shard in self._shards:
             if isinstance(self._held.get(shard.plan.segment), Awaited):
                 yield shard
@@ -151,7 +152,7 @@ class Holdings:
     def wait_for(
         self, shard: OpenShard, timeout_s: float, is_cancelled: Callable[[], bool]
     ) -> bool:
-        """Wait for another process's part; tell whether this process has to decode it instead.
+        """Wait for another process's part; return whether this process has to decode it instead.
 
         Raises:
             SegmentTimeout: as `Awaited.wait`.
@@ -161,7 +162,7 @@ class Holdings:
         while isinstance(held, Awaited):
             self._held[name] = held = held.wait(timeout_s, is_cancelled)
             if self._stay > Stay.PRIVATE and isinstance(held, Segment) and not held.has_name:
-                held.close()  # the other process made it for itself alone
+                held.close()  # a private segment of the other process, which has no name
                 self._held[name] = held = acquire(name)
         if self._stay is Stay.RESIDENT and isinstance(held, Segment):
             held.keep()
@@ -176,7 +177,7 @@ class Holdings:
 
     @property
     def plans(self) -> list[ShardPlan]:
-        """What was to be done for each shard when the load began."""
+        """The plan of each shard, from when the load began."""
         return [shard.plan for shard in self._shards]
 
     @property
@@ -186,7 +187,7 @@ class Holdings:
 
     @property
     def has_every_file(self) -> bool:
-        """Whether every segment exists at least as a part, so that a view can lead to it."""
+        """Whether a view can lead to every segment: it is complete, a part or a stand-in."""
         return not self.all_of(Awaited)
 
     @property
@@ -196,11 +197,11 @@ class Holdings:
 
     @property
     def leaves_casts(self) -> bool:
-        """Whether the library will still cast some tensor, as far as the rules can tell."""
+        """Whether the rules say that the library certainly casts some tensor."""
         return any(shard.leaves_casts for shard in self._shards)
 
     def all_of(self, kind: type[_Kind]) -> list[_Kind]:
-        """Return what is held of one kind."""
+        """Return the segments, parts, stand-ins or waits."""
         return [held for held in self._held.values() if isinstance(held, kind)]
 
     def segments(self) -> list[Segment]:
@@ -208,7 +209,7 @@ class Holdings:
         return self.all_of(Segment)
 
     def files(self) -> dict[Path, Path]:
-        """Return where each shard's bytes are, for a view, by the shard's path."""
+        """Return the path of each shard's bytes by the shard's own path, for a view."""
         found = {}
         for shard, held in self._show():
             path = shard.plan.path
@@ -216,7 +217,7 @@ class Holdings:
         return found
 
     def open_files(self) -> list[tuple[str, int]]:
-        """Return name and descriptor of what has, or will have, each shard's tensors."""
+        """Return name and descriptor of the file that has, or will have, each shard's tensors."""
         found = []
         for shard, held in self._show():
             if isinstance(held, Opened):
@@ -226,7 +227,7 @@ class Holdings:
         return found
 
     def _show(self) -> Iterator[tuple[OpenShard, Held | None]]:
-        """Yield each shard and what is held of it, for others to map."""
+        """Yield each shard and its segment, to be mapped: from now on no part is replaced."""
         with self._showing:
             self._is_shown = True
         for shard in self._shards:
@@ -238,11 +239,11 @@ class Holdings:
         return linked | {held.inode for held in self._held.values() if isinstance(held, Opened)}
 
     def unfinished_inodes(self) -> set[Inode]:
-        """Return the inodes of files that can be mapped and lack bytes."""
+        """Return the inodes of parts and stand-ins, whose bytes are still missing."""
         return {held.inode for held in (*self.all_of(Part), *self.all_of(Hollow))}
 
     def unfinished_components(self) -> set[str]:
-        """Return the components with parts that lack bytes."""
+        """Return the components with parts or stand-ins."""
         return {
             shard.plan.component
             for shard in self._shards
@@ -251,11 +252,11 @@ class Holdings:
 
     @property
     def hollow(self) -> list[Inode]:
-        """The inodes of stand-ins, by the number that their filled slots name."""
+        """The inodes of the stand-ins; a filled slot of the ring names its place in this list."""
         return [held.inode for held in self.all_of(Hollow)]
 
     def attached_and_decoded(self) -> tuple[list[str], list[str]]:
-        """Return the names of complete segments: those found, and those decoded for this load."""
+        """Return the names of complete segments: the attached ones, and those decoded here."""
         complete = {segment.name for segment in self.segments()}
         return sorted(complete - self._decoded), sorted(complete & self._decoded)
 
@@ -263,7 +264,7 @@ class Holdings:
 
     def close(self) -> None:
         """Close the shards, remove the parts, give all leases back; again does nothing."""
-        with contextlib.ExitStack() as closing:  # each, whatever becomes of the others
+        with contextlib.ExitStack() as closing:  # each of them, even if another raises
             while self._shards:
                 closing.callback(self._shards.pop().close)
             while self._held:

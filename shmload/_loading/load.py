@@ -1,11 +1,11 @@
-"""One load: from shards to complete segments, while the caller does something else.
+"""One load: from shards to complete segments, in a thread beside the caller's.
 
         plan ----> begin ----> decode, in a thread ----> publish ----> wait for other builders
           |          |                                      |
      no room:     files() may be used from here:        wait() returns
      an error     their bytes come later
 
-Owns every descriptor, part and worker of the load until `close`, which runs whatever happens.
+The load owns its descriptors, parts and workers until `close`, which runs whatever happens.
 """
 
 import contextlib
@@ -42,16 +42,16 @@ class Load:
     Args:
         source: what to load.
         rules: the rule of each component's checkpoint.
-        stay: how long the segments shall stay.
-        progress: is told of bytes.
-        parent_is_busy: whether the caller computes meanwhile.
-        workers: worker processes of its own; None for as many as the settings say.
-        service: what decodes instead; None for the running one, if the settings allow for it.
-        ring: where bytes go that are not resident yet, instead of into segments, and with no help
-            of a service; stays the caller's.
+        stay: how long the segments stay.
+        progress: counts the bytes.
+        parent_is_busy: the caller needs a core while the load decodes.
+        workers: number of worker processes; None for the number in the settings.
+        service: the service that decodes; None for the running one, if the settings allow it.
+        ring: takes the bytes that are not resident, instead of segments, and without a service;
+            stays the caller's.
 
     Raises:
-        CheckpointError, CapacityError, SegmentError: before anything was decoded.
+        CheckpointError, CapacityError, SegmentError: before any byte was decoded.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Load:
             service=service,
         )
         self.holdings = Holdings(stay, is_hollow=ring is not None)
-        """What is held of the source; the load closes it."""
+        """The open shards and their segments; the load closes them."""
         self._work: Background | None = None
         self.read_nbytes = 0
         """Bytes of weights that this load reads."""
@@ -105,7 +105,7 @@ class Load:
         """Recompute the digest of every segment.
 
         Raises:
-            SegmentCorrupt: one is not what was decoded.
+            SegmentCorrupt: a segment's bytes have changed since it was decoded.
         """
         for segment in self.holdings.segments():
             if self._decoder.is_cancelled:
@@ -113,33 +113,33 @@ class Load:
             check_digest(segment)
 
     def wait(self) -> None:
-        """Block until every segment is complete; the deadlines are those of the workers.
+        """Block until every segment is complete; only the workers' deadlines limit the wait.
 
         Raises:
-            CheckpointError, CapacityError, WorkerError, SegmentError: what went wrong.
+            CheckpointError, CapacityError, WorkerError, SegmentError: the load failed.
         """
         if self._work:
             self._work.wait()
 
     def close(self) -> None:
-        """End the load: stop what still runs, remove its parts, give all leases back."""
+        """End the load: stop the thread and workers, remove the parts, give all leases back."""
         interrupt = self._cancel()
-        with contextlib.ExitStack() as closing:  # each, whatever becomes of the others
+        with contextlib.ExitStack() as closing:  # both, even if one raises
             closing.callback(self.holdings.close)
             closing.callback(self._decoder.close)
         if interrupt:
             raise interrupt
 
     def _cancel(self) -> KeyboardInterrupt | None:
-        """Stop the thread; returns a Ctrl-C that came meanwhile, for later.
+        """Stop the thread and wait for its end; return a Ctrl-C of that time, to be raised later.
 
-        What is closed next is still in use by the thread.
+        The thread uses what is closed next, so a Ctrl-C must not cut the wait short.
         """
         self._decoder.cancel()
         return self._work.join_undisturbed() if self._work else None
 
     def discard(self) -> None:
-        """End the load and remove the segments that it has made, unless somebody uses them."""
+        """End the load and remove the segments that it has made, unless a process uses them."""
         interrupt = self._cancel()
         self.holdings.unlock_made()
         try:
@@ -150,7 +150,7 @@ class Load:
             raise interrupt
 
     def _begin(self) -> None:
-        """Take the locks and start to decode; other processes' parts are waited for at the end."""
+        """Take the locks and start to decode; the thread waits for other processes' parts last."""
         mine = self.holdings.acquire()
         if not (self._ring or self.holdings.is_empty):
             self._decoder.find_service()
@@ -175,7 +175,7 @@ class Load:
         )
 
     def _run(self, mine: list[OpenShard]) -> None:
-        """Decode some shards, then wait for those of other processes, in the load's thread."""
+        """Decode some shards, then wait for the parts of other processes; the thread's function."""
         try:
             if mine:
                 self._decode(mine)
@@ -200,7 +200,7 @@ class Load:
             self._decode([shard])
 
     def _prepare(self, shards: list[OpenShard]) -> None:
-        """Make sure of room for some shards' parts, and give them their length and header."""
+        """Check the room for some shards' parts, and give them their length and header."""
         nbytes = sum(shard.layout.nbytes for shard in shards)
         read_nbytes = sum(shard.plan.read_nbytes for shard in shards)
         self._decoder.reserve(segment_nbytes=nbytes, read_nbytes=read_nbytes)

@@ -1,4 +1,4 @@
-"""What is to be done for each shard, decided from headers alone; no weight byte is read."""
+"""Decides what to do with each shard from its header alone; reads no weights."""
 
 import enum
 import os
@@ -25,8 +25,8 @@ class Action(enum.Enum):
     DECODE = "decode"
     """Workers make its segment."""
     LINK = "link"
-    """The library maps the file itself, whose format allows for that: it has the right dtypes and
-    lies on a local disk."""
+    """The library maps the file directly: its format allows that, it has the wanted dtypes and lies
+    on a local disk."""
 
 
 class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,9 +36,9 @@ class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     action: Action
     segment: str
-    """The name its segment has or would have."""
+    """Name of its segment, whether or not the segment exists."""
     conversion: str
-    """`raw`, or the dtype that its floats get; behind a slash a digest of the exceptions."""
+    """`raw`, or the dtype that its floats get; exceptions add a slash and their digest."""
     tensors: int
     read_nbytes: int
     """Size of the shard's tensors, in bytes."""
@@ -47,33 +47,33 @@ class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What `load_pipeline` or `warm` would do."""
+    """What `load_pipeline` or `warm` would do with a source."""
 
     source: str
     shards: tuple[ShardPlan, ...]
     placement: Placement | None = None
-    """The device of every module, where that was asked for."""
+    """The device of every module; None unless devices were asked for."""
 
     @property
     def decode_nbytes(self) -> int:
-        """Shared memory that is still to be taken, in bytes."""
+        """Size of the segments to make, in bytes."""
         return sum(s.segment_nbytes for s in self.shards if s.action is Action.DECODE)
 
     @property
     def resident_nbytes(self) -> int:
-        """Shared memory of segments that are there already, in bytes."""
+        """Size of the segments that are resident, in bytes."""
         return sum(s.segment_nbytes for s in self.shards if s.action is Action.ATTACH)
 
 
 class PlannedShard(msgspec.Struct, frozen=True, kw_only=True):
-    """A shard's plan with what it takes to carry it out."""
+    """A shard's plan, and what a load needs to carry it out."""
 
     plan: ShardPlan
     source: os.stat_result
-    """What fstat said of the shard before its header was read."""
+    """The result of fstat before the header was read."""
     layout: Layout
     leaves_casts: bool
-    """Whether the library surely casts some of its tensors itself."""
+    """Whether the library certainly casts some of its tensors."""
 
 
 def plan_shard(
@@ -89,11 +89,11 @@ def plan_shard(
 
     Args:
         component: its name in the pipeline, or empty.
-        path: where it was opened.
-        fd: its descriptor.
+        path: the path it was opened by.
+        fd: its descriptor, which stays the caller's.
         rule: the dtypes its tensors get.
-        keep: whether its segment shall be resident afterwards.
-        piece_nbytes: size of the pieces that it is decoded in, in bytes; None for the usual.
+        keep: make its segment resident.
+        piece_nbytes: size of the pieces to decode in, in bytes; None for the default.
 
     Raises:
         CheckpointError: the header is wrong or the file is cut short.
@@ -102,7 +102,7 @@ def plan_shard(
     file_format = detect_format(fd, path)
     header = file_format.read_header(fd, path)
     identity = identify(path, found)
-    # A file that has the wanted dtypes already makes the same segment under every rule.
+    # If the file has the wanted dtypes, every rule makes the same segment: give it one name.
     applied = rule if needs_conversion(header, rule) else RAW
     name = segment_name(identity, applied.text)
     metadata = make_metadata(identity.path, identity.key, applied.text)

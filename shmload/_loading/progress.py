@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any, Self
 
 Callback = Callable[[int, int], None]
-"""Is told bytes done and bytes in all; called from another thread than the caller's."""
+"""Gets bytes done and bytes in all; runs in a thread of the load, not in the caller's."""
 
 
 class Progress:
     """Counts the bytes of one load; a context that closes its bar.
 
     Args:
-        report: a callback; True for a bar, False for nothing, None for a bar on a terminal.
-        title: what the bar is called.
+        report: a callback; True for a bar; False for nothing; None for a bar on a terminal.
+        title: the bar's title.
     """
 
     def __init__(self, report: Callback | bool | None, title: str) -> None:
@@ -34,19 +34,19 @@ class Progress:
             self._bar.close()
 
     def start(self, total: int) -> None:
-        """Say how many bytes there are in all, and that none is done; again means from anew."""
+        """Set the number of bytes in all, and count again from zero."""
         self._total, self._done = total, 0
         if self._bar is not None:
             self._bar.reset(total)
         elif self._has_bar and total:
-            from tqdm import tqdm  # 30 ms that a quiet load does not pay
+            from tqdm import tqdm  # takes 30 ms, which a load without a bar need not pay
 
             self._bar = tqdm(
                 total=total, desc=self._title, unit="B", unit_scale=True, unit_divisor=1024
             )
 
     def add(self, nbytes: int) -> None:
-        """Count bytes; more than there are in all, as when a piece is read twice, are left out."""
+        """Count bytes, up to the number in all: a piece that is read twice counts once."""
         with self._lock:
             nbytes = min(nbytes, self._total - self._done)
             self._done += nbytes

@@ -17,9 +17,8 @@ class OpenShard(Descriptor):
         component: its name in the pipeline, or empty.
         path: of the shard.
         rule: the dtypes its tensors get.
-        keep: whether its segment shall be resident afterwards.
-
-        piece_nbytes: size of the pieces that it is decoded in, in bytes; None for the usual.
+        keep: make its segment resident.
+        piece_nbytes: size of the pieces to decode in, in bytes; None for the default.
 
     Raises:
         CheckpointError: it cannot be opened, or its header is wrong.
@@ -49,11 +48,11 @@ class OpenShard(Descriptor):
 
     @property
     def is_link(self) -> bool:
-        """Whether the library maps the file itself."""
+        """Whether the library maps the file directly."""
         return self.plan.action is Action.LINK
 
     def job(self, part: Part | Hollow) -> Job:
-        """Return what it takes to decode it into a part; the descriptors stay with their owners."""
+        """Return the job that decodes it into a part; both descriptors stay with their owners."""
         return Job(
             path=self.plan.path,
             source_fd=self.fd,

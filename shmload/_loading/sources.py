@@ -1,4 +1,4 @@
-"""Where a load begins: find a source, check what is wanted of it, and derive its rules."""
+"""The first step of a load: find the source, check the arguments, derive its dtype rules."""
 
 from collections.abc import Mapping
 
@@ -47,7 +47,7 @@ def derive_rules(source: Source, dtype: object) -> Rules:
 
 
 def variants_hint(source: Source) -> str:
-    """Return the end of an error's sentence that names the variants a source has, or nothing."""
+    """Return words for the end of an error that name the variants of a source; empty if none."""
     if not source.root.is_dir():
         return ""
     found = variants_below(source.root)

@@ -34,20 +34,21 @@ def load_state_dict(
     """Load one checkpoint's tensors, each a view of shared memory.
 
     Args:
-        path: a safetensors file, or a directory with one, or with an index and its shards.
-        dtype: what floating tensors shall have, as a `torch.dtype` or its name; None for their own.
+        path: a file of weights, or a directory with one, or with an index and its shards.
+        dtype: the dtype of floating-point tensors, as a `torch.dtype` or its name; None for the
+            stored dtypes.
         keep: leave the segments resident for the next process.
-        workers: worker processes; None for as many as the settings say.
-        verify: recompute the segments' digests, resident ones too.
-        progress: a callback of bytes done and bytes in all, True or False for a bar, None for a bar
-            on a terminal.
+        workers: number of worker processes; None for the number in the settings.
+        verify: recompute the digests of all segments, resident ones too.
+        progress: a function that gets bytes done and bytes in all; True or False for a bar or
+            none; None for a bar on a terminal.
 
     Returns:
-        The tensors by name, with the checkpoint's shapes. Each has a storage of its own, in a
-        segment 64-byte aligned where its size is a multiple of that. They are copy-on-write:
-        writing to one is private to this process. They own the mapping under them together, and
-        stay valid after the segment is evicted. A file that has the wanted dtypes already and lies
-        on a local disk is mapped itself, unless `keep` asks for a segment.
+        The tensors by name, with the checkpoint's shapes. Each has its own storage; in a segment
+        it is aligned to 64 bytes if its size is a multiple of 64. The tensors are copy-on-write: a
+        write is private to this process. Together they own the mapping, and stay valid after the
+        segment is evicted. A file on a local disk that has the wanted dtypes is mapped directly,
+        unless `keep` is True.
 
     Raises:
         ArgumentError: the path is a whole pipeline.
@@ -83,15 +84,15 @@ def load_state_dict(
 
 
 def wrap(fd: int, name: str, lease: Lease | None = None) -> "dict[str, torch.Tensor]":
-    """Map a segment, or a shard, and wrap each tensor of it, with no copy.
+    """Map a segment or a shard, and wrap each of its tensors without a copy.
 
-    The mapping is private (copy-on-write), and each tensor's storage holds it. It keeps the lock on
-    the descriptor too, which Python's mmap duplicates.
+    The mapping is private (copy-on-write), and each tensor's storage keeps it alive. Python's mmap
+    duplicates the descriptor, so the mapping also keeps the lock on it.
 
     Args:
-        fd: of the file; stays the caller's.
-        name: what errors call it.
-        lease: to be closed with the mapping, instead of that lock: of a shared segment.
+        fd: descriptor of the file; stays the caller's.
+        name: the file's name in errors.
+        lease: of a shared segment; closed with the mapping, which then keeps no lock.
 
     Raises:
         CheckpointError: the header is wrong, or a tensor has a dtype that torch lacks.
@@ -112,15 +113,16 @@ def wrap(fd: int, name: str, lease: Lease | None = None) -> "dict[str, torch.Ten
 def as_tensor(
     content: memoryview | bytearray, dtype: "torch.dtype", shape: tuple[int, ...], nbits: int
 ) -> "torch.Tensor":
-    """Wrap a tensor's bytes, with no copy; its storage is these bytes and no more.
+    """Wrap one tensor's bytes without a copy, in a storage of their own.
 
-    As views of one storage, saving any of a file's tensors would save them all.
+    If all tensors of a file were views of one storage, saving one of them would save them all.
 
     Args:
         content: writable; the tensor keeps it alive.
-        dtype: torch's.
-        shape: as the file says it.
-        nbits: of an element. Two of half a byte are one of torch's, along the last dimension.
+        dtype: torch's dtype.
+        shape: the shape in the file.
+        nbits: bits of an element in the file. torch counts two elements of 4 bits as one, along
+            the last dimension.
     """
     import torch
 
@@ -132,7 +134,7 @@ def as_tensor(
 
 
 def torch_dtypes() -> "dict[str, torch.dtype]":
-    """Return torch's dtypes by their safetensors names, those that this torch has."""
+    """Return the dtypes that this torch has, by their safetensors names."""
     import torch
 
     return {
@@ -145,11 +147,11 @@ def _map(fd: int) -> mmap.mmap:
 
 
 def _map_leased(fd: int, lease: Lease) -> mmap.mmap:
-    """Map a file without keeping the lock on its descriptor, and close a lease with the mapping."""
+    """Map a file without the lock on its descriptor; close a lease when the mapping goes."""
     own = reopen(fd)
     try:
         mapped = _map(own)
     finally:
         os.close(own)
-    weakref.finalize(mapped, lease.close).atexit = False  # leases see to that themselves
+    weakref.finalize(mapped, lease.close).atexit = False  # leases close themselves at exit
     return mapped

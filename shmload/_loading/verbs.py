@@ -1,4 +1,4 @@
-"""Make checkpoints resident, say what that would take, and lend their path to any code."""
+"""`warm`, `plan` and `view`: make segments resident, say what a load would do, lend a path."""
 
 import contextlib
 import os
@@ -31,13 +31,13 @@ class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     segments: tuple[str, ...]
-    """Names of the segments that are resident now."""
+    """Names of the source's segments, all resident now."""
     resident_nbytes: int
-    """Their size together, in bytes."""
+    """Total size of these segments, in bytes."""
     read_nbytes: int
-    """Bytes of weights that were read from the source; 0 if all was resident already."""
+    """Bytes of weights read from the source; 0 if all segments were resident before."""
     elapsed_s: float
-    """How long it took, in seconds."""
+    """Duration of the call, in seconds."""
 
 
 def warm(
@@ -53,26 +53,27 @@ def warm(
     service: Service | None = None,
     **hub_kwargs: Any,
 ) -> WarmReport:
-    """Decode a source into segments that stay, for whoever loads it next with the same arguments.
+    """Decode a source into resident segments, which later loads with the same arguments attach.
 
-    What is resident already is left as it is and no byte of it is read.
+    Segments that are resident already stay as they are; their shards are not read.
 
     Args:
-        source: a pipeline's directory, one component's, a safetensors file, or a hub id.
-        torch_dtype: as it will be given to `load_pipeline`: a dtype, its name, a dict by component,
-            or None.
-        components: only these.
+        source: the directory of a pipeline or component, a file of weights, or a hub id.
+        torch_dtype: the same as for the later `load_pipeline`: a dtype, its name, a dict of these
+            by component, or None.
+        components: only these components; None for all.
         variant: as for `from_pretrained`, such as `fp16`.
-        workers: worker processes; None for as many as the settings say.
-        verify: recompute the digests, of segments that were resident before too.
+        workers: number of worker processes; None for the number in the settings.
+        verify: recompute the digests of all segments, resident ones too.
         progress: as for `load_state_dict`.
-        pin: have the service never evict the segments to make room.
-        service: what decodes; None for the running service, if there is one.
-        hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `subfolder`.
+        pin: protect the segments: the service never evicts them to make room.
+        service: the service that decodes; None for the running one, if there is one.
+        hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`,
+            `subfolder`.
 
     Raises:
         SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError, CapacityError, WorkerError,
-        SegmentError: nothing of this call is left in shared memory then.
+        SegmentError: this call has left nothing in shared memory.
     """
     began = time.monotonic()
     wanted = Wanted.parse(source, torch_dtype, components, variant, hub_kwargs)
@@ -112,31 +113,31 @@ def plan(
     inventory: str | Inventory | None = None,
     **hub_kwargs: Any,
 ) -> Plan:
-    """Say what `load_pipeline` or, with `keep`, `warm` would do.
+    """Say what `load_pipeline` would do, or with `keep` what `warm` would do.
 
-    Of the weights it reads headers only. A hub id that is not in the cache is downloaded first,
-    unless `local_files_only` is given.
+    It reads the headers of the shards and no weights. A hub id that is not in the cache is
+    downloaded first, unless `local_files_only` is True.
 
-    With any of `device_map`, `max_memory` and `inventory` it also says on which device every module
-    would be. That needs no such device, and imports the libraries (three seconds).
+    With `device_map`, `max_memory` or `inventory` the plan also names the device of every module.
+    The devices need not exist here. This imports the libraries, which takes three seconds.
 
     Args:
-        source: as for `warm`, like all arguments that are not named here.
+        source: as for `warm`.
         torch_dtype: as for `warm`.
         components: as for `warm`.
         variant: as for `warm`.
-        keep: whether segments shall be resident afterwards.
+        keep: plan resident segments.
         device_map: a strategy (`balanced`, `balanced_low_0`, `sequential`, `auto`), a device, or a
             dict of devices by component, pattern or dotted path; None for `auto`.
-        max_memory: limits of weights by device, as for accelerate. Without an inventory there are
-            no other accelerators.
-        inventory: devices of another machine, such as `2x24GiB` or `cuda:0=24GiB,cpu=64GiB`; None
-            for those that are here.
+        max_memory: the most that weights may take of each device, as for accelerate. Without an
+            inventory, the accelerators named here are the only ones.
+        inventory: the devices of another machine, such as `2x24GiB` or `cuda:0=24GiB,cpu=64GiB`;
+            None for the devices of this machine.
         hub_kwargs: as for `warm`.
 
     Raises:
         SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
-        UnknownModule, DeviceMapMalformed: the device map cannot be followed.
+        UnknownModule, DeviceMapMalformed: the device map does not fit the pipeline.
         DoesNotFit: the devices are too small; the message says what would fit.
     """
     wanted = Wanted.parse(source, torch_dtype, components, variant, hub_kwargs)
@@ -172,24 +173,24 @@ def view(
     progress: Callback | bool | None = None,
     **hub_kwargs: Any,
 ) -> Iterator[Path]:
-    """Lend a path that looks like the source and whose weights are in shared memory, decoded.
+    """Lend a path that looks like the source, and whose weights lie decoded in shared memory.
 
-    For any code that takes a path: `load_lora_weights`, `from_single_file`, peft, transformers.
+    Use it with code that takes a path: `load_lora_weights`, `from_single_file`, peft, transformers.
 
     Args:
-        source: as for `warm`, like all arguments that are not named here.
-        torch_dtype: as for `warm`. All floats of a single file, or of a directory without a known
-            class, get it.
+        source: as for `warm`.
+        torch_dtype: as for `warm`. In a single file, or a directory without a known class, all
+            floats get it.
         components: as for `warm`.
         variant: as for `warm`.
-        keep: leave the segments resident; else they go with the last tensor over them.
+        keep: leave the segments resident. False: new segments go with the last tensor over them.
         workers: as for `warm`.
         verify: as for `warm`.
         progress: as for `warm`.
         hub_kwargs: as for `warm`.
 
     Yields:
-        A directory, or a file if the source is one. It is there inside the `with` block only;
+        A directory, or a file if the source is one. It exists only inside the `with` block;
         tensors that were mapped through it stay valid.
 
     Raises:
