@@ -1,4 +1,4 @@
-"""The command line: one command a function, tables for people, JSON for programs.
+"""The command line: one function per command, tables for people, JSON for programs.
 
 Guarantee: exit code 0 done, 1 failed with one line on stderr, 2 wrong usage. May import everything.
 """

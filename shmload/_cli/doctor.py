@@ -1,4 +1,4 @@
-"""The doctor's part of the command line: `shmload doctor`."""
+"""The command `shmload doctor`."""
 
 import click
 
@@ -15,16 +15,16 @@ _STATE_WIDTH, _NAME_WIDTH = 4, 14
 @as_json_option
 @click.pass_context
 def doctor_command(context: click.Context, source: str | None, as_json: bool) -> None:
-    """Say what of this machine, and of SOURCE, slows loads down or keeps them from working.
+    """Check this machine, and SOURCE, for what slows loads down or makes them fail.
 
-    Changes nothing. The exit code is 1 if something is bad. A source is a pipeline's directory, one
-    component's, a safetensors file, or a hub id that is in the cache; 256 MiB of it are read.
+    Changes nothing. The exit code is 1 if a check is bad. SOURCE is a pipeline's or component's
+    directory, a safetensors file, or a hub id in the cache; 256 MiB of it are read.
     """
     findings = []
     for finding in diagnose(source):
         findings.append(finding)
         if not as_json:
-            _print(finding)  # at once: the next may take seconds
+            _print(finding)  # now: the next check may take seconds
     if as_json:
         print_json(findings)
     if any(finding.state == "bad" for finding in findings):

@@ -1,6 +1,6 @@
-"""The command line; that of the service is in `_cli_serve` and `_cli_service`.
+"""The commands on sources and segments; other commands are in modules of their own.
 
-Exit codes: 0 done, 1 failed (the error's own sentence on stderr), 2 wrong usage.
+Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage.
 """
 
 import logging
@@ -21,30 +21,32 @@ from shmload.errors import ArgumentError, SegmentBusy, ShmloadError, UnknownComp
 
 
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say what of a source is meant."""
+    """Add the options that select parts of a source."""
     for option in (
         click.option(
             "--dtype",
             "dtypes",
             multiple=True,
-            help="bfloat16, ..., or COMPONENT=float32 for one of them; repeatable.",
+            help="Such as bfloat16, or COMPONENT=float32 for one component; repeatable.",
         ),
         click.option("--variant", help="File variant, such as fp16."),
-        click.option("--component", "components", multiple=True, help="Only this one; repeatable."),
+        click.option(
+            "--component", "components", multiple=True, help="Only this component; repeatable."
+        ),
         click.option("--revision", help="Branch, tag or commit of a hub id."),
-        click.option("--cache-dir", help="The hub cache, if not the default."),
+        click.option("--cache-dir", help="Hub cache directory, if not the default."),
     ):
         command = option(command)
     return command
 
 
 class _Group(click.Group):
-    """Turns the package's errors into one line on stderr and an exit code."""
+    """Prints errors of shmload as one line on stderr, and sets the exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:  # click's own signature
         try:
             return super().main(*args, **kwargs)
-        except OSError as exc:  # click itself knows of a pipe that nobody reads
+        except OSError as exc:  # click itself handles a closed pipe
             if not is_of_output(exc):
                 raise
             reason = exc.strerror or str(exc)
@@ -61,7 +63,7 @@ class _Group(click.Group):
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(shmload.__version__, package_name="shmload")
-@click.option("-v", "--verbose", is_flag=True, help="Log what is done.")
+@click.option("-v", "--verbose", is_flag=True, help="Log each step.")
 def main(verbose: bool) -> None:
     """Load diffusion pipelines through shared memory."""
     logging.basicConfig(
@@ -73,8 +75,10 @@ def main(verbose: bool) -> None:
 @click.argument("sources", nargs=-1, required=True)
 @_source_options
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
-@click.option("--verify", is_flag=True, help="Recompute the digests, also of what was resident.")
-@click.option("--pin", is_flag=True, help="Have the service never evict it to make room.")
+@click.option(
+    "--verify", is_flag=True, help="Recompute digests, also of segments that were resident before."
+)
+@click.option("--pin", is_flag=True, help="Never let the service evict the segments.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @as_json_option
 def warm(
@@ -87,9 +91,9 @@ def warm(
     as_json: bool,
     **where: Any,
 ) -> None:
-    """Decode SOURCES into shared memory, where they stay.
+    """Decode SOURCES into shared memory and leave them there.
 
-    A source is a pipeline's directory, one component's, a safetensors file, or a hub id.
+    A source is a pipeline's or component's directory, a safetensors file, or a hub id.
     """
     reports: list[object] = []
     torch_dtype = dtype_by_component(dtypes)
@@ -104,9 +108,9 @@ def warm(
                 progress=False if quiet else None,
                 **_given(where),
             )
-        except ShmloadError as exc:  # the other sources have their turn
+        except ShmloadError as exc:  # go on with the other sources
             if isinstance(exc, ArgumentError) and not isinstance(exc, UnknownComponent):
-                raise  # which holds for all of them
+                raise  # it would fail for every source
             click.echo(f"shmload: {exc}", err=True)
             reports.append({"source": source, "error": str(exc)})
             continue
@@ -130,7 +134,7 @@ def warm(
 @main.command()
 @click.argument("source")
 @_source_options
-@click.option("--keep", is_flag=True, help="Plan for `warm`, and not for `load_pipeline`.")
+@click.option("--keep", is_flag=True, help="Plan for `warm` instead of `load_pipeline`.")
 @placement.placement_options
 @as_json_option
 def plan(
@@ -142,9 +146,9 @@ def plan(
     as_json: bool,
     **where: Any,
 ) -> None:
-    """Say what loading SOURCE would do; reads headers only.
+    """Show what loading SOURCE would do; reads headers only.
 
-    With --inventory or --device-map: on which device every module would be.
+    With --inventory or --device-map, show on which device each module would be.
     """
     found = shmload.plan(
         source,
@@ -206,10 +210,10 @@ def list_segments(as_json: bool) -> None:
 
 @main.command("rm")
 @click.argument("patterns", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="Every segment of this user.")
+@click.option("--all", "everything", is_flag=True, help="Remove all segments of this user.")
 @as_json_option
 def remove(patterns: tuple[str, ...], everything: bool, as_json: bool) -> None:
-    """Remove segments by name, or by the path of their source or of a directory above it."""
+    """Remove segments by name, or by the path of their source or a directory above it."""
     if bool(patterns) == everything:
         raise click.UsageError("give names or sources, or --all")
     before = shmload.segments()
@@ -229,7 +233,7 @@ def remove(patterns: tuple[str, ...], everything: bool, as_json: bool) -> None:
 
 @main.command("gc")
 def collect() -> None:
-    """Remove what can never be used again: leftovers of killed processes, outdated segments."""
+    """Remove unusable segments: leftovers of killed processes, and segments of changed sources."""
     removed = shmload.collect_garbage()
     for name in removed:
         click.echo(name)
@@ -240,7 +244,7 @@ def collect() -> None:
 @click.argument("patterns", nargs=-1)
 @as_json_option
 def verify(patterns: tuple[str, ...], as_json: bool) -> None:
-    """Recompute the digests of segments, by name or source; all of them if none is given."""
+    """Recompute the digests of segments, given by name or source; of all if none is given."""
     checked = shmload.verify(*patterns)
     if as_json:
         print_json(checked)
@@ -251,14 +255,14 @@ def verify(patterns: tuple[str, ...], as_json: bool) -> None:
 @main.command()
 @click.argument("output", default="demo-output", type=click.Path(file_okay=False))
 def demo(output: str) -> None:
-    """Make a small pipeline, load it three ways, compare, and write an image into OUTPUT."""
+    """Make a small pipeline, load it in three ways, compare them, and write an image to OUTPUT."""
     from shmload.integrations.demo import run_demo
 
     run_demo(output)
 
 
 def add_service_commands() -> None:
-    """Add the commands that stand in modules of their own."""
+    """Add the commands of the other modules."""
     for command in (
         serve.serve_command,
         service.status_command,
@@ -270,12 +274,12 @@ def add_service_commands() -> None:
 
 
 def _amount(found: Sequence[SegmentInfo]) -> str:
-    """Say how many segments there are and how large they are together."""
+    """Write the number of segments and their total size."""
     return f"{count_of(len(found), 'segment')}, {format_nbytes(sum(info.nbytes for info in found))}"
 
 
 def _state(info: SegmentInfo) -> str:
-    """Say what keeps a segment from being evicted."""
+    """Write what keeps a segment from being evicted, or `idle`."""
     states = [
         word for word, is_so in (("in use", info.is_leased), ("pinned", info.is_pinned)) if is_so
     ]
@@ -283,7 +287,7 @@ def _state(info: SegmentInfo) -> str:
 
 
 def _given(where: dict[str, Any]) -> dict[str, Any]:
-    """Leave out options that were not given."""
+    """Return only the options that were given."""
     return {name: value for name, value in where.items() if value}
 
 

@@ -1,4 +1,4 @@
-"""How the commands answer: tables for people, JSON for programs."""
+"""Printing for the commands: tables for people, JSON for programs."""
 
 import contextlib
 import json
@@ -16,9 +16,9 @@ as_json_option = click.option(
 
 
 def is_of_output(exc: OSError) -> bool:
-    """Tell whether an error is that something could not be printed, as on a full disk.
+    """Tell whether an error is a failed write to stdout, as on a full disk.
 
-    What Python still has of it is given up then: it would try once more at its end, and complain.
+    If so, drop what Python still buffers: it would try again at exit and print a traceback.
     """
     frames = (frame for frame, _ in traceback.walk_tb(exc.__traceback__))
     if not any(frame.f_code is click.echo.__code__ for frame in frames):
@@ -32,13 +32,13 @@ def is_of_output(exc: OSError) -> bool:
 
 
 def count_of(number: int, one: str, several: str | None = None) -> str:
-    """Write a number with what it counts, such as `1 segment` and `2 segments`."""
+    """Write a number with its noun, such as `1 segment` or `2 segments`."""
     return f"{number} {one if number == 1 else several or one + 's'}"
 
 
 def print_json(value: object) -> None:
     built = msgspec.to_builtins(value, enc_hook=str)
-    click.echo(json.dumps(built, indent=2))  # which is written at once, or fails here
+    click.echo(json.dumps(built, indent=2))  # click flushes, so a failed write raises here
 
 
 def print_table(

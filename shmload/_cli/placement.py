@@ -1,4 +1,4 @@
-"""The placement's part of the command line: what `shmload plan` takes and prints of it."""
+"""Placement on the command line: the options of `shmload plan`, and its tables."""
 
 import ast
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from shmload.errors import DeviceMapMalformed
 
 
 def placement_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say where the components shall be."""
+    """Add the options for devices and device maps."""
     for option in (
         click.option(
             "--device-map",

@@ -1,10 +1,10 @@
-"""What the service warms at its start: a list of sources in a file, one a line.
+"""Preloading: the service warms the sources in a file at its start, one per line.
 
     # SOURCE [DTYPE], in the quotes of a shell where a path has spaces
     ~/models/flux bfloat16
     "/models/my lora.safetensors"
 
-Guarantee: a list with a mistake is refused whole, before anything is done.
+Guarantee: a list with a mistake is refused as a whole, before the service starts.
 """
 
 import logging
@@ -36,7 +36,7 @@ _ERROR_PREFIX = "shmload: "  # as the command line prints the errors of this pac
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A source that is to be resident."""
+    """A line of the list."""
 
     line: int
     source: str
@@ -54,7 +54,7 @@ def read_list(path: Path) -> list[Wanted]:
     """Read a file of sources.
 
     Raises:
-        ArgumentError: a line has a mistake; the message names it by its number.
+        ArgumentError: a line has a mistake; the message has its number.
     """
     found = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
@@ -75,10 +75,10 @@ def read_list(path: Path) -> list[Wanted]:
 
 
 def preload(wanted: Sequence[Wanted], state: "ServiceState") -> None:
-    """Make a list of sources resident, as far as that can be done; errors are logged.
+    """Warm sources one after the other; log errors and go on with the next source.
 
-    A child warms each source as a client of this service, which so never imports torch or the model
-    libraries. Ends early when the service does.
+    A child process warms each source as a client of this service, so the service never imports
+    torch or the model libraries. Returns early when the service ends.
     """
     made: dict[str, Wanted] = {}
     for each in wanted:
@@ -151,7 +151,7 @@ def _lines(fd: int, wake_fd: int) -> Iterator[str]:
 
 
 def _report_evicted(made: dict[str, Wanted], latest: Wanted) -> None:
-    """Say so where the latest source has taken the place of earlier ones, and forget those."""
+    """Log which earlier sources were evicted for the latest one, and drop them from `made`."""
     lost = made.keys() - {info.name for info in segments()}
     gone = {made.pop(name) for name in lost}
     for each in sorted(gone, key=lambda wanted: wanted.line):

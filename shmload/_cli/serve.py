@@ -1,4 +1,4 @@
-"""`shmload serve`: what it takes, and its life from start to end."""
+"""The command `shmload serve`: its options, and the service from start to end."""
 
 import contextlib
 import logging
@@ -27,7 +27,7 @@ from shmload.errors import ArgumentError, ProtocolError, ServiceError, ServiceRu
 
 logger = logging.getLogger(__name__)
 
-# No budget is so small; whoever says less has forgotten the unit.
+# No budget is smaller than this; a smaller number lacks its unit.
 _LEAST_NBYTES = 1 << 20
 _MAX_PORT = 65535
 
@@ -69,24 +69,28 @@ class _PreloadList(click.Path):
 
 
 @click.command("serve")
-@click.option("--budget", type=_Size(), help="What may stay resident, such as 40GiB. [half]")
+@click.option(
+    "--budget",
+    type=_Size(),
+    help="Limit for resident segments, such as 40GiB. [half of the memory limit]",
+)
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [one per core]")
 @click.option(
     "--preload",
     "wanted",
     type=_PreloadList(exists=True, dir_okay=False),
-    help="Warm the sources in this file at the start, one a line: SOURCE [DTYPE].",
+    help="File of sources to warm at the start, one per line: SOURCE [DTYPE].",
 )
-@click.option("--metrics", type=_Address(), help="Serve metrics for Prometheus there.")
+@click.option("--metrics", type=_Address(), help="Serve Prometheus metrics at this address.")
 def serve_command(
     budget: int | None,
     workers: int | None,
     wanted: Sequence[Wanted] | None,
     metrics: tuple[str, int] | None,
 ) -> None:
-    """Keep workers warm and decoded weights resident, for every process of this user.
+    """Keep workers running and decoded weights resident, for all processes of this user.
 
-    Runs in the foreground until SIGTERM, SIGHUP or Ctrl-C; what is resident stays.
+    Runs in the foreground until SIGTERM, SIGHUP or Ctrl-C. Resident segments stay.
     """
     _log_with_times()
     with contextlib.closing(_open_endpoint(socket_path())) as endpoint:
@@ -126,7 +130,7 @@ def _serve_metrics(host: str, port: int, state: ServiceState) -> None:
 
 
 def _open_endpoint(path: Path) -> Endpoint:
-    """Take the place of the service; one that is in it and hangs is named as such."""
+    """Become the service; if another one runs but hangs, say that."""
     try:
         return Endpoint(path)
     except ServiceRunning as running:
@@ -134,7 +138,7 @@ def _open_endpoint(path: Path) -> Endpoint:
             Client(path).close()
         except ServiceSilent as exc:
             raise exc from None
-        except (ServiceError, ProtocolError):  # it starts or ends just now, or listens elsewhere
+        except (ServiceError, ProtocolError):  # it is starting or ending, or listens elsewhere
             raise running from None
         raise
 
@@ -147,11 +151,11 @@ def _when_ready(endpoint: Endpoint, state: ServiceState, wanted: Sequence[Wanted
 
 
 def _notify_systemd(message: str) -> None:
-    """Send a state to systemd if it started us (sd_notify(3))."""
+    """Tell systemd the state, if it started this process (sd_notify(3))."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
-        # A leading @ stands for the abstract namespace's zero byte.
+        # A leading @ means the zero byte of an abstract socket address.
         notifier.connect("\0" + address[1:] if address.startswith("@") else address)
         notifier.send(message.encode())

@@ -1,4 +1,4 @@
-"""What is asked of a running service: `shmload status | top | shutdown`."""
+"""The commands to a running service: `shmload status`, `top` and `shutdown`."""
 
 import contextlib
 import sys
@@ -19,7 +19,7 @@ _TOP_INTERVAL_S = 1.0
 @click.command("status")
 @as_json_option
 def status_command(as_json: bool) -> None:
-    """Say how the running service is."""
+    """Show the status of the running service."""
     with Client(socket_path()) as client:
         found = client.ask(GetStatus(), Status)
     if as_json:
@@ -35,14 +35,14 @@ def status_command(as_json: bool) -> None:
 
 @click.command("top")
 def top_command() -> None:
-    """Show how the running service is, again and again; Ctrl-C ends it."""
+    """Show the status of the running service every second, until Ctrl-C."""
     with Client(socket_path()) as client, contextlib.suppress(KeyboardInterrupt):
         before: Status | None = None
         while True:
             found = client.ask(GetStatus(), Status)
             lines = list(_describe(found))
             if before:
-                elapsed_s = found.uptime_s - before.uptime_s  # by the service's clock
+                elapsed_s = found.uptime_s - before.uptime_s  # measured by the service
                 rate = (found.read_nbytes - before.read_nbytes) / elapsed_s
                 lines.append(f"now        {format_nbytes(rate)}/s read")
             if sys.stdout.isatty():
@@ -54,7 +54,7 @@ def top_command() -> None:
 
 @click.command("shutdown")
 def shutdown_command() -> None:
-    """End the running service; what is resident stays."""
+    """End the running service. Resident segments stay."""
     with Client(socket_path()) as client:
         client.ask(Shutdown(), Stopping)
     click.echo(f"the service (process {client.pid}) ends")

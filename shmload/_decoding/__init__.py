@@ -1,4 +1,4 @@
-"""Decoding: worker processes, and the coordinator that hands them pieces and watches them.
+"""Decoding: worker processes, and the coordinator that hands out pieces and watches them.
 
 Guarantee: a decode ends when every piece is complete, or with a typed error within a deadline. May
 import `_segments` and below, and `workers` for decodes that are too small for a process.

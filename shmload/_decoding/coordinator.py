@@ -1,8 +1,8 @@
-"""Hands the pieces of segments to workers and watches over them.
+"""Hands pieces of segments to workers and watches the workers.
 
 Guarantee: `decode` returns when every piece is complete, or raises a typed error within a deadline,
-whatever a worker does: dies, stops, stalls, sends rubbish. A piece that lost its worker is tried
-once more on another.
+even if a worker dies, stops, stalls or sends rubbish. A piece whose worker is lost is tried once
+more on another.
 """
 
 import contextlib
@@ -39,26 +39,26 @@ from shmload.workers.messages import BytesRead, Failed, Fill, Filled, FromWorker
 
 logger = logging.getLogger(__name__)
 
-# Two pieces wait in each worker's socket, so that it goes on while the parent's thread waits for
-# the interpreter lock (up to 5 ms while the main thread imports).
+# Two pieces wait in each worker's socket, so that it does not idle while the parent's thread waits
+# for the interpreter lock (up to 5 ms while the main thread imports).
 _QUEUE_DEPTH = 3
 _MAX_ATTEMPTS = 2
 
 OnBytes = Callable[[int], None]
-"""Is told of bytes read, in order, from the thread that decodes."""
+"""Called with the number of bytes newly read, from the thread that decodes."""
 
 
 class DecodeCancelled(Exception):
-    """Raised when a decode is given up because its caller wished so; the parts are not complete."""
+    """A decode was cancelled by its caller; the parts are not complete."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A shard to be decoded into a part; the descriptors belong to the caller."""
+    """A shard to decode into a part; the caller owns the descriptors."""
 
     path: str | os.PathLike[str]
     source_fd: int
     source: SourceStat
-    """What fstat said of the shard when it was planned."""
+    """The shard's fstat when the load was planned."""
     part_fd: int
     nbytes: int
     """Size of the segment, in bytes."""
@@ -67,7 +67,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def read_nbytes(self) -> int:
-        """Size of what is read of the shard, in bytes."""
+        """Number of bytes to read from the shard."""
         return sum(run.count * NBITS[run.source] // 8 for piece in self.pieces for run in piece)
 
 
@@ -75,8 +75,8 @@ class Coordinator:
     """A set of worker processes, from here until `close`.
 
     Args:
-        workers: how many to start; they start at once and in parallel. Zero decodes in the caller's
-            own thread, which is quicker for small shards and has no deadline.
+        workers: number of processes; they start at once and in parallel. With zero, `decode` works
+            in the caller's thread, which is faster for small shards and has no deadline.
     """
 
     def __init__(self, workers: int) -> None:
@@ -96,7 +96,7 @@ class Coordinator:
 
     @property
     def is_intact(self) -> bool:
-        """Whether every worker still lives."""
+        """Whether all workers are alive."""
         poll = select.poll()
         for worker in self._workers:
             poll.register(worker.pidfd, select.POLLIN)
@@ -104,7 +104,7 @@ class Coordinator:
 
     @property
     def workers(self) -> int:
-        """How many workers there are; zero if it decodes in the caller's own thread."""
+        """Number of worker processes; zero if it decodes in the caller's thread."""
         return len(self._workers)
 
     def decode(
@@ -114,23 +114,23 @@ class Coordinator:
         is_cancelled: Callable[[], bool] = bool,
         ring: Ring | None = None,
     ) -> list[str]:
-        """Fill all parts; blocks until that is done.
+        """Fill all parts; blocks until they are complete.
 
         Args:
-            jobs: what to decode. The parts have their final length and header already.
-            on_bytes: progress.
-            is_cancelled: asked several times a second.
-            ring: where pieces go instead, each as soon as a slot is free; needs workers. No piece
-                may be larger than a slot. The parts stay as they are.
+            jobs: what to decode. The parts already have their final length and header.
+            on_bytes: called with bytes newly read.
+            is_cancelled: called several times a second; when true, the decode ends.
+            ring: if given, pieces go to its slots instead of the parts, each when a slot is free.
+                Needs workers, and no piece may be larger than a slot.
 
         Returns:
             The digest of each job's segment, in order, as 32 hexadecimal digits.
 
         Raises:
             CheckpointError: a shard ended early, changed, or could not be read.
-            SharedMemoryFull: memory ran out although there was room before.
+            SharedMemoryFull: memory ran out during the decode.
             WorkerError: workers died, stalled or failed.
-            DecodeCancelled: `is_cancelled` said so before all was done.
+            DecodeCancelled: `is_cancelled` was true before the end.
         """
         if self._workers:
             digests = _Decoding(self._workers, jobs, on_bytes, ring).run(is_cancelled)
@@ -143,7 +143,7 @@ class Coordinator:
 
 
 def _decode_here(job: Job, on_bytes: OnBytes, is_cancelled: Callable[[], bool]) -> str:
-    # Here and not at the top: with workers the parent never needs the conversions.
+    # Imported here: a parent with workers never needs the conversions.
     from shmload.workers.fill import Filler, FillError
 
     filler = Filler()
@@ -178,7 +178,7 @@ def _error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadErro
 
 
 def _moved(runs: tuple[Run, ...], offset: int) -> tuple[Run, ...]:
-    """Return a piece's runs such that it begins at an offset of another file, in bytes."""
+    """Return a piece's runs with targets shifted so that the piece begins at `offset`, in bytes."""
     shift = offset - runs[0].target_offset
     return tuple(
         Run(run.source_offset, run.target_offset + shift, run.count, run.source, run.target)
@@ -187,20 +187,20 @@ def _moved(runs: tuple[Run, ...], offset: int) -> tuple[Run, ...]:
 
 
 def _interleave(pieces: Sequence[int]) -> list[Task]:
-    """Return a task for each piece, such that those of each shard are spread over all the time.
+    """Return a task for each piece, with each shard's pieces spread evenly over the whole list.
 
     The kernel lets one process at a time write to a file (tmpfs takes the inode's lock), so workers
-    had better not fill one part together while there are others.
+    should not fill the same part at the same time.
 
     Args:
-        pieces: how many each shard has.
+        pieces: number of pieces of each shard.
     """
     tasks = [Task(shard, piece, 0) for shard, count in enumerate(pieces) for piece in range(count)]
     return sorted(tasks, key=lambda task: (task.piece + 0.5) / pieces[task.shard])
 
 
 class _Decoding:
-    """One run of `decode`: which pieces wait, are out, are done."""
+    """The state of one `decode`: which pieces wait, are handed out, or are complete."""
 
     def __init__(
         self,
@@ -211,7 +211,9 @@ class _Decoding:
     ) -> None:
         self._workers = workers
         self._ring = ring
-        self._slots: dict[tuple[int, int], int] = {}  # of the pieces that are out, by shard, piece
+        self._slots: dict[
+            tuple[int, int], int
+        ] = {}  # slots of pieces handed out, by (shard, piece)
         self._jobs = jobs
         self._on_bytes = on_bytes
         self._waiting = deque(_interleave([len(job.pieces) for job in jobs]))
@@ -281,7 +283,7 @@ class _Decoding:
         self._feed(worker)
 
     def _feed(self, worker: WorkerProcess) -> None:
-        # With little left, one piece each: the last pieces should end at the same time.
+        # With few pieces left, one each, so that the last ones end at the same time.
         depth = _QUEUE_DEPTH if len(self._waiting) > len(self._workers) else 1
         while self._waiting and len(worker.tasks) < depth:
             task = self._waiting[0]
@@ -290,7 +292,7 @@ class _Decoding:
             if self._ring:
                 slot = self._ring.take()
                 if slot is None:
-                    return  # one that is given back wakes this thread
+                    return  # a slot that is given back wakes this thread
                 self._slots[task.shard, task.piece] = slot
                 runs, target_fd = _moved(runs, slot), self._ring.fd
             self._waiting.popleft()
@@ -298,10 +300,10 @@ class _Decoding:
             try:
                 worker.give(task, fill, job.source_fd, target_fd)
             except OSError:
-                return  # it died; its pidfd says so next, and the task is in its list
+                return  # it died, as its pidfd will tell; the task is in its list
 
     def _go_on(self) -> None:
-        """Fill the slots that are free again."""
+        """Hand out pieces for the slots that are free again."""
         assert self._ring is not None
         self._ring.rest()
         for worker in self._workers:
@@ -309,7 +311,7 @@ class _Decoding:
                 self._feed(worker)
 
     def _pass_on(self, shard: int, piece: int) -> None:
-        """Hand a filled slot to whoever empties it."""
+        """Pass a filled slot on to the thread that empties it."""
         if self._ring:
             runs = self._jobs[shard].pieces[piece]
             begin = runs[0].target_offset
@@ -324,17 +326,17 @@ class _Decoding:
                 worker.close()
                 raise WorkerFailed(f"a worker was not ready in {settings().start_timeout_s:g} s")
             is_silent = now - worker.active_at > settings().stall_timeout_s
-            # What it has said may still be unread, where feeding another has taken that long.
+            # Its messages may still be unread if feeding another worker has taken that long.
             if worker.tasks and is_silent and not worker.has_news():
                 path = self._jobs[worker.tasks[0].shard].path
                 self._replace(worker, WorkerStalled(path, settings().stall_timeout_s))
 
     def _replace(self, worker: WorkerProcess, error: ShmloadError) -> None:
-        """Put a fresh worker in the place of a broken one, or raise `error` if that was tried."""
+        """Replace a broken worker, or raise `error` if its piece was tried before."""
         for fileobj in (worker.channel, worker.pidfd):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(fileobj)
-        # Only the piece it was at counts as tried: those behind it were never begun.
+        # Only its oldest piece counts as tried; the ones behind it were never begun.
         tasks = [
             task._replace(attempts=task.attempts + (position == 0))
             for position, task in enumerate(worker.tasks)
@@ -342,7 +344,7 @@ class _Decoding:
         self._workers.remove(worker)
         worker.close()
         for task in worker.tasks:
-            if self._ring:  # it was killed, and writes no more
+            if self._ring:  # the worker is dead and no longer writes
                 self._ring.give_back(self._slots.pop((task.shard, task.piece)))
         self._lost_in_a_row += 1
         is_hopeless = self._lost_in_a_row >= max(_MAX_ATTEMPTS, self._most_workers)

@@ -1,10 +1,10 @@
-"""A ring of staging memory: a few slots that bytes pass through on their way to a device.
+"""A ring of staging memory: slots that bytes pass through on their way to a device.
 
         free --take--> being filled --fill--> filled --(emptied)--> give back --> free
 
-Guarantee: a slot is in one of these states at a time, so nothing is overwritten before it was used.
-Worker processes write to the memory through its descriptor; it has no name, and goes with the last
-process that has it.
+Guarantee: a slot has one of these states at a time, so nothing is overwritten before it was used.
+Worker processes write to the memory through its descriptor. It has no name, and is freed when the
+last process closes it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError
 
 _SLOT_NBYTES = 16 << 20
-# One that is being filled, one that waits in the worker's socket, one that is being emptied.
+# One being filled, one that waits in the worker's socket, one being emptied.
 _SLOTS_PER_FILLER = 3
 
 
@@ -37,14 +37,14 @@ class RingShape(NamedTuple):
 
 
 def ring_shape(fillers: int, max_nbytes: int | None = None) -> RingShape:
-    """Divide a ring among those who fill it.
+    """Choose the number and size of slots.
 
     Args:
-        fillers: processes or threads.
-        max_nbytes: how large it may be, in bytes; None for what is quick.
+        fillers: number of processes or threads that fill slots.
+        max_nbytes: limit for the whole ring, in bytes; None for the fastest shape.
 
     Raises:
-        ArgumentError: it may not even have two pages.
+        ArgumentError: the limit is below two pages.
     """
     slots = _SLOTS_PER_FILLER * fillers
     if max_nbytes is None or max_nbytes >= slots * _SLOT_NBYTES:
@@ -53,46 +53,46 @@ def ring_shape(fillers: int, max_nbytes: int | None = None) -> RingShape:
         raise ArgumentError(
             f"{format_nbytes(max_nbytes)} of host memory is less than two pages; allow for some MiB"
         )
-    # Fewer slots before smaller ones: each copy has a price of its own.
+    # Prefer fewer slots to smaller ones: each copy to a device has a fixed cost.
     slots = max(2, min(slots, max_nbytes // (_SLOT_NBYTES // 4)))
     return RingShape(slots, max_nbytes // slots // PAGE_NBYTES * PAGE_NBYTES)
 
 
 class FilledSlot(NamedTuple):
-    """A piece whose bytes are there."""
+    """A piece whose bytes are in a slot."""
 
     shard: int
-    """Which job of the decode it belongs to."""
+    """Index of its job in the decode."""
     begin: int
-    """From the start of the segment, in bytes."""
+    """Where the piece begins in the segment, in bytes."""
     nbytes: int
     offset: int
-    """Of the slot in the ring, in bytes."""
+    """Where the slot begins in the ring, in bytes."""
 
 
 class Ring:
-    """The memory and the state of its slots; may be used from any thread. A context that ends it.
+    """The memory and the state of its slots; thread-safe. A context that closes it.
 
     Args:
-        shape: see there.
+        shape: number and size of its slots.
 
     Raises:
-        OSError: there is not so much memory.
+        OSError: descriptors or address space ran out.
     """
 
     def __init__(self, shape: RingShape) -> None:
         self.shape = shape
         self.filled: queue.SimpleQueue[FilledSlot | None]
-        """In the order in which they were filled; None behind the last one."""
+        """Filled slots in order; None after the last one."""
         self._lock = threading.Lock()
         self.reset()
         with contextlib.ExitStack() as undoing:
             self.fd = os.memfd_create("shmload-ring", os.MFD_CLOEXEC)
             undoing.callback(os.close, self.fd)
-            # Its pages come as they are filled: to take them all first would hold up the workers.
+            # Pages are allocated as they are filled: allocating all first would delay the workers.
             os.ftruncate(self.fd, shape.nbytes)
             self.memory = mmap.mmap(self.fd, shape.nbytes)
-            """Goes when nobody has it any more, which may be later than `close`."""
+            """Unmapped when its last view is gone, which may be after `close`."""
             self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             """Becomes readable when a slot is free again."""
             undoing.pop_all()
@@ -109,25 +109,25 @@ class Ring:
             return self._free.pop() if self._free else None
 
     def give_back(self, offset: int) -> None:
-        """Declare a slot free; nobody reads or writes it any more."""
+        """Mark a slot free; no thread or process may still use it."""
         with self._lock:
             self._free.append(offset)
             if self.wake_fd >= 0:
                 os.eventfd_write(self.wake_fd, 1)
 
     def rest(self) -> None:
-        """Take note of what `wake_fd` has said."""
+        """Reset `wake_fd`."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
 
     def reset(self) -> None:
-        """Forget what was filled; nobody fills or empties it any more."""
+        """Mark all slots free; no thread or process may still use them."""
         with self._lock:
             self.filled = queue.SimpleQueue()
             self._free = [n * self.shape.slot_nbytes for n in range(self.shape.slots)]
 
     def close(self) -> None:
-        """Give the descriptors back; again is fine."""
+        """Close the descriptors; again is fine."""
         with self._lock:
             fds = self.fd, self.wake_fd
             self.fd = self.wake_fd = -1

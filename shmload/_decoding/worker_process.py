@@ -1,4 +1,4 @@
-"""One worker process as its coordinator sees it: start, talk, watch, end.
+"""The coordinator's end of one worker process: start, talk, watch, end.
 
 Owns the child, its socket, its pidfd and the file that catches what it prints.
 """
@@ -32,7 +32,7 @@ _OUTPUT_TAIL_NBYTES = 4000
 
 
 class Task(NamedTuple):
-    """A piece to be filled, and how often it has been handed out."""
+    """A piece to fill, and how often it has been handed out before."""
 
     shard: int
     piece: int
@@ -45,10 +45,10 @@ class WorkerProcess:
     def __init__(self) -> None:
         self._opened: set[int] = set()
         self.tasks: deque[Task] = deque()
-        """Handed out and not yet answered, oldest first."""
+        """Pieces handed out and not yet answered, oldest first."""
         self.is_ready = False
         self.active_at = time.monotonic()
-        """When it last showed life, by the monotonic clock, in seconds."""
+        """Time of its latest message, or of its first piece; `time.monotonic`, in seconds."""
         try:
             self._start()
         except OSError as exc:
@@ -83,34 +83,34 @@ class WorkerProcess:
         return self._child.pidfd
 
     def give(self, task: Task, fill: Fill, source: int, target: int) -> None:
-        """Hand out a piece, the shard's descriptors first where the worker lacks them."""
+        """Hand out a piece, and first the shard's descriptors if the worker lacks them."""
         if not self.tasks:
             self.active_at = time.monotonic()
-        self.tasks.append(task)  # first: where sending fails it must not get lost
+        self.tasks.append(task)  # before sending: if that fails, the piece must not get lost
         if task.shard not in self._opened:
             send(self.channel, Open(task.shard), (source, target))
             self._opened.add(task.shard)
         send(self.channel, fill)
 
     def forget(self, shard: int) -> None:
-        """Let the worker close a shard that is complete."""
+        """Have the worker close the descriptors of a complete shard."""
         if shard in self._opened:
             self._opened.discard(shard)
-            with contextlib.suppress(OSError):  # it is gone; whoever watches it will see
+            with contextlib.suppress(OSError):  # the worker is gone, which its pidfd tells
                 send(self.channel, Close(shard))
 
     def has_news(self) -> bool:
-        """Tell whether something of it is still unread."""
+        """Tell whether a message of it is still unread."""
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         return bool(poll.poll(0))
 
     def receive(self) -> Iterator[FromWorker]:
-        """Yield the messages that have arrived; ends at once when the worker is gone.
+        """Yield the messages that have arrived; none if the worker is gone.
 
         Raises:
-            ProtocolError: one is no message, or an answer to nothing that was asked.
-            WorkerFailed: the worker is of another version.
+            ProtocolError: a frame is no message, or an answer fits no piece handed out.
+            WorkerFailed: the worker has another version.
         """
         self._inbox.receive()
         while (frame := self._inbox.next_frame()) is not None:
