@@ -1,5 +1,5 @@
 """Checkpoints on disk: the files of a source, their headers, the dtypes that are wanted.
 
-Guarantee: no weight byte is read here, and nothing outside a header's bounds is believed. May
-import `_placement` and below.
+Guarantee: no tensor's bytes are read here, and a header is checked against its file before anyone
+uses it. May import `_placement` and below.
 """

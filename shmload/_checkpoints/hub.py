@@ -1,6 +1,6 @@
-"""From what a user names to a local path: a path as it is, a hub id through huggingface's cache.
+"""Find a source on the local disk: a path as it is, a hub id in huggingface's cache.
 
-Offline first: what the cache has is used without asking the network.
+The network is asked only for what the cache lacks.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ def find_source(wanted: Wanted, passed: Collection[str] = ()) -> Source:
     """Find a source on the local disk, or bring it there.
 
     Args:
-        wanted: names it; its dtype is of no matter.
+        wanted: what to find; its dtype is not used.
         passed: as for `resolve`.
 
     Raises:
-        SourceNotFound: it is nowhere.
+        SourceNotFound: there is no such path or hub id.
         CheckpointError: an index is wrong, or a shard is missing.
     """
     given, hub = wanted.source, wanted.hub
@@ -56,7 +56,7 @@ def _find_in_hub(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source
     if _is_offline(wanted.hub):
         return _find_cached(wanted, resolve_in)
     if not wanted.hub.force_download:
-        # What the cache has not, or not whole, is downloaded.
+        # Download what the cache lacks, or has only in part.
         with contextlib.suppress(ShardMissing, IndexMalformed, SourceNotFound):
             found = _find_cached(wanted, resolve_in)
             if found.is_complete:

@@ -10,7 +10,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class SourceStat(Protocol):
-    """What of `os.stat_result` tells whether a file has changed."""
+    """The fields of `os.stat_result` that show whether a file has changed."""
 
     @property
     def st_size(self) -> int: ...
@@ -23,17 +23,17 @@ class SourceStat(Protocol):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """A file as it was at one moment; a file that was changed since has another one."""
+    """A file as it was at one moment; after a change it has another identity."""
 
     path: str
-    """Where it was found, links not resolved; not part of what is compared."""
+    """Where it was found, links not resolved; not compared."""
     nbytes: int
     stamp: str
     """The blob's sha256 in a hub cache, else device, inode and both change times."""
 
     @property
     def key(self) -> str:
-        """What is compared."""
+        """The text to compare."""
         return f"{self.nbytes}:{self.stamp}"
 
 
@@ -41,7 +41,7 @@ def identify(path: str | os.PathLike[str], found: os.stat_result) -> Identity:
     """Return the identity of a file from its path and what fstat says of it.
 
     A hub cache names each blob by its sha256, so that two snapshots, or a file downloaded twice,
-    are one. Elsewhere the inode alone would not do: ext4 gives a number away again at once.
+    are one. Elsewhere the inode number alone is not enough: ext4 reuses a number at once.
     """
     real = os.path.realpath(path)
     folder, name = os.path.split(real)
@@ -55,8 +55,8 @@ def identify(path: str | os.PathLike[str], found: os.stat_result) -> Identity:
 def is_unchanged(before: SourceStat, after: SourceStat) -> bool:
     """Tell whether an open file still has the bytes it had.
 
-    The inode's change time also moves when a new file is renamed over the old one; the descriptor
-    then still reads the old bytes, so a lower link count excuses it.
+    The change time also moves when another file is renamed over this one. The descriptor then still
+    reads the old bytes, so a new change time is accepted if the link count fell.
     """
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         return False

@@ -12,7 +12,7 @@ from typing import Any
 from shmload._host.linux import open_source
 from shmload.errors import IndexMalformed, ShardMissing
 
-# Many times what the largest indexes have; a link to /dev/zero has no end.
+# Many times the size of the largest indexes. There must be a limit: /dev/zero has no end.
 _MAX_JSON_NBYTES = 64 << 20
 
 
@@ -57,11 +57,11 @@ def indexed_shards(index_path: Path) -> tuple[Path, ...]:
         raise IndexMalformed(index_path, "it has no weight_map")
     shards = []
     if not all(isinstance(name, str) for name in weight_map.values()):
-        raise IndexMalformed(index_path, "its weight_map names something that is no file")
+        raise IndexMalformed(index_path, "its weight_map has a value that is not a file's name")
     for name in sorted(set(weight_map.values())):
         require_beside(name, index_path)
         shard = index_path.parent / name
-        if not os.path.exists(shard):  # nor Path's here
+        if not os.path.exists(shard):  # Path.exists raises if the name is too long
             raise ShardMissing(shard, index_path)
         shards.append(shard)
     return tuple(shards)
@@ -75,6 +75,6 @@ def renamed_index(index_path: Path, rename: Callable[[str], str]) -> bytes:
 
 
 def require_beside(name: str, index_path: Path) -> None:
-    """Refuse a name in an index that leads elsewhere: it would read files that nobody named."""
+    """Refuse a name that leads out of the index's directory: the user did not name that file."""
     if name in ("", ".", "..") or name != os.path.basename(name):
         raise IndexMalformed(index_path, f"it names {name!r}, outside its own directory")

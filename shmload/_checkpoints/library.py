@@ -1,8 +1,8 @@
 """The one door from the core to the model libraries.
 
 The core imports neither diffusers nor transformers nor torch: importing them takes 3 s. Three
-questions need them. `shmload.integrations.library` answers these, and is imported at the first one;
-no other module of the core names `integrations`.
+questions need them. `shmload.integrations.library` answers these and is imported when the first is
+asked. No other module of the core names `integrations`.
 """
 
 import importlib
@@ -31,5 +31,5 @@ class Library(Protocol):
 
 
 def library() -> Library:
-    """Return what answers for the model libraries."""
+    """Import the module that answers with the help of the model libraries, and return it."""
     return cast("Library", importlib.import_module("shmload.integrations.library"))

@@ -1,7 +1,8 @@
-"""From what a user names to the files that hold its weights.
+"""Find the files that hold the weights of a directory or file.
 
-Follows what diffusers 0.35 to 0.42 and transformers 4.57 to 5.23 do with a local directory. A file
-overlooked here is only slower (the library reads it itself), a file too many only wasted work.
+Follows what diffusers 0.35 to 0.42 and transformers 4.57 to 5.23 do with a local directory. If a
+file is overlooked here, the library reads it itself, which is slower; a file too many is wasted
+work. Neither makes a wrong model.
 """
 
 import os
@@ -33,12 +34,12 @@ _WITHOUT_WEIGHTS = (
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The weight files of one component, or of one file or directory given by itself."""
+    """The weight files of a pipeline's component, or of a single directory or file."""
 
     component: str
     """Its name in the pipeline; empty where there is no pipeline."""
     folder: Path
-    """The directory whose files stand beside the weights."""
+    """The directory that the weights are in."""
     library: str
     """`diffusers`, `transformers`, a module of diffusers' pipelines, or empty if unknown."""
     class_name: str
@@ -63,7 +64,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: tuple[Checkpoint, ...]
     """Those whose weights are in a format that shmload reads."""
     is_complete: bool = True
-    """Whether every component that is wanted has a directory, and some file is of the variant."""
+    """Whether every wanted component has a directory, and at least one has files of the variant."""
 
     @property
     def is_pipeline(self) -> bool:
@@ -86,7 +87,7 @@ def resolve(
         root: the directory or file it stands for.
         variant: as for `from_pretrained`, such as `fp16`.
         components: only these, or all if None.
-        passed: components that the caller brings along, as built objects or None.
+        passed: names of components that the caller gives to the pipeline, built or as None.
 
     Raises:
         SourceNotFound: `root` does not exist or holds no weights.
@@ -122,7 +123,7 @@ def _resolve(
 
 
 def components_with_weights(source: Source) -> set[str]:
-    """Return the components of a pipeline that have weights, in whatever format."""
+    """Return the components of a pipeline that have weights, in any format."""
     folders = ((name, source.root / name) for name in source.components)
     return {
         name
@@ -136,7 +137,7 @@ def files_of(source: Source, components: Collection[str] | None = None) -> list[
 
     Args:
         source: a pipeline, resolved with the same components.
-        components: of those with weights, only these; None for all.
+        components: other components with weights are left out; None for all.
     """
     found = [source.root / "model_index.json", *sorted(source.root.glob("*.py"))]
     left_out = components_with_weights(source) if components is not None else set()
@@ -145,7 +146,7 @@ def files_of(source: Source, components: Collection[str] | None = None) -> list[
         folder = source.root / name
         if os.path.isdir(folder):
             names = [each for each in sorted(os.listdir(folder)) if not each.startswith(".")]
-            if name in with_shards:  # beside which others may lie that nobody reads
+            if name in with_shards:  # other weights in the folder are not read
                 names = [each for each in names if not (is_of_weights(each) or ".index." in each)]
             found += (folder / each for each in names)
     shards = (shard for checkpoint in source.checkpoints for shard in checkpoint.shards)
@@ -177,7 +178,7 @@ def _resolve_pipeline(
     return Source(
         given=given,
         root=root,
-        # A list names a class in a Python file of the repository: the library must find it.
+        # A list names a class in the repository's own Python file; only the library can find it.
         class_name=pipeline_class if isinstance(pipeline_class, str) else "",
         components=tuple(listed),
         checkpoints=tuple(checkpoint for checkpoint in found if checkpoint),
@@ -207,7 +208,7 @@ def _resolve_component(given: str | os.PathLike[str], root: Path, variant: str |
 def _checkpoint(
     folder: Path, variant: str | None, component: str, library: str, class_name: str
 ) -> Checkpoint | None:
-    if not os.path.isdir(folder):  # and not Path's: it raises for a name that is too long
+    if not os.path.isdir(folder):  # Path.is_dir raises if the name is too long
         return None
     names = os.listdir(folder)
     shards = find_shards(folder, names, library, variant)
@@ -226,7 +227,7 @@ def _checkpoint(
 
 
 def _require_weights(folder: Path, names: Collection[str], library: str, class_name: str) -> None:
-    """Refuse a model's directory that holds a configuration and nothing else."""
+    """Refuse a model's directory that has a configuration but no weights."""
     is_model = library and "config.json" in names and not class_name.endswith(_WITHOUT_WEIGHTS)
     if is_model and all(name.endswith(".json") for name in names):
         raise ShardMissing(folder / default_name(names, library), folder / "config.json")

@@ -1,9 +1,8 @@
-"""Which dtype each tensor of a checkpoint ends up with, so that the library's own cast has no work.
+"""Which dtype each tensor of a checkpoint gets, so that the library has nothing left to cast.
 
-A rule is a value, computed from a model class and a wanted dtype by `integrations`, and
-remembered on disk, because asking the class costs an import of three seconds. Where a rule is in
-doubt it leaves the tensor as it is: the library then casts it itself, which is slower and never
-wrong.
+A rule is a value. `integrations` derives it from a model class and a wanted dtype, which takes 3 s
+for importing the libraries; so it is remembered on disk. In doubt a rule leaves a tensor as it is:
+the library then casts it itself, which is slower and never wrong.
 """
 
 import contextlib
@@ -25,13 +24,13 @@ from shmload._checkpoints.resolve import Checkpoint
 from shmload._host.files import replacing
 from shmload._settings import settings
 
-# Raised whenever `shmload.integrations._build.rules` would answer differently than before.
+# To be increased whenever `shmload.integrations._build.rules` derives other rules than before.
 _RULES_VERSION = 1
 _LIBRARIES = ("torch", "diffusers", "transformers")
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to store the tensors of one checkpoint; callable as a `DtypeOf` of layouts."""
+    """The dtypes of one checkpoint's tensors in their segments; layouts call it as a `DtypeOf`."""
 
     target: str | None = None
     """The safetensors dtype that floats get, or None to leave all tensors as they are."""
@@ -58,8 +57,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.target
 
     def leaves_cast(self, tensor: TensorSpec) -> bool:
-        """Tell whether the library surely has to cast a tensor itself."""
-        # What is left in float32 is either wanted so, or cast; which, the built model will tell.
+        """Tell whether the library certainly has to cast a tensor itself."""
+        # A tensor left in float32 is either wanted so or cast; only the built model tells which.
         return (
             self.target is not None
             and tensor.dtype in FLOATS
@@ -68,7 +67,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def text(self) -> str:
-        """The same exactly when the rule is; part of a segment's name, shown by `shmload ls`."""
+        """Different for different rules; part of a segment's name, and shown by `shmload ls`."""
         if self.target is None:
             return "raw"
         if self == Rule(target=self.target):
@@ -89,7 +88,7 @@ def wanted_dtype(torch_dtype: object, component: str) -> str | None:
         component: its name in the pipeline, or empty.
 
     Raises:
-        UnknownDtype: a name is none.
+        UnknownDtype: a name is not that of a dtype.
     """
     if isinstance(torch_dtype, Mapping):
         # DiffusionPipeline.from_pretrained: a dict without "default" gives float32.
@@ -101,20 +100,20 @@ def rule_for(checkpoint: Checkpoint, torch_dtype: object) -> Rule:
     """Return the rule of a checkpoint, from memory or from the library that owns its class.
 
     Raises:
-        UnknownDtype: a dtype's name is none.
+        UnknownDtype: a name is not that of a dtype.
     """
     target = wanted_dtype(torch_dtype, checkpoint.component)
     return _known_rule(checkpoint, target) or _ask_class(checkpoint, target)
 
 
 def likely_rule(checkpoint: Checkpoint, torch_dtype: object) -> Rule:
-    """Return the rule of a checkpoint as far as it can be had without an import.
+    """Return the probable rule of a checkpoint, without importing a library.
 
-    That is the remembered one, or the one that most classes have. Decoding may start by it, and has
-    to start anew where `rule_for` says something else.
+    It is the remembered rule, or else the one that most classes have. Decoding may begin with it,
+    and must begin again if `rule_for` returns another one.
 
     Raises:
-        UnknownDtype: a dtype's name is none.
+        UnknownDtype: a name is not that of a dtype.
     """
     target = wanted_dtype(torch_dtype, checkpoint.component)
     return _known_rule(checkpoint, target) or _most_common_rule(checkpoint, target)
@@ -151,7 +150,7 @@ def forget_rule(checkpoint: Checkpoint, torch_dtype: object) -> None:
 
 
 def _memory_path(checkpoint: Checkpoint, target: str | None) -> Path:
-    """Return where a rule is remembered: it depends on all that is digested here."""
+    """Return the file that remembers a rule; its name digests everything the rule depends on."""
     facts = (
         _RULES_VERSION,
         _library_versions(),
@@ -160,7 +159,7 @@ def _memory_path(checkpoint: Checkpoint, target: str | None) -> Path:
         checkpoint.config,
         target,
     )
-    # Not msgspec's: a configuration may hold half a surrogate, which it does not write.
+    # Not msgspec, which cannot write half a surrogate; a configuration may hold one.
     known = json.dumps(facts, sort_keys=True)
     return (
         settings().cache_dir / "rules" / hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
@@ -177,7 +176,7 @@ def _library_versions() -> tuple[str, ...]:
 
 
 def _remember(path: Path, rule: Rule) -> None:
-    """Write a rule so that a reader sees all of it or nothing; failing to is no error."""
+    """Write a rule's file in one step; if that fails, the class is asked again next time."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:

@@ -9,7 +9,7 @@ import msgspec
 
 
 class Hub(msgspec.Struct, frozen=True, kw_only=True):
-    """Where in a repository of the hub, or in its cache, a source is; as for `from_pretrained`."""
+    """Where in the hub, or in its cache, a source is; the arguments of `from_pretrained`."""
 
     subfolder: str | None = None
     """One component's directory in the source."""
@@ -26,7 +26,7 @@ class Hub(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Those that differ from their defaults, as keyword arguments."""
+        """The fields that differ from their defaults, as keyword arguments."""
         defaults = msgspec.structs.asdict(Hub())
         given = msgspec.structs.asdict(self)
         return {name: value for name, value in given.items() if value != defaults[name]}
@@ -36,7 +36,7 @@ _NAMES = frozenset(Hub.__struct_fields__)
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """A source, and what of it is wanted in which dtype."""
+    """A source, and which components, variant and dtype of it."""
 
     source: str | os.PathLike[str]
     """A path, or the id of a model on the hub."""
@@ -70,7 +70,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
             kwargs: the arguments that the function does not name. `dtype`, the newer name in
                 diffusers, is removed and used if `torch_dtype` is None.
             is_pipeline: the source is a pipeline, the root of its repository: no `subfolder`.
-            has_others: `kwargs` also has arguments for somebody else, and all but `dtype` stay.
+            has_others: `kwargs` also has arguments for the library; all but `dtype` stay in it.
 
         Raises:
             TypeError: an argument is unknown.

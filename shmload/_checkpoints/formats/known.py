@@ -1,4 +1,4 @@
-"""The formats that shmload reads, and which of them a file has."""
+"""The table of formats that shmload reads, and which of them a file has."""
 
 import os
 
@@ -45,7 +45,7 @@ def format_of(path: str | os.PathLike[str], head: bytes) -> Format:
         head: its first `HEAD_NBYTES` bytes.
 
     Returns:
-        The first of `FORMATS` where neither tells: its reader says what is wrong with the file.
+        The first of `FORMATS` if neither is known; its reader then says what is wrong.
     """
     by_content = (known for known in FORMATS if known.recognises(head))
     by_name = (known for known in FORMATS if os.fspath(path).endswith(known.suffixes))
@@ -53,12 +53,12 @@ def format_of(path: str | os.PathLike[str], head: bytes) -> Format:
 
 
 def has_known_suffix(name: str) -> bool:
-    """Tell whether a file has the name of weights that shmload reads."""
+    """Tell whether a file is called like weights that shmload reads."""
     return any(name.endswith(known.suffixes) for known in FORMATS)
 
 
 def is_of_weights(name: str) -> bool:
-    """Tell whether a file has the name of weights in any format, read by shmload or not."""
+    """Tell whether a file is called like weights, in a format that shmload reads or in another."""
     return has_known_suffix(name) or name.endswith(_OTHER_SUFFIXES)
 
 

@@ -22,7 +22,6 @@ _MAX_HEADER_NBYTES = 100_000_000
 _LENGTH_NBYTES = 8
 _MAX_RANK = 64
 _LFS_POINTER = b"version "
-_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
 def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
@@ -81,7 +80,7 @@ def parse_header(raw: bytes, path: str | os.PathLike[str]) -> Header:
         )
         specs = [_check_tensor(name, _ENTRY.decode(entry), path) for name, entry in entries.items()]
     except (ValueError, RecursionError) as exc:
-        # ValueError is the base of what json and msgspec raise: bad JSON, bad UTF-8, wrong kinds.
+        # ValueError is the base of what json and msgspec raise: bad JSON, bad UTF-8, wrong types.
         reason = "nesting too deep" if isinstance(exc, RecursionError) else str(exc)[:200]
         raise ShardMalformed(path, f"its header is wrong ({reason})") from exc
     if not _is_string_map(metadata):
@@ -102,7 +101,7 @@ def build_header(
     """Write a header, length included, padded with spaces so that the data starts aligned.
 
     Args:
-        tensors: with offsets as they shall stand.
+        tensors: with their final offsets.
         metadata: written as `__metadata__`.
         alignment: the data starts at a multiple of this, in bytes.
     """
@@ -122,7 +121,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """What the header says of one tensor; msgspec checks the kinds while it reads."""
+    """The header's entry of one tensor; msgspec checks types and ranges while it decodes."""
 
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_RANK)]
@@ -134,10 +133,10 @@ _ENTRY = msgspec.json.Decoder(_Entry)
 
 
 def _has_unique_keys(raw: bytes, entries: dict[str, msgspec.Raw]) -> bool:
-    """Tell, at the speed of a byte search, that no key stands twice; False means "look closer".
+    """Tell, at the speed of a byte search, that no key occurs twice; False means "look closer".
 
-    Every tensor brings each of these keys once; so where nothing is escaped, and they stand as
-    often as there are tensors, no second entry was dropped.
+    The decoder keeps only one of two equal keys. Every tensor has each of the keys below once. If
+    nothing is escaped, and each of them occurs as often as there are tensors, none was dropped.
     """
     if b"\\" in raw:
         return False
@@ -153,7 +152,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {max(keys, key=keys.count)!r} stands twice")
+        raise ValueError(f"the key {max(keys, key=keys.count)!r} occurs twice")
     return found
 
 
