@@ -5,7 +5,6 @@ an interrupt it is unknown what was said last: then all processes end, and the n
 others.
 """
 
-import contextlib
 import selectors
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,14 +16,12 @@ from shmload.integrations._jobs.messages import (
     Begin,
     Ended,
     Forked,
+    LoadFailed,
     Prepared,
     Raised,
-    Refused,
     Returned,
     Started,
     ToRunner,
-    decode_from_runner,
-    decode_from_server,
 )
 from shmload.integrations._jobs.payload import Payload, load
 from shmload.integrations._jobs.processes import Processes
@@ -148,7 +145,7 @@ class Crew:
                 assert self._processes
                 runner.kill()
                 self._processes.drop(runner)
-                self._fork(self._processes, runner.number)
+                self._fork(self._processes, runner.place)
             self._is_mapping = False
 
     def close(self) -> None:
@@ -192,46 +189,41 @@ class Crew:
                 yield from self._hear_runner(processes, process)
 
     def _hear_server(self, processes: Processes) -> Iterator[Event]:
-        inbox = processes.server.inbox
-        is_there = inbox.receive()
-        while (frame := inbox.next_frame()) is not None:
-            match decode_from_server(frame):
+        """Do what the fork server's messages ask for; yield what they mean for runners."""
+        server = processes.server
+        is_open = server.inbox.receive()
+        for message in server.messages():
+            match message:
                 case Prepared():
-                    processes.server.is_prepared = True
                     for place in range(len(self.devices)):
                         self._fork(processes, place)
-                case Refused(error, traceback):
+                case LoadFailed(error, traceback):
                     raise _unpickled(error, traceback)
-                case Forked(place, pid):
-                    processes.identify(place, pid)
+                case Forked(pid):
+                    processes.identify(pid)
                 case Ended(pid) as ended:
                     yield from self._replace_ended(processes, pid, ended)
-        if not is_there:
+        if not is_open:
             yield from self._restart(processes)
 
     def _hear_runner(self, processes: Processes, runner: RunnerProcess) -> Iterator[Event]:
-        """Yield what a runner has said; the fork server reports its end."""
-        is_there = runner.receive()
+        """Yield what a runner has sent; the fork server reports its end."""
+        is_open = runner.receive()
         yield from self._answers(runner)
-        if not is_there:
+        if not is_open:
             processes.silence(runner)
 
     def _answers(self, runner: RunnerProcess) -> Iterator[Event]:
-        while (frame := runner.inbox.next_frame()) is not None:
-            message = decode_from_runner(frame)
+        for message in runner.messages():
             match message:
                 case Started():
-                    runner.is_started = True
                     if self._begin:
                         runner.post(self._begin)
-                case Refused(error, traceback):
+                case LoadFailed(error, traceback):
                     raise _unpickled(error, traceback)
                 case Returned() | Raised():
                     self._failed_starts = 0
-                    runner.item_s = runner.active_at - runner.since
-            runner.since = runner.active_at
-            if not isinstance(message, Refused):
-                yield runner, message
+            yield runner, message
 
     def _replace_ended(self, processes: Processes, pid: int, ended: Ended) -> Iterator[Event]:
         """Yield the last words and the end of a runner, and fork another in its place."""
@@ -240,7 +232,7 @@ class Crew:
                 yield from self._finish(processes, runner, ended, is_innocent=False)
                 if not runner.is_started:
                     self._count_failed_start(f"a process ended before it could work ({ended.how})")
-                self._fork(processes, runner.number)
+                self._fork(processes, runner.place)
                 return
 
     def _restart(self, processes: Processes) -> Iterator[Event]:
@@ -263,11 +255,9 @@ class Crew:
             processes: it is one of them.
             runner: which one.
             ended: how it ended.
-            is_innocent: its item is not to blame.
+            is_innocent: whether its item is not to blame.
         """
-        with contextlib.suppress(BlockingIOError):
-            while runner.inbox.receive():
-                pass
+        runner.receive_rest()
         yield from self._answers(runner)
         processes.drop(runner)
         if not is_innocent:

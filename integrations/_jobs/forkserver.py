@@ -35,8 +35,8 @@ from shmload.integrations._jobs.messages import (
     Ended,
     Fork,
     Forked,
+    LoadFailed,
     Prepared,
-    Refused,
     Setup,
     decode_to_server,
 )
@@ -128,7 +128,7 @@ class _ForkServer:
                     importlib.import_module(module)
             _require_one_thread()
         except Exception as exc:  # the outermost loop: whatever it is, the job must learn of it
-            send(self._channel, Refused(dump_error(exc), format_traceback()))
+            send(self._channel, LoadFailed(dump_error(exc), format_traceback()))
         else:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none
@@ -177,7 +177,7 @@ class _ForkServer:
         fd = os.pidfd_open(pid)
         self._runners[fd] = pid
         self._poll.register(fd, select.POLLIN)
-        send(self._channel, Forked(fork.number, pid), (fd,))
+        send(self._channel, Forked(pid), (fd,))
 
     def _leave_to_server(self) -> None:
         """Close, in a runner, what belongs to the fork server and to other runners."""

@@ -7,9 +7,9 @@ from typing import Any
 from shmload.errors import ArgumentError, ItemFailed
 from shmload.integrations._jobs.crew import Crew
 from shmload.integrations._jobs.dispatch import Dispatch, Item, Outcome
-from shmload.integrations._jobs.messages import Begin, Ended, Raised, Returned, Work
+from shmload.integrations._jobs.messages import Begin, Ended, ItemAnswer, Raised, Returned, Work
 from shmload.integrations._jobs.payload import Payload, describe_error, dump, load
-from shmload.integrations._jobs.runner_process import Answer, RunnerProcess
+from shmload.integrations._jobs.runner_process import RunnerProcess
 from shmload.integrations.handles import Handle
 
 Function = Callable[[Any, Any], Any]
@@ -77,13 +77,13 @@ class CrewMap:
                 for runner, message in crew.wait(_POLL_S):
                     match message:
                         case Returned() | Raised():
-                            dispatch.answer(runner.number, self._value(runner, message))
+                            dispatch.answer(runner.place, self._value(runner, message))
                         case Ended():
-                            dispatch.end(runner.number, runner.how)
+                            dispatch.end(runner.place, runner.how)
                 self._kill_hung()
         finally:
             # The next map must not wait for them.
-            crew.replace([each for each in crew.runners.values() if dispatch.given(each.number)])
+            crew.replace([each for each in crew.runners.values() if dispatch.given(each.place)])
         if dispatch.error:
             raise dispatch.error
 
@@ -94,13 +94,13 @@ class CrewMap:
         # it saves them a wait, and behind a slow item it would be the one that waits.
         quick = [runner for runner in ready if runner.item_s < _QUICK_S]
         for depth, runner in [*((1, each) for each in ready), *((2, each) for each in quick)]:
-            while item := self._dispatch.give(runner.number, depth):
+            while item := self._dispatch.give(runner.place, depth):
                 try:
                     payload = dump(item.value)
                 except Exception as exc:  # the item's class can raise anything
-                    self._dispatch.take_back(runner.number, _failed(item, exc))
+                    self._dispatch.take_back(runner.place, _failed(item, exc))
                     continue
-                if len(self._dispatch.given(runner.number)) == 1:
+                if len(self._dispatch.given(runner.place)) == 1:
                     runner.since = time.monotonic()
                 self._crew.post(runner, Work(item.index, payload))
 
@@ -109,12 +109,12 @@ class CrewMap:
         if limit is None:
             return
         for runner in self._crew.runners.values():
-            if self._dispatch.given(runner.number) and runner.idle_s() > limit:
+            if self._dispatch.given(runner.place) and runner.idle_s() > limit:
                 runner.kill(f"no result within {limit:g} s")
 
-    def _value(self, runner: RunnerProcess, answer: Answer) -> Any:
+    def _value(self, runner: RunnerProcess, answer: ItemAnswer) -> Any:
         """Return what the function returned, or an `ItemFailed`."""
-        item = self._dispatch.given(runner.number)[0]
+        item = self._dispatch.given(runner.place)[0]
         assert answer.index == item.index, "a runner answers in the order in which it was asked"
         traceback = answer.traceback if isinstance(answer, Raised) else ""
         try:

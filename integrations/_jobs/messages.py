@@ -1,15 +1,15 @@
 """What a job, its fork server and its runners say to each other.
 
-    job                    fork server                        runner
-     |  Setup ->                |                                |
-     |  <- Prepared | Refused   |    once it has the pipeline    |
-     |  Fork + a socket ->      |  forks ----------------------> |
-     |  <- Forked + a pidfd     |                                |
-     |  <- Started | Refused  ------------------------------------    once it is on its device
-     |  Begin ->  Work -> ...  ---------------------------------->
-     |  <- Returned | Raised  ------------------------------------    in the order of the Works
-     |  <- Ended                |    when a runner has ended     |
-     |  (end of file)           |  kills its runners and ends    |
+    job                      fork server                      runner
+     |  Setup ->                  |                              |
+     |  <- Prepared | LoadFailed  |   once it has the pipeline   |
+     |  Fork + a socket ->        |  forks --------------------> |
+     |  <- Forked + a pidfd       |                              |
+     |  <- Started | LoadFailed  --------------------------------   once it is on its device
+     |  Begin ->  Work -> ...  --------------------------------->
+     |  <- Returned | Raised  -----------------------------------   in the order of the Works
+     |  <- Ended                  |   when a runner has ended    |
+     |  (end of file)             |   kills its runners, ends    |
 
 Framed by `_ipc.frames`.
 """
@@ -19,19 +19,20 @@ import msgspec
 from shmload._ipc.frames import MessageReader
 from shmload.integrations._jobs.payload import Payload
 
-# What items and results may take each; a frame's length has four bytes.
+# For one item or one result; the length of a frame has four bytes.
 MAX_FRAME_NBYTES = (1 << 32) - 1
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """What to load, and the surroundings that the job's own process has."""
+    """What to load, and where to find modules."""
 
     handle: str
-    """As text."""
+    """Of the pipeline, as text."""
     path: tuple[bytes, ...]
-    """`sys.path`, as the file system has it."""
+    """`sys.path` of the job's process, as the file system encodes it."""
     environment: dict[str, str | None]
-    """Variables that the fork server was started with otherwise; None for one that is not set."""
+    """Values, in the job's process, of variables that the fork server was started with other values
+    for; None for one that is not set."""
     threads: int
     """Of each runner, for torch."""
     preload: tuple[str, ...]
@@ -39,12 +40,12 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Make a runner; its socket comes with this."""
+    """Fork a runner; its socket comes with this."""
 
-    number: int
-    """Which of the job's places it takes."""
+    place: int
+    """In the crew, from 0."""
     device: str
-    """Where its models go; `round-robin` for the accelerator that is next by its number."""
+    """Where its models go; `round-robin` for the GPU that its place decides."""
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
@@ -52,9 +53,8 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
-    """A runner exists; its pidfd comes with this."""
+    """The runner that was asked for first exists; its pidfd comes with this."""
 
-    number: int
     pid: int
 
 
@@ -67,7 +67,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """From now on work with this function."""
+    """Call this function on the items that follow."""
 
     function: Payload
     seed: int
@@ -99,17 +99,18 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
     traceback: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The pipeline cannot be had, or not on this device."""
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """The pipeline cannot be loaded, or not brought to its device."""
 
     error: Payload
     traceback: str
 
 
 ToServer = Setup | Fork
-FromServer = Prepared | Forked | Ended | Refused
+FromServer = Prepared | Forked | Ended | LoadFailed
 ToRunner = Begin | Work
-FromRunner = Started | Returned | Raised | Refused
+ItemAnswer = Returned | Raised
+FromRunner = Started | ItemAnswer | LoadFailed
 
 decode_to_server = MessageReader[ToServer](ToServer, "a job")
 decode_from_server = MessageReader[FromServer](FromServer, "a fork server")

@@ -1,7 +1,8 @@
-"""A fork server with the runners that it has forked: what is there, and what can be heard now."""
+"""A fork server with the runners that it has forked: what is there, and what can be read now."""
 
 import selectors
 import socket
+from collections import deque
 
 from shmload.errors import JobFailed
 from shmload.integrations._jobs.messages import Fork
@@ -22,12 +23,14 @@ class Processes:
         self.server = server
         self.runners: dict[int, RunnerProcess] = {}
         """By place, from 0. A place is missing while its runner is replaced."""
+        self._asked: deque[RunnerProcess] = deque()
+        """Asked for and not yet forked, in that order."""
         # Not epoll: a forked copy of this process would share its state.
         self._selector = selectors.PollSelector()
         self._selector.register(server.channel, selectors.EVENT_READ, server)
 
     def flush(self) -> None:
-        """Send each runner what it takes now, and wait for room where something is left."""
+        """Send each runner what it takes now, and listen for room where something is left."""
         for runner in self.runners.values():
             runner.flush()
             if not runner.is_silent:
@@ -35,13 +38,13 @@ class Processes:
                 self._selector.modify(runner.channel, wanted, runner)
 
     def wait(self, timeout_s: float) -> list[tuple[ServerProcess | RunnerProcess, int]]:
-        """Return the processes that have sent something or have room, each with its event mask."""
+        """Return the processes that can be read or take more, each with its event mask."""
         return [(key.data, mask) for key, mask in self._selector.select(timeout_s)]
 
     def fork(self, place: int, device: str) -> None:
-        """Ask for a runner; its pid and pidfd come with `Forked`.
+        """Ask for a runner; `identify` is called when it is there.
 
-        A server that cannot be asked has ended: its successor forks a runner for every place.
+        A server that takes no message has ended: its successor forks a runner for every place.
 
         Raises:
             JobFailed: this process has no descriptors to spare.
@@ -57,21 +60,21 @@ class Processes:
                 ours.close()
                 return
         runner = RunnerProcess(place, ours)
-        self.server.forked.append(runner)
+        self._asked.append(runner)
         self.runners[place] = runner
         self._selector.register(ours, selectors.EVENT_READ, runner)
 
-    def identify(self, place: int, pid: int) -> None:
+    def identify(self, pid: int) -> None:
         """Give the runner that was asked for first its pid and its pidfd, which has just come."""
-        runner = self.server.forked.pop(0)
+        runner = self._asked.popleft()
         runner.pid, runner.pidfd = pid, self.server.inbox.fds.pop(0)
-        if self.runners.get(place) is not runner:  # dropped before it was there
+        if not self.has(runner):  # dropped before it was forked
             runner.kill()
             runner.close()
 
     def has(self, runner: RunnerProcess) -> bool:
-        """Tell whether a runner has its place still: it may have been replaced."""
-        return self.runners.get(runner.number) is runner
+        """Tell whether a runner still has its place: it may have been dropped."""
+        return self.runners.get(runner.place) is runner
 
     def silence(self, runner: RunnerProcess) -> None:
         """Listen to a runner no longer: its end must follow."""
@@ -83,9 +86,9 @@ class Processes:
     def drop(self, runner: RunnerProcess) -> None:
         """Free the place of a runner that has ended or was killed."""
         if self.has(runner):
-            del self.runners[runner.number]
+            del self.runners[runner.place]
             self.silence(runner)
-        if runner not in self.server.forked:
+        if runner not in self._asked:
             runner.close()  # else `identify` kills and closes it
 
     def close(self) -> str:
@@ -108,4 +111,4 @@ class Processes:
         self.server.forget()
 
     def _all_runners(self) -> list[RunnerProcess]:
-        return [*self.runners.values(), *self.server.forked]
+        return [*self.runners.values(), *self._asked]

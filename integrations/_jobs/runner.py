@@ -28,8 +28,8 @@ from shmload.integrations._jobs.messages import (
     MAX_FRAME_NBYTES,
     Begin,
     Fork,
+    LoadFailed,
     Raised,
-    Refused,
     Returned,
     Setup,
     Started,
@@ -56,9 +56,9 @@ def run(channel_fd: int, fork: Fork, setup: Setup) -> None:
     torch.set_num_threads(setup.threads)
     try:
         pipe = Handle.from_text(setup.handle).load()  # the fork server has loaded it
-        move(pipe, fork.device, fork.number)
+        move(pipe, fork.device, fork.place)
     except Exception as exc:  # the outermost loop: whatever it is, the job must learn of it
-        send(channel, Refused(dump_error(exc), format_traceback()))
+        send(channel, LoadFailed(dump_error(exc), format_traceback()))
         return
     send(channel, Started())
     _Runner(channel, pipe).serve()

@@ -6,19 +6,22 @@ import socket
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from shmload._ipc.child import start_with_channel
 from shmload._ipc.frames import Inbox, send
 from shmload._settings import settings
 from shmload.errors import JobFailed
-from shmload.integrations._jobs.messages import Setup, ToServer
+from shmload.integrations._jobs.messages import (
+    FromServer,
+    Prepared,
+    Setup,
+    ToServer,
+    decode_from_server,
+)
 
-if TYPE_CHECKING:
-    from shmload.integrations._jobs.runner_process import RunnerProcess
-
-# What starts threads cannot be forked: the pools of torch, which it reads of when it is imported,
-# bars, and whoever waits for the other ranks of a launcher.
+# A process with threads cannot be forked. These start none then: torch's pools (torch reads the
+# numbers when it is imported), progress bars, and the wait for other ranks of a launcher.
 _SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -36,15 +39,13 @@ class ServerProcess:
         preload: modules to import beside the libraries.
 
     Raises:
-        JobFailed: it cannot be started. That it ends at once is told by the end of its messages.
+        JobFailed: it cannot be started. If it ends at once, only its messages end.
     """
 
     def __init__(self, handle: str, threads: int, preload: tuple[str, ...]) -> None:
         self.is_prepared = False
         self.since = time.monotonic()
         """When it was started, by the monotonic clock, in seconds."""
-        self.forked: list[RunnerProcess] = []
-        """Asked for and not yet there, in that order; for who has asked to close."""
         path = tuple(os.fsencode(entry) for entry in sys.path if isinstance(entry, str))
         try:
             self._child, self.channel = start_with_channel(
@@ -75,28 +76,40 @@ class ServerProcess:
         return self._child.pid
 
     def send(self, message: ToServer, fds: tuple[int, ...] = ()) -> bool:
-        """Send a message; False if it did not take it, whose end will be heard then."""
+        """Send a message; False if it does not take it: then it is killed, and its messages end."""
         try:
             send(self.channel, message, fds)
         except OSError:
-            self.kill()  # it may have been stopped, with half a message
+            self.kill()  # it may be stopped, and have half a message
             return False
         return True
 
+    def messages(self) -> Iterator[FromServer]:
+        """Yield the messages that have arrived.
+
+        Raises:
+            ProtocolError: it has sent something else.
+        """
+        while (frame := self.inbox.next_frame()) is not None:
+            message = decode_from_server(frame)
+            if isinstance(message, Prepared):
+                self.is_prepared = True
+            yield message
+
     def kill(self) -> None:
-        """Kill it, and so its runners; its end is heard by the end of its messages."""
+        """Send SIGKILL, which ends its runners too; do not wait. Its messages end then."""
         self._child.kill()
 
     def close(self) -> str:
-        """End it, wait until it and its runners have ended, and return how."""
+        """End it, wait until it and its runners have ended, and return how; again is fine."""
         with contextlib.suppress(OSError):
-            # Closing would tell it nothing while a forked copy of this process has the socket too.
+            # Closing alone would not reach it while a forked copy of this process has the socket.
             self.channel.shutdown(socket.SHUT_RDWR)
         self._release()
         return self._child.end(ask=False)
 
     def forget(self) -> None:
-        """Let go of it in a forked copy of the job's process, whose child it is not."""
+        """Close its descriptors in a forked copy of the job's process, which is not its parent."""
         self._release()
         self._child.forget()
 
