@@ -27,15 +27,16 @@ def read_header(fd, path):
     try:
         entries = json.loads(os.pread(fd, min(length, nbytes - 8), max(0, nbytes - 8 - length)))
         specs = [
-            TensorSpec(name, dtype, tuple(shape), *place) for name, dtype, shape, *place in entries
+            TensorSpec(name, dtype, tuple(shape), begin, end)
+            for name, dtype, shape, begin, end in entries
         ]
-    except (ValueError, TypeError) as exc:
-        raise ShardMalformed(path, "its trailer is wrong", "toy") from exc
-    for spec in specs:
-        if not 0 <= spec.begin <= spec.end <= nbytes:
-            raise ShardMalformed(path, f"tensor {spec.name!r} lies outside the file", "toy")
-        if NBITS[spec.dtype] * torch.Size(spec.shape).numel() != 8 * spec.nbytes:
-            raise ShardMalformed(path, f"tensor {spec.name!r} has another size", "toy")
+        for spec in specs:
+            if not len(_MAGIC) <= spec.begin <= spec.end <= nbytes:
+                raise ValueError(f"{spec.name!r} lies outside the file")
+            if NBITS[spec.dtype] * torch.Size(spec.shape).numel() != 8 * spec.nbytes:
+                raise ValueError(f"{spec.name!r} has another size")
+    except (ValueError, TypeError, KeyError, RuntimeError, RecursionError) as exc:
+        raise ShardMalformed(path, f"its trailer is wrong ({exc})", "toy") from exc
     return Header(tensors=tuple(specs), metadata=None, data_offset=0)
 
 

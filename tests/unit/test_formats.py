@@ -1,14 +1,20 @@
-"""Which format a file has: its content says so before its name does."""
+"""Which format a file has, and what every format's reader of headers must do."""
+
+import os
 
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from toy_format import TOY, save_toy
 
+from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.formats import known
 from shmload._checkpoints.formats.format import HEAD_NBYTES
 from shmload._checkpoints.formats.known import format_of, has_known_suffix, is_of_weights
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
+from shmload.errors import CheckpointError
 
 _SAFETENSORS_HEAD = safetensors.torch.save({"a": torch.ones(3)})[:HEAD_NBYTES]
 _TOY_HEAD = b"TOY\x00" + bytes(HEAD_NBYTES - 4)
@@ -21,6 +27,90 @@ _ALIEN_HEADS = [
     b"\x80\x02}q\x00(X\x07\x00\x00\x00",
     b"version https://git-lfs.github.com/spec/v1\n",
 ]
+
+
+_TENSORS = {
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(3, 0, 5, dtype=torch.float16),
+    "odd.weight": torch.arange(77).to(torch.int8),
+    "matrix": torch.randn(33, 65, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    "bool": torch.arange(9) % 2 == 0,
+}
+_FORMATS = [(SAFETENSORS, safetensors.torch.save_file), (TOY, save_toy)]
+each_format = pytest.mark.parametrize(
+    "file_format", [file_format for file_format, _ in _FORMATS], ids=lambda each: each.name
+)
+
+
+# What every format must do: one that is added joins `_FORMATS` ----------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return the path and content of a file in each format, by its name."""
+    files = {}
+    for file_format, save in _FORMATS:
+        path = tmp_path_factory.mktemp(file_format.name) / f"model{file_format.suffixes[0]}"
+        save(_TENSORS, path)
+        files[file_format.name] = (path, path.read_bytes())
+    return files
+
+
+def test_every_format_is_in_the_table_of_tests():
+    tested = [file_format.name for file_format, _ in _FORMATS]
+    assert {file_format.name for file_format in known.FORMATS} <= set(tested)
+
+
+@each_format
+def test_own_file_is_recognised_and_no_other(file_format, saved):
+    for other, (_, content) in saved.items():
+        assert file_format.recognises(content[:HEAD_NBYTES]) == (file_format.name == other)
+    assert not any(map(file_format.recognises, _ALIEN_HEADS))
+
+
+@each_format
+def test_header_says_where_each_tensor_is(file_format, saved):
+    path, content = saved[file_format.name]
+    with path.open("rb") as file:
+        header = file_format.read_header(file.fileno(), path)
+        assert file.tell() == 0
+    assert {spec.name for spec in header.tensors} == _TENSORS.keys()
+    for spec in header.tensors:
+        tensor = _TENSORS[spec.name]
+        begin = header.data_offset + spec.begin
+        found = torch.frombuffer(
+            bytearray(content[begin : begin + spec.nbytes] or b"."), dtype=torch.uint8
+        )
+        assert spec.shape == tensor.shape
+        if spec.nbytes:
+            assert torch.equal(found.view(tensor.dtype).view(spec.shape), tensor)
+    assert header.data_nbytes == sum(tensor.nbytes for tensor in _TENSORS.values())
+
+
+@each_format
+@given(data=st.data())
+def test_damaged_file_is_refused_or_described_within_its_bounds(file_format, saved, data):
+    path, content = saved[file_format.name]
+    damaged = bytearray(content[: data.draw(st.integers(0, len(content)), "length")])
+    for _ in range(data.draw(st.integers(0, 4), "changes") if damaged else 0):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    header, refusal = None, ""
+    fd = os.memfd_create("damaged")
+    try:
+        os.write(fd, damaged)
+        header = file_format.read_header(fd, path)
+    except CheckpointError as exc:
+        refusal = str(exc)
+    finally:
+        os.close(fd)
+    assert header or refusal.startswith(str(path))
+    for spec in header.tensors if header else ():
+        begin = header.data_offset + spec.begin
+        assert 0 <= begin <= begin + spec.nbytes <= len(damaged)
+        assert torch.Size(spec.shape).numel() * NBITS[spec.dtype] == 8 * spec.nbytes
+
+
+# Which format a file has --------------------------------------------------------------------------
 
 
 @pytest.fixture
