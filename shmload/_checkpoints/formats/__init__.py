@@ -1,7 +1,7 @@
 """Formats of checkpoint files: one module each, and `known`, the table of them.
 
-Guarantee: what depends on a file's format is in its module; the rest of shmload asks `known`. To add
-a format: write a module that makes a `Format`, add it to `known.FORMATS`, and to the table in
+Guarantee: what depends on a file's format is in its module; the rest of shmload asks `known`. To
+add a format: write a module that makes a `Format`, add it to `known.FORMATS`, and to the table in
 `tests/unit/test_formats.py`, which tests what every format must do. May import the modules of
 `_checkpoints` that know no format (`dtypes`, `header`), and `errors`.
 """
