@@ -1,10 +1,10 @@
-"""Shards a model over ranks so that each of them holds its own part of the weights and no more.
+"""Shards a model over ranks: each rank holds its slices of the weights and no more.
 
 The weights stay in the shared segments that they were loaded into. The model is sharded without
-them, on the meta device; then each rank copies its part of every tensor to its device, and lets go
-of the segments.
+them, on the meta device. Then each rank copies its slice of every tensor to its device, and
+detaches the segments.
 
-Guarantee: no rank has the whole model in private or device memory, and none waits for another.
+Guarantee: no rank has the whole model in private or device memory, and no rank waits for another.
 """
 
 import os
@@ -42,7 +42,7 @@ def load_sharded(
 ) -> nn.Module:
     """Load one model of a pipeline, sharded over the ranks of a mesh.
 
-    Each rank calls it. The others of the pipeline's models are not read.
+    Each rank calls it. No other model of the pipeline is read.
 
     Args:
         source: as for `load_pipeline`.
@@ -58,10 +58,10 @@ def load_sharded(
 
     Raises:
         UnknownComponent: the pipeline has no such model.
-        ShmloadError: as for `load_pipeline` and `shard`.
+        ShmloadError: what `load_pipeline` and `shard` raise.
     """
     if load_kwargs.get("device_map") is not None:
-        raise ArgumentError("device_map is for whole models; the mesh says where shards go")
+        raise ArgumentError("device_map is for whole models; the mesh decides where shards go")
     pipe = load_pipeline(source, components=[component], **load_kwargs)
     return shard(getattr(pipe, component), mesh, blocks=blocks, **(sharding or {}))
 
@@ -76,23 +76,23 @@ def shard(
     """Shard a module whose weights are mapped; without communication.
 
     Args:
-        module: on the CPU, such as a component of what `load_pipeline` returns; changed in place,
-            and of no use if this raises after it began.
+        module: on the CPU, such as a component of what `load_pipeline` returns; changed in place.
+            Discard it if this raises: it may have lost its weights.
         mesh: the ranks, as for `fully_shard`; None for all of the process group, on CUDA devices
             where there are any.
-        blocks: classes of modules, or their names, that are gathered one at a time when they
-            compute; None for those in the model's `_no_split_modules`. A model without any is
-            gathered whole. What differs in dtype from its block is gathered on its own.
-        sharding: arguments for `fully_shard`, the same for all blocks and the rest. What
-            `shard_placement_fn` is given has no values.
+        blocks: classes of modules, or their names. Each such module is gathered by itself when it
+            computes. None for the classes in the model's `_no_split_modules`; a model without any
+            is gathered whole. Modules of another dtype than their block's are gathered separately.
+        sharding: arguments for `fully_shard`, the same for all blocks and the rest. The parameters
+            that `shard_placement_fn` gets are on the meta device.
 
     Returns:
-        The module. Its parameters are DTensors; ties, dtypes and `requires_grad` are as they were.
-        Nothing of it is mapped any more. It computes by `forward`; for other methods there is
-        torch's `register_fsdp_forward_method`.
+        The module. Its parameters are DTensors; ties, dtypes and `requires_grad` are as before, and
+        no tensor is mapped any more. It is gathered for `forward`; for other methods use torch's
+        `register_fsdp_forward_method`.
 
     Raises:
-        ArgumentError: the module cannot be sharded like that, or there is no process group.
+        ArgumentError: the module cannot be sharded by these blocks, or no process group exists.
         Exception: what `fully_shard` raises.
     """
     mesh = mesh if mesh is not None else _mesh_of_all()
@@ -110,7 +110,7 @@ def shard(
 
 
 def _names_of(module: nn.Module, ignored: Any) -> set[str]:
-    """Return the names of parameters that are not sharded: those given, and single numbers."""
+    """Return the names of the parameters that are not sharded: those given, and scalars."""
     return {
         name
         for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -121,7 +121,7 @@ def _names_of(module: nn.Module, ignored: Any) -> set[str]:
 def _mesh_of_all() -> DeviceMesh:
     if not torch.distributed.is_initialized():
         raise ArgumentError(
-            "there is no process group; call torch.distributed.init_process_group first, in a "
+            "no process group exists; call torch.distributed.init_process_group first, in a "
             "process that torchrun started"
         )
     kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""The ranks of one job on one host: what one has decoded stays until all have come for it."""
+"""The ranks of one job on one host: segments that one decodes stay until all have attached."""
 
 import threading
 import time
@@ -9,24 +9,24 @@ from shmload._segments.listing import holders
 from shmload._segments.segment import Segment
 from shmload._settings import local_world_size
 
-# How late a rank may be: they start together, and imports differ by seconds.
+# How late a rank may be. Ranks start together; their imports differ by seconds.
 _PATIENCE_S = 60.0
 _POLL_S = 0.2
-# Each looks for itself whether all are there, so nobody leaves at once.
+# Each rank polls by itself: a rank that left at once might be missed by another one's poll.
 _FAREWELL_S = 1.0
 
 
 def linger(segments: Iterable[Segment]) -> None:
     """Keep leases of shared segments until every rank on this host has one; returns at once.
 
-    A rank may be done with them before another comes: it has moved its weights to a device, or
-    dropped them. The leases go after a minute in any case, and with the process.
+    A rank may be done with them before another one attaches: it has moved its weights to a device,
+    or dropped them. The leases end after a minute at the latest, or with the process.
 
     Args:
         segments: stay the caller's.
     """
     ranks = local_world_size()
-    # Not a forked child's, which has no thread that waits, and would keep them for its lifetime.
+    # A forked child has no thread that waits: it would keep the leases as long as it lives.
     leases = [Lease(s, crosses_forks=False) for s in segments if s.is_shared]
     if not leases:
         return
@@ -35,7 +35,7 @@ def linger(segments: Iterable[Segment]) -> None:
     )
     try:
         thread.start()
-    except RuntimeError:  # no more threads are to be had
+    except RuntimeError:  # the system has no more threads
         _close(leases)
 
 

@@ -1,4 +1,4 @@
-"""Copies of parts of tensors on a device, each with memory of its own."""
+"""Copies of slices on a device, each with memory of its own."""
 
 from collections.abc import Sequence
 
@@ -8,33 +8,33 @@ from torch import nn
 from shmload.integrations.placing import to_device
 
 
-def copy_to(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def copy_to(slices: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Copy views of mapped tensors to a device; blocks until all are there.
 
-    What is consecutive in memory goes to a CUDA device in bulk, through a ring of pinned memory;
-    for anything else one copy at most is on the host beside it.
+    Contiguous views go to a CUDA device in bulk, through a ring of pinned memory. Each other view
+    is copied by itself, with one copy at most on the host at a time.
 
     Args:
-        parts: on the CPU.
+        slices: on the CPU.
         device: `cuda` without an index is the process's current one.
 
     Returns:
         Contiguous tensors, in the same order.
     """
     if device.type != "cuda":
-        return [_copied(part, device) for part in parts]
+        return [_copied(view, device) for view in slices]
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     carrier = nn.Module()
-    for number, part in enumerate(parts):
-        if part.is_contiguous() and part.numel():
-            carrier.register_buffer(str(number), part)
+    for number, view in enumerate(slices):
+        if view.is_contiguous() and view.numel():
+            carrier.register_buffer(str(number), view)
     if carrier._buffers:
         to_device(carrier, str(device))
-    there = carrier._buffers
-    copies = ((there.get(str(number)), part) for number, part in enumerate(parts))
-    return [_copied(part, device) if copy is None else copy for copy, part in copies]
+    in_bulk = carrier._buffers
+    copies = ((in_bulk.get(str(number)), view) for number, view in enumerate(slices))
+    return [_copied(view, device) if copy is None else copy for copy, view in copies]
 
 
-def _copied(part: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(part.shape, dtype=part.dtype, device=device).copy_(part)
+def _copied(view: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(view.shape, dtype=view.dtype, device=device).copy_(view)

@@ -1,6 +1,6 @@
-"""Gives the parameters of a sharded module, DTensors without memory, their parts of the weights.
+"""Gives the parameters of a sharded module, DTensors on the meta device, their values.
 
-Guarantee: each process copies what is its own and nothing else, and no process waits for another.
+Guarantee: each process copies its own slices and nothing else, and waits for no other process.
 """
 
 import torch
@@ -13,7 +13,7 @@ from shmload._host.collector import paused_gc
 from shmload.errors import ArgumentError
 from shmload.integrations._build.pickling import register_classes
 from shmload.integrations._sharding.copies import copy_to
-from shmload.integrations._sharding.slices import Split, region
+from shmload.integrations._sharding.slices import Split, slice_of
 from shmload.integrations._sharding.weights import Weights, own_buffers
 
 
@@ -22,16 +22,16 @@ def fill(module: nn.Module, weights: Weights, *, device: torch.device | str | No
     """Fill a module that was sharded on the meta device; without communication.
 
     Args:
-        module: that the weights were taken from. Its parameters may be DTensors by now, of any mesh
-            and with any placements that divide or repeat, as `fully_shard`, `parallelize_module`
-            and `distribute_module` make them; those that are plain get all of their values. A dtype
-            that was changed meanwhile stays changed. Changed in place.
-        weights: from `take_weights`; they are released.
-        device: where the parts shall be; None for the device of the meshes.
+        module: the one that the weights were taken from, changed in place. Its parameters may now
+            be DTensors, of any mesh and with any placements that shard or replicate, as
+            `fully_shard`, `parallelize_module` and `distribute_module` make them. Plain parameters
+            get the whole weight. A parameter keeps the dtype that it has now.
+        weights: from `take_weights`; released here.
+        device: of the slices; None for the device of the meshes.
 
     Raises:
-        ArgumentError: parameters are missing, have other shapes, are divided in a way that shmload
-            does not know, or were one and no longer are.
+        ArgumentError: a parameter has no weight or another shape, has a placement that shmload
+            does not know, or was tied and no longer is.
     """
     hollow = {
         name: parameter
@@ -40,18 +40,18 @@ def fill(module: nn.Module, weights: Weights, *, device: torch.device | str | No
     }
     _require_ties(hollow, weights)
     device = torch.device(device) if device is not None else _device_of(module)
-    parts: dict[nn.Parameter, torch.Tensor] = {}
+    slices: dict[nn.Parameter, torch.Tensor] = {}
     for name, parameter in hollow.items():
-        if parameter not in parts:
-            parts[parameter] = _part(name, parameter, weights)
+        if parameter not in slices:
+            slices[parameter] = _slice(name, parameter, weights)
     with paused_gc():
-        filled = _filled(parts, device)
+        filled = _filled(slices, device)
         state = {name: filled[parameter] for name, parameter in hollow.items()}
-        # What torch's own modules know to follow: FSDP2 pads and remembers the new parameters.
+        # The one way that FSDP2 follows: it pads the new parameters and keeps track of them.
         module.load_state_dict(state, strict=False, assign=True)
         own_buffers(module, device)
-        # fully_shard has given them classes that their libraries do not know.
-        register_classes(part for part in module.modules() if isinstance(part, FSDPModule))
+        # fully_shard has changed their classes to ones that their libraries do not know.
+        register_classes(held for held in module.modules() if isinstance(held, FSDPModule))
     _require_filled(module)
     weights.release()
 
@@ -60,74 +60,74 @@ def _require_ties(hollow: dict[str, nn.Parameter], weights: Weights) -> None:
     for names in weights.ties:
         if len({hollow[name] for name in names if name in hollow}) > 1:
             raise ArgumentError(
-                f"{' and '.join(names)} were one parameter and are {len(names)} since the module "
-                "was sharded; shard them together, in the nearest module that has them all"
+                f"{' and '.join(names)} were one parameter, and sharding made them several; shard "
+                "them together, in the nearest module that has them all"
             )
 
 
 def _require_filled(module: nn.Module) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.is_meta:
-            raise ArgumentError(f"{name} cannot be set by load_state_dict; fill it by hand")
+            raise ArgumentError(f"{name} cannot be set by load_state_dict; fill it yourself")
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    """Return where the parts of a module belong: this process's device of its mesh."""
+    """Return the kind of device of a module's meshes; the CPU if it has none."""
     kinds = (p.device_mesh.device_type for p in module.parameters() if isinstance(p, DTensor))
     return torch.device(next(kinds, "cpu"))
 
 
-# Parts --------------------------------------------------------------------------------------------
+# Slices -------------------------------------------------------------------------------------------
 
 
-def _part(name: str, parameter: nn.Parameter, weights: Weights) -> torch.Tensor:
-    """Return a view of what this process has of a parameter."""
+def _slice(name: str, parameter: nn.Parameter, weights: Weights) -> torch.Tensor:
+    """Return a view of this process's slice of a parameter's weight."""
     if name not in weights:
-        raise ArgumentError(f"{name} was not there when the weights were taken; fill it by hand")
+        raise ArgumentError(f"{name} did not exist when the weights were taken; fill it yourself")
     weight = weights[name]
     if weight.shape != parameter.shape:
         raise ArgumentError(
-            f"{name} has shape {tuple(parameter.shape)}, and {tuple(weight.shape)} when the "
+            f"{name} has shape {tuple(parameter.shape)}; it had {tuple(weight.shape)} when the "
             "weights were taken"
         )
     if not isinstance(parameter, DTensor):
         return weight
     shape = parameter.to_local().shape
     try:
-        part = weight[region(weight.shape, _splits(parameter)).slices]
+        view = weight[slice_of(weight.shape, _splits(parameter)).selection]
     except ValueError as exc:
         raise ArgumentError(f"{name} has placements {parameter.placements}: {exc}") from exc
-    if part.numel() == 0 == shape.numel():
+    if view.numel() == 0 == shape.numel():
         return weight.new_empty(shape)
-    if part.shape != shape:
+    if view.shape != shape:
         raise ArgumentError(
-            f"{name} has placements {parameter.placements}: this process has {tuple(shape)} of it, "
-            f"and not {tuple(part.shape)}, as they say"
+            f"{name} has placements {parameter.placements}: by them this process has "
+            f"{tuple(view.shape)} of it, but torch gave it {tuple(shape)}"
         )
-    return part
+    return view
 
 
 def _splits(parameter: DTensor) -> list[Split]:
-    """Return how a parameter is divided.
+    """Return how the mesh divides a parameter.
 
     Raises:
-        ValueError: that is not known here.
+        ValueError: this process is not in the mesh, or a placement neither shards nor replicates.
     """
     mesh = parameter.device_mesh
     # Not get_coordinate(): torch may keep the mesh of an earlier process group, with another rank.
-    places = (mesh.mesh == torch.distributed.get_rank()).nonzero().tolist()
-    if not places:
+    coordinates = (mesh.mesh == torch.distributed.get_rank()).nonzero().tolist()
+    if not coordinates:
         raise ValueError("this process is not in their mesh")
-    (place,) = places
+    (coordinate,) = coordinates
     splits = []
     for number, placement in enumerate(parameter.placements):
-        # The class of FSDP over tensor parallelism is torch's own business, and no Shard in 2.13.
+        # FSDP over tensor parallelism has a private class in torch, which is no Shard in 2.13.
         shards = getattr(placement, "split_factor", None)
         if isinstance(placement, Shard) or shards is not None:
             dim: int = placement.dim  # type: ignore[attr-defined]
-            splits.append(Split(dim, mesh.size(number), place[number], shards))
+            splits.append(Split(dim, mesh.size(number), coordinate[number], shards))
         elif not isinstance(placement, Replicate):
-            raise ValueError(f"{placement} neither divides nor repeats")
+            raise ValueError(f"{placement} neither shards nor replicates")
     return splits
 
 
@@ -135,27 +135,27 @@ def _splits(parameter: DTensor) -> list[Split]:
 
 
 def _filled(
-    parts: dict[nn.Parameter, torch.Tensor], device: torch.device
+    slices: dict[nn.Parameter, torch.Tensor], device: torch.device
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Return parameters like those without memory, with the parts as their values."""
+    """Return a parameter with its slice as its value, for each parameter without memory."""
     if device.type == "cpu":
-        made = [_copied(parameter, part) for parameter, part in parts.items()]
+        made = [_copied(parameter, view) for parameter, view in slices.items()]
     else:
-        copies = copy_to(list(parts.values()), device)
+        copies = copy_to(list(slices.values()), device)
         made = [
             _wrapped(parameter, copy.to(parameter.dtype))
-            for parameter, copy in zip(parts, copies, strict=True)
+            for parameter, copy in zip(slices, copies, strict=True)
         ]
     return {
         parameter: nn.Parameter(value, parameter.requires_grad)
-        for parameter, value in zip(parts, made, strict=True)
+        for parameter, value in zip(slices, made, strict=True)
     }
 
 
-def _copied(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-    """Copy a part on the host, also for a mesh of devices whose weights wait there."""
+def _copied(parameter: nn.Parameter, view: torch.Tensor) -> torch.Tensor:
+    """Copy a slice on the host; the mesh may be of accelerators whose weights wait there."""
     value = torch.empty_like(parameter, device="cpu")
-    (value.to_local() if isinstance(value, DTensor) else value).copy_(part)
+    (value.to_local() if isinstance(value, DTensor) else value).copy_(view)
     return value
 
 

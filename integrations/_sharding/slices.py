@@ -1,7 +1,7 @@
-"""Which part of a tensor belongs to which rank.
+"""Which slice of a tensor a rank keeps.
 
-Guarantee: what is computed here depends on shapes alone, so all ranks agree without a word, and the
-parts of all ranks that do not repeat each other are the tensor, once.
+Guarantee: slices are computed from shapes alone, so ranks agree without communication. The slices
+of all ranks, without replicas, are the whole tensor, each element once.
 """
 
 import math
@@ -15,70 +15,70 @@ class Split(NamedTuple):
     dim: int
     """Of the tensor."""
     ranks: int
-    """How many there are."""
+    """How many ranks the mesh dimension has."""
     rank: int
-    """Which of them this is."""
+    """This process's rank among them."""
     shards: int | None = None
-    """For a split of what other mesh dimensions have split already, although they come later: into
-    how many; None for one that comes in its order. FSDP over tensor parallelism is such a split."""
+    """Number of shards this dimension already has when a later mesh dimension was applied first
+    (FSDP over tensor parallelism); None for a plain `Shard`."""
 
 
-class Region(NamedTuple):
-    """A box in a tensor."""
+class Slice(NamedTuple):
+    """A rank's slice of a tensor: a box of its elements."""
 
     offsets: tuple[int, ...]
-    """Where it begins, by dimension, in elements."""
+    """Of its first element, by dimension, in elements."""
     sizes: tuple[int, ...]
-    """Likewise; one of 0 makes it empty."""
+    """By dimension, in elements; a 0 makes the slice empty."""
 
     @property
-    def slices(self) -> tuple[slice, ...]:
-        """What selects it from the tensor: `tensor[region.slices]` is a view."""
+    def selection(self) -> tuple[slice, ...]:
+        """The index into the tensor that gives the slice: `tensor[found.selection]` is a view."""
         return tuple(
             slice(offset, offset + size)
             for offset, size in zip(self.offsets, self.sizes, strict=True)
         )
 
 
-class Share(NamedTuple):
-    """A rank's part of a tensor as a flat row of elements; all ranks' are equally long."""
+class FlatSlice(NamedTuple):
+    """A rank's slice of a flattened tensor; with padding, the slices of all ranks are as long."""
 
     begin: int
-    """Its first element."""
+    """Of the first element, in elements."""
     end: int
-    """Behind its last one."""
+    """Behind the last element, in elements."""
     padding: int
-    """How many elements that are not the tensor's stand behind it."""
+    """Number of elements behind it that are not the tensor's."""
 
 
 def divide(size: int, count: int, index: int) -> tuple[int, int]:
-    """Divide a row as `torch.chunk` does, and as DTensor and FSDP2 do.
+    """Divide a dimension as `torch.chunk`, DTensor and FSDP2 do.
 
-    All parts are as long as the first one, but the last that is not empty may be shorter; those
-    behind it are empty.
+    All slices are as long as the first one, but the last that is not empty may be shorter, and the
+    slices behind it are empty.
 
     Args:
-        size: of the row, in elements.
-        count: of the parts.
-        index: of the part that is asked for.
+        size: of the dimension, in elements.
+        count: number of slices.
+        index: of the slice that is returned.
 
     Returns:
-        Where the part begins, and its size.
+        The offset of the slice and its size, in elements.
     """
     most = -(-size // count)
     begin = min(index * most, size)
     return begin, min(most, size - begin)
 
 
-def region(shape: Sequence[int], splits: Iterable[Split]) -> Region:
-    """Return what a rank has of a tensor.
+def slice_of(shape: Sequence[int], splits: Iterable[Split]) -> Slice:
+    """Return a rank's slice of a tensor.
 
     Args:
         shape: of the whole tensor.
-        splits: by the mesh's dimensions, in their order, but for those that only repeat.
+        splits: one for each dimension of the mesh that divides, in the mesh's order.
 
     Raises:
-        ValueError: they do not say how the tensor is divided.
+        ValueError: the splits do not fit the tensor or each other.
     """
     offsets, sizes, shards = [0] * len(shape), list(shape), [1] * len(shape)
     splits = list(splits)
@@ -93,18 +93,18 @@ def region(shape: Sequence[int], splits: Iterable[Split]) -> Region:
         begin, sizes[dim] = divide(sizes[dim], split.ranks, split.rank)
         offsets[dim] += begin
         shards[dim] *= split.ranks
-    return Region(tuple(offsets), tuple(sizes))
+    return Slice(tuple(offsets), tuple(sizes))
 
 
-def share(shape: Sequence[int], ranks: int, rank: int) -> Share:
-    """Return what a rank has of a tensor under ZeRO-3, as DeepSpeed divides each parameter.
+def flat_slice(shape: Sequence[int], ranks: int, rank: int) -> FlatSlice:
+    """Return a rank's slice under ZeRO-3, as DeepSpeed divides each parameter.
 
     Args:
-        shape: of the tensor.
-        ranks: how many there are.
-        rank: which of them is asked about.
+        shape: of the whole tensor.
+        ranks: how many ranks there are.
+        rank: whose slice is returned.
     """
     numel = math.prod(shape)
     most = -(-numel // ranks)
     begin, size = divide(numel, ranks, rank)
-    return Share(begin, begin + size, most - size)
+    return FlatSlice(begin, begin + size, most - size)

@@ -1,4 +1,4 @@
-"""Takes the weights out of a module, which is then made anew around parts of them."""
+"""Takes the weights out of a module, so that it can be sharded without memory."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from shmload.integrations._sharding.copies import copy_to
 
 
 class Weights:
-    """The parameters that a module had; they keep what they are mapped from alive.
+    """The parameters that a module had; they keep the segments that they lie in mapped.
 
     Args:
         parameters: by all of their names.
@@ -23,35 +23,35 @@ class Weights:
         for name, parameter in parameters.items():
             names[parameter].append(name)
         self.ties = tuple(tuple(tied) for tied in names.values() if len(tied) > 1)
-        """The names that were those of one parameter."""
+        """For each tied parameter, its names."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a parameter's values, which are still where they were mapped."""
+        """Return a parameter's values, which still lie in the mapping."""
         return self._parameters[name].detach()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
 
     def release(self) -> None:
-        """Give them up, and with the last of them the mapping and its lease."""
+        """Drop the parameters; the mapping and its lease go with the last tensor in it."""
         self._parameters.clear()
 
 
 def take_weights(module: nn.Module) -> Weights:
-    """Take a module's parameters out of it, and leave such as have no memory in their place.
+    """Replace a module's parameters by ones without memory, and return the weights.
 
     Args:
         module: on the CPU, such as a component of what `load_pipeline` returns; changed in place.
-            Parameters that were one stay one. Buffers stay as they are.
+            Tied parameters stay tied. Buffers stay as they are.
 
     Returns:
-        What it had; nothing is copied.
+        The parameters that it had; nothing is copied.
 
     Raises:
-        ArgumentError: it has parameters that cannot be divided; it is then as it was.
+        ArgumentError: a parameter cannot be sharded; the module is then as it was.
     """
     taken = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in taken.items():
@@ -68,14 +68,15 @@ def take_weights(module: nn.Module) -> Weights:
 
 
 def own_buffers(module: nn.Module, device: torch.device) -> None:
-    """Give a module copies of its buffers that lie in mapped memory, or elsewhere on the host.
+    """Replace a module's buffers on the CPU, mapped or not, by copies of its own.
 
     Args:
-        module: changed in place; buffers that are one stay one.
-        device: where the copies are; buffers of other devices stay.
+        module: changed in place; buffers that are one tensor stay one.
+        device: of the copies. Buffers that are not on the CPU stay.
     """
-    theirs = {buffer for buffer in module.buffers() if buffer.device.type == "cpu"}
-    copies = dict(zip(theirs, copy_to([buffer.detach() for buffer in theirs], device), strict=True))
+    on_host = {buffer for buffer in module.buffers() if buffer.device.type == "cpu"}
+    copied = copy_to([buffer.detach() for buffer in on_host], device)
+    copies = dict(zip(on_host, copied, strict=True))
     for holder in module.modules():
         for key, buffer in holder._buffers.items():
             if buffer in copies:
@@ -84,7 +85,7 @@ def own_buffers(module: nn.Module, device: torch.device) -> None:
 
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
     if type(parameter) is not nn.Parameter or parameter.layout != torch.strided:
-        raise ArgumentError(f"{name} is a {type(parameter).__name__}, which is not divided by rows")
+        raise ArgumentError(f"{name} is a {type(parameter).__name__}, which cannot be sharded")
     if parameter.device.type != "cpu":
         raise ArgumentError(
             f"{name} is on {parameter.device}; shard a module whose weights are on the CPU, where "

@@ -161,20 +161,20 @@ def test_parameters_without_weights_are_refused():
     module = make()
     weights = fsdp.take_weights(module)
     module.extra = nn.Parameter(torch.ones(3, device="meta"))
-    with pytest.raises(ArgumentError, match="extra was not there"):
+    with pytest.raises(ArgumentError, match="extra did not exist"):
         fsdp.fill(module, weights)
     with torch.device("meta"):
         other = make(8)
-    with pytest.raises(ArgumentError, match=r"0\.weight has shape \(8, 5\), and \(7, 5\)"):
+    with pytest.raises(ArgumentError, match=r"0\.weight has shape \(8, 5\); it had \(7, 5\)"):
         fsdp.fill(other, weights)
 
 
 @pytest.mark.parametrize(
     ("placement", "rows", "reason"),
     [
-        (Partial(), 7, "neither divides nor repeats"),
+        (Partial(), 7, "neither shards nor replicates"),
         (Shard(2), 7, "no dimension 2"),
-        (Shard(0), 3, r"has \(3, 5\) of it, and not \(4, 5\)"),
+        (Shard(0), 3, r"has \(4, 5\) of it, but torch gave it \(3, 5\)"),
     ],
 )
 def test_placements_that_are_not_understood_are_refused(joined, placement, rows, reason):
@@ -191,7 +191,7 @@ def test_placements_that_are_not_understood_are_refused(joined, placement, rows,
 
 def test_ranks_that_are_none_are_refused():
     for rank in (-1, 2):
-        with pytest.raises(ArgumentError, match="none of 2 ranks"):
+        with pytest.raises(ArgumentError, match="not one of 2 ranks"):
             zero.partition(make(), rank, 2)
 
 

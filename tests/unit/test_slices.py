@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from shmload.integrations._sharding.slices import Region, Share, Split, divide, region, share
+from shmload.integrations._sharding.slices import (
+    FlatSlice,
+    Slice,
+    Split,
+    divide,
+    flat_slice,
+    slice_of,
+)
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3)
 COUNTS = st.integers(1, 5)
@@ -33,7 +40,7 @@ def test_chunks_are_those_of_torch(size, count):
 def test_shards_of_one_dimension_make_the_tensor(shape, count, data):
     dim = data.draw(st.integers(0, len(shape) - 1))
     tensor = numbered(shape)
-    parts = [tensor[region(shape, [Split(dim, count, i)]).slices] for i in range(count)]
+    parts = [tensor[slice_of(shape, [Split(dim, count, i)]).selection] for i in range(count)]
     assert torch.equal(torch.cat(parts, dim), tensor)
     assert all(part.untyped_storage().data_ptr() == tensor.data_ptr() for part in parts)
 
@@ -49,7 +56,7 @@ def test_regions_are_where_dtensor_has_them(shape, data):
             for dim, count, index in zip(dims, mesh, place, strict=True)
             if dim is not None
         ]
-        got = region(shape, splits)
+        got = slice_of(shape, splits)
         sizes, offsets = _compute_local_shape_and_global_offset(
             tuple(shape), tuple(mesh), list(place), placements
         )
@@ -62,7 +69,7 @@ def test_fsdp_over_tensor_parallelism_divides_what_that_has_left():
     # A mesh of 2 by 2: the second dimension splits rows first, the first one what it got.
     def rows(data_rank, tensor_rank):
         splits = [Split(0, 2, data_rank, shards=2), Split(0, 2, tensor_rank)]
-        return numbered([8])[region([8], splits).slices].tolist()
+        return numbered([8])[slice_of([8], splits).selection].tolist()
 
     assert rows(0, 0) == [0, 1]
     assert rows(1, 0) == [2, 3]
@@ -75,36 +82,36 @@ def test_uneven_regions_of_two_levels_are_disjoint_and_complete(size, outer, inn
     found = []
     for data_rank, tensor_rank in itertools.product(range(outer), range(inner)):
         splits = [Split(0, outer, data_rank, shards=inner), Split(0, inner, tensor_rank)]
-        found += numbered([size])[region([size], splits).slices].tolist()
+        found += numbered([size])[slice_of([size], splits).selection].tolist()
     assert sorted(found) == list(range(size))
 
 
 def test_replicas_have_the_whole_tensor():
-    assert region([3, 4], []) == Region((0, 0), (3, 4))
-    assert region([], []) == Region((), ())
+    assert slice_of([3, 4], []) == Slice((0, 0), (3, 4))
+    assert slice_of([], []) == Slice((), ())
 
 
 def test_splits_that_say_nothing_sensible_are_refused():
     with pytest.raises(ValueError, match="2 shards and not 4"):
-        region([8], [Split(0, 2, 0, shards=4), Split(0, 2, 0)])
+        slice_of([8], [Split(0, 2, 0, shards=4), Split(0, 2, 0)])
     for dim in (1, -1):
         with pytest.raises(ValueError, match="no dimension"):
-            region([8], [Split(dim, 2, 0)])
+            slice_of([8], [Split(dim, 2, 0)])
 
 
 @given(SHAPES | st.just([]), COUNTS)
 def test_shares_are_equally_long_and_make_the_tensor(shape, count):
     flat = numbered(shape).reshape(-1)
-    shares = [share(shape, count, index) for index in range(count)]
+    shares = [flat_slice(shape, count, index) for index in range(count)]
     assert torch.equal(torch.cat([flat[s.begin : s.end] for s in shares]), flat)
     length = math.ceil(flat.numel() / count)
     assert {s.end - s.begin + s.padding for s in shares} == {length}
 
 
 def test_padding_may_fill_whole_shares():
-    assert [share([2], 4, index) for index in range(4)] == [
-        Share(0, 1, 0),
-        Share(1, 2, 0),
-        Share(2, 2, 1),
-        Share(2, 2, 1),
+    assert [flat_slice([2], 4, index) for index in range(4)] == [
+        FlatSlice(0, 1, 0),
+        FlatSlice(1, 2, 0),
+        FlatSlice(2, 2, 1),
+        FlatSlice(2, 2, 1),
     ]
