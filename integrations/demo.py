@@ -1,6 +1,6 @@
 """The demonstration behind `shmload demo`: one pipeline, loaded three ways, compared.
 
-Each way has a process of its own, so that times and memory are those of a fresh start.
+Each way runs in its own process, so that times and memory are those of a fresh start.
 """
 
 import hashlib
@@ -107,7 +107,7 @@ def _print_results(results: dict[str, dict[str, Any]]) -> None:
 
 
 def _child(way: str, source: str, target: str, started: str) -> None:
-    """Load the pipeline in one way, twice, and print what it took."""
+    """Load the pipeline twice in one way, and print times, memory and digests as JSON."""
     load = _load_with_diffusers if way == "diffusers" else _load_with_shmload
     pipe = load(source)
     process_s = time.monotonic() - float(started)
@@ -166,9 +166,9 @@ def _generate(pipe: Any) -> Any:
 
 
 def _private_nbytes() -> int:
-    """Return the memory that belongs to this process alone, in bytes.
+    """Return the memory that only this process has, in bytes.
 
-    Not Private_Dirty: that counts pages of shared memory which only one process maps just now.
+    Not Private_Dirty, which counts pages of shared memory that only one process maps at the moment.
     """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     private = (line.split() for line in lines if line.startswith("Anonymous:"))

@@ -1,7 +1,7 @@
 """Ray: sources resident on every node of a cluster, and stages of Ray Data that share them.
 
-Guarantee: whatever happens on one node becomes the error in its own report, within a deadline, and
-neither holds up nor spoils what is done on the others.
+Guarantee: a failure on one node is the error in that node's report, within a deadline. It neither
+delays nor fails the other nodes.
 """
 
 import contextlib
@@ -30,22 +30,22 @@ from shmload.integrations.diffusers import load_pipeline
 
 T = TypeVar("T")
 
-# For what is there already; more is only waited for if the node dies just then.
+# To fetch a result that is ready; it takes longer only if the node dies in that moment.
 _FETCH_TIMEOUT_S = 30.0
-_NOT_ALIVE = "it is none of the nodes that are alive"
+_NOT_ALIVE = "it is not one of the nodes that are alive"
 
 
 class NodeReport(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """What was done on one node, or why it was not."""
+    """The result of one node, or its error."""
 
     node_id: str
-    """As Ray calls it."""
+    """Ray's id of the node."""
     address: str
-    """Of the node, as Ray knows it; empty if it does not."""
+    """Ray's address of the node; empty if Ray does not know the node."""
     report: T | None
-    """What was done; None if it failed."""
+    """The result; None if the node failed."""
     error: ShmloadError | None
-    """Why it failed; None if it did not."""
+    """Why the node failed; None if it did not."""
 
 
 # On every node ------------------------------------------------------------------------------------
@@ -63,22 +63,22 @@ def warm_cluster(
 ) -> list[NodeReport[WarmReport]]:
     """Make a source resident on every node that is alive now, once on each.
 
-    A node that has it already reads no byte. Each needs shmload, and the source: a path that leads
-    to it there, or a hub id. It takes no CPU of Ray's reckoning, so it does not wait for a job.
+    A node where it is resident reads no byte. Each node needs shmload and the source: a path that
+    is valid there, or a hub id. The task asks Ray for no CPU, so it does not wait for running jobs.
 
     Args:
         source: as for `warm`. A path that exists here is made absolute.
-        torch_dtype: as for `warm`, like all arguments that are not named here.
+        torch_dtype: as for `warm`.
         components: as for `warm`.
         variant: as for `warm`.
-        nodes: ids of the only nodes to do it on; None for all.
-        timeout_s: how long it may take in all, in seconds. On a node that is not done by then the
-            process is killed; what it had begun goes with the next load there.
-        warm_kwargs: `workers`, `verify`, `pin`, and those for the hub.
+        nodes: ids of the nodes; None for all.
+        timeout_s: deadline for all nodes together, in seconds. On a node that is not done by then
+            the process is killed; the next load there removes its unfinished segments.
+        warm_kwargs: `workers`, `verify`, `pin`, and the arguments for the hub.
 
     Returns:
-        One report for each node, in Ray's order. The error of one is what `warm` raised there, such
-        as a `CapacityError`; or a `NodeError`: it died, was not done in time, or failed otherwise.
+        One report for each node, in Ray's order. Its error is what `warm` raised there, such as a
+        `CapacityError`; or a `NodeError`: the node died, missed the deadline, or failed otherwise.
     """
     work = functools.partial(
         warm,
@@ -99,7 +99,7 @@ def evict_cluster(
     timeout_s: float = 120.0,
     **hub_kwargs: Any,
 ) -> list[NodeReport[list[SegmentInfo]]]:
-    """Remove what is resident of a source on every node that is alive now.
+    """Remove the resident segments of a source on every node that is alive now.
 
     Args:
         source: as for `warm_cluster`, or the name of a segment.
@@ -108,8 +108,8 @@ def evict_cluster(
         hub_kwargs: `revision` and `cache_dir`, for a hub id.
 
     Returns:
-        As `warm_cluster`, with what was removed: nothing where nothing was. The error is a
-        `SegmentBusy` where a process is attached; what else there was is removed.
+        One report for each node, as `warm_cluster`, with the segments that were removed. The
+        error is a `SegmentBusy` if a process is attached to one; the others are removed.
     """
     work = functools.partial(_evict, _absolute(source), hub_kwargs)
     return _on_each_node("evict", work, nodes, timeout_s)
@@ -118,7 +118,7 @@ def evict_cluster(
 def cluster_segments(
     *, nodes: Collection[str] | None = None, timeout_s: float = 120.0
 ) -> list[NodeReport[list[SegmentInfo]]]:
-    """List what is resident on every node that is alive now.
+    """List the segments on every node that is alive now.
 
     Args:
         nodes: as for `warm_cluster`.
@@ -128,7 +128,7 @@ def cluster_segments(
 
 
 def _evict(source: str, hub_kwargs: dict[str, Any]) -> list[SegmentInfo]:
-    """Evict a source on the node where this is called."""
+    """Evict a source on this node."""
     pattern: str | os.PathLike[str] = source
     with contextlib.suppress(ShmloadError):  # segments may outlive their source
         hub = Hub(local_files_only=True, **hub_kwargs)
@@ -140,15 +140,15 @@ def _evict(source: str, hub_kwargs: dict[str, Any]) -> list[SegmentInfo]:
 
 
 def _absolute(source: str | os.PathLike[str]) -> str:
-    """Return what a source is called everywhere: processes of Ray have their own directories."""
+    """Return an absolute path, or a hub id: Ray's processes have other working directories."""
     return os.path.abspath(source) if os.path.exists(source) else os.fspath(source)
 
 
 def _on_each_node(
     name: str, work: Callable[[], T], nodes: Collection[str] | None, timeout_s: float
 ) -> list[NodeReport[T]]:
-    """Do the same once on each node, at the same time, and return what became of it."""
-    # What failed is told and not repeated: it may have been a kill for want of memory.
+    """Call a function once on each node, all at the same time, and return the reports."""
+    # No retries: the process may have been killed because the node ran out of memory.
     run = ray.remote(num_cpus=0, max_retries=0, name=f"shmload.{name}")(_run)
     alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     wanted = list(alive) if nodes is None else list(dict.fromkeys(nodes))
@@ -163,9 +163,9 @@ def _on_each_node(
     try:
         if late:
             _, late = ray.wait(late, num_returns=len(late), timeout=timeout_s)
-    finally:  # a Ctrl-C here shall end them too
+    finally:  # a Ctrl-C ends them too
         for task in late:
-            ray.cancel(task, force=True)  # without, it ends when what it waits for does
+            ray.cancel(task, force=True)  # not forced, it would end only when its own wait does
     reports = []
     for node_id in wanted:
         address = alive.get(node_id, "")
@@ -182,7 +182,7 @@ def _on_each_node(
 
 
 def _run(work: Callable[[], T]) -> tuple[T | None, ShmloadError | None]:
-    """Do some work in a process of Ray's; errors of shmload come back as they are."""
+    """Call a function in a process of Ray's; return shmload's errors instead of raising them."""
     try:
         return work(), None
     except ShmloadError as exc:
@@ -190,7 +190,7 @@ def _run(work: Callable[[], T]) -> tuple[T | None, ShmloadError | None]:
 
 
 def _outcome(task: Any, node_id: str, address: str) -> tuple[T | None, ShmloadError | None]:
-    """Return what a task that is over has returned, or why it did not."""
+    """Return the result of a task that is over, or its error."""
     try:
         result: tuple[T | None, ShmloadError | None] = ray.get(task, timeout=_FETCH_TIMEOUT_S)
         return result
@@ -212,8 +212,8 @@ def _outcome(task: Any, node_id: str, address: str) -> tuple[T | None, ShmloadEr
 class Stage:
     """A stage of Ray Data that calls a function with a pipeline and each batch.
 
-    For `Dataset.map_batches`: all of its actors on a node share one copy of the weights. The first
-    of them decodes what is not resident there, the others wait for it and attach.
+    For `Dataset.map_batches`: all its actors on a node share one copy of the weights. The first
+    actor decodes what is not resident there; the others wait for it and attach.
 
         images.map_batches(
             Stage,
@@ -224,22 +224,20 @@ class Stage:
         )
 
     Args:
-        fn: is called with the pipeline, a batch, and the `fn_args` and `fn_kwargs` of
-            `map_batches`; what it returns or yields are batches. It may be defined anywhere, in
-            `__main__` too.
-        source: as for `load_pipeline`; a path has to be absolute, and the same on every node.
-        components: of the models only these, the others are None; tokenizers, schedulers and other
-            parts without weights are always there. None for all.
+        fn: called with the pipeline, a batch, and the `fn_args` and `fn_kwargs` of `map_batches`;
+            returns or yields batches. It may be defined anywhere, in `__main__` too.
+        source: as for `load_pipeline`; a path must be absolute, and the same on every node.
+        components: the models to load; the others are None. Components without weights, such as
+            tokenizers and schedulers, are always loaded. None for all.
         torch_dtype: as for `load_pipeline`.
-        load_kwargs: everything else that `load_pipeline` takes, such as `variant` or
-            `device_map="cuda"`.
+        load_kwargs: other arguments for `load_pipeline`, such as `variant` or `device_map="cuda"`.
 
     Attributes:
-        pipe: the pipeline. Its weights are mapped copy-on-write: to write to one is private to the
+        pipe: the pipeline. Its weights are mapped copy-on-write: a write to one is private to the
             actor.
 
     Raises:
-        ShmloadError: as `load_pipeline`; Ray Data then ends the job with it.
+        ShmloadError: what `load_pipeline` raises; Ray Data then ends the job with it.
     """
 
     def __init__(
@@ -257,5 +255,5 @@ class Stage:
         )
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the function makes of a batch."""
+        """Return what the function returns for a batch."""
         return self._fn(self.pipe, batch, *args, **kwargs)

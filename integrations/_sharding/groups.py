@@ -1,7 +1,7 @@
-"""Which modules of a model are sharded together, to be gathered and freed as one when they compute.
+"""Which modules of a model FSDP shards as one group, gathered and freed together.
 
-Guarantee: a parameter that has several names is in one group, and so are, wherever modules can be
-told apart, only parameters of one dtype, as FSDP2 wants it.
+Guarantee: a tied parameter is in one group. A group has parameters of one dtype, as FSDP2 wants,
+unless one module itself has several.
 """
 
 from collections import defaultdict
@@ -19,20 +19,20 @@ Blocks = Iterable[str | type[nn.Module]]
 
 
 def find_groups(model: nn.Module, blocks: Blocks | None = None) -> list[nn.Module]:
-    """Return the modules whose parameters make a group each, inner ones before outer ones.
+    """Return one module for each group, inner groups before outer ones.
 
-    A group has the parameters of its module but for those of the groups in it.
+    A group has the parameters of its module, without those of the groups inside.
 
     Args:
-        model: any module; it is the last group itself.
-        blocks: classes whose modules shall be groups; None for those that the model calls
-            indivisible (`_no_split_modules`). A block that shares a parameter with another group is
-            none, for the parameter would be two. Where a block, or the model, has parameters of
-            several dtypes, modules in it become groups too.
+        model: any module; the last group.
+        blocks: classes whose modules are groups; None for the classes that the model calls
+            indivisible (`_no_split_modules`). A block that shares a parameter with another group
+            is no group, because sharding would make two parameters of it. If a block or the model
+            has parameters of several dtypes, modules in it become groups too.
 
     Raises:
-        ArgumentError: there is no module of a class; or parameters of several dtypes are to be
-            trained that one module has itself.
+        ArgumentError: the model has no module of a class; or one module itself has parameters of
+            several dtypes, and some are trained.
     """
     chosen = _without_shared(model, _find_blocks(model, blocks))
     mixed = [model, *chosen]
@@ -74,7 +74,7 @@ def _is_of(module: nn.Module, block: str | type[nn.Module]) -> bool:
 
 
 def _inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield all modules, each behind those in it."""
+    """Yield all modules, each after the modules in it."""
     seen.add(module)
     for child in module.children():
         if child not in seen:
@@ -86,7 +86,7 @@ def _inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _without_shared(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
-    """Return the modules that share no parameter with another of them, or with what is in none."""
+    """Return the chosen modules that share no parameter with another group."""
     while True:
         groups: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
         _note_groups(model, model, chosen, groups)
@@ -102,7 +102,7 @@ def _note_groups(
     chosen: Collection[nn.Module],
     groups: dict[nn.Parameter, set[nn.Module]],
 ) -> None:
-    """Note of each parameter the groups that it would be in, by all of its names."""
+    """Collect for each parameter the groups that it would be in, one for each of its names."""
     group = module if module in chosen else group
     for parameter in module._parameters.values():
         if parameter is not None:
@@ -116,7 +116,7 @@ def _note_groups(
 
 
 def _leaving(model: nn.Module, group: nn.Module, chosen: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the fewest modules that have to leave a group for what stays to have one dtype."""
+    """Return the fewest modules that must leave a group so that the rest has one dtype."""
     parameters = list(_parameters_of(group, chosen))
     dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
     if len(dtypes) < 2:
@@ -128,17 +128,17 @@ def _leaving(model: nn.Module, group: nn.Module, chosen: Collection[nn.Module]) 
     if any(parameter.requires_grad for parameter in parameters):
         path = next(path for path, module in model.named_modules() if module is group)
         raise ArgumentError(
-            f"{path or type(model).__name__} has parameters of {listed(sorted(map(str, dtypes)))} "
-            "itself, which FSDP2 cannot train in one group; load it with one torch_dtype, or call "
+            f"{path or type(model).__name__} has parameters of {listed(sorted(map(str, dtypes)))}, "
+            "which FSDP2 cannot train in one group; load it with one torch_dtype, or call "
             "requires_grad_(False) on it"
         )
-    return []  # what is not trained may have several
+    return []  # parameters that are not trained may have several dtypes
 
 
 def _others(
     module: nn.Module, dtype: torch.dtype, chosen: Collection[nn.Module]
 ) -> list[nn.Module] | None:
-    """Return the modules in one that have other dtypes; None if it has such parameters itself."""
+    """Return the modules in one that have other dtypes; None if its own parameters have some."""
     if any(parameter.dtype != dtype for parameter in module.parameters(recurse=False)):
         return None
     leaving = []
@@ -148,7 +148,7 @@ def _others(
         dtypes = {parameter.dtype for parameter in _parameters_of(child, chosen)}
         if dtypes <= {dtype}:
             continue
-        # Parameters are gathered where a module is called, and containers are not.
+        # Parameters are gathered when a module is called; containers are never called.
         is_called = type(child).forward is not nn.Module.forward
         inner = None if is_called and dtype not in dtypes else _others(child, dtype, chosen)
         if inner is not None:
@@ -161,7 +161,7 @@ def _others(
 
 
 def _parameters_of(module: nn.Module, chosen: Collection[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a module but for those of other groups in it."""
+    """Yield the parameters of a module, without those of other groups in it."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if child not in chosen:

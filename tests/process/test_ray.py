@@ -95,7 +95,7 @@ def test_only_chosen_nodes_are_warmed(cluster, first, checkpoint):
     assert [report.node_id for report in reports] == [first, "none"]
     assert read_nbytes(reports[:1]) == [NBYTES]
     assert isinstance(reports[1].error, shmload.NodeLost)
-    assert "none of the nodes that are alive" in str(reports[1].error)
+    assert "not one of the nodes that are alive" in str(reports[1].error)
 
 
 def test_node_without_room_says_so_and_the_others_do_it(
