@@ -89,8 +89,7 @@ def place_pipeline(
         ring: that the load's weights come through; None if they are in segments.
 
     Raises:
-        ShmloadError: the map does not fit the pipeline, or a device is too small; likewise what
-            the load raises.
+        ShmloadError: the map does not fit the pipeline, a device is too small, or the load failed.
     """
     models = {
         name: model for name, model in pipe.components.items() if isinstance(model, nn.Module)
@@ -111,9 +110,9 @@ def place_models(
 
     Args:
         models: by component, or a single one by the empty name; changed in place.
-        destination: see there.
+        destination: the device map, limits and way to copy.
         load: as for `place_pipeline`.
-        ring: likewise.
+        ring: as for `place_pipeline`.
 
     Raises:
         ShmloadError: as for `place_pipeline`.

@@ -60,7 +60,7 @@ def partition(
         The slices by the parameters' names. A tied parameter has the same object for each name.
 
     Raises:
-        ArgumentError: there is no such rank; likewise what `take_weights` raises.
+        ArgumentError: the rank does not exist, or `take_weights` refuses the module.
     """
     if not 0 <= rank < world_size:
         raise ArgumentError(f"rank {rank} is not one of {world_size} ranks, which count from 0")

@@ -15,7 +15,7 @@ _PORTABLE, _READ_ONLY = 0x01, 0x08
 
 
 class CudaRuntime:
-    """One CUDA device; a lane is a stream of its own.
+    """One CUDA device; each lane is a stream.
 
     Args:
         device: with its index.
@@ -25,7 +25,7 @@ class CudaRuntime:
         self.device = device
         self.name = torch.cuda.get_device_name(device)
         self._streams: dict[int, torch.cuda.Stream] = {}
-        # Where the memory that is filled here is used: it may be memory whose former use is queued.
+        # Memory from `empty` may still have uses queued on this stream: copies wait for them.
         self._consumer = torch.cuda.current_stream(device)
 
     def empty(self, nbytes: int) -> torch.Tensor:

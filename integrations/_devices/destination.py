@@ -59,7 +59,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         """Check that the components that the map names exist.
 
         Args:
-            source: what is loaded.
+            source: to load.
             passed: names of the components that the caller passes in.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Models over hollow segments: files that have a header and whose tensors come later, by a ring."""
+"""Models over hollow segments: files with a header and no data, which comes through a ring."""
 
 
 class BytesNeeded(Exception):

@@ -1,6 +1,6 @@
 """Accelerate's hooks on a model: they move activations between the devices of one pipeline.
 
-The weights are on their devices before. Those that wait on the CPU or on a disk accelerate brings
+The weights are on their devices before. Accelerate brings weights that wait on the CPU or on a disk
 to the device that computes, one module at a time.
 """
 

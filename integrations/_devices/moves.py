@@ -90,7 +90,7 @@ class Moves:
 
     Args:
         modules: each with the device of each of its tensors.
-        is_streamed: see there; None if all bytes are there.
+        is_streamed: None if all bytes are in memory already.
 
     Raises:
         BytesNeeded: a streamed tensor stays on the host, or is not consecutive bytes.
@@ -121,7 +121,7 @@ class Moves:
 
     @property
     def staged(self) -> list[Allocation]:
-        """The allocations whose bytes are there already."""
+        """The allocations whose bytes are in this process's memory already."""
         return [there for there in self.allocations if not there.is_streamed]
 
     def streamed_within(self, begin: int, end: int) -> Iterator[tuple[Move, int, int]]:

@@ -2,7 +2,7 @@
 
 Nothing is copied twice, but to register takes time for each page: which way is quicker depends on
 the machine (`calibration`). Only pages that are a file's own are registered: the kernel copies
-those of a private mapping to pin them. What is left takes the ring.
+those of a private mapping to pin them. All other bytes take the ring.
 """
 
 import contextlib
@@ -37,11 +37,12 @@ def copy_registered(
         files: the segments that tensors may lie in, each with a descriptor, the caller's.
 
     Returns:
-        The allocations that were not copied: those of several small tensors, those whose tensor is
-        in no file or in one that was written to, and those whose pages the driver does not pin.
+        The allocations that were not copied: they hold several small tensors, their tensor is in no
+        file or in one that was written to, or the driver does not pin its pages.
 
     Raises:
-        torch.OutOfMemoryError: a device is full; likewise what else its driver raises.
+        torch.OutOfMemoryError: a device is full.
+        RuntimeError: a driver failed.
     """
     left = dict.fromkeys(allocations)
     for inode, fd in files:

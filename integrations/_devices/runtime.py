@@ -49,7 +49,8 @@ class Runtime(Protocol):
             lane: a small number; a new one makes a new stream.
 
         Raises:
-            torch.OutOfMemoryError: the device is full; likewise what else its driver raises.
+            torch.OutOfMemoryError: the device is full.
+            RuntimeError: a driver failed.
         """
 
     def record(self, lane: int) -> Event:

@@ -24,7 +24,7 @@ class Stream:
         moves: where the bytes go.
         hollow: the files that the modules' tensors seem to lie in, by the number that slots name.
         ring: that workers fill; stays the caller's.
-        pinned: the same ring as devices see it; likewise.
+        pinned: the same ring as devices see it; stays the caller's.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class Stream:
         The load that fills the ring puts None behind its last slot, also when it fails.
 
         Raises:
-            torch.OutOfMemoryError: a device is full; likewise what else its driver raises.
+            torch.OutOfMemoryError: a device is full.
+            RuntimeError: a driver failed.
         """
         try:
             while (filled := self._next()) is not None:

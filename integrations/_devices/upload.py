@@ -32,7 +32,7 @@ class Extent(NamedTuple):
     begin: int
     """Of the first byte in the allocation, in bytes."""
     end: int
-    """Behind the last byte, likewise."""
+    """Behind the last byte in the allocation, in bytes."""
     offset: int
     """Of the first byte in the slot, in bytes."""
 
@@ -51,7 +51,8 @@ def upload(allocations: Sequence[Allocation], shape: RingShape, ring: PinnedRing
         ring: stays the caller's; all its slots are free.
 
     Raises:
-        torch.OutOfMemoryError: a device is full; likewise what else its driver raises.
+        torch.OutOfMemoryError: a device is full.
+        RuntimeError: a driver failed.
     """
     if allocations:
         threads = min(filler_count(), shape.slots)
@@ -64,7 +65,7 @@ def batches(allocations: Sequence[Allocation], slot_nbytes: int) -> Iterator[lis
     """Yield the extents that go through a slot together: every used byte, once and in order.
 
     Args:
-        allocations: what is copied.
+        allocations: to copy.
         slot_nbytes: size of a slot, in bytes.
     """
     batch: list[Extent] = []
@@ -87,7 +88,7 @@ class _Upload:
     """One call of `upload`: each thread has its own slots and lane, and takes the next batch.
 
     Args:
-        allocations: what is copied.
+        allocations: to copy.
         slot_nbytes: size of the ring's slots, in bytes.
         ring: stays the caller's.
         slots: of each lane, as offsets in the ring, in bytes.
@@ -163,7 +164,7 @@ class _Upload:
 
         Args:
             offset: of its first byte in the ring, in bytes.
-            extent: whose gaps between tensors stay as they are.
+            extent: bytes of its allocation; gaps between tensors are not copied.
         """
         for move in extent.allocation.moves:
             low = max(extent.begin, move.offset)

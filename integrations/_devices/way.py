@@ -30,7 +30,8 @@ class Copier(Protocol):
             hollow: the files that the tensors seem to lie in, by the number that slots name.
 
         Raises:
-            torch.OutOfMemoryError: the device is full; likewise what else its driver raises.
+            torch.OutOfMemoryError: the device is full.
+            RuntimeError: a driver failed.
         """
 
     def copy(
@@ -46,7 +47,8 @@ class Copier(Protocol):
             The allocations that this way could not copy by itself: their bytes took the ring.
 
         Raises:
-            torch.OutOfMemoryError: the device is full; likewise what else its driver raises.
+            torch.OutOfMemoryError: the device is full.
+            RuntimeError: a driver failed.
         """
 
 

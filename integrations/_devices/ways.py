@@ -40,10 +40,10 @@ WAYS: dict[str, Callable[[], Way]] = {"ring": _ring, "register": _register, "off
 
 
 def require_pin(pin: str) -> None:
-    """Check that it is `auto` or one of `WAYS`.
+    """Check that a value of `pin` is `auto` or names one of `WAYS`.
 
     Raises:
-        ArgumentError: it is none of them.
+        ArgumentError: it does not.
     """
     if pin not in ("auto", *WAYS):
         raise ArgumentError(f"pin is {pin!r}; it must be one of {', '.join(('auto', *WAYS))}")

@@ -1,4 +1,4 @@
-"""Copies of slices on a device, each with memory of its own."""
+"""Copies of slices to a device; each copy has its own memory."""
 
 from collections.abc import Sequence
 
