@@ -9,7 +9,6 @@ from shmload._host.collector import paused_gc
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
 from shmload._segments.segment import Stay
-from shmload._service.client import Service
 
 
 @contextlib.contextmanager
@@ -21,7 +20,6 @@ def complete_load(
     workers: int | None,
     verify: bool,
     progress: Callback | bool | None,
-    service: Service | None = None,
 ) -> Iterator[Load]:
     """Load and wait until every segment is complete; a context that ends the load.
 
@@ -32,7 +30,6 @@ def complete_load(
         workers: as for `Load`.
         verify: recompute the digest of every segment.
         progress: as for `Progress`.
-        service: as for `Load`.
 
     Yields:
         The load, with every segment complete.
@@ -51,7 +48,6 @@ def complete_load(
                     progress=counter,
                     parent_is_busy=False,
                     workers=workers,
-                    service=service,
                 )
             )
             load.wait()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from shmload._decoding.coordinator import Coordinator, Job
 from shmload._decoding.ring import Ring
 from shmload._loading.progress import Progress
-from shmload._service.client import Service, find_service
+from shmload._service.client import Client, find_service
 from shmload._settings import settings
 from shmload.errors import ServiceUnavailable
 
@@ -25,16 +25,13 @@ class Decoder:
         keep: the load's segments will be resident.
         workers: number of worker processes if no service decodes.
         progress: counts the bytes.
-        service: the service that decodes; None for the running one, if the settings allow it.
     """
 
-    def __init__(
-        self, *, keep: bool, workers: int, progress: Progress, service: Service | None
-    ) -> None:
+    def __init__(self, *, keep: bool, workers: int, progress: Progress) -> None:
         self._keep = keep
         self._workers = workers
         self._progress = progress
-        self._service = service
+        self._service: Client | None = None
         self._coordinator: Coordinator | None = None
         self._is_cancelled = threading.Event()
 
@@ -44,8 +41,7 @@ class Decoder:
         Raises:
             ServiceError, ProtocolError: no service is usable, and the settings require one.
         """
-        if self._service is None:
-            self._service = find_service()
+        self._service = find_service()
 
     def leaves_to_service(self, read_nbytes: int) -> bool:
         """Tell whether the service decodes shards of so many bytes."""

@@ -28,7 +28,6 @@ from shmload._loading.shard import OpenShard
 from shmload._segments.acquire import Awaited
 from shmload._segments.listing import check_digest
 from shmload._segments.segment import Stay
-from shmload._service.client import Service
 from shmload._settings import settings, worker_count
 from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError, SegmentTimeout
@@ -46,7 +45,6 @@ class Load:
         progress: counts the bytes.
         parent_is_busy: the caller needs a core while the load decodes.
         workers: number of worker processes; None for the number in the settings.
-        service: the service that decodes; None for the running one, if the settings allow it.
         ring: takes the bytes that are not resident, instead of segments, and without a service;
             stays the caller's.
 
@@ -63,7 +61,6 @@ class Load:
         progress: Progress,
         parent_is_busy: bool,
         workers: int | None = None,
-        service: Service | None = None,
         ring: Ring | None = None,
     ) -> None:
         self._source = source
@@ -76,7 +73,6 @@ class Load:
             keep=stay is Stay.RESIDENT,
             workers=workers or worker_count(parent_is_busy=parent_is_busy),
             progress=progress,
-            service=service,
         )
         self.holdings = Holdings(stay, is_hollow=ring is not None)
         """The open shards and their segments; the load closes them."""

@@ -22,7 +22,6 @@ from shmload._placement.inventory import Inventory, choose_inventory
 from shmload._placement.placement import place
 from shmload._segments.segment import Stay
 from shmload._segments.view import View
-from shmload._service.client import Service
 from shmload.errors import SourceNotFound
 
 
@@ -50,7 +49,6 @@ def warm(
     verify: bool = False,
     progress: Callback | bool | None = None,
     pin: bool = False,
-    service: Service | None = None,
     **hub_kwargs: Any,
 ) -> WarmReport:
     """Decode a source into resident segments, which later loads with the same arguments attach.
@@ -67,7 +65,6 @@ def warm(
         verify: recompute the digests of all segments, resident ones too.
         progress: as for `load_state_dict`.
         pin: protect the segments: the service never evicts them to make room.
-        service: the service that decodes; None for the running one, if there is one.
         hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`,
             `subfolder`.
 
@@ -87,7 +84,6 @@ def warm(
         workers=workers,
         verify=verify,
         progress=progress,
-        service=service,
     ) as load:
         held = load.holdings.segments()
         for segment in held if pin else ():

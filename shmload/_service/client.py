@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 from shmload._decoding.coordinator import Job, OnBytes
 from shmload._ipc.frames import Inbox, send
@@ -44,24 +44,6 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _A = TypeVar("_A", bound=Answer)
 
 OnProgress = Callable[[int, int], None]
-
-
-class Service(Protocol):
-    """What a load needs of a service: `Client` has it."""
-
-    def reserve(self, nbytes: int) -> None:
-        """Reserve room for `nbytes` of segments, or raise `CapacityError`."""
-
-    def decode(
-        self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
-    ) -> list[str]:
-        """Do what `Coordinator.decode` does."""
-
-    def note(self, found: Sequence[str], made: Sequence[str]) -> None:
-        """Report the segments that the load found and those it decoded, resident or not."""
-
-    def close(self) -> None:
-        """Give back the load's reservation and loans; again is fine."""
 
 
 class Client:
@@ -132,11 +114,13 @@ class Client:
         return self._receive(kind, timeout_s, on_progress, is_cancelled)
 
     def reserve(self, nbytes: int) -> None:
+        """Reserve room for `nbytes` of segments, or raise `CapacityError`."""
         self.ask(Reserve(nbytes), Reserved)
 
     def decode(
         self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
     ) -> list[str]:
+        """Lend the jobs' descriptors and do what `Coordinator.decode` does."""
         done_before = 0
 
         def add(done: int, total: int) -> None:
@@ -162,6 +146,7 @@ class Client:
         return list(answer.digests)
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
+        """Report the segments that the load found and those it decoded, resident or not."""
         self.ask(Attached(tuple(found), tuple(made)), Noted)
 
     def _send(self, request: Request, fds: tuple[int, ...] = ()) -> None:

@@ -8,6 +8,7 @@ import pytest
 import shmload
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.wanted import Wanted
+from shmload._loading import decoder
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._loading.sources import derive_rules
@@ -43,21 +44,24 @@ class GoneService:
 
 
 @pytest.fixture
-def service(configure):
+def service(configure, monkeypatch):
+    """What every load of this test takes for the running service."""
     configure(inline_nbytes=0, workers=1)
-    return GoneService()
+    service = GoneService()
+    monkeypatch.setattr(decoder, "find_service", lambda: service)
+    return service
 
 
 def test_what_it_writes_later_reaches_no_segment(service, shard, evicts):
     service.may_go.set()
-    shmload.warm(shard, torch_dtype="bfloat16", service=service)
+    shmload.warm(shard, torch_dtype="bfloat16")
     service.write()
     assert len(shmload.verify()) == 1
 
 
 def test_who_waits_for_the_part_gets_the_segment(service, shard, evicts, shm_names):
     waiting = threading.Thread(
-        target=shmload.warm, args=(shard,), kwargs={"torch_dtype": "bfloat16", "service": service}
+        target=shmload.warm, args=(shard,), kwargs={"torch_dtype": "bfloat16"}
     )
     waiting.start()
     while not service.lent:
@@ -84,7 +88,6 @@ def test_part_that_somebody_looks_at_stays(service, shard):
             stay=Stay.PRIVATE,
             progress=progress,
             parent_is_busy=False,
-            service=service,
         ) as load,
     ):
         (path,) = load.holdings.files().values()
@@ -101,6 +104,6 @@ def test_memory_that_the_service_takes_need_not_be_there_for_its_client(service,
     cgroup(1 << 30, (1 << 30) - (50 << 20))  # less than the margin
     service.may_go.set()
     with pytest.raises(shmload.MemoryLimitExceeded, match="the memory control group"):
-        shmload.warm(shard, torch_dtype="bfloat16", service=service)
+        shmload.warm(shard, torch_dtype="bfloat16")
     assert service.lent  # the client has to have it only when it decodes by itself
     service.write()
