@@ -103,7 +103,7 @@ def _rename_base(stem: str, file_format: Format) -> str:
     """Replace the base name of a model's weights by that of its library's safetensors."""
     for owner, base in file_format.base_names.items():
         if stem == base or stem.startswith((f"{base}.", f"{base}-")):
-            return SAFETENSORS.base_names[owner] + stem.removeprefix(base)
+            return SAFETENSORS.base_names.get(owner, base) + stem.removeprefix(base)
     return stem
 
 
