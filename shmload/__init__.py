@@ -1,7 +1,8 @@
 """Loads diffusion pipelines through shared memory.
 
-Checkpoint shards are decoded once, by worker processes, into POSIX shared memory; every process
-then attaches them in milliseconds and shares one copy. Importing this package imports no torch.
+Worker processes decode the shards of a checkpoint once, into POSIX shared memory. Every process
+then attaches them in milliseconds and shares the one copy. Importing this package does not import
+torch.
 """
 
 import importlib
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
     from shmload.integrations.handles import Handle, share
     from shmload.integrations.placing import to_device
 
-# Imported on first use, so that `import shmload` stays light; the same as above.
+# The modules of the names above. They are imported on first use: `import shmload` stays light.
 _HOMES = {
     "Action": "shmload._loading.plan",
     "Handle": "shmload.integrations.handles",

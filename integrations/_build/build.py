@@ -1,9 +1,9 @@
 """Builds a pipeline while its weights are still being decoded.
 
-The libraries' own `from_pretrained` builds it, from a view; or, where these models were built
-before, only the rest around models from their skeleton. That nothing has looked at a byte too early
-is not hoped for but read off the kernel's page tables, and that the dtypes were guessed right is
-checked on the built models; otherwise it is built again.
+The libraries' own `from_pretrained` builds it from a view. If the same models were built before,
+they come from their skeleton and `from_pretrained` builds only the rest. Two checks follow: the
+kernel's page tables show that nothing has read a byte before it was decoded, and the built models
+show that the rules chose the right dtypes. If a check fails, the pipeline is built again.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _has_ever_warned = False
-# What diffusers warns of when a model of a class of its pipelines is passed in.
+# The beginning of diffusers' warning about models that are passed in.
 _PASSED = "You have passed a non-standard module"
-# Arguments of from_pretrained that do not change what its models are.
+# Arguments of from_pretrained that do not change its models.
 _NEUTRAL_KWARGS = frozenset(
     {
         "cache_dir",
@@ -56,12 +56,12 @@ class Build:
 
     Args:
         source: the pipeline.
-        rules: by which its shards are decoded, by component.
-        load: of them; stays the caller's.
+        rules: the rules that its shards are decoded by, by component.
+        load: the load of its shards; stays the caller's.
         torch_dtype: for `from_pretrained`.
-        kwargs: its other arguments.
-        place: puts the pipeline where it belongs, when all bytes are there or while they come;
-            None for leaving it on the CPU.
+        kwargs: the other arguments of `from_pretrained`.
+        place: copies the pipeline to its devices, after or while the bytes are decoded; None to
+            leave it on the CPU.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Build:
         self._root = os.fspath(source.given) if is_local else str(source.root)
 
     def run(self, *, verify: bool) -> "DiffusionPipeline":
-        """Build it, while the load goes on where that is possible.
+        """Build the pipeline, if possible while its weights are being decoded.
 
         Raises:
-            BytesNeeded: the load is hollow, and that is not possible here.
+            BytesNeeded: that is not possible, and the load has stand-ins, which get no bytes.
         """
         skeleton = self._skeleton_path()
         pipe = self._build_around(skeleton) if skeleton else None
@@ -97,7 +97,7 @@ class Build:
         return pipe
 
     def _build_around(self, skeleton: Path) -> "DiffusionPipeline | None":
-        """Build it around models from their skeleton, or return None if that was not to be."""
+        """Build the pipeline around models from their skeleton; return None if it does not fit."""
         unfinished = self._load.holdings.unfinished_components()
         if not self._load.holdings.has_every_file:
             return None
@@ -112,25 +112,25 @@ class Build:
         return None
 
     def _skeleton_path(self) -> Path | None:
-        """Return where the models' skeleton is, if these arguments allow for one."""
+        """Return the path of the models' skeleton, if these arguments allow one."""
         named = {key for key, value in self._kwargs.items() if value is not None}
         if not (settings().skeletons and self._source.class_name and named <= _NEUTRAL_KWARGS):
             return None
-        if torch.is_inference_mode_enabled():  # it makes other tensors
+        if torch.is_inference_mode_enabled():  # its tensors are of another kind
             return None
         if self._kwargs.get("use_safetensors") is False:
             return None
         return skeleton_path(self._source, self._load, self._torch_dtype, self._root)
 
     def _build_models(self, skeleton: Path | None, *, verify: bool) -> "DiffusionPipeline":
-        """Let the libraries build all of it."""
+        """Let the libraries build the whole pipeline."""
         generator_state = torch.get_rng_state()
         pipe = self._build_early(self._load.holdings.unfinished_components())
         if pipe is None:
             self._require_bytes()
             pipe = self._from_view()
         is_foreseen = not self._has_other_dtypes(pipe)
-        # Who draws random numbers has to draw them each time.
+        # A build that draws random numbers must draw them each time: no skeleton.
         draws = not torch.equal(generator_state, torch.get_rng_state())
         if is_foreseen and skeleton and not draws and not self._has_warned():
             save_skeleton(skeleton, self._models_of(pipe), self._load.holdings.open_files())
@@ -140,7 +140,7 @@ class Build:
         return pipe
 
     def _build_undecoded(self, generator_state: torch.Tensor) -> "DiffusionPipeline":
-        """Build it from the shards as they are: what was decoded has the wrong dtypes."""
+        """Build the pipeline from the stored shards: the segments have the wrong dtypes."""
         torch.set_rng_state(generator_state)
         self._require_bytes()
         pipe = self._from_view(decoded=False)
@@ -150,13 +150,17 @@ class Build:
         return pipe
 
     def _require_bytes(self) -> None:
-        """Wait until all bytes are there, if they ever are."""
+        """Wait until all bytes are decoded.
+
+        Raises:
+            BytesNeeded: the load has stand-ins, which get no bytes.
+        """
         if self._load.holdings.hollow:
             raise BytesNeeded
         self._load.wait()
 
     def _build_early(self, unfinished: set[str]) -> "DiffusionPipeline | None":
-        """Build it before all bytes are there; return None if that was not to be."""
+        """Build the pipeline before all bytes are decoded; return None if that failed."""
         if not self._can_build_early(unfinished):
             return None
         generator_state = torch.get_rng_state()
@@ -165,45 +169,45 @@ class Build:
         except Exception:
             if not unfinished:
                 raise
-            # What it stumbled over may be bytes that are not there yet, or a worker's failure.
+            # The cause may be bytes that are not decoded yet, or a worker's failure.
         else:
             if self._is_wholly_mapped(pipe, unfinished):
                 return pipe
-        logger.info("%s: weights were wanted before they were there", self._source.given)
-        # Missing weights are drawn at random: the same again.
+        logger.info("%s: building read weights that were not decoded yet", self._source.given)
+        # The libraries draw missing weights at random: draw the same ones again.
         torch.set_rng_state(generator_state)
         return None
 
     def _finish(self, pipe: "DiffusionPipeline", *, verify: bool) -> None:
-        """Wait for the rest of the load, and put the pipeline in its place."""
+        """Wait for the rest of the load, and copy the pipeline to its devices."""
         if not self._load.holdings.hollow:
             self._load.wait()
             if verify:
                 self._load.verify()
         if self._place:
-            self._place(pipe)  # hollow segments' bytes pass by it
+            self._place(pipe)  # with stand-ins, this copies the bytes while they are decoded
         hold_leases(pipe.components.values(), self._load.holdings.segments())
 
     @property
     def _reads_at_once(self) -> bool:
-        """Whether the library casts weights, or copies them to a device, while it builds."""
+        """Whether the library reads weights while it builds: it casts or copies them."""
         return self._load.holdings.leaves_casts or "device_map" in self._kwargs
 
     def _can_build_early(self, unfinished: set[str]) -> bool:
-        """Tell whether building is worth while before all bytes are there."""
+        """Tell whether building before all bytes are decoded can succeed."""
         return self._load.holdings.has_every_file and not (unfinished and self._reads_at_once)
 
     def _from_view(
         self, models: Models | None = None, *, decoded: bool = True
     ) -> "DiffusionPipeline":
-        """Build it from a view, of the segments or else of the shards as they are.
+        """Build the pipeline from a view.
 
         Args:
-            models: from a skeleton; they are in order as they are.
-            decoded: whether the view leads to the segments.
+            models: from a skeleton; they need no repair.
+            decoded: the view leads to the segments; False: to the stored shards.
         """
         given = self._source.given
-        # The libraries' loading is not made for threads, nor is the repair of messages.
+        # Neither the libraries' loading nor the repair of messages is thread-safe.
         with libraries, View(self._source.root, self._load.holdings.files() if decoded else {}) as view:
             repair = PathRepair(view.path, self._root, given, self._said)
             if models:
@@ -216,8 +220,8 @@ class Build:
     def _from_path(self, root: Path, models: Models) -> "DiffusionPipeline":
         """Let the library build the pipeline, as the class that the source names.
 
-        The base class would decide by its own list of optional components which of those passed in
-        are honoured; that of the concrete class is the right one.
+        The class's list of optional components decides which passed components count. The list of
+        the base class is another one.
         """
         import diffusers
         from diffusers.pipelines import pipeline_utils
@@ -228,8 +232,9 @@ class Build:
         # The older name still works but warns.
         keyword = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
         dtype = {} if self._torch_dtype is None else {keyword: _as_torch(self._torch_dtype)}
-        # Mapped weights are there at once: threads to fetch them are a sixth of the build's time.
-        # In inference mode those threads, which are outside of it, make other tensors.
+        # Mapped weights need no threads to fetch them: without threads a build takes a sixth less
+        # time. In inference mode they stay: they run outside of it, and make other tensors than
+        # this thread would.
         is_theirs = self._reads_at_once or torch.is_inference_mode_enabled()
         threads = contextlib.nullcontext() if is_theirs else _no_loading_threads()
         with threads:
@@ -239,9 +244,9 @@ class Build:
         return pipe
 
     def _has_warned(self) -> bool:
-        """Tell whether this process may have warned, or kept silent, of what others must hear.
+        """Tell whether this process has shown, or muted, a warning that a skeleton would drop.
 
-        Many warnings come once in a process, so one is enough for all that it builds later.
+        The libraries give many warnings once in a process: after one, later builds count too.
         """
         global _has_ever_warned
         loggers = (logging.getLogger(name) for name in ("diffusers", "transformers", "accelerate"))
@@ -250,7 +255,7 @@ class Build:
         return _has_ever_warned
 
     def _models_of(self, pipe: "DiffusionPipeline") -> Models:
-        """Return the models whose weights this load has."""
+        """Return the models whose weights this load decodes."""
         found = {
             checkpoint.component: getattr(pipe, checkpoint.component, None)
             for checkpoint in self._source.checkpoints
@@ -258,10 +263,10 @@ class Build:
         return {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
 
     def _is_wholly_mapped(self, pipe: "DiffusionPipeline", components: set[str]) -> bool:
-        """Tell whether every stored tensor of some models is mapped, and none was read."""
+        """Tell whether every stored tensor of some components is mapped, and none was read."""
         if not components:
             return True
-        # A page that was written to keeps the zeros that its neighbours had at that time.
+        # A page copied on write before decoding finished still has zeros around the write.
         if any(map(modified_nbytes, mappings(self._load.holdings.unfinished_inodes()))):
             return False
         spans = Spans(self._load.holdings.inodes())
@@ -270,9 +275,9 @@ class Build:
         return all(map(spans.holds_unread, tensors))
 
     def _has_other_dtypes(self, pipe: "DiffusionPipeline") -> bool:
-        """Tell whether some model has a dtype that its rule did not foresee, and forget such rules.
+        """Tell whether a model has other dtypes than its rule says, and forget such rules.
 
-        A tensor that was stored in fewer bits than the model has in the end has lost some of them.
+        A tensor that the rule gave fewer bits than the model wants has lost precision.
         """
         is_wrong = False
         for checkpoint in self._source.checkpoints:
@@ -291,14 +296,14 @@ class Build:
 
 
 def _is_of_models(said: tuple[str, int, str]) -> bool:
-    """Tell whether something that was logged is a warning, and not one of the pipeline's code."""
+    """Tell whether a log record is a warning about models, not one of a pipeline's code."""
     name, level, _ = said
     return level >= logging.WARNING and not name.rpartition(".")[2].startswith("pipeline_")
 
 
 @contextlib.contextmanager
 def _no_loading_threads() -> Iterator[None]:
-    """Set the variable that has transformers 5 fetch tensors in the calling thread."""
+    """Make transformers 5 fetch tensors in the calling thread, by an environment variable."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     if name in os.environ:
         yield
@@ -311,7 +316,7 @@ def _no_loading_threads() -> Iterator[None]:
 
 
 def _as_torch(dtype: object) -> object:
-    """Turn names of dtypes, alone or in a dict by component, into torch's objects."""
+    """Return torch's dtypes for names, alone or in a dict by component."""
     if isinstance(dtype, Mapping):
         return {name: _as_torch(value) for name, value in dtype.items()}
     return None if dtype is None else getattr(torch, TORCH_NAMES[parse_dtype(dtype)])

@@ -1,4 +1,4 @@
-"""Which tensors lie in which mapping of this process, and leases that last as long as they do."""
+"""Finds the mapping that a tensor lies in, and keeps leases as long as their tensors live."""
 
 import bisect
 import itertools
@@ -14,16 +14,16 @@ from shmload._segments.segment import Segment
 if TYPE_CHECKING:
     import torch
 
-# On a fault the kernel maps the pages of the same 64 KiB too (fault_around_bytes), and safetensors
-# looks at the first byte of each tensor.
+# A page fault also maps the other pages of the same 64 KiB (fault_around_bytes), and safetensors
+# reads the first byte of each tensor.
 _FAULT_AROUND_NBYTES = 64 << 10
 
 
 class Spans:
-    """The mappings of some files, by address.
+    """The mappings of some files in this process, by address.
 
     Args:
-        inodes: of the files.
+        inodes: the inodes of the files.
     """
 
     def __init__(self, inodes: set[Inode]) -> None:
@@ -41,7 +41,7 @@ class Spans:
     def holds_unread(self, tensor: "torch.Tensor") -> bool:
         """Tell whether a tensor lies in a mapping and nothing has read its inner pages.
 
-        Of a tensor too small to have any, only where it lies is known: what copies it shows so.
+        A tensor too small to have inner pages counts as unread if it lies in a mapping.
         """
         if tensor.numel() == 0:
             return True
@@ -53,10 +53,10 @@ class Spans:
 
 
 def hold_leases(components: Iterable[Any], segments: Iterable[Segment]) -> None:
-    """Keep leases of segments for exactly as long as a tensor lies in them.
+    """Keep a lease on each segment as long as a tensor lies in it.
 
-    Each storage, in the mapping that the library made, gets a finalizer, the last of which closes
-    the lease. A segment that has no name is not leased: nobody could evict it.
+    Each storage in a mapping that the library made gets a finalizer; the last one closes the
+    lease. A segment without a name needs no lease: no process could evict it.
     """
     named = {segment.inode: segment for segment in segments if segment.has_name}
     if not named:

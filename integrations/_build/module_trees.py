@@ -1,7 +1,7 @@
-"""What models are made of, as values that a placement is decided from.
+"""Describes the modules of models with their sizes: the values that a placement is decided from.
 
-A model that is built says so itself. For one that is not, the same model is made on torch's meta
-device, without memory, and each tensor gets the dtype that it will have when it is loaded.
+A built model is described as it is. A model that is not built is made on torch's meta device,
+without memory, and each tensor counts with the dtype that it will have when it is loaded.
 """
 
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 NbytesOf = Callable[[str, torch.Tensor], int]
 """Says how many bytes a tensor takes, by its name in the model."""
 
-# What components are called that compute at every step of a generation, in diffusers' pipelines.
+# Names, in diffusers' pipelines, of the components that compute at every step of a generation.
 _EVERY_STEP = re.compile(r"(transformer|unet|prior|prior_prior|decoder|controlnet\w*)(_\d+)?")
 # Weights that shmload leaves to the libraries.
 _PICKLED = re.compile(r"(diffusion_)?pytorch_model(-\d+-of-\d+)?\.bin")
@@ -43,13 +43,13 @@ def component_of(name: str, model: torch.nn.Module, nbytes_of: NbytesOf | None =
     """Describe a model, built or on the meta device.
 
     Args:
-        name: of the component in its pipeline; empty if there is none.
-        model: any module. Buffers count, those too that are in no checkpoint. What must stay whole
-            is what its `_no_split_modules`, or those of any module in it, say by class.
-        nbytes_of: the size of a tensor in bytes; None for what it takes as it is.
+        name: name of the component in its pipeline; empty if there is none.
+        model: any module. All buffers count, also those that are in no checkpoint. Modules stay
+            whole if `_no_split_modules`, of the model or of any module in it, names their class.
+        nbytes_of: returns the size of a tensor, in bytes; None for its present size.
 
     Returns:
-        Its modules with sizes in bytes. A tensor that has several names counts where it is first.
+        Its modules with sizes in bytes. A tensor with several names counts at the first.
     """
     whole = whole_classes(model)
     first: dict[torch.Tensor, str] = {}
@@ -69,7 +69,7 @@ def component_of(name: str, model: torch.nn.Module, nbytes_of: NbytesOf | None =
         own = []
         for key, tensor in _own_tensors(module):
             tensor_path = join(path, key)
-            # Beside other modules it has a place of its own.
+            # A tensor beside submodules is placed by itself, else with its module.
             home = tensor_path if inner else path
             own.append(Module(name=key, nbytes=size(tensor_path, tensor, home)))
         if not inner:
@@ -97,7 +97,7 @@ def whole_classes(model: torch.nn.Module) -> set[str]:
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a module has itself, under all of their names."""
+    """Yield a module's own tensors, without its submodules', under all of their names."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
@@ -105,16 +105,16 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def components_of(
     source: Source, torch_dtype: object, only: Collection[str] | None = None
 ) -> tuple[Component, ...]:
-    """Describe the components of a source that have weights, in its order; reads headers only.
+    """Describe the components of a source that have weights, in its order; read headers only.
 
     Args:
-        source: what is to be placed.
+        source: the source to place.
         torch_dtype: as for `load_pipeline`.
-        only: the names of those that are wanted; None for all.
+        only: names of the wanted components; None for all.
 
     Returns:
-        Each with its sizes once it is loaded. One whose class is not known, or which is quantised,
-        cannot be divided, and has the size of its files.
+        The components with the sizes that they will have when they are loaded. A component that is
+        quantised, or whose class is unknown, is indivisible and has the size of its files.
     """
     by_name = {checkpoint.component: checkpoint for checkpoint in source.checkpoints}
     found: list[Component | None] = []
@@ -127,7 +127,7 @@ def components_of(
 
 
 def _describe_pickled(root: Path, name: str, torch_dtype: object) -> Component | None:
-    """Describe a component of a pipeline that has weights only in files without a header."""
+    """Describe a component of a pipeline whose weights are pickled files, without a header."""
     files = root / name
     nbytes = sum(path.stat().st_size for path in files.glob("*.bin") if _PICKLED.match(path.name))
     if not nbytes:
@@ -149,14 +149,14 @@ def _describe_pickled(root: Path, name: str, torch_dtype: object) -> Component |
 def _describe(checkpoint: Checkpoint, torch_dtype: object) -> Component:
     """Describe one component by its class, or else by its headers."""
     rule = rule_for(checkpoint, torch_dtype)
-    # Without a configuration its class would be made with its defaults.
+    # Without a configuration the class would make a model of default size.
     is_known = checkpoint.class_name and checkpoint.config
     if is_known and not checkpoint.config.get("quantization_config"):
         try:
             with libraries:
                 return _from_class(checkpoint, rule, torch_dtype)
-        except Exception as exc:  # any reason at all not to know: it is placed in one piece
-            logger.info("%s cannot be looked into: %s", checkpoint.class_name, exc)
+        except Exception as exc:  # whatever went wrong: the component is placed as a whole
+            logger.info("%s cannot be divided: %s", checkpoint.class_name, exc)
     sizes = (
         tensor.nbytes * NBITS[rule(tensor)] // NBITS[tensor.dtype]
         for tensor in _stored_tensors(checkpoint)
@@ -165,7 +165,7 @@ def _describe(checkpoint: Checkpoint, torch_dtype: object) -> Component:
 
 
 def _from_class(checkpoint: Checkpoint, rule: Rule, torch_dtype: object) -> Component:
-    """Make the model without memory, and give each tensor the size that it has once loaded."""
+    """Make the model without memory; each tensor counts with its size when it is loaded."""
     from diffusers import ModelMixin
     from transformers import PreTrainedModel
 
@@ -197,12 +197,12 @@ def _from_class(checkpoint: Checkpoint, rule: Rule, torch_dtype: object) -> Comp
 
 
 def _parts_pattern(parts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return what finds the names that have one of some parts, as both libraries look for them."""
+    """Return a pattern for names with one of some dotted parts; both libraries match like that."""
     return re.compile("|".join(rf"(^|\.){part}($|\.)" for part in parts)) if parts else None
 
 
 def _own_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype that transformers takes a checkpoint to have."""
+    """Return the dtype that transformers assumes for a checkpoint."""
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     if named:
         return parse_dtype(named)

@@ -14,21 +14,21 @@ from typing import Any, TextIO
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-# Whose messages a second build would repeat.
+# The loggers whose messages a second build would repeat.
 _LIBRARIES = ("diffusers", "transformers", "accelerate", "py.warnings")
 _VOCABULARY_COUNT = 10_000
 _MAX_ERRORS = 20  # of one chain; they can be cyclic
 
 
 class PathRepair:
-    """Turns paths below a view back into those of the source.
+    """Replaces paths below a view by those of the source.
 
     Args:
         view: the view's directory.
-        root: the path of the source's directory as the libraries would have spelled it.
-        given: what the user named; stands for the view's directory itself.
-        said: what was logged by an earlier build of the same pipeline and is not to be said twice;
-            what this one logs is added.
+        root: the path of the source's directory, as the libraries would spell it.
+        given: the source as the user named it; replaces the view's directory itself.
+        said: what an earlier build of the same pipeline logged, and this one must not repeat; what
+            this one logs is added.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PathRepair:
         import torch
 
         self._leaves = (*_LEAVES, *_CODE, torch.Tensor)
-        # What every module has and what never holds a path: most of a walk's time.
+        # Attributes of every module, which never hold a path and would take most of the time.
         self._internals = frozenset(vars(torch.nn.Module())) - {"_modules"}
         self._view = str(view)
         self._root = root
@@ -59,7 +59,7 @@ class PathRepair:
 
         Args:
             pipe: where to begin.
-            but: what need not be looked at.
+            but: objects to leave out.
         """
         seen = set(map(id, but))
         waiting = [pipe]
@@ -86,11 +86,11 @@ class PathRepair:
                 continue
             repaired = self._repaired(value, waiting)
             if repaired is not value:
-                # Not container[key]: diffusers' FrozenDict forbids that, and this is no change.
+                # Not container[key] = ...: diffusers' FrozenDict forbids that.
                 dict.__setitem__(container, key, repaired)
 
     def _repaired(self, value: Any, waiting: list[Any]) -> Any:
-        """Return what shall stand for a value, and queue what may hold more."""
+        """Return a value with its paths replaced; queue it if others may hang from it."""
         if isinstance(value, str):
             if self._view not in value:
                 return value
@@ -105,7 +105,7 @@ class PathRepair:
         return value
 
     def silence(self, beginning: str) -> None:
-        """Keep from all handlers what the libraries log that begins so."""
+        """Hide the libraries' log messages with this beginning from all handlers."""
         self._silenced = beginning
 
     @contextlib.contextmanager
@@ -149,10 +149,10 @@ class PathRepair:
                 warnings.showwarning = show
 
     def repair_record(self, record: logging.LogRecord) -> None:
-        """Repair a log record's message; one that was said before is kept from all handlers."""
+        """Repair a log record's message; hide one that was said before from all handlers."""
         try:
             original = record.getMessage()
-        except Exception:  # a call with the wrong arguments, which logging itself will report
+        except Exception:  # wrong arguments of the logging call, which logging itself reports
             return
         message = self.text(original)
         if record.name.startswith(_LIBRARIES):
@@ -174,7 +174,7 @@ class PathRepair:
 
 
 def _may_hold_paths(value: object) -> bool:
-    """Leave out what a walk would spend its time on: empty dicts of hooks, and vocabularies."""
+    """Return False for what would take most of the time: empty dicts of hooks, vocabularies."""
     return not isinstance(value, (dict, list)) or 0 < len(value) < _VOCABULARY_COUNT
 
 
@@ -183,9 +183,9 @@ _factory_is_installed = False
 
 
 def _install_record_factory() -> None:
-    """Have log records repaired while a view is in use; does nothing at other times.
+    """Install a factory that repairs log records while a view is in use.
 
-    Installed once and for good: taking a factory out again could take somebody else's with it.
+    It stays installed: removing it could also remove a factory that was installed later.
     """
     global _factory_is_installed
     if _factory_is_installed:

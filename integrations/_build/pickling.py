@@ -1,7 +1,7 @@
-"""Pickles models without their tensors, and makes them anew over tensors that are elsewhere.
+"""Pickles models without their tensors, and restores them over tensors that are elsewhere.
 
-Guarantee: what is pickled holds classes and functions of the model libraries only, each tensor in
-it stands for one that a shard holds whole, or has its bytes with it; anything else is `Unfit`.
+Guarantee: a pickle holds classes and functions of the model libraries only. Each tensor in it names
+one that a shard holds whole, or comes with its bytes. Anything else raises `Unfit`.
 """
 
 import copy
@@ -28,14 +28,14 @@ from shmload.integrations._build.mapped import Spans
 Models = dict[str, torch.nn.Module]
 """The models of a pipeline by component."""
 Files = list[tuple[str, int]]
-"""Name and descriptor of what has each shard's tensors, in the order of the plan."""
+"""Name and descriptor of the file that has each shard's tensors, in the order of the plan."""
 
-# Where the classes and functions of a model may come from. This is for models to be whole, not for
-# safety: a pickle of these classes can still do harm, and only its owner is to be trusted.
+# Packages whose classes and functions a model may use. This makes restored models equal; it is no
+# protection: a pickle of these classes can still do harm, so only the user's own are read.
 _PACKAGES = frozenset(
     {"accelerate", "collections", "diffusers", "functools", "torch", "transformers"}
 )
-# And what of the standard library.
+# Names of the standard library that a model may use.
 _STANDARD = {
     "builtins.bool",
     "builtins.complex",
@@ -51,50 +51,50 @@ _STANDARD = {
     "builtins.tuple",
     "re._compile",
 }
-# Whose wrappers the libraries put around those.
+# Packages whose wrappers may be around a model's methods.
 _WRAPPERS = _PACKAGES | {"huggingface_hub"}
-# What makes a model: a library's class in which one of these is replaced is not its own any more.
+# Methods that make a model. A library's class in which one of them is replaced is patched.
 _MAKERS = ("__init__", "from_pretrained", "_load_pretrained_model")
-# For tensors that are in no shard: tables that a model computes when it is built.
+# Limit for tensors that are in no shard: tables that a model computes when it is built.
 _MAX_OWN_NBYTES = 4 << 20
 
 
 class Unfit(Exception):
-    """Raised when models cannot be pickled so, or when what was pickled does not fit."""
+    """Raised when models cannot be pickled without tensors, or a pickle does not fit."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What stands for one tensor of a model."""
+    """One tensor of a model, without the bytes that a file has."""
 
     file: int | None = None
-    """Which of the files has it; None for one that the model has computed."""
+    """Index of its file; None for a tensor that the model has computed."""
     name: str = ""
-    """Its name there; of one that is in no file, torch's name of its dtype."""
+    """Its name in the file; without a file, torch's name of its dtype."""
     shape: tuple[int, ...] = ()
-    """Of one that is in no file."""
+    """Its shape, without a file."""
     content: bytes = b""
-    """Of one that is in no file."""
+    """Its bytes, without a file."""
     requires_grad: bool | None = None
-    """Of a parameter; None for a plain tensor."""
+    """The flag of a parameter; None for a plain tensor."""
     attributes: dict[str, bool] = {}
-    """What the libraries have noted on it."""
+    """Attributes that the libraries have set on it."""
 
 
 class PickledModels(msgspec.Struct, frozen=True, kw_only=True):
     """Models without their weights."""
 
     stamps: dict[str, tuple[int, int]]
-    """Of each module that a class comes from, its file's time of change, in ns, and size."""
+    """By Python module of a class: its file's time of change, in ns, and size, in bytes."""
     tensors: list[StoredTensor]
     models: bytes
-    """The models by component, pickled; a persistent id is a place in `tensors`."""
+    """The pickle of the models by component; a persistent id is an index into `tensors`."""
 
 
 def pickle_models(models: Models, files: Files) -> PickledModels:
     """Pickle models that were built from some files.
 
     Raises:
-        Unfit: some tensor is neither in a file nor a small table, or is not simply laid out.
+        Unfit: a tensor is neither in a file nor a small table, or is not contiguous.
         Exception: something in the models cannot be pickled.
     """
     for config in _hashed_configs(m for model in models.values() for m in model.modules()):
@@ -109,11 +109,11 @@ def pickle_models(models: Models, files: Files) -> PickledModels:
 
 
 def unpickle_models(pickled: PickledModels, files: Files) -> Models:
-    """Make the models anew, over copy-on-write mappings of some files.
+    """Restore models over copy-on-write mappings of some files.
 
     Args:
         pickled: from `pickle_models`.
-        files: with the same tensors; stay the caller's. Their bytes need not be there yet.
+        files: files with the same tensors; they stay the caller's. Their bytes may come later.
 
     Raises:
         Unfit: a class is not a library's own, or has changed since.
@@ -132,9 +132,9 @@ def unpickle_models(pickled: PickledModels, files: Files) -> Models:
 
 
 def _wrap_anew(fd: int, name: str) -> dict[str, torch.Tensor]:
-    """Map a file, and wrap each tensor of it; the mapping takes no part in the file's lease.
+    """Map a file and wrap its tensors; the mapping keeps no lock on the file's descriptor.
 
-    It is there for a moment longer than its last storage, whose finalizer ends the lease.
+    The finalizer of the last storage ends the lease, and the mapping lives a moment longer.
     """
     own = reopen(fd)
     try:
@@ -144,7 +144,7 @@ def _wrap_anew(fd: int, name: str) -> dict[str, torch.Tensor]:
 
 
 class _Pickler(pickle.Pickler):
-    """Takes out the tensors, and notes which classes there are."""
+    """Takes out the tensors, and collects the classes."""
 
     def __init__(self, buffer: io.BytesIO, files: Files) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
@@ -190,7 +190,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Places:
-    """Where in which file the tensors of this process lie."""
+    """Finds the file and the name of a tensor of this process."""
 
     def __init__(self, files: Files) -> None:
         self._specs: dict[tuple[Inode, int], tuple[int, TensorSpec]] = {}
@@ -204,10 +204,10 @@ class _Places:
         self._spans = Spans({inode for inode, _ in self._specs})
 
     def find(self, tensor: torch.Tensor) -> tuple[int, str] | None:
-        """Return file and name of a tensor, or None if it lies in no file.
+        """Return index of the file and name of a tensor, or None if it lies in no file.
 
         Raises:
-            Unfit: it lies in one, but is not what is stored there, whole and as it is.
+            Unfit: it lies in a file, but is not one of the file's tensors in dtype and shape.
         """
         mapping = self._spans.find(tensor)
         if mapping is None:
@@ -223,7 +223,7 @@ class _Places:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts given tensors in, and knows the libraries' own classes only."""
+    """Puts given tensors in, and refuses all but the libraries' own classes."""
 
     def __init__(self, pickled: PickledModels, stored: list[dict[str, torch.Tensor]]) -> None:
         super().__init__(io.BytesIO(pickled.models))
@@ -255,7 +255,7 @@ def _make_tensor(tensor: StoredTensor, stored: list[dict[str, torch.Tensor]]) ->
         made = stored[tensor.file][tensor.name]
     else:
         dtype = getattr(torch, tensor.name)
-        content = bytearray(tensor.content)  # writable, as any buffer of a model is
+        content = bytearray(tensor.content)  # writable, like any buffer of a model
         flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
         made = flat.reshape(tensor.shape)
     if tensor.requires_grad is not None:
@@ -265,7 +265,7 @@ def _make_tensor(tensor: StoredTensor, stored: list[dict[str, torch.Tensor]]) ->
 
 
 def _hashed_configs(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
-    """Yield the generation configs that remember their own hash, which each process salts anew."""
+    """Yield the generation configs that store their own hash, which differs in each process."""
     for module in modules:
         config = vars(module).get("generation_config")
         if hasattr(config, "_original_object_hash"):
@@ -273,13 +273,14 @@ def _hashed_configs(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
 
 
 def register_classes(modules: Iterable[torch.nn.Module]) -> None:
-    """Have transformers know the classes of some modules.
+    """Register the classes of some modules with transformers.
 
-    The constructor that all its models share notes each class in a table of the process, by which
-    hidden states are captured; what is unpickled, or gets another class later, never runs it.
+    The constructor of `PreTrainedModel` enters each class in a table of the process, which
+    capturing hidden states needs. A model that is unpickled, or whose class is replaced, never
+    runs that constructor.
 
     Args:
-        modules: of any classes; only those of transformers' models count.
+        modules: any modules; those that are not models of transformers are left out.
     """
     known = set()
     for module in modules:
@@ -295,25 +296,25 @@ def _is_of_libraries(module: str) -> bool:
 
 
 def _bound_method(owner: object, name: str) -> Any:
-    """Stand for `getattr`, by which a method bound to an object is pickled."""
+    """Replace `getattr`, by which pickle stores bound methods, for models and enums only."""
     if not isinstance(owner, torch.nn.Module | type | enum.Enum):
         raise Unfit(f"{name} of a {type(owner).__name__}")
     return getattr(owner, name)
 
 
 def _is_pristine(found: object) -> bool:
-    """Tell whether a class or function, and what makes a class's instances, is a library's own."""
+    """Tell whether a function, or a class and its constructors, are a library's own."""
     if not isinstance(found, type):
         return _is_of_libraries(_home_of(found))
     is_layer = found.__module__.startswith("torch.nn.modules.")
     if is_layer and getattr(torch.nn, found.__name__, found) is not found:
-        return False  # somebody has put another in its place
+        return False  # another class was put in its place
     makers = (getattr(found, name, None) for name in _MAKERS)
     return all(_home_of(maker).partition(".")[0] in _WRAPPERS | {"builtins"} for maker in makers)
 
 
 def _home_of(function: object) -> str:
-    """Return the module whose code it is; of a wrapper, that of the wrapper."""
+    """Return the Python module that has a function's code; for a wrapper, the wrapper's."""
     bare = getattr(function, "__func__", function)
     known = getattr(bare, "__globals__", None)
     return str(known["__name__"] if known else getattr(bare, "__module__", None) or "builtins")
@@ -321,7 +322,7 @@ def _home_of(function: object) -> str:
 
 @functools.cache
 def _stamp(home: str) -> tuple[int, int] | None:
-    """Return time of change, in ns, and size of the file of one of the libraries' modules."""
+    """Return time of change, in ns, and size of a Python module's file; None for others'."""
     if not _is_of_libraries(home):
         return None
     try:

@@ -19,23 +19,22 @@ from shmload._checkpoints.rules import RAW, Rule
 logger = logging.getLogger(__name__)
 
 libraries = threading.RLock()
-"""Held while models are made: the libraries change torch's own classes meanwhile."""
+"""Held while models are made: the libraries patch torch's classes during that time."""
 
-# For no torch_dtype: parameters take the dtype of the fresh model, float32, but nothing says so of
-# every buffer. Widening loses nothing, whatever cast follows.
+# Without torch_dtype parameters get the dtype of a new model, float32, but buffers may not.
+# Widening loses no bits, whatever cast follows.
 _WIDENED = Rule(target="F32", is_widening=True)
 
 
 def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
-    """Ask a checkpoint's class which dtypes its tensors end up with.
+    """Derive from a checkpoint's class which dtypes its tensors get.
 
     Args:
         checkpoint: with library, class and configuration.
-        target: the safetensors dtype that is asked for, or None.
+        target: the wanted safetensors dtype, or None.
 
     Returns:
-        A rule that is right or raw: a class that is unknown here or cannot be asked gets the raw
-        one.
+        The rule; the raw one if the class is unknown or the rule cannot be derived.
     """
     with libraries:
         return _derive(checkpoint, target)
@@ -57,13 +56,13 @@ def _derive(checkpoint: Checkpoint, target: str | None) -> Rule:
             return _WIDENED if version.parse(transformers.__version__).major < 5 else RAW
         try:
             return _transformers_rule(model_class, checkpoint, target)
-        except Exception as exc:  # any reason at all not to know means: let the library cast
+        except Exception as exc:  # whatever went wrong: the library can still cast by itself
             logger.info("no dtype rule for %s: %s", checkpoint.class_name, exc)
     return RAW
 
 
 def find_class(checkpoint: Checkpoint) -> type | None:
-    """Find a class as diffusers does: in a module of its pipelines, or in a library."""
+    """Find a class as diffusers does, in a module of its pipelines or in a library; or None."""
     from diffusers import pipelines
 
     try:
@@ -76,7 +75,7 @@ def find_class(checkpoint: Checkpoint) -> type | None:
 
 
 def _diffusers_rule(model_class: Any, target: str | None) -> Rule:
-    # A part of the dotted name that stands in this list keeps float32 under every torch_dtype.
+    # A tensor keeps float32 under every torch_dtype if a part of its dotted name is listed here.
     kept = getattr(model_class, "_keep_in_fp32_modules", None) or ()
     parts = tuple(sorted({kept} if isinstance(kept, str) else set(kept)))
     if target is None:
@@ -85,7 +84,7 @@ def _diffusers_rule(model_class: Any, target: str | None) -> Rule:
 
 
 def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) -> Rule:
-    """Build the model without memory and see which of its parameters do not get the target."""
+    """Build the model without memory, and find the parameters that do not get the target."""
     import torch
 
     if target not in ("F32", "F16", "BF16"):
@@ -98,13 +97,13 @@ def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) ->
         name
         for name, tensor in tensors.items()
         if (tensor.is_floating_point() and tensor.dtype != dtype)
-        # As text and not as a pattern of either version: it only has to match at least as much.
+        # As plain text, which matches at least as much as the patterns of either version.
         or any(pattern.strip("*.^$") in name for pattern in patterns)
     }
     if not exceptions:
         return Rule(target=target)
-    # Checkpoint names and model names differ in many classes. Only a name that stands for itself is
-    # sure not to become one of the exceptions.
+    # Many classes rename tensors while they load. Only a tensor that keeps its name certainly does
+    # not become one of the exceptions.
     return Rule(
         target=target, only=frozenset(_unrenamed(model, set(tensors) - exceptions, tensors))
     )
@@ -117,13 +116,13 @@ def make_meta_model(model_class: Any, checkpoint: Checkpoint, dtype: Any) -> Any
     config = model_class.config_class.from_pretrained(checkpoint.folder)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:
-            part.dtype = dtype  # as from_pretrained does: nested models are made by it
+            part.dtype = dtype  # as from_pretrained does: nested models take it from here
     with torch.device("meta"):
         return model_class._from_config(config, dtype=dtype)
 
 
 def float32_patterns(model: Any, target: str) -> set[str]:
-    """Return what the names have in common that a model of transformers keeps in float32."""
+    """Return patterns of the names that a model of transformers keeps in float32."""
     patterns: set[str] = set()
     if target == "F16":
         patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -133,7 +132,7 @@ def float32_patterns(model: Any, target: str) -> set[str]:
 
 
 def _unrenamed(model: Any, names: set[str], tensors: dict[str, Any]) -> set[str]:
-    """Return those names of checkpoint tensors that the library loads under the same name."""
+    """Return the names of checkpoint tensors that the library loads without renaming."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (

@@ -1,19 +1,19 @@
 """Skeletons: built models without their weights, remembered on disk.
 
-Four fifths of an attach are the libraries' own building of models over mapped weights. A skeleton
-is what they built, pickled, with each tensor replaced by the shard and the name that it has there;
-from it the same models stand in a tenth of that time, over any segments of the same shards
-(Stable Diffusion 1.5: 0.03 s and not 0.3 s; two cores of an AMD EPYC, 2026-11-20).
+The libraries' building of models over mapped weights takes four fifths of an attach. A skeleton is
+the pickle of what they built; in it each tensor is replaced by its shard and its name there. It
+gives the same models in a tenth of that time, over any segments of the same shards (Stable
+Diffusion 1.5: 0.03 s instead of 0.3 s; two cores of an AMD EPYC, 2026-11-20).
 
-What is built from a skeleton is, attribute by attribute, what the libraries built in a process that
-loaded the same pipeline with the same arguments. Where that is known to be doubtful there is none:
-for models with weights that are in no shard, with classes of other packages or patched ones, that
-draw random numbers, or of which the libraries have warned, since nobody would warn again. But code
-that does not run leaves no effect, and not every effect can be known; so nobody gets a skeleton who
-has not asked for it (`SHMLOAD_SKELETONS`).
+Models from a skeleton equal, attribute by attribute, those that the libraries built in a process
+that loaded the same pipeline with the same arguments. Models for which that is doubtful get no
+skeleton: they have weights that are in no shard, or classes of other packages, or patched classes;
+they draw random numbers; or the libraries warned about them, and a skeleton would not warn. But a
+skeleton skips code, and not every effect of code can be known. So skeletons are off unless the
+user turns them on (`SHMLOAD_SKELETONS`).
 
-A skeleton is trusted as a `.pyc` file is: it lies in a directory of the user's own, and is not read
-if anybody else could have written it. Nothing else protects from what it may hold.
+A skeleton is trusted like a `.pyc` file: it lies in a directory of the user, and is not read if
+another user could have written it. Nothing else protects from its content.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from shmload.integrations._build.pickling import (
 
 logger = logging.getLogger(__name__)
 
-# Raised whenever a skeleton is written or read differently than before.
+# Increment it when skeletons are written or read in another way.
 _VERSION = 1
 # Settings of the libraries that can change what they build.
 _ENVIRONMENT = ("DIFFUSERS_", "TRANSFORMERS_")
@@ -58,14 +58,14 @@ _DIGEST_NBYTES = 16
 
 
 def skeleton_path(source: Source, load: Load, torch_dtype: object, root: str) -> Path | None:
-    """Return where the skeleton of a pipeline's models is, or would be; None if it has none.
+    """Return the path of the skeleton of a pipeline's models; None if there must be none.
 
-    Its name depends on everything that the models may.
+    The file's name is a digest of everything that the models may depend on.
 
     Args:
         source: the pipeline.
-        load: of its shards.
-        torch_dtype: as it was given.
+        load: the load of its shards.
+        torch_dtype: as given to `load_pipeline`.
         root: the source's path as the models spell it.
     """
     if torch.get_default_device().type != "cpu" or not all(map(_is_plain_install, _LIBRARIES)):
@@ -73,7 +73,7 @@ def skeleton_path(source: Source, load: Load, torch_dtype: object, root: str) ->
     facts = (
         _VERSION,
         sys.version,
-        # Tables that a model computes depend on the processor's vector unit.
+        # A model may compute tables, whose last bits depend on the processor's vector unit.
         (platform.machine(), torch.backends.cpu.get_cpu_capability()),
         sorted({name for folder in sys.path for name in _distributions(folder)}),
         sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)),
@@ -89,15 +89,15 @@ def skeleton_path(source: Source, load: Load, torch_dtype: object, root: str) ->
 
 
 def load_skeleton(path: Path, files: Files) -> Models | None:
-    """Build the models that are remembered, over some files, or return None.
+    """Build the models of a skeleton over some files; return None if that is not possible.
 
     Args:
         path: from `skeleton_path`.
-        files: stay the caller's; their weights need not be there yet.
+        files: the segments or shards; they stay the caller's. Their bytes may come later.
 
     Returns:
         The models by component. Their tensors lie in copy-on-write mappings of the files, which
-        keep the leases of segments.
+        keep the segments' leases.
     """
     try:
         content = _read(path)
@@ -108,35 +108,35 @@ def load_skeleton(path: Path, files: Files) -> Models | None:
         if xxhash.xxh3_128_digest(encoded) != content[:_DIGEST_NBYTES]:
             raise Unfit("it is damaged")
         return unpickle_models(msgspec.msgpack.decode(encoded, type=PickledModels), files)
-    except Exception as exc:  # whatever is wrong with it: the libraries build the models then
-        # It stays, since it may fit other processes, until one of them writes it anew.
-        # As text: whoever keeps log records must not keep the mappings in the traceback.
-        logger.info("skeleton %s is of no use here: %s", path.name, str(exc))
+    except Exception as exc:  # whatever is wrong: the libraries build the models then
+        # The file stays until a process replaces it: it may fit other processes.
+        # str(exc): a handler that keeps log records must not keep the traceback's mappings.
+        logger.info("skeleton %s cannot be used: %s", path.name, str(exc))
         return None
 
 
 def save_skeleton(path: Path, models: Models, files: Files) -> None:
-    """Remember models that were just built from some files.
+    """Write the skeleton of models that were just built from some files.
 
-    Does nothing, beside a line in the log, where that is not possible.
+    If that is not possible, it writes a line to the log and nothing else.
 
     Args:
         path: from `skeleton_path`.
-        models: by component.
+        models: the models by component.
         files: as for `load_skeleton`.
     """
     try:
         pickled = pickle_models(models, files)
-        unpickle_models(pickled, files)  # what cannot be read is not worth keeping
+        unpickle_models(pickled, files)  # raises if the skeleton cannot be read
         encoded = msgspec.msgpack.encode(pickled)
         _write(path, xxhash.xxh3_128_digest(encoded) + encoded)
-    except Exception as exc:  # whatever a model may hold that cannot be pickled
+    except Exception as exc:  # a model may hold anything, and not everything can be pickled
         logger.info("no skeleton of %s: %s", ", ".join(models), str(exc))
 
 
 @functools.cache
 def _is_plain_install(library: str) -> bool:
-    """Tell whether a library's files are those of its version: not so where it is editable."""
+    """Tell whether a library's files are those of its version; False for an editable install."""
     found = importlib.util.find_spec(library)
     try:
         installed = importlib.metadata.distribution(library).locate_file(library)
@@ -147,7 +147,7 @@ def _is_plain_install(library: str) -> bool:
 
 
 def _distributions(folder: str) -> list[str]:
-    """Return name and version of what is installed in a directory of `sys.path`."""
+    """Return name and version of the packages in a directory of `sys.path`."""
     try:
         return [name for name in os.listdir(folder) if name.endswith(".dist-info")]
     except OSError:
@@ -161,19 +161,24 @@ def _files_of(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def _read(path: Path) -> bytes:
-    """Read a file that nobody else can have written."""
+    """Read a file.
+
+    Raises:
+        PermissionError: another user could have written it.
+        OSError: it cannot be read.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         for found in (os.fstat(fd), path.parent.stat()):
             if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise PermissionError(path)
         content = file.read()
-        os.utime(fd)  # the least recently used go first
+        os.utime(fd)  # the least recently used skeletons are removed first
         return content
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees all of it or nothing, and keep their number small."""
+    """Write a file so that a reader sees all of it or nothing; remove the oldest of too many."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with replacing(path, mode=0o600) as file:
         file.write(content)
