@@ -176,7 +176,7 @@ class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
             if not self.route.may_stream:
                 raise
         logger.warning(
-            "%s: no room for shared segments; each rank reads by itself",
+            "%s: no room to share segments; each rank reads by itself",
             self.source.given,
         )
         return None
