@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-_END_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 5.0  # after which a child that was asked to end is killed
 _ERROR_PREFIX = "shmload: "  # as the command line prints the errors of this package
 
 
@@ -106,9 +106,11 @@ def _warm(wanted: Wanted, state: "ServiceState") -> _Report | None:
         except OSError as exc:
             logger.error("line %d cannot be preloaded: no process for it: %s", wanted.line, exc)
             return None
-        error = _log_lines(child, wanted, state)
-        how = child.end(_END_TIMEOUT_S, ask=state.is_stopping)
-        if how == "exit code 0":
+        try:
+            error = _log_lines(child, wanted, state)
+        finally:
+            how = child.end(_END_TIMEOUT_S, ask=state.is_stopping)
+        if child.process.returncode == 0:
             output.seek(0)  # the offset is the child's too
             return msgspec.json.decode(output.read(), type=tuple[_Report])[0]
     if state.is_stopping:

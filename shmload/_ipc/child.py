@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class Child:
             # Ctrl-C goes to the whole foreground group; a child inherits that it is blocked.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
-                self.process: subprocess.Popen[Any] = subprocess.Popen(
+                self.process: subprocess.Popen[bytes] = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
@@ -113,11 +112,11 @@ class Child:
         self.process.kill()
 
     def end(self, timeout_s: float = _KILL_TIMEOUT_S, *, ask: bool = True) -> str:
-        """Have it end, kill it if it has not after `timeout_s`, reap it, and say how it ended.
+        """Ask it to end, kill it after `timeout_s`, reap it, and return how it ended.
 
         Args:
-            timeout_s: in seconds.
-            ask: send SIGTERM; False if it knows already that it must end.
+            timeout_s: how long to wait before SIGKILL, in seconds.
+            ask: send SIGTERM first; False if the child ends for another reason.
         """
         if ask:
             self.process.terminate()
@@ -126,7 +125,7 @@ class Child:
         return self.close()
 
     def close(self) -> str:
-        """Kill it if it still runs, reap it, and say how it ended; again is fine."""
+        """Kill it if it runs, reap it, and return how it ended; again is fine."""
         if self.process.poll() is None:
             self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,7 +141,7 @@ class Child:
         return how_it_ended(code)
 
     def forget(self) -> None:
-        """Let go of it in a forked copy of this process, which is not its parent."""
+        """Forget it in a forked copy of this process, which is not its parent."""
         self._close_pidfd()
         self.process.returncode = 0  # or Popen would complain
 

@@ -1,0 +1,82 @@
+"""Processes that shmload starts: how they begin and how they end."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from shmload._ipc.child import Child, child_environment, start_with_channel
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Write a module; returns what `Child` needs to run it."""
+
+    def write(code):
+        (tmp_path / "program.py").write_text(f"import os, signal, socket, sys\n{code}\n")
+        return {"module": "program", "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
+
+    return write
+
+
+def test_end_of_a_child_is_named(program):
+    child = Child(arguments=["3"], **program("sys.exit(int(sys.argv[1]))"))
+    assert child.end(60, ask=False) == "exit code 3"
+    assert child.has_exited
+    assert child.close() == "exit code 3"
+
+
+def test_child_that_is_asked_to_end_does(program):
+    code = "print(flush=True)\nwhile True: signal.pause()"
+    child = Child(arguments=[], stdout=subprocess.PIPE, **program(code))
+    with child.process.stdout as stdout:
+        stdout.readline()
+        assert child.end(60) == "SIGTERM"
+
+
+def test_child_that_will_not_end_is_killed(program):
+    code = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(flush=True)
+while True: signal.pause()
+"""
+    child = Child(arguments=[], stdout=subprocess.PIPE, **program(code))
+    with child.process.stdout as stdout:
+        stdout.readline()
+        assert child.end(0.1) == "SIGKILL"
+    assert not child.has_exited
+    assert child.pidfd == -1
+
+
+def test_child_gets_no_interrupt_of_its_group(program):
+    code = "print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)"
+    child = Child(arguments=[], stdout=subprocess.PIPE, **program(code))
+    with child.process.stdout as stdout:
+        assert stdout.readline() == b"True\n"
+    child.end(60, ask=False)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_channel_leads_to_the_child_and_names_the_parent(program):
+    code = "socket.socket(fileno=int(sys.argv[1])).sendall(sys.argv[2].encode())"
+    child, channel = start_with_channel(timeout_s=60, **program(code))
+    with channel:
+        assert channel.recv(100) == str(os.getpid()).encode()
+    assert child.end(60, ask=False) == "exit code 0"
+
+
+def test_child_that_cannot_be_started_leaves_nothing(program, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        start_with_channel(timeout_s=60, **program(""))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_environment_of_a_child_has_nothing_of_systemd(monkeypatch):
+    for name in ("LISTEN_FDS", "LISTEN_PID", "NOTIFY_SOCKET"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KEPT", "1")
+    assert child_environment()["KEPT"] == "1"
+    assert not {"LISTEN_FDS", "LISTEN_PID", "NOTIFY_SOCKET"} & child_environment().keys()
