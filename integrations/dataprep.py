@@ -9,9 +9,8 @@
     for latents in dataprep.map(encode, paths, source="path/to/pipeline", components=["vae"]):
         ...
 
-Guarantee: every item is worked on until it has a result or an error, and each comes out once,
-whatever processes end meanwhile. What an item gives depends on nothing but the item, its place
-among the others, and the weights.
+Guarantee: every item comes out once, with a result or an error, whichever processes end. A result
+depends on the item, its place among the others, and the weights, and on nothing else.
 """
 
 import os
@@ -38,16 +37,16 @@ def map(
 ) -> Iterator[Any]:
     """Call a function on every item, in several processes that share one copy of the weights.
 
-    Nothing happens before the first result is asked for. When the last one is there, or the
-    iterator is closed, the processes end and the weights go.
+    Nothing happens before the first result is asked for. After the last one, or when the iterator
+    is closed, the processes end and the weights are released.
 
     Args:
-        function: as for `Job.map`, like all that are not named here.
-        items: see there.
+        function: as for `Job.map`.
+        items: see `Job.map`.
         source: as for `Job`.
         as_completed: see `Job.map`.
-        errors: see there.
-        progress: see there.
+        errors: see `Job.map`.
+        progress: see `Job.map`.
         job_kwargs: as for `Job`: `components`, `procs`, `devices`, `torch_dtype`, ...
 
     Yields:
@@ -78,15 +77,15 @@ def write(
     """Call a function on every item, in several processes, and store what it returns in a folder.
 
     Args:
-        function: as for `Job.write`, like all that are not named here.
-        items: see there.
-        folder: see there.
+        function: as for `Job.write`.
+        items: see `Job.write`.
+        folder: see `Job.write`.
         source: as for `Job`.
         key: see `Job.write`.
-        shard_items: see there.
-        errors: see there.
-        facts: see there.
-        progress: see there.
+        shard_items: see `Job.write`.
+        errors: see `Job.write`.
+        facts: see `Job.write`.
+        progress: see `Job.write`.
         job_kwargs: as for `Job`: `components`, `procs`, `devices`, `torch_dtype`, ...
 
     Raises:

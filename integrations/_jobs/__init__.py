@@ -1,4 +1,4 @@
-"""The processes of a data-prep job: fork server, runners, which of them gets which item.
+"""The processes of a data-prep job: the fork server, the runners, and which runner gets which item.
 
-Guarantee: each item is computed, or has an error, whatever process dies. May import the core.
+Guarantee: every item gets a result or an error, whichever process dies. May import the core.
 """

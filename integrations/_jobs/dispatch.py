@@ -1,7 +1,7 @@
-"""Which item goes to which runner, what is done again, and in which order results come out.
+"""Which item goes to which runner, which items are done again, and in which order they come out.
 
 Plain values: no process and no clock. Guarantee: every item that is taken comes out exactly once,
-as a result or as an error, whatever ends meanwhile; and no more than a window of items is held.
+as a result or as an error, whichever runners end; and no more than a window of items is held.
 """
 
 from collections import defaultdict, deque
@@ -12,6 +12,7 @@ from typing import Any
 from shmload.errors import ItemKilled
 
 ATTEMPTS = 3
+"""An item is given up when so many runners have ended at it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,10 @@ class Dispatch:
     """Hands items out, and collects what became of them.
 
     Args:
-        items: numbered upwards; is taken from only when something is handed out. Where it raises
-            an error it ends.
-        window: how many may be held at a time, from being taken until they come out.
-        is_ordered: whether they come out in the order of their numbers.
+        items: with rising numbers. One is taken only when it is handed out. An error that they
+            raise ends them.
+        window: how many items may be held at a time, from being taken until they come out.
+        is_ordered: whether they come out in the order of their numbers, or else as they are done.
     """
 
     def __init__(self, items: Iterator[Item], *, window: int, is_ordered: bool) -> None:
@@ -47,12 +48,13 @@ class Dispatch:
         self._is_ordered = is_ordered
         self._has_more = True
         self.error: Exception | None = None
-        """With what the items have ended, before their end."""
+        """The error that ended the items early."""
         self._again: deque[Item] = deque()
+        """Items to hand out before new ones are taken."""
         self._given: defaultdict[int, deque[Item]] = defaultdict(deque)
         self._endings: defaultdict[int, list[str]] = defaultdict(list)
         self._order: deque[int] = deque()
-        """Numbers of the items that are held, as they were taken."""
+        """Numbers of the items that are held, in the order in which they were taken."""
         self._outcomes: dict[int, Outcome] = {}
 
     @property
@@ -61,17 +63,17 @@ class Dispatch:
         return not (self._has_more or self._order)
 
     def look(self) -> None:
-        """Take the first item already, to know whether there is any."""
+        """Take the first item, to know whether there is any."""
         item = self._take()
         if item is not None:
             self._again.append(item)
 
     def give(self, runner: int, depth: int = 1) -> Item | None:
-        """Return the next item for a runner, or None if it has enough, or there is none now.
+        """Return the next item for a runner; None if it has enough, or if there is none now.
 
         Args:
-            runner: which one.
-            depth: how many are enough: that which it works on, and those that wait for it.
+            runner: its place.
+            depth: how many items are enough, counting the one that it works on.
         """
         given = self._given[runner]
         if len(given) >= depth:
@@ -82,11 +84,11 @@ class Dispatch:
         return item
 
     def given(self, runner: int) -> Sequence[Item]:
-        """Return what a runner has not answered yet; it works on the first of them."""
+        """Return the items that a runner has not answered; it works on the first of them."""
         return self._given[runner]
 
     def take_back(self, runner: int, value: Any) -> None:
-        """Note what became of the item that a runner was given last, and never got."""
+        """Note what became of the last item of a runner, which could not be sent to it."""
         self._finish(self._given[runner].pop(), value)
 
     def answer(self, runner: int, value: Any) -> None:
@@ -94,11 +96,11 @@ class Dispatch:
         self._finish(self._given[runner].popleft(), value)
 
     def end(self, runner: int, how: str | None) -> None:
-        """Note that a runner has ended: what it had not answered is done again.
+        """Note that a runner has ended: the items that it has not answered are done again.
 
         Args:
-            runner: which one.
-            how: such as `SIGKILL`; None if it was not because of its item.
+            runner: its place.
+            how: such as `SIGKILL`; None if its item is not to blame.
         """
         given = self._given.pop(runner, deque())
         if given and how is not None:
@@ -110,7 +112,7 @@ class Dispatch:
         self._again.extendleft(reversed(given))
 
     def come_out(self) -> Iterator[Outcome]:
-        """Yield what is to come out now."""
+        """Yield the outcomes that may come out now."""
         while self._order:
             if self._is_ordered:
                 found = self._outcomes.pop(self._order[0], None)
@@ -118,7 +120,7 @@ class Dispatch:
                 found = self._outcomes.pop(next(iter(self._outcomes), -1), None)
             if found is None:
                 return
-            self._order.remove(found.index)  # at its left end, or in a window's length
+            self._order.remove(found.index)  # at the left end, or a window from it at most
             yield found
 
     def _take(self) -> Item | None:
@@ -126,7 +128,7 @@ class Dispatch:
             return None
         try:
             item = next(self._items, None)
-        except Exception as exc:  # whatever the user's code does; what was taken is done first
+        except Exception as exc:  # the user's code can raise anything; taken items are done first
             item, self.error = None, exc
         if item is None:
             self._has_more = False

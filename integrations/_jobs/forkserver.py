@@ -1,14 +1,15 @@
 """The fork server of a job: `python -P -m shmload.integrations._jobs.forkserver CHANNEL PARENT`.
 
 Started with a Unix socket as descriptor CHANNEL and the job's process id. It imports the libraries
-and builds the pipeline once, without CUDA, and forks a runner whenever it is asked for one: a
-runner has all of that from its first moment, and shares its pages.
+and builds the pipeline once, without CUDA, and forks a runner whenever it is asked for one. A
+runner has all of that from its first moment, and shares the memory pages.
 
-Forking a process that has imported torch is safe only if it has no thread besides this one, whose
-locks nobody would ever release in the child: it is kept to one, and refuses otherwise.
+Forking a process that has imported torch is safe only while it has one thread: in the child no
+other thread exists, and its locks would never be released. With more threads it refuses to serve.
 
-Guarantee: neither it nor a runner outlives the job. The socket's end of file tells when the job
-closes, its process's pidfd when it was killed, and the kernel kills runners with the fork server.
+Guarantee: neither it nor a runner outlives the job. It ends at the socket's end of file when the
+job closes, and by the pidfd of the job's process when that was killed; the kernel kills runners
+with the fork server.
 """
 
 import contextlib
@@ -44,15 +45,15 @@ from shmload.integrations._jobs.payload import dump_error, format_traceback
 from shmload.integrations.handles import Handle
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
-# Of those that were told to end: the kernel shows them a little longer than Python does.
+# Joined threads stay in /proc/self/task briefly; wait this long.
 _THREADS_TIMEOUT_S = 5.0
 
 
 def main(channel_fd: int, parent: int) -> None:
     """Serve one job until it is gone."""
-    # These go to the whole group, from a terminal or who ends a service; the job decides what they
-    # mean. The first was blocked by the job, and others may have been by its program, as the ends
-    # of children may be ignored.
+    # A terminal or a service manager sends these to the whole process group; the job's process
+    # decides what they mean. The job has blocked SIGINT; its program may have blocked others, or
+    # ignored SIGCHLD, and children inherit both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -67,13 +68,13 @@ def main(channel_fd: int, parent: int) -> None:
         try:
             server.serve()
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the job closed while it was being answered
+            pass  # the job closed during an answer
         finally:
             server.close()
 
 
 class _ForkServer:
-    """Owns the runners: it has forked them, reaps them, and kills them when it ends."""
+    """Owns the runners: forks them, reaps them, and kills them when it ends."""
 
     def __init__(
         self, channel: socket.socket, parent_fd: int, handlers: dict[signal.Signals, Any]
@@ -90,7 +91,7 @@ class _ForkServer:
             self._poll.register(fd, select.POLLIN)
 
     def serve(self) -> None:
-        """Do what the messages say, until the job is gone."""
+        """Do what the messages ask for, until the job is gone."""
         while True:
             while (frame := self._inbox.next_frame()) is not None:
                 match decode_to_server(frame):
@@ -107,7 +108,7 @@ class _ForkServer:
                 return
 
     def close(self) -> None:
-        """Kill the runners, and wait until they have ended."""
+        """Kill the runners and wait until they have ended."""
         for fd in self._runners:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
@@ -120,27 +121,27 @@ class _ForkServer:
         """Import the libraries and build the pipeline."""
         self._setup = setup
         sys.path[:] = map(os.fsdecode, setup.path)
-        tqdm.monitor_interval = 0  # even a bar that is switched off would start a thread
+        tqdm.monitor_interval = 0  # even a disabled bar would start a thread
         try:
             with self._ending_with_the_job():
                 Handle.from_text(setup.handle).load()
                 for module in setup.preload:
                     importlib.import_module(module)
             _require_one_thread()
-        except Exception as exc:  # the outermost loop: whatever it is, the job must learn of it
+        except Exception as exc:  # the outermost loop: the job must learn of any error
             send(self._channel, LoadFailed(dump_error(exc), format_traceback()))
         else:
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none
-                    stream.flush()  # what modules have said; each runner would say it again
-            gc.freeze()  # a collection in a runner would take a copy of every page that it visits
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+                    stream.flush()  # or each runner would print again what modules have printed
+            gc.freeze()  # or a collection in a runner would copy every page that it visits
             send(self._channel, Prepared())
 
     @contextlib.contextmanager
     def _ending_with_the_job(self) -> Iterator[None]:
-        """Do something that takes long; if the job goes meanwhile, SystemExit is raised in it.
+        """Raise SystemExit in a block that takes long if the job goes.
 
-        Until it is done the job has nothing to say.
+        The job sends nothing until the block is done, so any event on its socket is its end.
         """
         before = signal.signal(signal.SIGIO, _leave)
         flags = fcntl.fcntl(self._channel, fcntl.F_GETFL)
@@ -172,7 +173,7 @@ class _ForkServer:
             except BaseException:
                 traceback.print_exc()
             finally:
-                os._exit(1)  # whatever happens: the fork server's own way out is not for its child
+                os._exit(1)  # in any case: a child must not run the fork server's clean-up
         os.close(theirs)
         fd = os.pidfd_open(pid)
         self._runners[fd] = pid
@@ -180,9 +181,9 @@ class _ForkServer:
         send(self._channel, Forked(pid), (fd,))
 
     def _leave_to_server(self) -> None:
-        """Close, in a runner, what belongs to the fork server and to other runners."""
-        for number, handler in self._handlers.items():  # what a function starts inherits them
-            signal.signal(number, handler or signal.SIG_DFL)  # None: of a C library, long gone
+        """Give up, in a runner, what belongs to the fork server and to other runners."""
+        for number, handler in self._handlers.items():  # processes that a function starts inherit
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was set by a C library
         self._channel.close()
         for fd in (self._parent_fd, *self._runners):
             os.close(fd)
@@ -196,8 +197,7 @@ class _ForkServer:
 
 
 def _leave(*_: object) -> None:
-    # A socket that is shut down and closed tells twice: once would be in the middle of what the
-    # first has begun.
+    # Shutting a socket down and closing it each send SIGIO; the second would interrupt the exit.
     signal.signal(signal.SIGIO, signal.SIG_IGN)
     sys.exit(0)
 

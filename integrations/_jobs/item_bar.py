@@ -6,10 +6,10 @@ from typing import Any, Self
 
 
 class ItemBar:
-    """A bar of items, or nothing; a context that closes it.
+    """A bar of items, or no bar; a context that closes it.
 
     Args:
-        items: of which the length is asked, if they have one.
+        items: their length is the bar's total, if they have one.
         progress: whether there is a bar; None for one if stderr is a terminal.
     """
 
@@ -31,6 +31,6 @@ class ItemBar:
             self._bar.close()
 
     def update(self) -> None:
-        """Count one item more."""
+        """Count one more item."""
         if self._bar is not None:
             self._bar.update()

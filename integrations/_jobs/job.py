@@ -1,4 +1,4 @@
-"""A job: processes that have a pipeline, and what they are given to do."""
+"""A job: processes that have a pipeline, and functions mapped over items in them."""
 
 import contextlib
 import logging
@@ -26,29 +26,29 @@ Errors = Literal["raise", "pass"]
 
 
 class Job:
-    """Processes that have a pipeline, for as many maps as one likes; a context that ends them.
+    """Processes that have a pipeline, for any number of maps; a context that ends them.
 
-    The weights are decoded once, and begin to be when this is made. The processes are forked from
-    one that has imported the libraries and built the pipeline, so each is there in a moment; no
-    `if __name__ == "__main__"` is needed, and what the function needs may be defined anywhere: it
-    goes by value where it cannot be imported.
+    The weights are decoded once; that begins when the job is made. One process imports the
+    libraries and builds the pipeline, and the others are forked from it, so each starts in a
+    moment. No `if __name__ == "__main__"` is needed. What the function needs may be defined
+    anywhere: it goes by value where it cannot be imported.
 
     Args:
-        source: a pipeline's directory, a hub id, or a `Handle`, which says all down to `variant`.
-        components: of those with weights, only these are decoded, the others are None; None for
+        source: a pipeline's directory, a hub id, or a `Handle`. With a handle give none of
+            `components`, `torch_dtype`, `variant` and `hub_kwargs`: it knows them.
+        components: decode only these of the components with weights, the others are None; None for
             all.
         torch_dtype: as for `load_pipeline`.
         variant: as for `from_pretrained`.
-        procs: how many processes; 0 for none besides this one, which is for debugging.
+        procs: how many processes; 0 to call the function in this process, for debugging.
         devices: where the models go: `cpu`; one device for all; a list, of which each process takes
             the next; `round-robin` for all GPUs in turn.
-        threads: of each process, for torch. Some results depend on their number in the last bit.
-        preload: modules that the function needs, to be imported once for all processes; those of
-            torch, diffusers and transformers are in any case.
-        seed: what random numbers depend on, together with an item's place; a whole number of less
-            than 64 bits.
-        item_timeout_s: after this long without a result, in seconds, a process counts as hung: it
-            is killed and its item done again. None for never.
+        threads: of each process, for torch. The last bit of some results depends on their number.
+        preload: modules that the function needs, imported once for all processes; torch, diffusers
+            and transformers always are.
+        seed: of random numbers, together with an item's place; an integer of less than 64 bits.
+        item_timeout_s: a process without a result for so many seconds counts as hung: it is
+            killed, and its item done again. None for never.
         hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`.
 
     Raises:
@@ -99,9 +99,10 @@ class Job:
         self.close()
 
     def close(self) -> None:
-        """End the processes, whatever they are doing, and wait until they have; again is fine.
+        """End the processes, whatever they are doing, and wait until they have ended.
 
-        Another thread may do so; a map that is under way there ends with an `ArgumentError`.
+        A second call does nothing. Another thread may call it while a map runs: the map ends with
+        an `ArgumentError`.
         """
         self._closing()
 
@@ -116,25 +117,25 @@ class Job:
     ) -> Iterator[Any]:
         """Call a function on every item, and yield what it returns.
 
-        Items are taken as they are needed, and results wait to be fetched: of both there are no
-        more at a time than 16 for each process.
+        Items are taken as they are needed, and results wait until they are fetched. At most 16
+        items for each process are held at a time, results included.
 
         Args:
-            function: gets the pipeline and the item. Gradients are off, and the global random
-                generators of torch, numpy and Python are seeded anew for every item.
-            items: what can be pickled.
-            as_completed: yield results as they come, and not in the order of the items.
-            errors: what to do where the function raises an error: `raise` it as `ItemFailed`, which
-                ends the map, or `pass` it over: the error stands in the result's place.
+            function: is called with the pipeline and an item. Gradients are off, and the global
+                random generators of torch, numpy and Python are seeded for each item.
+            items: must be picklable.
+            as_completed: yield results as they come, instead of in the order of the items.
+            errors: what an error of the function does: `raise` ends the map with an `ItemFailed`;
+                `pass` yields the `ItemFailed` in the result's place.
             progress: True or False for a bar of items, None for a bar on a terminal.
 
         Yields:
-            Results; tensors among them on the CPU and without gradients. In place of the result of
-            an item at which three processes have ended, an `ItemKilled`; it is logged too.
+            Results; their tensors are on the CPU and without gradients. An item at which three
+            processes have ended gives an `ItemKilled` in the result's place, which is logged too.
 
         Raises:
-            ItemFailed: the function raised an error; it is the cause, and names the item.
-            JobFailed: the processes end before they have worked.
+            ItemFailed: the function raised an error, which is its `__cause__`; it names the item.
+            JobFailed: the processes keep ending before they have worked.
             ShmloadError: the pipeline cannot be loaded.
         """
         numbered = (Item(index, value) for index, value in enumerate(items))
@@ -158,24 +159,25 @@ class Job:
     ) -> ResultsReport:
         """Call a function on every item and store what it returns; blocks until all is done.
 
-        A run that was killed, or ended by an error, goes on where it was when this is called again
-        with the same items: what is stored is not done again. The files are then those of a run
-        that was never interrupted, byte for byte; `docs/dataprep.md` says what is in them.
+        After a kill or an error, call this again with the same items: it goes on where it was, and
+        does no stored item again. The files are then those of an uninterrupted run, byte for byte.
+        `docs/dataprep.md` says what is in them.
 
         Args:
             function: as for `map`; returns tensors or numpy arrays by name.
             items: as for `map`, in the same order each time.
             folder: made if it does not exist.
-            key: names an item, by which its result is found; None for its number.
-            shard_items: how many items each file holds.
-            errors: what to do where the function raises an error: `raise` it, or `pass` the item
-                over, as those are at which three processes have ended: the index says which, and
-                the next call tries them again.
-            facts: what else the results depend on, such as a size; the next call must say the same.
+            key: returns an item's key, by which its result is found; None for its number.
+            shard_items: how many items each results file (shard) holds.
+            errors: what an error of the function does: `raise` ends the run with an `ItemFailed`;
+                `pass` goes on without the item, as without an item at which three processes have
+                ended. The index lists such items, and the next call tries them again.
+            facts: what else the results depend on, such as a size; the next call must give the
+                same.
             progress: as for `map`.
 
         Raises:
-            ItemFailed, JobFailed, ShmloadError: as `map`; what is stored stays.
+            ItemFailed, JobFailed, ShmloadError: as `map`; stored results stay.
             ResultsError: the folder cannot be written to, or holds something else.
         """
         known = self.handle.facts | {
@@ -205,7 +207,7 @@ class Job:
     def _outcomes(
         self, function: Function, items: Iterator[Item], *, is_ordered: bool, errors: Errors
     ) -> Generator[Outcome, None, None]:
-        """Yield what becomes of items that are numbered already."""
+        """Yield what becomes of each item, one map at a time."""
         if errors not in get_args(Errors):
             raise ArgumentError(f"errors is {errors!r}; it must be 'raise' or 'pass'")
         if self._is_mapping:

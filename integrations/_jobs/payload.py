@@ -1,11 +1,11 @@
-"""What crosses between the processes of one job: functions, items and results, as bytes.
+"""Functions, items and results as bytes, as they cross between the processes of one job.
 
-Functions and classes of `__main__`, a notebook or a lambda go by value (cloudpickle). Tensors go as
-their bytes alone: torch's own pickling of a view would write all of its storage, which for a weight
-is a whole segment.
+Functions and classes of `__main__`, of a notebook, and lambdas go by value (cloudpickle). Tensors
+go as their bytes alone: torch's own pickling of a view would write all of its storage, which for a
+weight is a whole segment.
 
-This is for processes that one user's program has started for itself, over sockets that nobody else
-has: what is unpickled here can run any code.
+Only for processes that one user's program has started, over sockets that no other process has:
+what is unpickled here can run any code.
 """
 
 import contextlib
@@ -22,32 +22,32 @@ import msgspec
 from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError
 
-# The length of a frame has four bytes, and there is a little more than this in it.
+# The length of a frame has four bytes, and a frame is a little larger than its payload.
 MAX_NBYTES = (1 << 32) - (1 << 20)
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A pickled object; its tensors and arrays beside it, in the order that they are wanted."""
+    """A pickled object, with the bytes of its tensors and arrays in the order of their use."""
 
     pickled: bytes
     buffers: tuple[bytes, ...]
 
     @property
     def nbytes(self) -> int:
-        """What all of it takes, in bytes."""
+        """Size of all of it, in bytes."""
         return len(self.pickled) + sum(map(len, self.buffers))
 
 
 def dump(value: object) -> Payload:
     """Pickle an object.
 
-    Tensors arrive on the CPU, contiguous and without their history of gradients.
+    Tensors arrive on the CPU, contiguous and without their autograd history.
 
     Raises:
         ArgumentError: it is too large.
         Exception: what the object's own pickling raises.
     """
-    # What multiprocessing makes of a program's main module in a process that it spawns.
+    # In a process that multiprocessing spawned, the program's main module has this name.
     if spawned := sys.modules.get("__mp_main__"):
         cloudpickle.register_pickle_by_value(spawned)
     buffers: list[pickle.PickleBuffer] = []
@@ -63,40 +63,40 @@ def dump(value: object) -> Payload:
 
 
 def dump_error(error: BaseException) -> Payload:
-    """Pickle an error; one that would not arrive is a `RuntimeError` of what it says."""
-    with contextlib.suppress(Exception):  # whatever its class does
+    """Pickle an error, or a `RuntimeError` with its text if it cannot be pickled and unpickled."""
+    with contextlib.suppress(Exception):  # its class can raise anything
         payload = dump(error)
-        # Many an error can be pickled, and not be made from what was pickled.
+        # Many errors can be pickled but not unpickled.
         if isinstance(load(payload), BaseException):
             return payload
     return dump(RuntimeError(describe_error(error)))
 
 
 def describe_error(error: BaseException) -> str:
-    """Return class, message and notes of an error, whatever its class does.
+    """Return class, message and notes of an error; never raises.
 
-    Not as Python's tracebacks say it: what they add does not cross to another process.
+    Not the text of Python's tracebacks, which add what does not cross to another process.
     """
     try:
         text = str(error)
-    except Exception:  # whatever its class does
+    except Exception:  # its class can raise anything
         text = "<exception str() failed>"
     notes = getattr(error, "__notes__", None)
-    said = [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
+    texts = [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
     name = type(error).__name__
-    return "; ".join([f"{name}: {text}" if text else name, *said])
+    return "; ".join([f"{name}: {text}" if text else name, *texts])
 
 
 def format_traceback() -> str:
-    """Return the traceback of the error at hand as text that UTF-8 can say.
+    """Return the traceback of the current exception as text that UTF-8 can encode.
 
-    Messages that name files may hold what it cannot.
+    Names of files in its message may have surrogates, which UTF-8 cannot encode.
     """
     return traceback.format_exc().encode(errors="backslashreplace").decode()
 
 
 def load(payload: Payload) -> Any:
-    """Return the object again; its arrays and tensors can be written to.
+    """Unpickle an object; its arrays and tensors are writable.
 
     Raises:
         Exception: what the object's own unpickling raises.
@@ -116,21 +116,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 
 
 def bytes_of(tensor: Any) -> Any:
-    """Return the bytes of a tensor as they stand for its values in a row, as a numpy array."""
+    """Return the bytes of a tensor, contiguous and on the CPU, as a numpy array."""
     import torch
 
-    there = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return there.contiguous().reshape(-1).view(torch.uint8).numpy()
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Tell whether a tensor is made of its bytes, shape and dtype."""
+    """Tell whether bytes, shape and dtype are all that a tensor is."""
     layout = str(tensor.layout)
     return layout == "torch.strided" and not (tensor.is_quantized or tensor.is_meta)
 
 
 def _makes_own_text(kind: type[BaseException]) -> bool:
-    """Tell whether a class of errors has an `__init__` that Python would call with its own text."""
+    """Tell whether unpickling would call the class's own `__init__` with the finished message."""
     is_own = isinstance(kind.__init__, FunctionType)
     return is_own and kind.__reduce__ is BaseException.__reduce__
 
@@ -142,7 +142,7 @@ def _make_error(kind: type[BaseException], args: tuple[Any, ...]) -> BaseExcepti
 
 
 def _make_tensor(dtype: str, shape: tuple[int, ...], content: Any) -> Any:
-    import torch  # who gets tensors has it
+    import torch  # sender and receiver have the same libraries
 
     if not len(content):
         return torch.empty(shape, dtype=getattr(torch, dtype))

@@ -2,10 +2,11 @@
 
         forked ---> on its device ---> waiting <---> working
            |             |                |             |
-        end of file, the fork server's end, or an end of its own: whoever is at the job's side sees
+           +-------------+--- it ends ----+-------------+
 
-It answers each item before it begins the next, so of those it was given the first unanswered one is
-the one that it works on.
+It ends at the socket's end of file, with the fork server, or by itself, as by a crash; the job's
+process learns of it. It answers each item before it begins the next, so it works on the first of
+its items that is unanswered.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ ROUND_ROBIN = "round-robin"
 
 
 def run(channel_fd: int, fork: Fork, setup: Setup) -> None:
-    """Be a runner until the job is gone; then it returns, or sending raises BrokenPipeError."""
+    """Serve a job until it is gone; then return, or raise BrokenPipeError from sending."""
     channel = take_channel(channel_fd)
     for name, value in setup.environment.items():
         if value is None:
@@ -57,7 +58,7 @@ def run(channel_fd: int, fork: Fork, setup: Setup) -> None:
     try:
         pipe = Handle.from_text(setup.handle).load()  # the fork server has loaded it
         move(pipe, fork.device, fork.place)
-    except Exception as exc:  # the outermost loop: whatever it is, the job must learn of it
+    except Exception as exc:  # the outermost loop: the job must learn of any error
         send(channel, LoadFailed(dump_error(exc), format_traceback()))
         return
     send(channel, Started())
@@ -65,7 +66,7 @@ def run(channel_fd: int, fork: Fork, setup: Setup) -> None:
 
 
 class _Runner:
-    """Does what the messages say."""
+    """Does what the messages ask for."""
 
     def __init__(self, channel: socket.socket, pipe: "DiffusionPipeline") -> None:
         self._channel = channel
@@ -80,17 +81,17 @@ class _Runner:
                     case Begin(function, seed):
                         self._call = self._calling(function, seed)
                     case Work(index, item):
-                        assert self._call, "a job says with what before it says on what"
+                        assert self._call, "a job sends the function before it sends items"
                         self._work(index, item)
             if not inbox.receive():
                 return
 
     def _calling(self, function: Payload, seed: int) -> Callable[[int, Payload], Payload]:
-        """Return what works on one item."""
+        """Return a function from an item to its result, both pickled."""
         unpickled: list[Any] = []
 
         def call(index: int, item: Payload) -> Payload:
-            if not unpickled:  # inside the answer to an item: what cannot be unpickled is an error
+            if not unpickled:  # not before the first item: its answer carries an unpickling error
                 unpickled.append(load(function))
             return dump(call_function(unpickled[0], self._pipe, load(item), seed, index))
 
@@ -100,33 +101,33 @@ class _Runner:
         assert self._call
         try:
             answer: Returned | Raised = Returned(index, self._call(index, item))
-        except (Exception, SystemExit) as exc:  # the outermost loop, for what the user's code does
+        except (Exception, SystemExit) as exc:  # the outermost loop around the user's code
             answer = Raised(index, dump_error(exc), format_traceback())
         finally:
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it; it was closed
-                sys.stdout.flush()  # what it has printed, if it is killed at the next
+            with contextlib.suppress(OSError, ValueError):  # stdout has no reader, or was closed
+                sys.stdout.flush()  # or a kill at the next item would lose what was printed
         send(self._channel, answer)
 
 
 def call_function(
     function: Callable[[Any, Any], Any], pipe: "DiffusionPipeline", item: Any, seed: int, index: int
 ) -> Any:
-    """Call a job's function on one item: without gradients, and with random numbers of its own.
+    """Call a job's function on one item, without gradients and with seeded generators.
 
-    So the result depends on the item and its place alone, and on no process or order.
+    So the result depends on the item and its place alone, not on the process or the order.
     """
     seed_generators(seed, index)
     with torch.no_grad():
         try:
             return function(pipe, item)
         except (AttributeError, TypeError) as exc:
-            with contextlib.suppress(Exception):  # the error itself is what counts
+            with contextlib.suppress(Exception):  # a failed note must not hide the error
                 _note_absent_components(exc, pipe)
             raise
 
 
 def _note_absent_components(error: Exception, pipe: "DiffusionPipeline") -> None:
-    """Add to an error about None what of a pipeline is None."""
+    """Add to an error about None which components of the pipeline are None."""
     absent = sorted(name for name, value in pipe.components.items() if value is None)
     if absent and "'NoneType'" in str(error):
         error.add_note(
@@ -137,7 +138,7 @@ def _note_absent_components(error: Exception, pipe: "DiffusionPipeline") -> None
 
 @contextlib.contextmanager
 def limited_threads(threads: int) -> Iterator[None]:
-    """Have torch use so many threads for a while."""
+    """Have torch use so many threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -160,19 +161,22 @@ def seed_generators(seed: int, index: int) -> None:
     random.seed(value)
 
 
-def move(pipe: "DiffusionPipeline", device: str, number: int) -> None:
-    """Bring the models of a pipeline to their device.
+def move(pipe: "DiffusionPipeline", device: str, place: int) -> None:
+    """Move the models of a pipeline to their device.
 
     Args:
         pipe: on the CPU.
         device: its name, or `round-robin`.
-        number: of the runner, which decides which accelerator is its own.
+        place: of the runner; for `round-robin` it decides which GPU is its own.
+
+    Raises:
+        ArgumentError: torch has no CUDA device here.
     """
     if device == ROUND_ROBIN:
         count = torch.cuda.device_count()
         if count == 0:
             raise ArgumentError("devices is 'round-robin', but torch finds no CUDA device here")
-        device = f"cuda:{number % count}"
+        device = f"cuda:{place % count}"
     if device == CPU:
         return
     from shmload.integrations.placing import place_pipeline
@@ -180,5 +184,5 @@ def move(pipe: "DiffusionPipeline", device: str, number: int) -> None:
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise ArgumentError(f"devices names {device!r}, but torch finds no CUDA device here")
-        torch.cuda.set_device(device)  # for what the user's code makes on "cuda"
+        torch.cuda.set_device(device)  # the user's code may say just "cuda"
     place_pipeline(pipe, Destination(device_map=device))

@@ -1,4 +1,4 @@
-"""From what a job's function returns to the arrays that a folder of results takes."""
+"""What a job's function returns, as the arrays that a folder of results takes."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ _DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
 
 
 class Storing:
-    """A job's function, whose results become arrays while still in its process.
+    """A job's function, which turns its results into arrays in the process that computed them.
 
     Args:
         function: returns tensors or numpy arrays by name.
@@ -28,28 +28,28 @@ class Storing:
         self._function = function
 
     def __call__(self, pipe: Any, item: Any) -> dict[str, Array]:
-        """Call it.
+        """Call the function and return its arrays by name.
 
         Raises:
-            TypeError: it has returned something else.
+            TypeError: it returned something else.
         """
         found = self._function(pipe, item)
         if not isinstance(found, Mapping):
             raise TypeError(
-                f"the function returned a {type(found).__name__}; what is to be stored must be a "
+                f"the function returned a {type(found).__name__}; to be stored, a result must be a "
                 "dict of tensors or arrays by name"
             )
         return {name: _array(name, value) for name, value in found.items()}
 
 
 class Undone:
-    """The items of a run that are still to be done, with their keys; takes each item once.
+    """The items of a run whose results are not stored yet, with their keys.
 
     Args:
-        items: all of the run.
-        key: names an item; None for its number.
-        results: says what is done; stays the caller's.
-        on_done: is called for each item that is.
+        items: all items of the run; iterated once.
+        key: returns an item's key; None for its number.
+        results: the folder; stays the caller's.
+        on_done: called for each item whose result is stored already.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Undone:
         self._results = results
         self._on_done = on_done
         self.keys: dict[int, str] = {}
-        """Of the items that were taken and whose keys nobody has taken yet, by number."""
+        """Keys of the items that were yielded, by number; the caller removes them."""
         self.count = 0
-        """How many items there were up to now."""
+        """How many items were seen so far, stored ones included."""
 
     def __iter__(self) -> Iterator[Item]:
         for index, value in enumerate(self._items):
@@ -98,7 +98,7 @@ def _of_tensor(name: str, tensor: "torch.Tensor") -> Array:
     if dtype is None or str(tensor.layout) != "torch.strided":
         raise _refused(name, tensor)
     shape = tuple(tensor.shape)
-    if NBITS[dtype] < 8:  # torch counts the bytes that several elements share
+    if NBITS[dtype] < 8:  # torch's shape counts bytes, which several elements share
         shape = (*shape[:-1], shape[-1] * 8 // NBITS[dtype])
     return Array(dtype, shape, bytes_of(tensor).tobytes())
 

@@ -276,7 +276,7 @@ def test_deadly_item_stands_in_the_index(light_job, folder):
 
 
 REFUSED = {
-    "torch.zeros(3)": "the function returned a Tensor; what is to be stored must be a dict",
+    "torch.zeros(3)": "the function returned a Tensor; to be stored, a result must be a dict",
     "None": "the function returned a NoneType;",
     "{'a': 'text'}": "'a' is a str; it must be a tensor or a numpy array",
     "{'a': [1.0]}": "'a' is a list;",
