@@ -1,5 +1,8 @@
-"""A folder of results: its shards, its journal, its lock and what it says it was made from.
+"""A folder of results: its results files, journals, index, lock and facts.
 
-Guarantee: what a kill at any moment leaves can be continued, and nothing is counted twice. May
-import the core.
+A results file holds the arrays of up to `shard_items` items; its public name is a shard. `format`
+says what a format of results files is, `names` which one is in use.
+
+Guarantee: a run that was killed at any moment can go on, and nothing is counted twice. May import
+the core.
 """

@@ -1,4 +1,4 @@
-"""What the results in a folder depend on, as it is written down in `results.json`."""
+"""The facts: what the results in a folder depend on, as `results.json` says."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ _OTHERWISE = "give another folder, or remove this one"
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Two folders with equal ones, and the same items, are to have equal bytes."""
+    """Two folders with equal facts and the same items have equal bytes."""
 
     format: str = FORMAT.version
     shard_items: int
@@ -21,17 +21,17 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_facts(folder: Path, facts: Facts, others: set[str]) -> None:
-    """Compare facts with those of a folder that has results; else write them down.
+    """Compare a run's facts with those of a folder that has results; write them if it has none.
 
     Args:
         folder: of results; the caller has its lock.
         facts: of this run.
-        others: names of what else in the folder seems to be results.
+        others: names of the folder's other files that a job writes.
 
     Raises:
-        ArgumentError: they are not text that UTF-8 can say.
-        ResultsMismatch: the folder was made with others.
-        ResultsCorrupt: it does not say with which.
+        ArgumentError: a fact is not text that UTF-8 can encode.
+        ResultsMismatch: the folder has other facts.
+        ResultsCorrupt: the folder has results but no facts, or facts that cannot be read.
         OSError: they cannot be read or written.
     """
     path = folder / FACTS_NAME
@@ -41,11 +41,11 @@ def check_facts(folder: Path, facts: Facts, others: set[str]) -> None:
         different = _differences(_read(path), facts)
         if different:
             raise ResultsMismatch(folder, "; ".join(different))
-    else:  # at most those of a run that has stored nothing
+    else:  # facts that are there now are those of a run that has stored nothing
         try:
             content = msgspec.json.format(msgspec.json.encode(facts, order="sorted"))
         except UnicodeEncodeError as exc:
-            raise ArgumentError("a fact is not text that UTF-8 can say") from exc
+            raise ArgumentError("a fact is not text that UTF-8 can encode") from exc
         with replacing(path, durable=True) as file:
             file.write(content + b"\n")
 

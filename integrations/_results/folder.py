@@ -1,4 +1,4 @@
-"""A folder that results are written to: what of it is done, and what it was made from."""
+"""A folder that results are written to."""
 
 import contextlib
 import os
@@ -30,33 +30,34 @@ _MAX_SHARD_ITEMS = 10_000
 
 
 class ResultsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a folder holds in the end."""
+    """What a finished folder holds."""
 
     folder: str
     items: int
-    """How many there are, failed ones included."""
+    """How many there are, including failed ones."""
     added: int
-    """How many of them were added in this run; the others were there already."""
+    """How many results were added in this run; the others were there already."""
     failed: int
     """How many failed; the index says why, and the next run tries them again."""
     shards: int
+    """How many results files there are."""
     nbytes: int
-    """Size of the shards together, in bytes."""
+    """Size of all results files, in bytes."""
 
 
 class ResultFolder:
-    """A folder that results are written to; a context manager, and to be used by one thread.
+    """A folder that results are written to; a context that closes it. For one thread.
 
     Args:
         folder: made if it does not exist.
-        shard_items: how many items a shard has, at most 10,000.
+        shard_items: how many items a results file (shard) has, at most 10,000.
         facts: what the results depend on beside the items: weights, dtype, seed, ...
 
     Raises:
-        ArgumentError: an argument cannot work.
+        ArgumentError: an argument is not valid.
         ResultsBusy: another run writes to the folder.
-        ResultsMismatch: what it holds was made with other facts, or other shards.
-        ResultsCorrupt: what it holds is not what was written.
+        ResultsMismatch: the folder was made with other facts, or another `shard_items`.
+        ResultsCorrupt: a file is not what was written.
         ResultsInaccessible: the kernel refused to read or write.
     """
 
@@ -94,52 +95,53 @@ class ResultFolder:
         self.close()
 
     def close(self) -> None:
-        """Let the folder go, finished or not; a second call does nothing."""
+        """Release the folder, finished or not; a second call does nothing."""
         self._items.release()
         self._lock.release()
 
     def is_done(self, index: int, key: str) -> bool:
-        """Tell whether an item's result is stored, by this run or one before; one that failed not.
+        """Tell whether an item's result is stored, by this run or an earlier one; not its error.
 
         Args:
             index: the item's number, from 0.
             key: its name.
 
         Raises:
-            ArgumentError: the number or the key cannot be one.
+            ArgumentError: the number or the key is not valid, or the folder was closed.
             DuplicateKey: another item has the same key.
             ResultsMismatch: the item had another key.
-            ResultsCorrupt, ResultsInaccessible: of the files of its shard.
+            ResultsCorrupt, ResultsInaccessible: of its results file or journal.
         """
         with accessing(self.folder):
             file, place = self._locate(index, key)
             return file.is_done(place)
 
     def add(self, index: int, key: str, arrays: Mapping[str, Array]) -> None:
-        """Store an item's result. On return it would survive kill -9 of this process.
+        """Store an item's result. On return it survives kill -9 of this process.
 
-        With the last missing item of a shard the shard is written, and synchronised with its disk.
+        The last missing item of a results file has the file written, and synchronised with its
+        disk.
 
         Args:
             index: the item's number, from 0.
             key: its name.
-            arrays: by name; without a slash. There need not be any.
+            arrays: by name; a name has no slash. May be empty.
 
         Raises:
-            ArgumentError: the item is there already, or a name, dtype or shape cannot be one.
-            ResultsInaccessible: no room, for instance. What is stored stays, perhaps with this
-                item; a run that goes on later completes the shard.
+            ArgumentError: the item is there already, or a name, dtype or shape is not valid.
+            ResultsInaccessible: no room, for instance. Stored results stay, perhaps with this
+                item; a later run completes the results file.
             DuplicateKey, ResultsMismatch, ResultsCorrupt: as for `is_done`.
         """
         self._append(result(index, key, arrays, self._size))
 
     def fail(self, index: int, key: str, error: str) -> None:
-        """Note that an item has no result. A later run tries it again.
+        """Store an item's error. A later run tries the item again.
 
         Args:
             index: the item's number, from 0.
             key: its name.
-            error: why; of a long text the last 1,000 characters are stored.
+            error: of a long text the last 1,000 characters are stored.
 
         Raises:
             ArgumentError, DuplicateKey, ResultsMismatch, ResultsCorrupt, ResultsInaccessible: as
@@ -148,9 +150,9 @@ class ResultFolder:
         self._append(failure(index, key, error, self._size))
 
     def finish(self, count: int) -> ResultsReport:
-        """Write what is missing of shards and index, once each item was added or has failed.
+        """Write the results files and the index that are missing, once every item is settled.
 
-        An item that failed in an earlier run must have been tried again.
+        An item is settled if its result is stored, or if it has failed in this run.
 
         Args:
             count: how many items there are.
@@ -158,7 +160,7 @@ class ResultFolder:
         Raises:
             ArgumentError: an item is missing.
             ResultsMismatch: the folder holds more items than there are.
-            ResultsCorrupt, ResultsInaccessible: of the folder's files; can be repeated.
+            ResultsCorrupt, ResultsInaccessible: of the folder's files; may be called again.
         """
         self._check_open()
         files = -(-count // self._size)

@@ -1,4 +1,4 @@
-"""What a job gives for one item, checked before anything of it is written."""
+"""The result or the error of one item, checked before any of it is written."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from shmload.errors import ArgumentError
 from shmload.integrations._results.journal import ArrayHead, Buffer, Head
 from shmload.integrations._results.names import FORMAT
 
-# As safetensors files are read here.
+# The limit of shmload's reader of safetensors files.
 _MAX_RANK = 64
 _MAX_ERROR_CHARS = 1000
 
@@ -22,7 +22,7 @@ class Array(NamedTuple):
     """Safetensors name, such as `BF16`."""
     shape: tuple[int, ...]
     content: Buffer
-    """Its bytes: C-contiguous, little-endian. Any object with a buffer will do."""
+    """Its bytes, C-contiguous and little-endian, in any object with a buffer."""
 
 
 class NewItem(NamedTuple):
@@ -33,7 +33,7 @@ class NewItem(NamedTuple):
 
 
 def result(index: int, key: str, arrays: Mapping[str, Array], file_items: int) -> NewItem:
-    """Check an item's result; its arrays are put in the order of their names.
+    """Check an item's result, and put its arrays in the order of their names.
 
     Args:
         index: the item's number.
@@ -42,7 +42,7 @@ def result(index: int, key: str, arrays: Mapping[str, Array], file_items: int) -
         file_items: how many items a results file holds.
 
     Raises:
-        ArgumentError: a name, dtype or shape cannot be one, or the names are too long.
+        ArgumentError: a name, dtype or shape is not valid, or the names are too long.
     """
     heads, contents = [], []
     for name, given in sorted(arrays.items()):
@@ -58,7 +58,7 @@ def result(index: int, key: str, arrays: Mapping[str, Array], file_items: int) -
 
 
 def failure(index: int, key: str, error: str, file_items: int) -> NewItem:
-    """Check the name of an item that failed; of a long error only the end is kept.
+    """Check the key of an item that failed; of a long error only the end is kept.
 
     Raises:
         ArgumentError: the name is too long, or not text.
@@ -70,7 +70,7 @@ def failure(index: int, key: str, error: str, file_items: int) -> NewItem:
 
 
 def _flat(given: Array, what: str) -> Buffer:
-    """Return an array's bytes as one row, after a look at their number."""
+    """Return an array's bytes as a flat buffer, after a check of their number."""
     nbits = NBITS.get(given.dtype)
     if nbits is None:
         raise ArgumentError(f"{what}: unknown dtype {given.dtype!r}")

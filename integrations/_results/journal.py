@@ -1,4 +1,4 @@
-"""The journal of an unfinished shard of results: one record for each item, in order of arrival.
+"""The journal of an unfinished results file: one record for each item, in order of arrival.
 
     journal   "shmload journal 1 ", the kernel's boot id padded to 36 bytes, a line feed; records
     record    size of the head (4 bytes, little-endian), size of the body (8 bytes), digest, head,
@@ -6,10 +6,10 @@
     head      `Head` as msgpack, with a digest of each array
     body      the arrays' bytes, one after the other
 
-What `append` returned from is there after kill -9 of the process, since the kernel has it. A record
-that was cut off is recognised by its head or by its size, and goes when the journal is next opened.
-After a loss of power any byte may be missing: if the kernel has started anew since, the arrays are
-compared with their digests first.
+A record survives kill -9 of the process once `append` has returned: the kernel has it. A record
+that was cut off is recognised by its head or its size, and is removed when the journal is next
+opened. After a loss of power any byte may be missing: if the boot id is another one, the arrays
+are compared with their digests first.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     index: int
     key: str
     error: str | None
-    """Why the item failed; such a record has no arrays."""
+    """Why the item failed, or None; a record with an error has no arrays."""
     arrays: tuple[ArrayHead, ...]
 
 
@@ -60,11 +60,11 @@ _DECODER = msgspec.msgpack.Decoder(Head)
 
 
 class Journal:
-    """A journal on disk, opened when it is needed; `release` closes it for the time being.
+    """A journal on disk. It is opened when needed; `release` closes it until then.
 
     Args:
         path: made if it does not exist.
-        found: is told offset and head of each record that is there already.
+        found: called with the offset and the head of each record that is there already.
 
     Raises:
         OSError: it cannot be opened, read or cut.
@@ -83,10 +83,10 @@ class Journal:
             raise
 
     def append(self, head: Head, contents: Sequence[Buffer]) -> int:
-        """Write a record and return its offset; what fails leaves no trace.
+        """Write a record and return its offset; an error leaves no part of it.
 
         Args:
-            head: with one entry for each of the contents.
+            head: has one array for each of the contents.
             contents: the arrays' bytes.
 
         Raises:
@@ -98,7 +98,7 @@ class Journal:
         try:
             nbytes = _write(self._open(), (prefix, raw, *contents), self._end)
         except OSError:
-            # Not needed to be safe, only to give the room back.
+            # The next record would overwrite it; this only frees the room.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._open(), self._end)
             raise
@@ -107,7 +107,7 @@ class Journal:
         return offset
 
     def read(self, offset: int) -> tuple[Head, int] | None:
-        """Return a record's head, and where its body starts; None if there is no whole record."""
+        """Return a record's head and its body's offset; None if there is no whole record."""
         prefix = os.pread(self._open(), _PREFIX_NBYTES, offset)
         if len(prefix) < _PREFIX_NBYTES:
             return None
@@ -140,7 +140,7 @@ class Journal:
         return self._fd
 
     def _recover(self, found: Callable[[int, Head], None]) -> None:
-        """Find the records, and cut off what follows the last whole one."""
+        """Find the records, and cut off everything after the last whole one."""
         boot = boot_id()
         first = f"{_MAGIC} {boot:36}\n".encode()
         there = os.pread(self._open(), len(first), 0)
@@ -168,7 +168,7 @@ class Journal:
 
 
 def read_blocks(fd: int, offset: int, nbytes: int) -> Iterator[memoryview]:
-    """Yield a range of a file, or as much of it as there is; each block is valid until the next."""
+    """Yield a range of a file, or as much as there is; each block is valid until the next."""
     buffer = memoryview(bytearray(min(nbytes, _BLOCK_NBYTES)))
     end = offset + nbytes
     while offset < end:
@@ -180,7 +180,7 @@ def read_blocks(fd: int, offset: int, nbytes: int) -> Iterator[memoryview]:
 
 
 def _write(fd: int, buffers: Iterable[Buffer], offset: int) -> int:
-    """Write all of some buffers, one after the other, and return their size in bytes."""
+    """Write all of the buffers, one after the other, and return their size in bytes."""
     waiting = deque(memoryview(buffer) for buffer in buffers if buffer)
     begin = offset
     while waiting:

@@ -11,30 +11,30 @@ _BUCKET_BITS = 10
 
 
 def digest_key(key: str) -> int:
-    """Return the number of a key: above 0, and below 2**64.
+    """Return the number of a key: above 0 and below 2**64.
 
-    Of 3 million keys two have the same one in one job of 4 million.
+    Of jobs with 3 million keys each, one in 4 million has two keys with the same number.
 
     Raises:
-        ArgumentError: the key is no text, or has half a surrogate.
+        ArgumentError: the key is not text, or UTF-8 cannot encode it.
     """
     if not isinstance(key, str):
         raise ArgumentError(f"the key {key!r} is a {type(key).__name__}; give text")
     try:
         return int(xxhash.xxh3_64_intdigest(key.encode())) or 1
     except UnicodeEncodeError as exc:
-        reason = f"the key {key!r} is not text that UTF-8 can say"
+        reason = f"the key {key!r} is not text that UTF-8 can encode"
         raise ArgumentError(f"{reason}; give the item another one") from exc
 
 
 class KeyDigests:
-    """A set of such numbers, in sorted buckets: a tenth of the memory of Python's own."""
+    """A set of such numbers, in sorted buckets: a tenth of the memory of a Python set."""
 
     def __init__(self) -> None:
         self._buckets = [array("Q") for _ in range(1 << _BUCKET_BITS)]
 
     def add(self, digest: int) -> bool:
-        """Add a number; returns whether it was new."""
+        """Add a number, and return whether it is new."""
         bucket = self._buckets[digest >> (64 - _BUCKET_BITS)]
         place = bisect_left(bucket, digest)
         if place < len(bucket) and bucket[place] == digest:

@@ -11,9 +11,9 @@ from shmload.integrations._results.names import LOCK_NAME
 
 
 class FolderLock:
-    """The lock of a folder, from now on until `release`; the kernel drops it with the process.
+    """The lock of a folder, held until `release`; the kernel drops it when the process ends.
 
-    A process that is forked meanwhile does not have it.
+    A forked child does not have it.
 
     Raises:
         ResultsBusy: another process, or another object in this one, has it.
@@ -21,7 +21,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        # A file of its own: NFS locks only what is open for writing, which a directory cannot be.
+        # A file, not the directory: NFS needs it open for writing, which a directory cannot be.
         self._fd: int | None = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if not try_lock(self._fd, exclusive=True):
@@ -38,7 +38,7 @@ class FolderLock:
         return self._fd is not None
 
     def release(self) -> None:
-        """Give it up; a second call does nothing."""
+        """Give the lock up; a second call does nothing."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -52,5 +52,5 @@ def _release_all() -> None:
         lock.release()
 
 
-# A child's copy of the descriptor would hold the lock on after its parent's death.
+# A child's copy of the descriptor would keep the lock held after its parent's death.
 os.register_at_fork(after_in_child=_release_all)

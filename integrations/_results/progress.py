@@ -27,7 +27,7 @@ _MISSING, _DONE, _FAILED = range(3)
 
 
 class FileProgress:
-    """The items of one results file, by their place in it, from 0.
+    """Which items of one results file are done; an item is known by its place in it, from 0.
 
     Args:
         folder: of all results.
@@ -44,19 +44,19 @@ class FileProgress:
         self.first = number * size
         self.path = folder / file_name(number)
         self.keys = array("Q", bytes(8 * size))
-        """Each item's key as a number; 0 where it is not known."""
+        """Each item's key as a number; 0 if it is not known."""
         self._states = bytearray(size)
         self._settled = 0
         self._journal_path = folder / journal_name(number)
         self._journal: Journal | None = None
-        # Of each item's record in the journal; 0 where it has none.
+        # Of each item's record in the journal; 0 if it has none. Empty without a journal.
         self._offsets = array("Q")
         self._has_file = self.path.exists()
         self._load()
 
     @property
     def is_settled(self) -> bool:
-        """Tell whether each item is done, or has failed in this run."""
+        """Tell whether every item is done, or has failed in this run."""
         return self._settled == len(self._states)
 
     @property
@@ -69,7 +69,7 @@ class FileProgress:
         return self._states[place] == _DONE
 
     def missing(self, count: int) -> int:
-        """Return the place of the first of some items that is neither done nor failed, or -1."""
+        """Return the first place below `count` whose item is neither done nor failed, or -1."""
         return self._states.find(_MISSING, 0, count)
 
     def failures(self) -> int:
@@ -89,7 +89,7 @@ class FileProgress:
         self._settle(place, _DONE if head.error is None else _FAILED)
 
     def commit(self, count: int, facts: Mapping[str, str]) -> None:
-        """Write the file from the journal and from what it is now; then the journal goes.
+        """Write the file from the journal and the present file; then remove the journal.
 
         Args:
             count: how many items the file has.
@@ -118,7 +118,7 @@ class FileProgress:
         return keys[place] if place < len(keys) else None
 
     def release(self) -> None:
-        """Close the journal for the time being."""
+        """Close the journal until it is next used."""
         if self._journal is not None:
             self._journal.release()
 
@@ -126,7 +126,7 @@ class FileProgress:
         if self._has_file:
             contents = FORMAT.read_contents(self.path)
             if contents.first != self.first or len(contents.keys) > len(self.keys):
-                raise ResultsCorrupt(self.path, "it holds the items of another shard", AGAIN)
+                raise ResultsCorrupt(self.path, "it holds the items of another results file", AGAIN)
             for place, key in enumerate(contents.keys):
                 self.keys[place] = digest_key(key)
                 if self.first + place not in contents.errors:
@@ -143,10 +143,12 @@ class FileProgress:
         self._journal = Journal(self._journal_path, self._found)
 
     def _found(self, offset: int, head: Head) -> None:
-        """Take note of a record that is there already; its item may be in the file too."""
+        """Note a record that is there already; its item may be in the file too."""
         place = head.index - self.first
         if not 0 <= place < len(self.keys):
-            raise ResultsCorrupt(self._journal_path, "it holds another shard's items", AGAIN)
+            raise ResultsCorrupt(
+                self._journal_path, "it holds items of another results file", AGAIN
+            )
         if self._has_file and not self._offsets[place] and self.is_done(place):
             return
         self.keys[place] = digest_key(head.key)

@@ -140,7 +140,7 @@ def _read_contents(path: _Path) -> Contents:
     try:
         return _contents(msgspec.json.decode(raw, type=_Front).metadata)
     except (KeyError, ValueError) as exc:
-        raise ResultsCorrupt(path, "its header is not that of a shard of results", AGAIN) from exc
+        raise ResultsCorrupt(path, "its header is not that of a results file", AGAIN) from exc
 
 
 def _contents(metadata: Mapping[str, str]) -> Contents:
@@ -162,12 +162,12 @@ def _check_item(head: Head, file_items: int) -> None:
     except UnicodeEncodeError as exc:
         raise ArgumentError(
             f"the key of item {head.index}, {head.key!r}, or the name of an array is not text that "
-            "UTF-8 can say; give it another one"
+            "UTF-8 can encode; give it another one"
         ) from exc
     if nbytes > _NAMES_NBYTES // file_items:
         raise ArgumentError(
-            f"the names in item {head.index} take {nbytes} bytes, and the header of {file_items} "
-            "items has no room for such; give shorter ones, or fewer shard_items"
+            f"the names in item {head.index} take {nbytes} bytes, too many for a file of "
+            f"{file_items} items; give shorter ones, or fewer shard_items"
         )
 
 

@@ -22,7 +22,7 @@ class ItemTable:
         self._size = size
         self._files: dict[int, FileProgress] = {}
         self._open_journals: dict[int, FileProgress] = {}
-        """Of these files the journals were used last, the latest at the end."""
+        """Files whose journals may be open; the one used last is at the end."""
         self._keys = KeyDigests()
 
     @property
@@ -86,7 +86,7 @@ class ItemTable:
         self._open_journals.pop(file.number, None)
 
     def release(self) -> None:
-        """Close all journals for the time being."""
+        """Close all journals until they are next used."""
         for file in self._files.values():
             file.release()
 

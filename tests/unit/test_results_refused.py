@@ -151,7 +151,7 @@ def test_fewer_items_than_stored_are_refused(folder, serial, count):
     [
         ({"a/b": Array("U8", (1,), b"x")}, "array name 'a/b' is empty, or has a slash"),
         ({"": Array("U8", (1,), b"x")}, "array name '' is empty, or has a slash"),
-        ({"\ud800": Array("U8", (1,), b"x")}, "not text that UTF-8 can say"),
+        ({"\ud800": Array("U8", (1,), b"x")}, "not text that UTF-8 can encode"),
         ({"a": Array("uint8", (1,), b"x")}, "array 'a': unknown dtype 'uint8'"),
         ({"a": Array("F32", (2,), b"1234")}, r"F32 of shape \[2\] does not have the 4 bytes"),
         ({"a": Array("F4", (1,), b"1")}, r"F4 of shape \[1\] does not have the 1 bytes"),
