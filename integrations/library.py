@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rules import Rule
+from shmload._checkpoints.rule import Rule
 from shmload._placement.modules import Component
 from shmload.integrations._build import rules
 

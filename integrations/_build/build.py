@@ -17,7 +17,8 @@ import torch
 
 from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
 from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.rules import Rule, forget_rule
+from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.rules import forget_rule
 from shmload.integrations._devices.hollow import BytesNeeded
 from shmload._host.procfs import mappings, modified_nbytes
 from shmload._loading.load import Load

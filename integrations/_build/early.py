@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rules import RAW, Rule, likely_rule, rule_for
+from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.rules import likely_rule, rule_for
 from shmload._decoding.ring import Ring
 from shmload._host.collector import freeze_imports
 from shmload._loading.load import Load

@@ -18,7 +18,8 @@ from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rules import Rule, rule_for, wanted_dtype
+from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.rules import rule_for, wanted_dtype
 from shmload._host.linux import open_source
 from shmload._placement.modules import Component, Module, join, parent_of
 from shmload.integrations._build.rules import (

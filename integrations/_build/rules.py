@@ -14,7 +14,7 @@ from packaging import version
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.resolve import Checkpoint
-from shmload._checkpoints.rules import RAW, Rule
+from shmload._checkpoints.rule import RAW, Rule
 
 logger = logging.getLogger(__name__)
 

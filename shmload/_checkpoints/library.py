@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from shmload._checkpoints.resolve import Checkpoint, Source
-    from shmload._checkpoints.rules import Rule
+    from shmload._checkpoints.rule import Rule
     from shmload._placement.modules import Component
 
 

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.rules import Rule
+from shmload._checkpoints.rule import Rule
 from shmload._host.collector import paused_gc
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress

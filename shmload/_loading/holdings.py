@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.rules import Rule
+from shmload._checkpoints.rule import Rule
 from shmload._decoding.coordinator import Job
 from shmload._host.linux import Inode, is_cached, read_ahead, unlock
 from shmload._loading.plan import ShardPlan

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.rules import Rule
+from shmload._checkpoints.rule import Rule
 from shmload._decoding.coordinator import DecodeCancelled, Job
 from shmload._decoding.ring import Ring
 from shmload._host.background import Background

@@ -8,7 +8,7 @@ import msgspec
 
 from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.identity import identify
-from shmload._checkpoints.rules import RAW, Rule
+from shmload._checkpoints.rule import RAW, Rule
 from shmload._host.linux import SHM_DIR
 from shmload._host.procfs import is_remote
 from shmload._placement.placement import Placement

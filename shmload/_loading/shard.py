@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shmload._checkpoints.rules import Rule
+from shmload._checkpoints.rule import Rule
 from shmload._decoding.coordinator import Job
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source

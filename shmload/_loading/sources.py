@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.rules import Rule, rule_for
+from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.rules import rule_for
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import variant_of, variants_below
 from shmload._host.collector import paused_gc

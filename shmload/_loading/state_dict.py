@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.resolve import resolve
-from shmload._checkpoints.rules import Rule
+from shmload._checkpoints.rule import Rule
 from shmload._host.collector import paused_gc
 from shmload._host.linux import reopen
 from shmload._loading.complete import complete_load

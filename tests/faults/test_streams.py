@@ -11,7 +11,7 @@ from torch import nn
 
 import shmload
 from shmload._checkpoints.resolve import resolve
-from shmload._checkpoints.rules import Rule
+from shmload._checkpoints.rule import Rule
 from shmload._decoding.ring import Ring, RingShape
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress

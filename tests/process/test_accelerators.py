@@ -13,7 +13,7 @@ from pipelines import FAMILIES
 from torch import nn
 
 import shmload
-from shmload._checkpoints.rules import Rule
+from shmload._checkpoints.rule import Rule
 from shmload._decoding.ring import RingShape
 from shmload._loading.load import Load
 from shmload.integrations._build import rules

@@ -6,7 +6,7 @@ from comparing import assert_equal, reference
 from traces import Messages, mentions_of_view
 
 import shmload
-from shmload._checkpoints.rules import Rule
+from shmload._checkpoints.rule import Rule
 from shmload.integrations._build import rules
 
 

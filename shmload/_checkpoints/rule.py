@@ -1,0 +1,63 @@
+"""A rule: the dtype that each tensor of a checkpoint gets, so that the library has nothing to cast.
+
+In doubt a rule leaves a tensor as it is. The library then casts it itself, which is slower and
+never wrong.
+"""
+
+import hashlib
+
+import msgspec
+
+from shmload._checkpoints.dtypes import FLOATS, WITHIN_F32
+from shmload._checkpoints.header import TensorSpec
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The dtypes of one checkpoint's tensors in their segments; layouts call it as a `DtypeOf`."""
+
+    target: str | None = None
+    """The safetensors dtype that floats get, or None to leave all tensors as they are."""
+
+    is_widening: bool = False
+    """Only floats that the target holds exactly are converted."""
+
+    fp32_parts: tuple[str, ...] = ()
+    """Tensors with one of these between the dots of their names get float32 instead."""
+
+    only: frozenset[str] | None = None
+    """Only these names are converted; None for all."""
+
+    def __call__(self, tensor: TensorSpec) -> str:
+        """Return the dtype that a tensor gets in the segment."""
+        if self.target is None or tensor.dtype not in FLOATS:
+            return tensor.dtype
+        if self.only is not None and tensor.name not in self.only:
+            return tensor.dtype
+        if self.fp32_parts and not set(self.fp32_parts).isdisjoint(tensor.name.split(".")):
+            return "F32" if tensor.dtype in WITHIN_F32 else tensor.dtype
+        if self.is_widening and tensor.dtype not in WITHIN_F32:
+            return tensor.dtype
+        return self.target
+
+    def leaves_cast(self, tensor: TensorSpec) -> bool:
+        """Tell whether the library certainly has to cast a tensor itself."""
+        # A tensor left in float32 is either wanted so or cast; only the built model tells which.
+        return (
+            self.target is not None
+            and tensor.dtype in FLOATS
+            and self(tensor) not in (self.target, "F32")
+        )
+
+    @property
+    def text(self) -> str:
+        """Different for different rules; part of a segment's name, and shown by `shmload ls`."""
+        if self.target is None:
+            return "raw"
+        if self == Rule(target=self.target):
+            return self.target
+        digest = hashlib.blake2b(_ENCODER.encode(self), digest_size=4).hexdigest()
+        return f"{self.target}/{digest}"
+
+
+RAW = Rule()
+_ENCODER = msgspec.json.Encoder(order="deterministic")
