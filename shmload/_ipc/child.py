@@ -166,7 +166,7 @@ def start_with_channel(
     Args:
         module: see `Child`.
         timeout_s: how long this end waits in a send or a receive, in seconds. A child that has
-            stopped reading must not hold up this process.
+            stopped reading must not block this process for ever.
         env: see `Child`.
         stdout: see `Child`.
         stderr: see `Child`.

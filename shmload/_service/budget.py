@@ -31,7 +31,7 @@ def budget_warnings(budget: int, resident: Iterable[SegmentInfo]) -> Iterator[st
     if nbytes > budget:
         yield (
             f"{format_nbytes(nbytes)} are resident already, more than the budget of "
-            f"{format_nbytes(budget)}; the rest goes when something is decoded"
+            f"{format_nbytes(budget)}; the excess is evicted at the next decode"
         )
 
 
