@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 # Read when huggingface_hub is imported, which test modules do before any fixture runs.
@@ -62,6 +63,28 @@ _MS_PRIVATE = 1 << 18
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile("default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle",
+        metavar="SEED",
+        help="run the modules, and the tests in each, in the random order of this seed",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle the modules and the tests in each; a module's fixtures are still set up once."""
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        return
+    random = Random(seed)
+    modules: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
+    for tests in modules.values():
+        random.shuffle(tests)
+    items[:] = [item for path in random.sample(list(modules), len(modules)) for item in modules[path]]
 
 
 def pytest_configure() -> None:
