@@ -47,6 +47,8 @@ pytest.register_assert_rewrite(
 
 _SHM = Path("/dev/shm")
 _PREFIX = "shmload-"
+# What decides how shmload and the libraries behave; other variables are set by imports.
+_VARIABLES = ("DIFFUSERS_", "HF_", "PYTHON", "SHMLOAD_", "TRANSFORMERS_")
 # Far above what any step takes; a child that says nothing for so long hangs.
 _CHILD_TIMEOUT_S = 60.0
 
@@ -84,7 +86,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         modules.setdefault(item.path, []).append(item)
     for tests in modules.values():
         random.shuffle(tests)
-    items[:] = [item for path in random.sample(list(modules), len(modules)) for item in modules[path]]
+    items[:] = [
+        item for path in random.sample(list(modules), len(modules)) for item in modules[path]
+    ]
 
 
 def pytest_configure() -> None:
@@ -153,9 +157,13 @@ def configure(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 @pytest.fixture(autouse=True)
 def _no_leaks(_own_environment: None) -> Iterator[None]:
-    """Fail a test that leaves behind a child, a thread, a descriptor or a name in /dev/shm."""
-    before = _alive()
+    """Fail a test that leaves behind a child, a thread, a descriptor or a name in /dev/shm.
+
+    Or what later tests and their children would start from: an entry of the path, a variable.
+    """
+    before, place = _alive(), _surroundings()
     yield
+    changed = _surroundings() ^ place
     left = _alive() - before
     if left:
         gc.collect()  # takes half a second with the libraries loaded, so only now
@@ -166,6 +174,15 @@ def _no_leaks(_own_environment: None) -> Iterator[None]:
             if kind == "name":
                 remove_shm_entry(name)
     assert not left, f"left behind: {sorted(left)}"
+    assert not changed, f"not as before: {sorted(changed)}"
+
+
+def _surroundings() -> set[str]:
+    return {
+        f"directory {os.getcwd()}",
+        *(f"path {entry}" for entry in sys.path),
+        *(f"variable {k}={v}" for k, v in os.environ.items() if k.startswith(_VARIABLES)),
+    }
 
 
 def _alive() -> set[str]:

@@ -59,7 +59,14 @@ class RayCluster:
     def ask(self, expression):
         """Return what an expression is there."""
         self._process.stdin.write(f"{expression}\n".encode())
-        value, error = pickle.loads(base64.b64decode(self._read_line()))
+        answer = base64.b64decode(self._read_line())
+        path = [*sys.path]
+        try:
+            value, error = pickle.loads(answer)
+        finally:
+            # A report's class imports Ray, which puts packages of its own on the path; skeletons
+            # of this process would be of no use to its children then, which have no such packages.
+            sys.path[:] = path
         assert error is None, f"{error}; {self._said()}"
         return value
 

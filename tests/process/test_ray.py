@@ -124,7 +124,7 @@ def test_failure_that_is_no_error_of_shmload_is_told_with_its_traceback(cluster,
     assert type(report.error) is shmload.NodeFailed
     assert first[:12] in str(report.error)
     assert "TypeError: unknown argument 'wrokers'" in str(report.error)
-    assert "_warm.py" in report.error.__notes__[0]
+    assert ", in parse\n" in report.error.__notes__[0]
 
 
 def test_node_that_is_not_done_in_time_is_reported_and_stopped(cluster, first, checkpoint, child):
