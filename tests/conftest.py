@@ -45,6 +45,7 @@ pytest.register_assert_rewrite(
     "weight",
 )
 
+_UNIT_TESTS = Path(__file__).parent / "unit"
 _SHM = Path("/dev/shm")
 _PREFIX = "shmload-"
 # What decides how shmload and the libraries behave; other variables are set by imports.
@@ -76,7 +77,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle the modules and the tests in each; a module's fixtures are still set up once."""
+    """Mark the unit tests as fast; shuffle all where that is asked for.
+
+    The modules are shuffled, and the tests in each: a module's fixtures are still set up once.
+    """
+    for item in items:
+        if _UNIT_TESTS in item.path.parents:
+            item.add_marker("fast")
     seed = config.getoption("--shuffle")
     if seed is None:
         return

@@ -27,6 +27,7 @@ def assert_right(source):
         assert torch.equal(got[name], other)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("workers", [1, 2])
 def test_worker_killed_once_is_replaced(checkpoint, workers_that, caplog, workers):
     starts = workers_that(DIE_ONCE, workers=workers)

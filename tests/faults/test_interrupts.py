@@ -83,6 +83,7 @@ def test_interrupted_load_leaves_nothing(large, child, configure, shm_names, doo
     assert shm_names() == []
 
 
+@pytest.mark.fast
 def test_interrupted_pipeline_leaves_nothing(saved, child, configure, shm_names):
     # When it is built and waits for its weights: the libraries' imports catch whatever they meet.
     configure(inline_nbytes=0, workers=1)

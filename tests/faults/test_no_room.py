@@ -58,6 +58,7 @@ print(len(seen), sum(name.startswith("shmload-") for name in os.listdir("/dev/sh
 """
 
 
+@pytest.mark.fast
 def test_shm_too_small_is_said_before_anything_is_read(large, in_small_shm):
     said, left = in_small_shm("-c", TRY, large).stdout.splitlines()
     assert said.startswith(f"SharedMemoryFull {errno.ENOSPC} 19.08 MiB needed in shared memory")

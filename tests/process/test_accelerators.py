@@ -20,6 +20,8 @@ from shmload.integrations._build import rules
 from shmload.integrations._build.build import Build
 from shmload.integrations._devices import destination
 
+pytestmark = pytest.mark.libraries
+
 
 def is_on_accelerator(tensor):
     return tensor.data_ptr() % 256 == 0 and not tensor.is_shared()
@@ -71,6 +73,7 @@ def test_nothing_of_the_host_is_held_afterwards(saved, accelerators, streams):
     assert all(is_on_accelerator(p) for m in models_of(got).values() for p in m.parameters())
 
 
+@pytest.mark.fast
 def test_resident_segments_are_used(saved, accelerators, streams, evicts):
     source = saved("flux")
     shmload.warm(source, torch_dtype=torch.bfloat16)

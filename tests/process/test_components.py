@@ -8,6 +8,8 @@ from torch import nn
 
 import shmload
 
+pytestmark = pytest.mark.libraries
+
 
 @pytest.mark.parametrize("kind", ["vae", "text_encoder", "transformer", "none"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -74,6 +74,8 @@ def assert_same(got, reference):
 # Results ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
+@pytest.mark.libraries
 def test_results_are_those_of_a_loop_with_the_library(job, source):
     assert_same(job.map(encode, range(20)), wanted(source, range(20)))
 
@@ -83,6 +85,7 @@ def test_as_completed_gives_the_same_in_another_order(job, source):
     assert_same(got, wanted(source, range(20)))
 
 
+@pytest.mark.libraries
 def test_without_processes_it_is_the_same(source):
     options = {"source": source, "components": ["vae"], "torch_dtype": "bfloat16", "procs": 0}
     assert_same(dataprep.map(encode, range(6), **options), wanted(source, range(6)))
@@ -118,6 +121,7 @@ def test_large_items_and_results_pass_each_other(job):
         assert got.max() == got.min() == number + 1
 
 
+@pytest.mark.libraries
 def test_components_that_were_not_named_are_none(job, source):
     def look(pipe, item):
         return type(pipe).__name__, pipe.unet is None, pipe.tokenizer is None, str(pipe.vae.dtype)
@@ -148,6 +152,7 @@ def test_error_may_stand_in_the_results_place(job):
     assert isinstance(got[3], shmload.ItemFailed)
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("procs", [0, 2])
 @pytest.mark.parametrize("use", [lambda pipe: pipe.text_encoder(1), lambda pipe: pipe.unet.dtype])
 def test_error_of_a_component_that_was_not_named_says_so(job, source, procs, use):
@@ -248,6 +253,7 @@ def test_devices_that_are_not_there_are_an_error(source):
         next(job.map(encode, [0]))
 
 
+@pytest.mark.libraries
 def test_pipeline_that_cannot_be_loaded_is_its_own_error(copied):
     broken = copied("stable-diffusion")
     shard = broken / "vae" / "diffusion_pytorch_model.safetensors"
@@ -263,6 +269,7 @@ def test_pipeline_that_cannot_be_loaded_is_its_own_error(copied):
 # One copy -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.libraries
 def test_processes_have_no_weights_of_their_own(large_pipeline):
     def measure(pipe, item):
         tensors = list(pipe.unet.parameters())

@@ -46,6 +46,7 @@ def encode(pipe, item):
     }
 
 
+@pytest.mark.libraries
 def test_results_are_those_of_a_loop_with_the_library(saved, tmp_path):
     source = saved("stable-diffusion")
     arguments = {"source": source, "components": ["vae"], "torch_dtype": torch.bfloat16}

@@ -10,6 +10,8 @@ import shmload
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
 
+pytestmark = pytest.mark.libraries
+
 
 def test_components_go_where_the_map_says(saved, accelerators):
     source = saved("flux")

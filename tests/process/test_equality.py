@@ -11,6 +11,8 @@ from pipelines import FAMILIES, run
 
 import shmload
 
+pytestmark = pytest.mark.libraries
+
 # How a pipeline is stored: dtype, variant, sharded.
 STORED = {
     f"{dtype}{'-sharded' if sharded else ''}": (dtype, variant, sharded)
@@ -56,6 +58,7 @@ def copy_weight(model):
     model.register_buffer("copied", model.conv_in.weight.detach().clone())
 
 
+@pytest.mark.fast
 @pytest.mark.usefixtures("either_order")
 @pytest.mark.parametrize("look", [note_sum, copy_weight])
 def test_weights_that_the_library_looks_at_while_it_loads_are_there(
@@ -71,6 +74,7 @@ def test_weights_that_the_library_looks_at_while_it_loads_are_there(
     assert_loads_equal(large_pipeline, "bf16")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pipelines_generate_the_same(saved, family):
     got = run(shmload.load_pipeline(saved(family), torch_dtype=torch.float32))

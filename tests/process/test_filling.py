@@ -195,6 +195,7 @@ def test_ranks_that_are_none_are_refused():
             zero.partition(make(), rank, 2)
 
 
+@pytest.mark.libraries
 def test_model_is_loaded_alone_and_by_its_name(saved, tmp_path):
     source = saved("flux")
     with pytest.raises(shmload.UnknownComponent, match="did you mean 'transformer'"):

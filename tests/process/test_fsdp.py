@@ -8,6 +8,8 @@ from ranks import Ranks
 
 import shmload
 
+pytestmark = pytest.mark.libraries
+
 
 @pytest.fixture(scope="module")
 def ranks():

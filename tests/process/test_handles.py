@@ -40,6 +40,8 @@ def shared_names():
     return sorted(info.name for info in shmload.segments() if info.is_shared and info.is_leased)
 
 
+@pytest.mark.fast
+@pytest.mark.libraries
 def test_handle_is_small_and_gives_the_same_pipeline(handle, source):
     crossing = pickle.dumps(handle)
     assert len(crossing) < 4096
@@ -52,6 +54,7 @@ def test_loading_again_gives_the_same_object(handle):
     assert shmload.Handle.from_text(handle.text).load() is pipe
 
 
+@pytest.mark.libraries
 def test_nothing_is_decoded_twice(handle, child):
     names = shared_names()
     assert names
@@ -126,6 +129,7 @@ def test_sharing_what_is_resident_has_it_stay(source, shm_names, evicts):
     assert shm_names() == names
 
 
+@pytest.mark.libraries
 def test_replaced_source_is_an_error_and_no_mixture(handle, source):
     path = source / "vae" / "diffusion_pytorch_model.safetensors"
     os.utime(path, ns=(1, 1))
@@ -133,6 +137,7 @@ def test_replaced_source_is_an_error_and_no_mixture(handle, source):
         pickle.loads(pickle.dumps(handle)).load()
 
 
+@pytest.mark.libraries
 def test_only_the_named_components_are_decoded(source, evicts):
     with shmload.share(source, torch_dtype="bf16", components=["vae"]) as shared:
         (segment,) = shmload.segments()
@@ -166,6 +171,7 @@ def test_interrupt_at_the_end_of_sharing_leaves_nothing(source, monkeypatch, shm
     assert shm_names() == []
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize(
     "name", ["model_index.json", "vae/config.json", "tokenizer/tokenizer_config.json"]
 )
@@ -179,6 +185,7 @@ def test_changed_configuration_gives_another_handle(source, name):
         before.load()
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize(
     "name",
     ["unet/config.json", "README.md", "vae/.lock", "vae/other.safetensors", "vae/model.fp16.bin"],
@@ -196,6 +203,7 @@ def test_part_of_a_repository_is_no_pipeline(source, make):
         make(source, subfolder="vae")
 
 
+@pytest.mark.libraries
 def test_unknown_component_is_named(source):
     with pytest.raises(shmload.UnknownComponent, match="did you mean 'vae'"):
         shmload.share(source, components=["vea"])

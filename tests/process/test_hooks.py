@@ -12,6 +12,8 @@ from torch import nn
 
 import shmload
 
+pytestmark = pytest.mark.libraries
+
 # Torch's private backend with tensors that have a device and no bytes: operations across devices
 # fail as they do on GPUs. In a process of its own, because a backend is registered for good.
 PRETEND = """

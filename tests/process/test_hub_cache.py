@@ -10,6 +10,8 @@ from warming import NBYTES
 
 import shmload
 
+pytestmark = pytest.mark.libraries
+
 
 def test_model_is_found_in_the_hub_cache_by_id(hub_cache, folder):
     snapshot = hub_cache.add("org/name", folder)

@@ -14,6 +14,8 @@ from traces import Messages, mentions_of_view
 
 import shmload
 
+pytestmark = pytest.mark.libraries
+
 
 def test_the_search_for_mentions_finds_what_is_hidden():
     secret = f"/dev/shm/{'shmload'}-view"

@@ -14,6 +14,8 @@ from traces import Messages, mentions_of_view
 
 import shmload
 
+pytestmark = pytest.mark.libraries
+
 
 def change_json(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))

@@ -11,6 +11,8 @@ from comparing import assert_equal, assert_loads_equal, reference
 
 import shmload
 
+pytestmark = pytest.mark.libraries
+
 
 def test_optional_component_passed_in_is_the_one_used(saved, evicts):
     source = saved("wan")

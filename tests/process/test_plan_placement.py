@@ -32,6 +32,7 @@ def _components(folder, torch_dtype):
 # Sizes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("torch_dtype", [None, torch.bfloat16, torch.float16, _MIXED], ids=str)
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_planned_sizes_are_those_of_the_loaded_models(saved, family, torch_dtype):
@@ -47,6 +48,7 @@ def test_planned_sizes_are_those_of_the_loaded_models(saved, family, torch_dtype
     assert _components(folder, torch_dtype) == loaded
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["sdxl", "flux", "wan"])
 def test_planned_sizes_agree_with_the_headers(saved, family, dtype):
@@ -78,6 +80,7 @@ def _stored_nbytes(checkpoint, rule):
 
 
 # accelerate's own maps name tensors too.
+@pytest.mark.libraries
 @pytest.mark.filterwarnings("ignore:The following device_map keys")
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_divided_maps_cover_every_tensor_for_accelerate(saved, family):
@@ -91,6 +94,7 @@ def test_divided_maps_cover_every_tensor_for_accelerate(saved, family):
             check_device_map(model, placed)
 
 
+@pytest.mark.libraries
 def test_module_with_two_names_counts_once_and_stays_together():
     model = torch.nn.Module()
     model.first = model.second = torch.nn.Linear(4, 4)
@@ -99,6 +103,7 @@ def test_module_with_two_names_counts_once_and_stays_together():
     assert component.ties == (("first", "second"),)
 
 
+@pytest.mark.libraries
 def test_ties_count_once(saved):
     folder = saved("flux")
     encoder = _components(folder, None)["text_encoder_2"]
@@ -108,6 +113,7 @@ def test_ties_count_once(saved):
     assert sizes["encoder.embed_tokens"] == 0
 
 
+@pytest.mark.libraries
 def test_component_of_an_unknown_class_is_one_piece_of_its_files_size(copied):
     folder = copied("flux", "bfloat16")
     index = json.loads((folder / "model_index.json").read_text())
@@ -119,6 +125,7 @@ def test_component_of_an_unknown_class_is_one_piece_of_its_files_size(copied):
     assert transformer.runs_each_step
 
 
+@pytest.mark.libraries
 def test_component_without_safetensors_is_not_forgotten(copied):
     folder = copied("flux")
     before = _components(folder, "bfloat16")
@@ -171,6 +178,7 @@ def test_plan_names_every_component(saved):
     assert set(again.placement.components.values()) == {"cuda:1"}
 
 
+@pytest.mark.libraries
 def test_plan_divides_a_transformer_between_its_blocks(saved):
     sizes = {name: c.nbytes for name, c in _components(saved("flux"), "bfloat16").items()}
     limit = sizes["transformer"] - 1
@@ -200,6 +208,7 @@ def _run(*arguments):
     )
 
 
+@pytest.mark.libraries
 def test_printed_map_can_be_pasted(saved):
     limits = "cuda:0=200KB,cuda:1=200KB,cuda:2=400KB"
     shown = _run(saved("flux"), "--dtype", "bfloat16", "--inventory", limits)

@@ -109,6 +109,7 @@ def launch(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize(
     ("launcher", "size"),
     [
@@ -242,6 +243,7 @@ def rank(monkeypatch):
     come()
 
 
+@pytest.mark.libraries
 def test_segments_of_a_dropped_pipeline_stay_until_all_have_come(saved, rank, shm_names):
     source = saved("flux")
     pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
@@ -283,6 +285,7 @@ def test_forked_child_does_not_wait_for_the_others(saved, rank, shm_names):
         os.waitpid(pid, 0)
 
 
+@pytest.mark.libraries
 def test_same_dtype_maps_the_files_themselves(saved, rank, shm_names):
     source = saved("flux", "bfloat16")
     pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
@@ -307,6 +310,7 @@ def rings(monkeypatch):
     monkeypatch.setattr(destination, "ring_shape", lambda *_: RingShape(2, 32 << 10))
 
 
+@pytest.mark.libraries
 def test_ranks_with_accelerators_share_instead_of_a_ring_each(
     saved, rank, accelerators, streams, rings, shm_names
 ):

@@ -9,6 +9,8 @@ import pytest
 
 import shmload
 
+pytestmark = pytest.mark.libraries
+
 _PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
 # What two ranks print together, but for the ends of lines, which may come late.
 _PRINTS = {"fsdp": "", "zero": "torch.Size([16, 32])" * 2}

@@ -160,6 +160,7 @@ def test_view_keeps_files_of_a_format_that_was_not_loaded(toy_folder, checkpoint
         assert (path / "toy.toy.index.json").is_symlink()
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("dtype", ["bf16", "none"])
 def test_pipeline_with_toy_components_is_equal(copied, evicts, dtype):
     given, meant = DTYPES[dtype]

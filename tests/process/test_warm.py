@@ -18,6 +18,7 @@ from shmload._segments.names import name_prefix
 # Warm ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 def test_second_warm_reads_nothing_and_changes_nothing(folder, shm_names):
     first = shmload.warm(folder, torch_dtype=torch.bfloat16)
     assert first.source == str(folder)
@@ -82,6 +83,7 @@ def test_rest_is_decoded_where_a_part_is_resident(folder):
     assert report.read_nbytes == NBYTES - alone.read_nbytes
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_make_the_same_segments(folder, configure, workers, worker_pids):
     inline = shmload.warm(folder, torch_dtype=torch.bfloat16)
@@ -113,6 +115,7 @@ def test_misspelled_argument_is_refused(checkpoint, call):
         call(checkpoint, tocrh_dtype=torch.bfloat16)
 
 
+@pytest.mark.fast
 def test_interrupt_leaves_nothing(checkpoint, child, shm_names):
     process = child(
         """
@@ -183,11 +186,13 @@ def test_variant_that_is_not_there_is_said(folder, tmp_path):
         shmload.warm(other)
 
 
+@pytest.mark.libraries
 def test_sharded_variant_is_found(saved):
     source = saved("flux", "float16", "fp16", sharded=True)
     assert len(shmload.plan(source, variant="fp16").shards) > 4
 
 
+@pytest.mark.libraries
 def test_dtype_of_an_unknown_component_is_an_error(saved):
     with pytest.raises(shmload.UnknownComponent, match="no component 'foo'"):
         shmload.plan(saved("flux"), torch_dtype={"foo": "float32"})

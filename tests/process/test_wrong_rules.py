@@ -9,6 +9,8 @@ import shmload
 from shmload._checkpoints.rule import Rule
 from shmload.integrations._build import rules
 
+pytestmark = pytest.mark.libraries
+
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(

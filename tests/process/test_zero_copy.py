@@ -11,6 +11,8 @@ from pipelines import FAMILIES
 
 import shmload
 
+pytestmark = pytest.mark.libraries
+
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -34,6 +36,7 @@ def test_same_dtype_maps_the_files_themselves(saved):
         assert mappings.find(tensor)[1].startswith(str(source))
 
 
+@pytest.mark.fast
 def test_writing_is_private(saved, evicts):
     source = saved("flux")
     first = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, keep=True)
