@@ -1,22 +1,16 @@
 """Handles: a few hundred bytes with which any process of this host attaches a shared pipeline."""
 
-import contextlib
-import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
-from shmload._checkpoints.formats.known import has_known_suffix
 from shmload._checkpoints.hub import find_source
-from shmload._checkpoints.identity import identify
-from shmload._checkpoints.resolve import Source, files_of
-from shmload._checkpoints.wanted import Hub, Wanted
+from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._host.forks import limit_inherited_threads
 from shmload._loading.complete import complete_load
@@ -26,13 +20,12 @@ from shmload._segments.lease import Lease
 from shmload._segments.removal import remove_leftovers
 from shmload._segments.segment import Stay
 from shmload.errors import ArgumentError, SourceChanged, SourceNotFound
+from shmload.integrations._build.recipe import Recipe, identity_of
 from shmload.integrations.diffusers import load_pipeline
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-# Configurations and tokenizers are smaller; weights that are not safetensors files are larger.
-_SMALL_NBYTES = 32 << 20
 # The pipelines of this process, by their handles' text.
 _loaded: "dict[str, DiffusionPipeline]" = {}
 _loading = threading.Lock()
@@ -47,52 +40,6 @@ def _forget_lock() -> None:
 os.register_at_fork(after_in_child=_forget_lock)
 
 
-class _Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The content of a handle: the arguments of a load, and a digest of the files."""
-
-    source: str
-    torch_dtype: str | dict[str, str | None] | None = None
-    components: tuple[str, ...] | None = None
-    variant: str | None = None
-    revision: str | None = None
-    cache_dir: str | None = None
-    identity: str = ""
-    """Digest of the source's files when the handle was made."""
-
-    @classmethod
-    def of(cls, wanted: Wanted, found: Source) -> Self:
-        """Return the recipe of a source that was found."""
-        given, hub = os.fspath(wanted.source), wanted.hub
-        components = wanted.components
-        return cls(
-            # The receiver of the handle may have another working directory.
-            source=os.path.abspath(given) if os.path.exists(given) else given,
-            torch_dtype=_dtype_names(wanted.dtype),
-            # Sorted: equal handles must have equal texts, and a set has no order.
-            components=None if components is None else tuple(sorted(set(components))),
-            variant=wanted.variant,
-            revision=hub.revision,
-            cache_dir=None if hub.cache_dir is None else os.path.abspath(hub.cache_dir),
-            identity=_identity(found, components),
-        )
-
-    @property
-    def wanted(self) -> Wanted:
-        """What to load. It never downloads: the maker of the handle has done that."""
-        hub = Hub(
-            revision=self.revision,
-            cache_dir=self.cache_dir,
-            local_files_only=not os.path.exists(self.source),
-        )
-        return Wanted(
-            source=self.source,
-            dtype=self.torch_dtype,
-            components=self.components,
-            variant=self.variant,
-            hub=hub,
-        )
-
-
 class Handle:
     """A shared pipeline, for any process of this user on this host.
 
@@ -103,7 +50,7 @@ class Handle:
     A context that closes the handle.
     """
 
-    def __init__(self, recipe: _Recipe, leases: Collection[Lease] = ()) -> None:
+    def __init__(self, recipe: Recipe, leases: Collection[Lease] = ()) -> None:
         self._recipe = recipe
         self._closing = weakref.finalize(self, _close_all, leases)
         self._closing.atexit = False  # leases see to that themselves
@@ -177,7 +124,7 @@ class Handle:
             ArgumentError: the text is not that of a handle.
         """
         try:
-            return cls(msgspec.json.decode(text, type=_Recipe))
+            return cls(msgspec.json.decode(text, type=Recipe))
         except msgspec.MsgspecError as exc:
             raise ArgumentError(f"{text[:80]!r} is not the text of a handle: {exc}") from exc
 
@@ -208,7 +155,7 @@ class Handle:
         )
         found = find_source(wanted)
         _require_pipeline(found)
-        return cls(_Recipe.of(wanted, found))
+        return cls(Recipe.of(wanted, found))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A plain function: datasets hashes what it pickles, and would hash a method's code too.
@@ -235,7 +182,7 @@ class Handle:
         )
         # After the load, which itself notices a file that changes while it reads: files that are
         # as they were shared cannot have been others before.
-        if _identity(find_source(wanted), wanted.components) != self._recipe.identity:
+        if identity_of(find_source(wanted), wanted.components) != self._recipe.identity:
             raise SourceChanged(wanted.source)
         return pipe
 
@@ -278,7 +225,7 @@ def share(
     wanted = Wanted.parse(source, torch_dtype, components, variant, hub_kwargs, is_pipeline=True)
     found, rules = find_with_rules(wanted)
     _require_pipeline(found)
-    recipe = _Recipe.of(wanted, found)
+    recipe = Recipe.of(wanted, found)
     with (
         paused_gc(),
         complete_load(
@@ -301,27 +248,3 @@ def _require_pipeline(source: Source) -> None:
         raise SourceNotFound(
             source.given, "not a pipeline (no model_index.json); share a whole one"
         )
-
-
-def _dtype_names(torch_dtype: object) -> Any:
-    """Return names in place of dtypes, alone or in a dict by component."""
-    if isinstance(torch_dtype, Mapping):
-        return {name: _dtype_names(dtype) for name, dtype in sorted(torch_dtype.items())}
-    return None if torch_dtype is None else TORCH_NAMES[parse_dtype(torch_dtype)]
-
-
-def _identity(source: Source, components: Collection[str] | None) -> str:
-    """Return a digest of a pipeline's files."""
-    files = (
-        (os.path.relpath(path, source.root), _stamp(path)) for path in files_of(source, components)
-    )
-    return hashlib.blake2b(repr(list(files)).encode(), digest_size=16).hexdigest()
-
-
-def _stamp(path: Path) -> str:
-    """Identify a file: a small one by its content, weights by what stat says of them."""
-    found = os.stat(path)
-    if found.st_size <= _SMALL_NBYTES and not has_known_suffix(path.name):
-        with contextlib.suppress(OSError):  # the library cannot read it either
-            return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    return identify(path, found).key

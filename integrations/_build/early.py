@@ -33,11 +33,11 @@ def begin_early(
     Args:
         source: a pipeline.
         dtype: as given to `load_pipeline`.
-        stay: as for `Load`, like `progress`, `workers` and `ring`.
-        progress: see there.
-        workers: see there.
+        stay: as for `Load`.
+        progress: as for `Load`.
+        workers: as for `Load`.
         is_raw: leave every tensor in its stored dtype.
-        ring: see there.
+        ring: as for `Load`.
 
     Yields:
         The load, which ends with the context, and its rules.

@@ -122,7 +122,7 @@ def unpickle_models(pickled: PickledModels, files: Files) -> Models:
     for home, stamp in pickled.stamps.items():
         if _stamp(home) != stamp:
             raise Unfit(f"{home} has changed")
-    stored = [_wrap_anew(fd, name) for name, fd in files]
+    stored = [_wrap_own(fd, name) for name, fd in files]
     models: Models = _Unpickler(pickled, stored).load()
     modules = [module for model in models.values() for module in model.modules()]
     register_classes(modules)
@@ -131,7 +131,7 @@ def unpickle_models(pickled: PickledModels, files: Files) -> Models:
     return models
 
 
-def _wrap_anew(fd: int, name: str) -> dict[str, torch.Tensor]:
+def _wrap_own(fd: int, name: str) -> dict[str, torch.Tensor]:
     """Map a file and wrap its tensors; the mapping keeps no lock on the file's descriptor.
 
     The finalizer of the last storage ends the lease, and the mapping lives a moment longer.

@@ -59,12 +59,12 @@ def choose_route(
 
     Args:
         source: the pipeline.
-        dtype: as given to `load_pipeline`, like `keep`, `share` and `verify`.
+        dtype: as given to `load_pipeline`.
         destination: from `parse_destination`.
         kwargs: for `from_pretrained`.
-        keep: see there.
-        share: see there.
-        verify: see there.
+        keep: as given to `load_pipeline`.
+        share: as given to `load_pipeline`.
+        verify: as given to `load_pipeline`.
         is_bounded: memory of the host is limited.
 
     Raises:
@@ -98,12 +98,12 @@ def parse_destination(
     """Return where the weights go; None if they stay, or if the library copies them.
 
     Args:
-        device_map: as given to `load_pipeline`, like the next three.
-        max_memory: see there.
-        max_host_memory: see there.
-        pin: see there.
-        kwargs: for `from_pretrained`: gets the arguments that the library needs to copy weights,
-            and loses those that are shmload's.
+        device_map: as given to `load_pipeline`.
+        max_memory: as given to `load_pipeline`.
+        max_host_memory: as given to `load_pipeline`.
+        pin: as given to `load_pipeline`.
+        kwargs: for `from_pretrained`. `device_map` and `max_memory` go in if the library copies the
+            weights; `offload_folder` comes out if shmload does.
 
     Raises:
         ArgumentError: an argument is wrong, or does not go with another.
@@ -144,7 +144,7 @@ def _bound(destination: Destination | None, source: Source, dtype: object) -> De
 
     inventory = choose_inventory(None, destination.max_memory)
     placement = place(components_of(source, dtype), destination.device_map, inventory)
-    # The default is for models without a checkpoint, such as those that are passed in.
+    # The default is for models without a checkpoint, such as models that the caller passes.
     first = next(iter(placement.execution_devices.values()))
     decided = {"": first} | placement.device_map
     return msgspec.structs.replace(destination, device_map=decided)
