@@ -112,7 +112,7 @@ class ResultsFile(ArraySource, Protocol):
             nbytes: its size.
 
         Raises:
-            ResultsCorrupt: the file ends before.
+            ResultsCorrupt: the file ends too early.
             OSError: they cannot be read.
         """
         ...
@@ -122,11 +122,11 @@ class ResultsFormat(msgspec.Struct, frozen=True, kw_only=True):
     """A format of results files. The same items and facts must give the same bytes."""
 
     version: str
-    """What `results.json` says; another one whenever anything in a folder is written otherwise."""
+    """What `results.json` calls the layout; changed whenever anything written to a folder changes."""
     suffix: str
     """Of its files' names, with the dot."""
     check_item: Callable[[Head, int], None]
-    """Refuses an item that a file of so many such items could not hold, with `ArgumentError`."""
+    """Raises `ArgumentError` for an item if a file could not hold that many items like it."""
     write: Callable[[_Path, int, Sequence[StoredItem], Mapping[str, str]], None]
     """Writes or replaces the file at a path, with the number of its first item, its items in their
     order and its facts. On return it would survive a loss of power.
