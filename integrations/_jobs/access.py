@@ -21,8 +21,7 @@ class Access:
             threading.RLock()
         )  # not a Lock: a signal handler may close in the middle of a use
         self.is_unsure = False
-        """Whether a use was left in the middle, by an error or an interrupt: it is unknown what was
-        said last."""
+        """Whether an error or an interrupt has ended a use in the middle."""
 
     @property
     def is_mine(self) -> bool:

@@ -1,8 +1,8 @@
 """The processes of a job, as the job uses them: a fork server and one runner for each device.
 
-A runner that ends is replaced, and so is the fork server; `wait` reports both. After an error or
-an interrupt it is unknown what was said last: then all processes end, and the next map starts
-others.
+A runner that ends is replaced, and so is the fork server; `wait` reports the ends of runners. After
+an error or an interrupt it is unknown which messages were sent: all processes end, and the next map
+starts others.
 """
 
 import selectors
@@ -103,7 +103,7 @@ class Crew:
         Raises:
             ArgumentError: as `check`.
             JobFailed: processes keep ending before they have worked, or are not ready in time.
-            ProtocolError: a process has sent what is no message.
+            ProtocolError: a process has sent something that is no message.
             Exception: the pipeline cannot be loaded, or not brought to its device.
         """
         with self._access.use():
@@ -168,14 +168,14 @@ class Crew:
         processes.fork(place, self.devices[place])
 
     def _end_processes(self) -> None:
-        """End all of them, whatever state they are in; what happens next is known again."""
+        """End all processes, whatever state they are in; the crew's own state is sure again."""
         processes, self._processes = self._processes, None
         self._access.is_unsure = self._is_mapping = False
         if processes:
             processes.close()
 
     def _take(self, process: ServerProcess | RunnerProcess, mask: int) -> Iterator[Event]:
-        """Take what one process has sent; of one that is no longer ours, nothing."""
+        """Yield what the messages of one process mean; nothing if it was replaced."""
         processes = self._processes
         if not processes:
             return
@@ -226,7 +226,7 @@ class Crew:
             yield runner, message
 
     def _replace_ended(self, processes: Processes, pid: int, ended: Ended) -> Iterator[Event]:
-        """Yield the last words and the end of a runner, and fork another in its place."""
+        """Yield what a runner sent before it ended, and its end; fork another in its place."""
         for runner in list(processes.runners.values()):
             if runner.pid == pid:
                 yield from self._finish(processes, runner, ended, is_innocent=False)
@@ -249,7 +249,7 @@ class Crew:
     def _finish(
         self, processes: Processes, runner: RunnerProcess, ended: Ended, *, is_innocent: bool
     ) -> Iterator[Event]:
-        """Yield what a runner had said before it ended, then its end.
+        """Yield what a runner sent before it ended, then its end.
 
         Args:
             processes: it is one of them.

@@ -122,7 +122,7 @@ class ResultsFormat(msgspec.Struct, frozen=True, kw_only=True):
     """A format of results files. The same items and facts must give the same bytes."""
 
     version: str
-    """What `results.json` calls the layout; changed whenever anything written to a folder changes."""
+    """What `results.json` calls the layout; changes whenever anything written to a folder does."""
     suffix: str
     """Of its files' names, with the dot."""
     check_item: Callable[[Head, int], None]
