@@ -192,6 +192,8 @@ def test_job_that_was_not_closed_ends_with_its_program(child, tmp_path, pipeline
 
 FORK = """
 import gc, subprocess
+def say(*words):  # in one piece: two processes have this pipe
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 job = dataprep.Job(sys.argv[2], procs=2)
 def pid_of(pipe, item):
     return item, os.getpid()
@@ -204,23 +206,23 @@ if pid == 0:
             try:
                 use()
             except Exception as exc:
-                print(type(exc).__name__, exc, flush=True)
+                say(type(exc).__name__, exc)
         results.close()
         job.close()
         del results, job
         gc.collect()
-        print("CHILD", flush=True)
+        say("CHILD")
         sys.stdin.readline()
         sys.exit(0)
     finally:
         os._exit(1)
 after = list(results)
 again = {pid for _, pid in job.map(pid_of, range(50))}
-print("PARENT", len(after), len((before | again | {pid for _, pid in after})), flush=True)
+say("PARENT", len(after), len((before | again | {pid for _, pid in after})))
 kills = []
 subprocess.Popen.kill = lambda process: kills.append(process)
 job.close()  # while the child has copies of all sockets
-print("CLOSED", len(kills), flush=True)
+say("CLOSED", len(kills))
 sys.stdin.readline()
 """
 
