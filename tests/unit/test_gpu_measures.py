@@ -13,9 +13,11 @@ from benchmarks.gpu_measures import (
 from benchmarks.processes import ProbeFailed
 from benchmarks.sources import Sources
 
+from shmload.integrations._devices.ways import WAYS
+
 GB = 10**9
 MB = 10**6
-UPLOADS = {
+UPLOADS = dict.fromkeys(WAYS, 40 * GB) | {
     "pinned": 50 * GB,
     "pageable": 10 * GB,
     "auto": 46 * GB,
