@@ -4,7 +4,9 @@ import pytest
 from devices import LateDevice
 
 from shmload.integrations._devices.calibration import choose_way
-from shmload.integrations._devices.ways import WAYS
+from shmload.integrations._devices.ways import WAYS, measured_ways
+
+MEASURED = [way.name for way in measured_ways()]
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def test_what_may_not_be_measured_is_the_ring(memory):
 def test_it_is_measured_once(memory):
     device = LateDevice()
     found = choose_way("auto", device, sample_nbytes=4 << 20).name
-    assert found in ("ring", "register")
+    assert found in MEASURED
     assert device.pending == 0
     assert not device.registered
     again = LateDevice()
@@ -46,11 +48,11 @@ def test_what_was_remembered_is_used(memory):
     remembered.write_text("register")
     assert choose_way("auto", LateDevice()).name == "register"
     remembered.write_text("rubbish")
-    assert choose_way("auto", LateDevice(), sample_nbytes=1 << 20).name in ("ring", "register")
+    assert choose_way("auto", LateDevice(), sample_nbytes=1 << 20).name in MEASURED
 
 
 def test_way_that_is_impossible_is_not_chosen(memory):
-    assert choose_way("auto", LateDevice(registers=False), sample_nbytes=1 << 20).name == "ring"
+    assert choose_way("auto", LateDevice(registers=False), sample_nbytes=1 << 20).name != "register"
 
 
 def test_device_without_room_for_the_sample_is_asked_again(memory):
@@ -60,4 +62,4 @@ def test_device_without_room_for_the_sample_is_asked_again(memory):
 
 def test_memory_that_cannot_be_written_is_no_error(memory, configure):
     configure(cache_dir="/proc/nowhere")
-    assert choose_way("auto", LateDevice(), sample_nbytes=1 << 20).name in ("ring", "register")
+    assert choose_way("auto", LateDevice(), sample_nbytes=1 << 20).name in MEASURED
