@@ -1,4 +1,5 @@
 """The worker program: reads pieces of shards, converts them, writes them into segments.
 
-Runs in processes of its own, without torch; see `shmload.workers.main`.
+Guarantee: it runs in processes of its own and imports no torch, except for a block with a NaN. May
+import `_segments` and below.
 """
