@@ -8,28 +8,28 @@ from pathlib import Path
 import pytest
 
 import shmload
+from shmload import errors
 
 
-def test_all_is_sorted_and_has_no_name_twice():
-    assert shmload.__all__ == sorted(set(shmload.__all__))
+def test_all_names_each_public_name_once():
+    assert sorted(shmload.__all__) == sorted({*shmload._HOMES, *errors.__all__})
+
+
+@pytest.mark.parametrize("names", [list(shmload._HOMES), errors.__all__], ids=["face", "errors"])
+def test_names_are_listed_in_order(names):
+    assert names == sorted(names)
 
 
 def test_type_checkers_see_the_same_names():
     statements = ast.parse(Path(shmload.__file__).read_text()).body
     (unseen,) = (node for node in statements if isinstance(node, ast.If))
-    at_once, on_first_use = map(homes, (statements, unseen.body))
-    assert on_first_use == shmload._HOMES
-    assert sorted((at_once | on_first_use).keys() - {"__version__"}) == shmload.__all__
-
-
-def homes(statements):
-    """Return where names of ours are imported from."""
-    return {
+    found = {
         name.name: statement.module
-        for statement in statements
-        if isinstance(statement, ast.ImportFrom) and statement.module.startswith("shmload.")
+        for statement in unseen.body
+        if isinstance(statement, ast.ImportFrom)
         for name in statement.names
     }
+    assert found == shmload._HOMES
 
 
 @pytest.mark.parametrize("name", shmload.__all__)
