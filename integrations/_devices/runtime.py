@@ -1,7 +1,7 @@
 """What a copy asks of a kind of device: memory, streams, events, registered pages.
 
 A kind of device is one module with a `Runtime`; `runtimes` is the table of them. All keep what the
-class of tests in `tests/runtime_contract.py` says.
+class of tests in `tests/support/runtime_contract.py` says.
 
 Copies of one lane happen in the order in which they were started; lanes are independent, as CUDA's
 streams are. A copy may read its source after `copy` has returned: the source must not change until

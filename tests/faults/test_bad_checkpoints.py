@@ -1,6 +1,6 @@
 """Files that are damaged, missing or none: each gives its own error, which names it and what to do.
 
-What a header can lie about is listed in tests/unit/test_header.py; here are a few lies through
+tests/unit/checkpoints/test_header.py lists what a header can lie about; here are a few lies through
 every door.
 """
 

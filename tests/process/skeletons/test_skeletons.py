@@ -139,7 +139,7 @@ def test_models_compute_the_same_in_a_process_that_built_none(saved, child):
     sources = {family: str(saved(family)) for family in FAMILIES if not draws(saved(family))}
     for source in sources.values():
         shmload.load_pipeline(source, torch_dtype=torch.float32)
-    other = child(_RUN_ALL, Path(__file__).parents[1], json.dumps(sources))
+    other = child(_RUN_ALL, Path(__file__).parents[2] / "support", json.dumps(sources))
     for source in sources.values():
         wanted = run(reference(source, torch.float32))
         got = np.frombuffer(bytes.fromhex(other.expect("IMAGE")), wanted.dtype)
@@ -174,7 +174,9 @@ def test_second_process_with_other_hashes_gets_the_same(saved, copied, child, mo
     for source in sources:
         shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
     monkeypatch.setenv("PYTHONHASHSEED", "77")
-    other = child(_COMPARE, Path(__file__).parents[1], json.dumps([str(s) for s in sources]))
+    other = child(
+        _COMPARE, Path(__file__).parents[2] / "support", json.dumps([str(s) for s in sources])
+    )
     for source in sources:
         assert other.expect("EQUAL") == str(source)
 

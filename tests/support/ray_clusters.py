@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-_TESTS = Path(__file__).parent
+_SUPPORT = Path(__file__).parent
 # Far above what any step takes.
 _DEADLINE_S = 90.0
 # All that it starts ends with it, where this is allowed: Ray's processes do not all end by
@@ -28,14 +28,14 @@ class RayCluster:
         # Ray's sockets lie there, and a socket's path has at most 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         environment = os.environ | {
-            "PYTHONPATH": f"{_TESTS.parent}{os.pathsep}{_TESTS}",
+            "PYTHONPATH": f"{_SUPPORT.parents[1]}{os.pathsep}{_SUPPORT}",
             "RAY_TMPDIR": self._folder,
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [*_apart(), sys.executable, "-W", "ignore", str(_TESTS / "ray_driver.py")],
+                [*_apart(), sys.executable, "-W", "ignore", str(_SUPPORT / "ray_driver.py")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -26,8 +26,8 @@ class Ranks:
     def __init__(self, module):
         """Import a module of jobs: functions that ranks run."""
         code = "import sys; sys.path[:0] = sys.argv[2:]; import ranks; ranks.fork_ranks()"
-        # Tests stand beside this module; they see the same packages.
-        paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+        # Jobs stand beside this module; they see the same packages.
+        paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", code, module, *paths],
             stdin=subprocess.PIPE,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-_SOAK = Path(__file__).parents[2] / "scripts" / "soak"
+_SOAK = Path(__file__).parents[3] / "scripts" / "soak"
 
 
 @pytest.mark.parametrize("how", ["with the service", "without"])

@@ -39,7 +39,7 @@ if pid == 0:
         print("CHILD", os.getpid(), type(exc).__name__, flush=True)
 input()
 """
-TESTS = Path(__file__).parents[1]
+SUPPORT = Path(__file__).parents[2] / "support"
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_job_killed_again_and_again_gives_the_same_bytes(child, tmp_path, folder
     left = []
     # In the first record, in a later one, before a shard has its name, and before its journal goes.
     for at in (8, 6, 10, 13):
-        job = child(START + JOB, TESTS, folder, at)
+        job = child(START + JOB, SUPPORT, folder, at)
         assert job.wait() == -signal.SIGKILL, job.errors
         left.append({path.name for path in folder.iterdir()})
     assert any(name.endswith(".tmp") for name in left[2])
@@ -62,7 +62,7 @@ def test_job_killed_again_and_again_gives_the_same_bytes(child, tmp_path, folder
 
 
 def test_folder_is_free_and_nothing_lost_once_its_job_is_killed(child, folder):
-    job = child(START + STORE, TESTS, folder)
+    job = child(START + STORE, SUPPORT, folder)
     job.expect("STORED")
     with pytest.raises(shmload.ResultsBusy, match=f"process {job.pid}"):
         run(folder, range(COUNT))
@@ -72,7 +72,7 @@ def test_folder_is_free_and_nothing_lost_once_its_job_is_killed(child, folder):
 
 
 def test_forked_child_neither_writes_nor_keeps_the_lock(child, folder):
-    job = child(START + STORE + FORK, TESTS, folder)
+    job = child(START + STORE + FORK, SUPPORT, folder)
     job.expect("STORED")
     job.say()
     pid, error = job.expect("CHILD").split()

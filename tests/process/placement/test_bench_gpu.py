@@ -11,7 +11,7 @@ import torch
 from benchmarks.flux_checkpoints import SMALL, make_flux
 from diffusers import DiffusionPipeline
 
-_BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+_BENCH = Path(__file__).parents[3] / "scripts" / "bench"
 _ABSENT = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 

@@ -13,7 +13,7 @@ from shmload.integrations import dataprep
 
 PAGE = re.findall(
     r"^```python\n(.*?)^```",
-    (Path(__file__).parents[2] / "docs" / "dataprep.md").read_text(),
+    (Path(__file__).parents[3] / "docs" / "dataprep.md").read_text(),
     re.M | re.S,
 )
 

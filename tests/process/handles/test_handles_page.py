@@ -9,7 +9,7 @@ import pytest
 
 import shmload
 
-_PAGE = Path(__file__).parents[2] / "docs" / "handles.md"
+_PAGE = Path(__file__).parents[3] / "docs" / "handles.md"
 _SOURCE = "path/to/stable-diffusion"
 # What each example prints, in the order of the page.
 _PRINTS = {

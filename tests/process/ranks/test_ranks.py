@@ -94,7 +94,15 @@ def launch(tmp_path, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", str(Path(shmload.__file__).parents[1]))
         monkeypatch.setenv("PYTHONWARNINGS", "ignore")
         monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-        command = [*prefix, sys.executable, *launcher, path, source, out, Path(__file__).parents[1]]
+        command = [
+            *prefix,
+            sys.executable,
+            *launcher,
+            path,
+            source,
+            out,
+            Path(__file__).parents[2] / "support",
+        ]
         with subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, start_new_session=True
         ) as launched:

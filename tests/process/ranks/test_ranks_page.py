@@ -11,7 +11,7 @@ import shmload
 
 pytestmark = pytest.mark.libraries
 
-_PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
+_PAGE = Path(__file__).parents[3] / "docs" / "ranks.md"
 # What two ranks print together, but for the ends of lines, which may come late.
 _PRINTS = {"fsdp": "", "zero": "torch.Size([16, 32])" * 2}
 
