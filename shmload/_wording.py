@@ -1,6 +1,5 @@
 """How amounts and names are written in errors, tables and logs."""
 
-import difflib
 from collections.abc import Collection, Sequence
 
 
@@ -20,6 +19,8 @@ def printable(text: str) -> str:
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """Return a hint for an error: the known name most like this one; empty if none is."""
+    import difflib  # 2 ms, which an import of shmload or a worker's start does not pay
+
     found = difflib.get_close_matches(name, known, 1) if not name.isdecimal() else []
     return f"; did you mean {found[0]!r}?" if found else ""
 
