@@ -1,20 +1,19 @@
-"""Makes pipelines with the configurations of well-known models and weight files without weights.
+"""Make pipelines with the configurations of well-known models and empty weight files.
 
     python scripts/architectures.py DIRECTORY [flux-dev ...]
     shmload plan DIRECTORY/flux-dev --inventory 2x24GiB
 
-The weight files have the real headers' names, shapes and dtypes and are sparse: they take no room
-on the disk, and no step that reads headers only can tell. The configurations are those that the
-models' authors publish beside the weights on the Hugging Face hub, reduced to what differs from the
-class's own defaults:
+The weight files have real headers (names, shapes, dtypes) and sparse data: they take no room on the
+disk, and any step that only reads headers works on them. The configurations are the ones that the
+models' authors publish on the Hugging Face hub, reduced to what differs from the class's defaults:
 
     sd15          stable-diffusion-v1-5/stable-diffusion-v1-5        float32
     sdxl          stabilityai/stable-diffusion-xl-base-1.0           float16, its variant fp16
     flux-dev      black-forest-labs/FLUX.1-dev                       bfloat16
     wan21-14b     Wan-AI/Wan2.1-T2V-14B-Diffusers                    float32, text encoder bfloat16
 
-They were written down from knowledge of those files, not copied from them; what holds them to the
-originals is the count of parameters, which is checked for every component.
+They are written from memory of those files, not copied. To keep them true to the originals, the
+number of parameters of every component is checked.
 """
 
 import json
@@ -46,12 +45,12 @@ class Model:
     library: str
     class_name: str
     parameters: int
-    """Their count in the original, in millions, as far as it is published."""
+    """Number of parameters of the published model, in millions."""
     dtype: torch.dtype
     config: dict[str, Any] = field(default_factory=dict)
 
     def make(self) -> torch.nn.Module:
-        """Make it without memory."""
+        """Make the model on the meta device."""
         with torch.device("meta"):
             if self.library == "diffusers":
                 return getattr(diffusers, self.class_name)(**self.config)
@@ -260,7 +259,9 @@ def _save_model(model: Model, folder: Path) -> None:
     made = model.make()
     millions = round(sum(parameter.numel() for parameter in made.parameters()) / 1e6)
     if millions != model.parameters:
-        raise SystemExit(f"{folder} has {millions} million parameters, and not {model.parameters}")
+        raise SystemExit(
+            f"{folder} has {millions} million parameters instead of {model.parameters}"
+        )
     is_diffusers = model.library == "diffusers"
     if is_diffusers:
         made.save_config(folder)
@@ -280,7 +281,7 @@ def _specs(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[TensorSpec]:
     position = 0
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:  # tied: stored under its first name only
+        if id(tensor) in seen:  # tied: safetensors stores the first name only
             continue
         seen.add(id(tensor))
         stored = _DTYPES[dtype if tensor.is_floating_point() else tensor.dtype]

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Encode pictures and captions into latents and embeddings: `encode_dataset.py PIPELINE IN OUT`.
 
-Each picture in the folder IN is cropped, encoded by the pipeline's VAE, and its caption, in the
-text file of the same name, by its text encoders. OUT gets safetensors shards and an index, as
-docs/dataprep.md says. Killed in the middle, it goes on where it was when it is started again.
+The script crops each picture in the folder IN and encodes it with the pipeline's VAE. The text file
+of the same name is the picture's caption, which the text encoders encode. OUT gets safetensors
+shards and an index, described in docs/dataprep.md. After a kill, run it again: it continues where
+it stopped.
 
-Exit code 0: all is encoded. 1: it could not go on, or some pictures failed; the index says which,
-and the next run tries them again. 2: wrong usage.
+Exit code 0: all pictures are encoded. 1: the job failed, or some pictures did; the index lists
+them, and the next run tries them again. 2: wrong usage.
 """
 
 import inspect
@@ -23,17 +24,17 @@ _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 
 
 class Picture(NamedTuple):
-    """What one process is given at a time; its caption is in the text file beside it."""
+    """One item of the job; its caption is in the text file beside the picture."""
 
     path: str
     size: int
 
 
 def encode(pipe: Any, picture: Picture) -> dict[str, Any]:
-    """Return latents, not yet scaled, of shape (channels, height, width), and embeddings.
+    """Return unscaled latents of shape (channels, height, width), and text embeddings.
 
-    The embeddings are what the pipeline's `encode_prompt` returns, in its order, without the axis
-    of the batch: `text.0`, ...
+    `text.0`, `text.1`, ... are the values that the pipeline's `encode_prompt` returns, in its
+    order, without the batch axis.
     """
     from PIL import Image, ImageOps
 
@@ -53,13 +54,13 @@ def encode(pipe: Any, picture: Picture) -> dict[str, Any]:
     }
     found = pipe.encode_prompt(**{name: wanted[name] for name in wanted if name in known})
     for number, embedding in enumerate(part for part in found if part is not None):
-        # Ids of positions have no batch axis.
+        # Position ids have no batch axis.
         arrays[f"text.{number}"] = embedding[0] if len(embedding) == 1 else embedding
     return arrays
 
 
 def find_pictures(folder: Path, size: int) -> list[Picture]:
-    """Return the pictures below a folder, by their paths."""
+    """Return the pictures below a folder, sorted by path."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
     return [Picture(str(path), size) for path in paths]
 
@@ -69,21 +70,26 @@ def find_pictures(folder: Path, size: int) -> list[Picture]:
 @click.argument("pictures", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--procs", default=4, show_default=True, type=click.IntRange(min=0))
-@click.option("--dtype", default="bfloat16", show_default=True, help="Of the models.")
-@click.option("--size", default=512, show_default=True, help="Width and height, in pixels.")
+@click.option("--dtype", default="bfloat16", show_default=True, help="Dtype of the models.")
+@click.option(
+    "--size", default=512, show_default=True, help="Width and height of a picture, in pixels."
+)
 @click.option(
     "--component",
     "components",
     multiple=True,
     default=("vae", "text_encoder"),
     show_default=True,
-    help="The models that are needed; repeatable.",
+    help="Model to load; repeatable.",
 )
 @click.option(
-    "--devices", default="cpu", show_default=True, help="round-robin for all GPUs, or cuda:0,cuda:1"
+    "--devices",
+    default="cpu",
+    show_default=True,
+    help="cpu, a list such as cuda:0,cuda:1, or round-robin for all GPUs.",
 )
-@click.option("--threads", default=1, show_default=True, help="Of each process.")
-@click.option("--shard-items", default=1000, show_default=True, help="Pictures in each file.")
+@click.option("--threads", default=1, show_default=True, help="Threads of each process.")
+@click.option("--shard-items", default=1000, show_default=True, help="Pictures in each shard.")
 def main(
     pipeline: str,
     pictures: Path,

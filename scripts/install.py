@@ -1,7 +1,7 @@
-"""Install the project into the environment whose Python runs this: `install.py PINS PROJECT`.
+"""Install the project into the environment of the running Python: `install.py PINS PROJECT`.
 
-uv does it, since it downloads in parallel. It does not read pip's configuration, so it is told here
-what pip was told. pip does it where uv is not available, fails, or cannot be told.
+uv installs, because it downloads in parallel. uv does not read pip's configuration, so this script
+passes the settings on. pip installs where uv is missing, fails, or has no option for a setting.
 """
 
 import ast
@@ -14,7 +14,8 @@ import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
-# PyPI's torch for x86-64 is the CUDA build: 3 GB with its libraries. This index has one of 0.2 GB.
+# PyPI's torch for x86-64 is the CUDA build, 3 GB with its libraries; this index has the CPU build,
+# 0.2 GB.
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _PROBE_TIMEOUT_S = 5.0
 _STARTED_S = float(os.environ.get("SETUP_STARTED") or time.time())
@@ -22,7 +23,7 @@ _STARTED_S = float(os.environ.get("SETUP_STARTED") or time.time())
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
 _UV = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--python", sys.executable]
 _SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")
-# Settings of pip that change nothing for uv. With any other one, pip itself installs.
+# Settings of pip that uv can ignore. With any other setting, pip installs.
 _HARMLESS = {
     "cache-dir",
     "default-timeout",
@@ -45,24 +46,24 @@ _HARMLESS = {
 
 
 def main(pins: str, project: str) -> int:
-    """Install `project`, held to `pins`; return the exit code."""
+    """Install `project` with the constraints file `pins`; return the exit code."""
     settings = _pip_settings()
     options = ["--constraint", pins]
     uv = _install_uv(settings, pins)
     torch = _torch_from_cpu_index(settings, pins)
     if torch:
         alone = [*options, "--no-deps", "--index-url", _cpu_index(), torch]
-        _say(f"fetching {torch}, the build for CPUs (0.2 GB): no NVIDIA driver here")
+        _say(f"fetching {torch}, the CPU build (0.2 GB): this machine has no NVIDIA driver")
         if uv is None or _run_uv([*uv, *alone]):
             subprocess.run([*_PIP, *alone], check=False)
-    size = "" if find_spec("torch") else " (up to 3 GB, if torch comes as its CUDA build)"
-    _say(f"fetching what shmload{project.removeprefix('.')} needs{size}")
+    size = "" if find_spec("torch") else " (up to 3 GB with the CUDA build of torch)"
+    _say(f"fetching the requirements of shmload{project.removeprefix('.')}{size}")
     wanted = [*options, "--editable", project]
     code = 1
     if uv is not None:
         code = _run_uv([*uv, *wanted])
         if code:
-            _say("uv failed; pip goes on, which takes longer")
+            _say("uv failed; installing with pip, which takes longer")
     if code:
         code = subprocess.run([*_PIP, *wanted], check=False).returncode
     _say("installed" if code == 0 else "not installed: see above")
@@ -70,7 +71,7 @@ def main(pins: str, project: str) -> int:
 
 
 def _run_uv(arguments: list[str]) -> int:
-    """Run `uv pip install`; pass on what it says, but for its list of all packages at the end."""
+    """Run `uv pip install`; print its messages, except the list of packages at the end."""
     with subprocess.Popen([*_UV, *arguments], stderr=subprocess.PIPE, text=True) as uv:
         assert uv.stderr is not None
         for line in uv.stderr:
@@ -84,7 +85,7 @@ def _say(text: str) -> None:
 
 
 def _pip_settings() -> dict[str, str]:
-    """Return what pip was told by its files and by the environment."""
+    """Return pip's settings from its configuration files and the environment."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     return parse_settings(
         subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -92,7 +93,7 @@ def _pip_settings() -> dict[str, str]:
 
 
 def parse_settings(listed: str) -> dict[str, str]:
-    """Return the settings that hold for `pip install`, of what `pip config list` printed."""
+    """Return the settings for `pip install` from the output of `pip config list`."""
     settings: dict[str, str] = {}
     for section in ("global.", "install.", ":env:."):  # a later one wins, as in pip
         for line in listed.splitlines():
@@ -103,7 +104,7 @@ def parse_settings(listed: str) -> dict[str, str]:
 
 
 def options_for_uv(settings: dict[str, str]) -> list[str] | None:
-    """Return the options that tell uv where packages come from; None if uv cannot be told."""
+    """Return uv's options for pip's package sources; None if uv has no option for a setting."""
     if settings.keys() - _HARMLESS - {"cert", *_SOURCES}:
         return None
     options = ["--index-strategy", "unsafe-best-match"]  # as pip: the best version of any index
@@ -116,15 +117,15 @@ def options_for_uv(settings: dict[str, str]) -> list[str] | None:
 
 
 def _install_uv(settings: dict[str, str], pins: str) -> list[str] | None:
-    """Install uv and return the options that it always needs. None: let pip install."""
+    """Install uv and return the options for every call of it; None if pip has to install."""
     options = options_for_uv(settings)
     if options is None:
-        _say("pip installs: it has settings that uv cannot be told")
+        _say("installing with pip: uv has no option for some of pip's settings")
         return None
     _say("fetching uv, which installs the rest (18 MB)")
     command = [*_PIP, "--quiet", "--only-binary=:all:", "--constraint", pins, "uv"]
     if subprocess.run(command, check=False).returncode:
-        _say("pip installs: there is no uv for this machine")
+        _say("installing with pip: there is no uv for this machine")
         return None
     if "cert" in settings:
         os.environ["SSL_CERT_FILE"] = settings["cert"]
@@ -136,7 +137,7 @@ def _install_uv(settings: dict[str, str], pins: str) -> list[str] | None:
 def _torch_from_cpu_index(settings: dict[str, str], pins: str) -> str | None:
     """Return the pinned torch if it should come from the index of CPU builds, else None."""
     if settings.keys() & set(_SOURCES) or Path("/dev/nvidiactl").exists():
-        return None  # the user has said where packages come from, or has a GPU
+        return None  # the user configured package sources, or the machine has a GPU
     try:
         tls = ssl.create_default_context(cafile=settings.get("cert"))
         place = f"{_cpu_index()}/torch/"

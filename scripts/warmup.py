@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Make checkpoints resident before a server starts: `warmup.py SOURCE... && exec server`.
 
-Exit code 0: all sources are resident. 1: some are not; each has its reason on stderr, and the
-others are resident all the same. 2: wrong usage. A second run reads no byte of weights.
+Exit code 0: all sources are resident. 1: some are not; stderr has the reason for each, and the
+other sources are resident. 2: wrong usage. A second run reads no weights.
 """
 
 import sys
@@ -19,14 +19,16 @@ from shmload._checkpoints.dtypes import dtype_by_component
     "--dtype",
     "dtypes",
     multiple=True,
-    help="As the server will load them: bfloat16, ..., or COMPONENT=float32; repeatable.",
+    help="Dtype that the server will ask for: bfloat16, ..., or COMPONENT=float32; repeatable.",
 )
 @click.option("--variant", help="File variant, such as fp16.")
-@click.option("--component", "components", multiple=True, help="Only this one; repeatable.")
+@click.option(
+    "--component", "components", multiple=True, help="Load only this component; repeatable."
+)
 @click.option("--revision", help="Branch, tag or commit of hub ids.")
-@click.option("--cache-dir", help="The hub cache, if not the default.")
-@click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
-@click.option("--verify", is_flag=True, help="Recompute the digests.")
+@click.option("--cache-dir", help="Directory of the hub cache.")
+@click.option("--workers", type=click.IntRange(min=1), help="Number of worker processes.")
+@click.option("--verify", is_flag=True, help="Recompute the digests of resident segments.")
 def main(
     sources: tuple[str, ...],
     dtypes: tuple[str, ...],
@@ -51,7 +53,7 @@ def main(
                 workers=workers,
                 verify=verify,
             )
-        except Exception as exc:  # whatever it is, the other sources have their turn
+        except Exception as exc:  # any error: the other sources are still warmed
             reason = str(exc) if isinstance(exc, shmload.ShmloadError) else f"{source}: {exc!r}"
             click.echo(f"warmup: {reason}", err=True)
             failed += 1

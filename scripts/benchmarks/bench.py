@@ -1,4 +1,4 @@
-"""What every measurement needs: sources, processes, rounds, and a way to clean up."""
+"""The context of a measurement: sources, processes, number of rounds, and clean-up."""
 
 import os
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from benchmarks.sources import Sources, fill_page_cache, weight_files
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What every measurement needs."""
+    """The context of a measurement."""
 
     sources: Sources
     processes: Processes
@@ -24,9 +24,9 @@ class Bench:
     def measure(
         self, ways: dict[str, Callable[[], Result]], *sources: Path, factor: int = 1
     ) -> Rounds:
-        """Run all ways in turn; before each run the sources' files are read.
+        """Run all ways in turn; read the sources' files before each run.
 
-        Some machines drop pages from the page cache that have not been used for a minute.
+        Some machines drop pages from the page cache after a minute without use.
         """
         files = [file for source in sources for file in weight_files(source)]
         return interleave(
@@ -48,6 +48,6 @@ class Bench:
         return {info.name for info in shmload.segments() if info.source.startswith(root)}
 
     def evict(self) -> None:
-        """Remove what this program made resident, and nothing else."""
+        """Remove the segments that this program made resident, and no others."""
         for name in self.resident():
             shmload.evict(name)

@@ -1,6 +1,6 @@
-"""The chart of the README, from results: `chart.py docs/figures.png benchmarks/results/*.json`.
+"""Draw the README's chart from results: `chart.py docs/figures.png benchmarks/results/*.json`.
 
-One row for each question: a bar for `from_pretrained`, a bar for shmload, and how many times less.
+Each row has a bar for `from_pretrained`, a bar for shmload, and their ratio.
 """
 
 import json
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Readable on white and on a dark page's white image, and without telling red from green.
+# Readable for the colour-blind, on light and on dark pages (the image is white).
 _OURS, _THEIRS = "#0072b2", "#9a9a9a"
 _TEXT_COLOR, _SMALL_PRINT_COLOR = "#222222", "#666666"
 _WIDTH_INCHES, _ROW_HEIGHT_INCHES, _FOOT_INCHES = 8.0, 1.2, 0.62
 _DPI = 200  # drawn at twice the 800 pixels that a page shows
 
 NEEDED = frozenset({"attach"})
-"""The measurements of the suite `load` that the chart is made from, as `--only` calls them."""
+"""The measurements of the suite `load` that the chart needs, by their names for `--only`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """One question, and the two lines of a figure that answer it."""
+    """One row of the chart: a figure's name, and the labels of its two bars in the results."""
 
     figure: str
     title: str
@@ -64,8 +64,8 @@ def draw_chart(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
     """Write the chart as a PNG.
 
     Args:
-        path: of the file.
-        results: what `as_json` made of each suite. Questions that none answers are left out.
+        path: the file to write.
+        results: the output of `as_json` for each suite. Rows without a figure are left out.
     """
     import matplotlib as mpl
 
@@ -141,8 +141,8 @@ def _small_print(results: Sequence[Mapping[str, Any]]) -> str:
     dates = sorted({result["machine"]["date"][:10] for result in results})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return (
-        "Shorter is better. A checkpoint of Stable Diffusion 1.5's size, random weights: a file in"
-        " fp32 (5.5 GB), wanted in bf16.\n"
+        "Shorter is better. Checkpoint: Stable Diffusion 1.5's size, random weights, stored in fp32"
+        " (5.5 GB), loaded in bf16.\n"
         f"Page cache warm, {machine['cores']} cores ({machine['processor']}), no GPU."
         f" Medians, {when}; all values: benchmarks/results."
     )

@@ -1,11 +1,11 @@
-"""Makes the Stable Diffusion pipelines and the files of many tensors that are measured.
+"""Make the Stable Diffusion pipelines and the files of many tensors for the benchmarks.
 
     python checkpoints.py sd15 DIRECTORY      Stable Diffusion 1.5's real classes and sizes, float32
     python checkpoints.py sd15-bf16 DIRECTORY FLOAT32_DIRECTORY
     python checkpoints.py small DIRECTORY     the same classes, about 1 MB
-    python checkpoints.py tensors DIRECTORY COUNT...       files of so many tensors of 1 KiB
+    python checkpoints.py tensors DIRECTORY COUNT...       files with COUNT tensors of 1 KiB
 
-The weights are seeded noise: no step of a load looks at their values.
+The weights are seeded noise; no step of a load depends on their values.
 """
 
 import itertools
@@ -26,7 +26,7 @@ Models = dict[str, Any]
 
 
 def _make_sd15(directory: Path) -> None:
-    # Those of huggingface.co/stable-diffusion-v1-5/stable-diffusion-v1-5: 859.5, 83.7, 123.1 and
+    # Sizes of huggingface.co/stable-diffusion-v1-5/stable-diffusion-v1-5: 859.5, 83.7, 123.1 and
     # 304.0 million parameters.
     sizes: Models = {
         "unet": {"sample_size": 64, "cross_attention_dim": 768},
@@ -125,7 +125,7 @@ def _make_pipeline(sizes: Models) -> Any:
         }
     generator = torch.Generator("cpu").manual_seed(0)
     for name, model in models.items():
-        # Buffers that are not saved stay without contents; saving is all that happens to them.
+        # Non-persistent buffers stay uninitialised: the model is only saved.
         models[name] = model.to_empty(device="cpu").eval()
         for parameter in models[name].parameters():
             parameter.data.normal_(0, _NOISE_STD, generator=generator)
@@ -147,10 +147,11 @@ def _make_pipeline(sizes: Models) -> Any:
 
 
 def _save(pipe: Any, directory: Path, vocabulary_count: int) -> None:
-    """Save a pipeline as it stands on the hub: the tokenizer as vocabulary and merges.
+    """Save a pipeline in the layout of the hub: the tokenizer as vocabulary and merges.
 
     `save_pretrained` writes one `tokenizer.json` instead, which takes five times as long to load
-    (0.15 s against 0.03 s with transformers 5.23); no repository of Stable Diffusion 1.5 has it.
+    (0.15 s against 0.03 s with transformers 5.23). Stable Diffusion 1.5's repositories do not have
+    it.
     """
     pipe.save_pretrained(directory)
     folder = directory / "tokenizer"
@@ -168,7 +169,7 @@ def _make_tokenizer(count: int) -> Any:  # transformers has no types
 
 
 def _write_tokenizer(folder: Path, count: int) -> None:
-    """Write a byte-level BPE tokenizer of so many entries: of real size, not of the real words."""
+    """Write a byte-level BPE tokenizer with `count` entries: the real size, made-up words."""
     from tokenizers import pre_tokenizers
 
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -191,7 +192,7 @@ def _write_tokenizer(folder: Path, count: int) -> None:
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Yield pairs of pieces that are there already, so that each makes a new piece."""
+    """Yield pairs of existing pieces; each pair makes a new piece."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     pairs = [left + right for left in letters for right in letters]
     for suffix in ("", "</w>"):

@@ -1,4 +1,4 @@
-"""What the table is made of: numbers, and what they are to reach."""
+"""The entries of the table: measured numbers and their targets."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from benchmarks.samples import Sample
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a figure is to reach."""
+    """The value that a figure has to reach."""
 
     limit: float
     is_least: bool = False
-    """Whether the figure is to be at least the limit, else at most."""
+    """True: the figure must be at least the limit. False: at most."""
 
     def is_reached(self, value: float) -> bool:
         return value >= self.limit if self.is_least else value <= self.limit
@@ -19,7 +19,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A number beside a figure."""
+    """A number printed below a figure."""
 
     label: str
     sample: Sample
@@ -28,7 +28,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A number that the issue asks for; without a target it is there for information."""
+    """A row of the table; without a target it is there for information."""
 
     name: str
     what: str

@@ -1,11 +1,12 @@
-"""Makes pipelines whose weights are those of Flux's real transformer class alone.
+"""Make pipelines with Flux's transformer class as their only model.
 
     python flux_checkpoints.py float32 DIRECTORY DOUBLE_BLOCKS SINGLE_BLOCKS
     python flux_checkpoints.py bfloat16 DIRECTORY DOUBLE_BLOCKS SINGLE_BLOCKS
-    python flux_checkpoints.py small DIRECTORY            of the same class, about 100 kB
+    python flux_checkpoints.py small DIRECTORY            the same class, about 100 kB
 
-With 8 and 12 blocks they have 17.9 and 8.9 GB, in shards of 4 GB. The weights are seeded noise.
-Threads write each tensor as soon as it is made: the memory needed is that of a few tensors.
+With 8 double and 12 single blocks they have 17.9 GB (float32) and 8.9 GB (bfloat16), in shards of 4
+GB. The weights are seeded noise. Each thread makes and writes one tensor at a time, so memory holds
+a few tensors only.
 """
 
 import json
@@ -19,7 +20,7 @@ from typing import Any
 
 _NOISE_STD = 0.02
 _SHARD_NBYTES = 4_000_000_000
-_MAX_THREADS = 16  # each holds a tensor of up to 190 MB in float32, and it converted
+_MAX_THREADS = 16  # each holds a float32 tensor of up to 190 MB, and its conversion
 _FILE = "diffusion_pytorch_model"
 _DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 SMALL = {
@@ -32,7 +33,7 @@ SMALL = {
     "num_single_layers": 1,
     "pooled_projection_dim": 32,
 }
-"""Configuration of the small one."""
+"""Configuration of the small transformer."""
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -43,10 +44,10 @@ def make_flux(
     """Make a pipeline directory.
 
     Args:
-        directory: is made.
-        config: of the transformer, what is not as in Flux.1-dev.
+        directory: where to write; must not exist.
+        config: of the transformer, where it differs from Flux.1-dev.
         dtype: of the weights: `float32` or `bfloat16`.
-        shard_nbytes: what a shard may have at most, in bytes; a larger tensor has one of its own.
+        shard_nbytes: size limit of a shard; a larger tensor gets a shard of its own.
     """
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
@@ -85,7 +86,7 @@ def _write_weights(folder: Path, shapes: Shapes, dtype: str, shard_nbytes: int) 
 
 
 def _divide(shapes: Shapes, itemsize: int, shard_nbytes: int) -> Iterator[list[str]]:
-    """Yield the tensors of each shard, in order."""
+    """Yield the names of the tensors of each shard, in order."""
     shard: list[str] = []
     used = 0
     for name, shape in shapes.items():
@@ -112,7 +113,7 @@ def _write_shard(path: Path, shapes: Shapes, seeds: Mapping[str, int], dtype: st
     with open(path, "wb", buffering=0) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         fd, origin = file.fileno(), 8 + len(text)
-        os.posix_fallocate(fd, 0, origin + end)  # so that no room is an error at once
+        os.posix_fallocate(fd, 0, origin + end)  # a full disk fails here, before the work
 
         def write(name: str) -> None:
             generator = torch.Generator("cpu").manual_seed(seeds[name])
@@ -124,7 +125,7 @@ def _write_shard(path: Path, shapes: Shapes, seeds: Mapping[str, int], dtype: st
                 left, offset = left[written:], offset + written
 
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        # One thread of torch's for each of these.
+        # One torch thread per pool thread.
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             list(pool.map(write, shapes))
 

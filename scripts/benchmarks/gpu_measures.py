@@ -1,4 +1,4 @@
-"""Loads to a GPU: the figures of `scripts/bench gpu`, as the fourth issue asks for them."""
+"""Loads to a GPU: the figures of `scripts/bench gpu`."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +25,7 @@ _DIFFUSERS = {
 
 
 def describe_gpu(processes: Processes) -> dict[str, str]:
-    """Return what is to be said of this machine's GPU and of other loaders; nothing without one."""
+    """Return facts about the GPU and the versions of other loaders; empty without a GPU."""
     ask = processes.of(_PROBES).ask
     gpu: dict[str, str] = ask("describe")
     if gpu:
@@ -34,7 +34,7 @@ def describe_gpu(processes: Processes) -> dict[str, str]:
 
 
 def measure_upload(bench: Bench) -> list[Figure]:
-    """Resident segments to the GPU, against what the bus can do."""
+    """Copy resident segments to the GPU, against a plain copy from pinned memory."""
     source = bench.sources.flux_bf16
     run = _probe(bench, "uploads", bench.sources.flux_small, source)
     rounds = bench.measure({"uploads": partial(_while_resident, bench, run)})
@@ -46,10 +46,10 @@ def measure_upload(bench: Bench) -> list[Figure]:
     def lines(*labels: tuple[str, str]) -> Iterator[Line]:
         return (Line(label=label, sample=rate(name), unit="GB/s") for label, name in labels)
 
-    what = f"resident {_DTYPE}, {_size(source)}, to the GPU"
+    what = f"weights in memory ({_DTYPE}, {_size(source)}) to the GPU: throughput"
     share = Figure(
         name="upload",
-        what=f"{what}, to a pinned copy",
+        what=f"{what}, against a pinned copy",
         sample=(rate("auto") / rate("pinned")).scaled(100),
         unit="%",
         target=Target(90, is_least=True),
@@ -76,27 +76,27 @@ def measure_upload(bench: Bench) -> list[Figure]:
 
 
 def measure_call(bench: Bench) -> list[Figure]:
-    """The whole call over resident segments, against diffusers."""
+    """`load_pipeline` with weights in memory, against diffusers."""
     source = bench.sources.flux_bf16
     ours = _load(bench, "shmload", source)
     rounds = bench.measure(
         {"shmload": partial(_while_resident, bench, ours)} | _diffusers(bench, source), source
     )
     bench.evict()
-    return [_against_diffusers("call", f"resident {_DTYPE}, the call alone", 5, rounds, source)]
+    return [_against_diffusers("call", f"load with weights in memory, {_DTYPE}", 5, rounds, source)]
 
 
 def measure_convert(bench: Bench) -> list[Figure]:
-    """A float32 file to bfloat16 on the GPU: the time, and what the host needs for it."""
+    """float32 files to bfloat16 on the GPU: the time, and the host memory it takes."""
     source = bench.sources.flux_fp32
     ours = partial(_load, bench, "shmload", source)
     ways = {
         "shmload": ours(SHMLOAD_WORKERS=_WORKERS),
-        # As many workers as there are cores: four do not fill so large a ring.
+        # One worker per core: four workers do not fill a ring of this size.
         _HOST_LIMIT: ours(_HOST_LIMIT),
     }
     rounds = bench.measure(ways | _diffusers(bench, source), source)
-    what = f"float32 file to {_DTYPE}, {_WORKERS} workers, the call alone"
+    what = f"float32 files to {_DTYPE}, {_WORKERS} workers"
     return [
         _against_diffusers("convert", what, 3, rounds, source),
         _host_memory("memory", f"{_WORKERS} workers", rounds, "shmload"),
@@ -109,7 +109,7 @@ def _host_memory(name: str, how: str, rounds: Rounds, way: str) -> Figure:
     ring = rounds.sample(way, "ring_nbytes").scaled(1e-6)
     return Figure(
         name=name,
-        what=f"the same, {how}: memory of the host beside the ring",
+        what=f"the same, {how}: host memory besides the ring",
         sample=peak - ring,
         unit="MB",
         target=Target(200),
@@ -121,7 +121,7 @@ def _host_memory(name: str, how: str, rounds: Rounds, way: str) -> Figure:
 
 
 def measure_tensors(bench: Bench) -> list[Figure]:
-    """What a tensor costs apart from its bytes."""
+    """The time per tensor, with tensors too small for their bytes to matter."""
     rounds = bench.measure({"tensors": _probe(bench, "small_tensors", _TENSORS)})
     found = {
         name: rounds.sample("tensors", name).scaled(1e3)
@@ -143,7 +143,7 @@ def measure_tensors(bench: Bench) -> list[Figure]:
 
 
 def measure_peers(bench: Bench) -> list[Figure]:
-    """Other loaders of the same files; nothing is resident."""
+    """Other loaders of the same files, with no weights in memory."""
     source = bench.sources.flux_bf16
     ways = {"shmload": _load(bench, "shmload", source)}
     for name, version in bench.processes.of(_PROBES).ask("peers").items():
@@ -161,7 +161,7 @@ def measure_peers(bench: Bench) -> list[Figure]:
     return [
         Figure(
             name=f"peer-{way.partition(' ')[0]}",
-            what=f"{_DTYPE} files, {_size(source)}, to the GPU, to {way}",
+            what=f"{_DTYPE} files ({_size(source)}) to the GPU: speed-up over {way}",
             sample=calls[way] / calls["shmload"],
             unit="x",
             target=Target(1, is_least=True),
@@ -179,7 +179,7 @@ GPU_MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "tensors": measure_tensors,
     "peers": measure_peers,
 }
-"""By the names that `--only` takes, in the order of the table."""
+"""Measurements by their name for `--only`, in the order of the table."""
 
 
 def _probe(bench: Bench, name: str, *arguments: object, **variables: str) -> Callable[[], Result]:
@@ -204,7 +204,7 @@ def _peer(bench: Bench, name: str, source: Path) -> Callable[[], Result]:
 
 
 def _while_resident(bench: Bench, run: Callable[[], Result]) -> Result:
-    """Run over resident segments: somebody may clean up shared memory meanwhile."""
+    """Run with resident segments; repeat the run if another program removed them."""
     for _ in range(_ATTEMPTS):
         if not bench.resident():
             bench.processes.probe("warm", bench.sources.flux_bf16, _DTYPE, None)
@@ -217,12 +217,12 @@ def _while_resident(bench: Bench, run: Callable[[], Result]) -> Result:
 
 
 def _against_diffusers(name: str, what: str, limit: float, rounds: Rounds, source: Path) -> Figure:
-    """Compare with the better way of diffusers'."""
+    """Compare with the faster of diffusers' two ways."""
     calls = {way: rounds.sample(way, "call_s") for way in ("shmload", *_DIFFUSERS)}
     best = min(_DIFFUSERS, key=lambda way: calls[way].median)
     return Figure(
         name=name,
-        what=f"{what}, to diffusers",
+        what=f"{what}: speed-up over from_pretrained",
         sample=calls[best] / calls["shmload"],
         unit="x",
         target=Target(limit, is_least=True),

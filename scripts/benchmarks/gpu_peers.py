@@ -1,6 +1,7 @@
-"""Other loaders of safetensors files to a GPU, each used as its own documentation shows.
+"""Other loaders of safetensors files to a GPU, each called as its documentation shows.
 
-Only the standard library is imported at the top. A loader returns what keeps its tensors alive.
+Only the standard library is imported at the top. A loader returns an object that keeps its tensors
+alive.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ def _fastsafetensors(paths: list[str], device: str) -> object:
     loader = SafeTensorsFileLoader(SingleGroup(), device, nogds=True)
     loader.add_filenames({0: paths})
     buffers = loader.copy_files_to_device()
-    # The memory belongs to the loader; nothing is copied out of it.
+    # The tensors are views of the loader's memory, so return the loader too.
     return loader, buffers, [buffers.get_tensor(name) for name in buffers.key_to_rank_lidx]
 
 
@@ -34,7 +35,7 @@ def _instanttensor(paths: list[str], device: str) -> object:
     from instanttensor import safe_open  # type: ignore[import-not-found]
 
     with safe_open(paths, framework="pt", device=device) as file:
-        return [tensor for _, tensor in file.tensors()]  # from 0.2 on each has memory of its own
+        return [tensor for _, tensor in file.tensors()]  # since 0.2 each tensor owns its memory
 
 
 LOADERS: dict[str, Callable[[list[str], str], object]] = {
@@ -43,11 +44,11 @@ LOADERS: dict[str, Callable[[list[str], str], object]] = {
     "runai-model-streamer": _runai,
     "instanttensor": _instanttensor,
 }
-"""By the names of their packages."""
+"""Loaders by package name."""
 
 FOR_CACHED_FILES: dict[str, dict[str, str]] = {
     "fastsafetensors": {"FASTSAFETENSORS_ODIRECT": "0"},
     "runai-model-streamer": {"RUNAI_STREAMER_FS_STRATEGY": "sync_buffered"},
     "instanttensor": {"INSTANTTENSOR_BACKEND": "BUFFERED"},
 }
-"""Environment variables by which they read the page cache, not the disk beside it."""
+"""Environment variables, by package name, that make a loader read through the page cache."""

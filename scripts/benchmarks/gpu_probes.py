@@ -1,10 +1,10 @@
-"""What loads to a GPU measure, each in a fresh process: `python gpu_probes.py NAME ARGUMENTS`.
+"""Measure loads to a GPU, each in a fresh process: `python gpu_probes.py NAME ARGUMENTS`.
 
-As in `probes`, only the standard library is imported at the top. Everything is imported, CUDA
-initialised and a small load done before a clock starts; it stops when the device is idle again.
+As in `probes`, only the standard library is imported at the top. The clock starts after all
+imports, CUDA's initialisation and a small load. It stops when the device is idle again.
 
-With BENCH_DEVICE=pretend the host takes a GPU's place, so that the suite can be tried where there
-is none. Nothing else looks at that variable, and `describe` says so.
+With BENCH_DEVICE=pretend the host takes the GPU's place, to try the suite on a machine without one.
+Only this module reads that variable, and `describe` reports it.
 """
 
 import gc
@@ -27,12 +27,12 @@ from benchmarks.gpu_peers import LOADERS
 Numbers = dict[str, float]
 
 _IS_PRETENDED = os.environ.get("BENCH_DEVICE") == "pretend"
-# For other libraries; shmload is always told "cuda".
+# The device for other libraries; shmload always gets "cuda".
 _DEVICE = "cpu" if _IS_PRETENDED else "cuda:0"
 _FLOOR_NBYTES = 1 << 30
 _FLOOR_COPIES = 8
 _VECTOR_LENGTH = 512  # 1 KiB in bfloat16
-# What the pipelines have not, said in the way that FluxPipeline wants it.
+# Components that the pipelines lack; FluxPipeline wants them as None.
 _ABSENT: dict[str, Any] = dict.fromkeys(
     ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 )
@@ -42,7 +42,7 @@ _ABSENT: dict[str, Any] = dict.fromkeys(
 
 
 def describe() -> dict[str, str]:
-    """Return what is to be said of the GPU; nothing if there is none."""
+    """Return facts about the GPU; empty without one."""
     if _IS_PRETENDED:
         return {"GPU": "no GPU: pretended", "driver": "none", "CUDA": "none"}
     import torch
@@ -68,7 +68,7 @@ def _ask_driver(field: str) -> str:
 
 
 def _begin() -> None:
-    """Initialise CUDA, or have the host stand in for it."""
+    """Initialise CUDA, or put the host in its place."""
     import torch
 
     if not _IS_PRETENDED:
@@ -84,7 +84,7 @@ def _begin() -> None:
 
 
 def _time(call: Callable[[], object]) -> float:
-    """Return how long a call takes, in seconds; what it returns is dropped after that."""
+    """Return how long a call takes, in seconds; drop its result after the clock stops."""
     _wait_for_device()
     began = time.perf_counter()
     result = call()
@@ -103,7 +103,7 @@ def _wait_for_device() -> None:
 
 
 def _tidy_up() -> None:
-    """Give the device its memory back, so that the next load allocates as the first one did."""
+    """Free the device's cached memory, so that the next load allocates like the first."""
     import torch
 
     gc.collect()
@@ -118,9 +118,8 @@ def load(way: str, small: str, source: str, max_host_memory: str | None = None) 
     """Load a pipeline in bfloat16 to the GPU.
 
     Returns:
-        `call_s`; `host_nbytes`, by which the process's memory was larger at its peak than before
-        (anonymous and shared, and files that were mapped for a while); `ring_nbytes`, how much of
-        that is the ring.
+        `call_s`; `host_nbytes`, the peak growth of the process's memory (anonymous, shared, and
+        files mapped for a while); `ring_nbytes`, the part of it that is the ring.
     """
     _begin()
     call = _loader(way, max_host_memory)
@@ -130,7 +129,7 @@ def load(way: str, small: str, source: str, max_host_memory: str | None = None) 
     before = _reset_peak()
     call_s = _time(partial(call, source))
     after = _memory()
-    # Pages of files, such as of libraries, stay where they are for the life of the process.
+    # Files still mapped, such as libraries, stay mapped for the life of the process.
     from_files = max(0, after["RssFile"] - before["RssFile"])
     return {
         "call_s": call_s,
@@ -154,7 +153,7 @@ def _loader(way: str, max_host_memory: str | None = None) -> Callable[[str], Any
         )
     from diffusers import DiffusionPipeline
 
-    # Only a kind of device, or a strategy, is a device_map there.
+    # diffusers accepts a device type or a strategy as device_map, no index.
     device = _DEVICE.partition(":")[0]
     return lambda source: DiffusionPipeline.from_pretrained(
         source, torch_dtype=torch.bfloat16, device_map=device, **_ABSENT
@@ -162,7 +161,7 @@ def _loader(way: str, max_host_memory: str | None = None) -> Callable[[str], Any
 
 
 def _note_rings() -> list[int]:
-    """Return a list that gets the size of each ring that is made from now on, in bytes."""
+    """Return a list to which each new ring adds its size in bytes."""
     from shmload._decoding.ring import Ring, RingShape
 
     sizes: list[int] = []
@@ -191,11 +190,11 @@ def _memory() -> Numbers:
 
 
 def uploads(small: str, source: str) -> Numbers:
-    """Load a resident pipeline to the GPU, fed in every way, and time only the copy.
+    """Load a resident pipeline to the GPU in every way to copy; time only the copy.
 
     Returns:
-        Bytes per second: `pinned` and `pageable` of plain copies; by way of feeding, of the copy
-        within `load_pipeline`, allocations on the GPU included; of `to_device`, the whole call.
+        Bytes per second: `pinned` and `pageable` for plain copies; by name of the way, for the copy
+        inside `load_pipeline` with its allocations on the GPU; `to_device` for that whole call.
     """
     _begin()
     import torch
@@ -233,7 +232,7 @@ def uploads(small: str, source: str) -> Numbers:
 
 
 def _copy_rate(*, is_pinned: bool) -> float:
-    """Copy memory of the host to the device, and return bytes per second."""
+    """Copy host memory to the device; return bytes per second."""
     import torch
 
     source = torch.empty(
@@ -250,7 +249,7 @@ def _copy_rate(*, is_pinned: bool) -> float:
 
 
 def small_tensors(count: int) -> Numbers:
-    """Move so many tensors of 1 KiB: `first_s` and `call_s` of two calls, and torch's `torch_s`."""
+    """Move `count` tensors of 1 KiB: `first_s` and `call_s` of two calls, `torch_s` of torch's."""
     _begin()
     import torch
 
@@ -272,7 +271,7 @@ def small_tensors(count: int) -> Numbers:
 
 
 def peers() -> dict[str, str | None]:
-    """Return the versions of other loaders; None for those that are not installed."""
+    """Return the versions of other loaders; None for a loader that is not installed."""
     return {
         name: metadata.version(name) if importlib.util.find_spec(name.replace("-", "_")) else None
         for name in LOADERS
@@ -280,7 +279,7 @@ def peers() -> dict[str, str | None]:
 
 
 def peer(name: str, small: str, *paths: str) -> Numbers:
-    """Load all tensors of some files to the GPU with another loader: `call_s` of the call."""
+    """Load all tensors of some files to the GPU with another loader; return `call_s`."""
     _begin()
     LOADERS[name]([small], _DEVICE)
     _tidy_up()

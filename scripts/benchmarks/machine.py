@@ -1,4 +1,4 @@
-"""Where a measurement was made: without that no number means anything."""
+"""Describe the machine and the libraries that a measurement ran on."""
 
 import os
 import platform
@@ -23,10 +23,10 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def describe_machine(gpu: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return what has an influence on the figures, by name.
+    """Return facts that influence the figures, by name.
 
     Args:
-        gpu: the same of its GPU, if it has a part in the figures.
+        gpu: facts about the GPU, for a suite that uses one.
     """
     return dict(gpu or {}) | {
         "processor": _field(Path("/proc/cpuinfo"), "model name"),
@@ -43,12 +43,12 @@ def describe_machine(gpu: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def available_nbytes() -> int:
-    """Return the kernel's estimate of memory to be had without swapping, in bytes."""
+    """Return the kernel's estimate of the memory available without swapping, in bytes."""
     return int(_field(Path("/proc/meminfo"), "MemAvailable").split()[0]) * 1024
 
 
 def _version_of(package: str) -> str:
-    """Return a package's version; it may be used without having been installed."""
+    """Return a package's version; a package on the path need not be installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -64,7 +64,7 @@ def _field(path: Path, name: str) -> str:
 
 
 def _chosen(name: str) -> str:
-    """Return the chosen one of `always [madvise] never`."""
+    """Return the choice in brackets, as `madvise` in `always [madvise] never`."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage", name).read_text()
     except OSError:

@@ -22,7 +22,7 @@ _READING_CALLS = "read,pread64,readv,preadv,preadv2,sendfile,copy_file_range,mma
 
 
 def measure_ready(bench: Bench) -> list[Figure]:
-    """All processes ready, and the memory that they take."""
+    """Time until all processes are ready, and the memory that they take."""
     large, small = bench.sources.fp32, bench.sources.small
     ways: dict[str, Callable[[], Result]] = {
         f"{name}, {size}": partial(_probe, bench, name, source)
@@ -31,7 +31,7 @@ def measure_ready(bench: Bench) -> list[Figure]:
     }
     found = bench.measure(ways, large)
     ready = {way: found.sample(way, "ready_s") for way in ways}
-    # Without the interpreters' own: what they take with the same models, but tiny.
+    # Subtract the interpreters' own memory: the same processes with tiny models.
     memory = {
         name: found.sample(f"{name}, large", "pss_nbytes")
         - found.sample(f"{name}, small", "pss_nbytes")
@@ -43,7 +43,7 @@ def measure_ready(bench: Bench) -> list[Figure]:
     return [
         Figure(
             name="many-ready",
-            what=f"{count} ready, from the command's start: times faster than diffusers alone",
+            what=f"{count} ready: speed-up over {PROCESSES} that call from_pretrained",
             sample=ready["plain, large"] / ready["job, large"],
             unit="x",
             target=Target(5, is_least=True),
@@ -56,7 +56,7 @@ def measure_ready(bench: Bench) -> list[Figure]:
         ),
         Figure(
             name="many-memory",
-            what=f"memory of {count} (PSS) without the interpreters' own, in copies of the weights",
+            what=f"memory of all {PROCESSES} (PSS, no interpreters), in copies of the weights",
             sample=copies["job"],
             unit="x",
             target=Target(1.05),
@@ -66,9 +66,9 @@ def measure_ready(bench: Bench) -> list[Figure]:
 
 
 def measure_reads(bench: Bench) -> list[Figure]:
-    """How often the source is read by all processes of a job."""
+    """Bytes that all processes of a job read of the source."""
     if not shutil.which("strace"):
-        bench.announce("left out: there is no strace")
+        bench.announce("left out: strace is not installed")
         return []
     source = bench.sources.fp32
     with tempfile.TemporaryDirectory() as folder:
@@ -78,13 +78,13 @@ def measure_reads(bench: Bench) -> list[Figure]:
         _probe(bench, "job", source, prefix=(*command, "-o", str(trace)))
         text = trace.read_text()
     if "mmap(" in text:
-        raise RuntimeError("the source was mapped, and what is read of a mapping is not counted")
+        raise RuntimeError("the source was mapped; reads through a mapping cannot be counted")
     nbytes = sum(int(match) for match in _READ.findall(text))
     share = nbytes / weights_nbytes(source)
     return [
         Figure(
             name="many-reads",
-            what=f"the source read, by {PROCESSES} processes together",
+            what=f"bytes read of the source by all {PROCESSES}, as a share of its size",
             sample=Sample((share,)),
             unit="times",
             target=Target(1.01),
@@ -93,20 +93,20 @@ def measure_reads(bench: Bench) -> list[Figure]:
 
 
 def measure_one_more(bench: Bench) -> list[Figure]:
-    """One process more in a running job, and what a killed one costs."""
+    """Start of one more process in a running job, and the time lost to a killed process."""
     source = bench.sources.fp32
     found = bench.measure({"job": partial(_probe, bench, "one_more", source)}, source)
     return [
         Figure(
             name="many-one-more",
-            what="one more process in a running job, from the other's end to its first item",
+            what="one more process in a running job: time to its first item",
             sample=found.sample("job", "start_s").scaled(1e3),
             unit="ms",
             target=Target(500),
         ),
         Figure(
             name="many-killed",
-            what="time lost to a killed process, beside its own item",
+            what="time lost to a killed process, besides its own item",
             sample=found.sample("job", "lost_s").scaled(1e3),
             unit="ms",
             target=Target(1000),
@@ -115,7 +115,7 @@ def measure_one_more(bench: Bench) -> list[Figure]:
 
 
 def weights_nbytes(source: Path) -> int:
-    """Return the size of the models that are loaded, in bytes."""
+    """Return the size of the weight files of the loaded models, in bytes."""
     return sum(path.stat().st_size for path in _shards(source))
 
 

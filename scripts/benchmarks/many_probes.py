@@ -1,7 +1,7 @@
 """Programs that start many processes with one pipeline: `python many_probes.py NAME ARGUMENTS`.
 
-Each prints one line of JSON. Times count from the start of the program itself, which is told in
-the environment variable STARTED_AT, on the clock that all processes of a machine share.
+Each prints one line of JSON. Times count from the program's start, which the environment variable
+STARTED_AT gives on the monotonic clock that all processes of a machine share.
 """
 
 import contextlib
@@ -39,10 +39,11 @@ for line in sys.stdin:
 
 
 def plain(source: str, count: int) -> Numbers:
-    """Have processes load a pipeline with diffusers alone.
+    """Load a pipeline in `count` processes with diffusers alone.
 
     Returns:
-        `ready_s`, when all have it; `pss_nbytes` of all together, after each has read all weights.
+        `ready_s`, when all processes have the pipeline; `pss_nbytes` of all together, after each
+        has read all weights.
     """
     command = [sys.executable, "-W", "ignore", "-c", _PLAIN, source]
     with contextlib.ExitStack() as ending:
@@ -67,7 +68,7 @@ def plain(source: str, count: int) -> Numbers:
 
 
 def job(source: str, count: int) -> Numbers:
-    """Have the processes of a job do the same; the same numbers."""
+    """Load it in the processes of a job; return the same numbers."""
     from shmload.integrations import dataprep
 
     with (
@@ -79,7 +80,7 @@ def job(source: str, count: int) -> Numbers:
         pids = {pid for pids in met for pid in pids}
         with tempfile.TemporaryDirectory() as again:
             list(made.map(_read_all, [(again, count)] * count))
-        # The fork server and this process are part of the price.
+        # The fork server and this process count too.
         return {"ready_s": ready_s, "pss_nbytes": _pss_nbytes([*pids, os.getpid()])}
 
 
@@ -87,8 +88,8 @@ def one_more(source: str, count: int) -> Numbers:
     """Kill one process of a running job.
 
     Returns:
-        `start_s`, from the kill to the first result of the process that takes its place; `lost_s`,
-        by how much the whole job took longer, without the item that was done again.
+        `start_s`, from the kill to the first item of the replacement process; `lost_s`, how much
+        longer the whole job took, without the repeated item.
     """
     from shmload.integrations import dataprep
 
@@ -115,7 +116,7 @@ def _timed(job: Any, items: list[tuple[str, int]]) -> tuple[float, list[tuple[in
 
 
 def _wait(pipe: Any, item: tuple[str, int]) -> tuple[int, float]:
-    """Take a while, and no processor; at one item, the first time, end the process half-way."""
+    """Sleep for an item; at one item, the first time, kill the process half-way."""
     mark, number = item
     if mark and number == _ITEMS // 2 and not os.path.exists(mark):
         time.sleep(_ITEM_S / 2)
@@ -127,7 +128,7 @@ def _wait(pipe: Any, item: tuple[str, int]) -> tuple[int, float]:
 
 
 def _meet(pipe: Any, item: tuple[str, int]) -> tuple[int, int]:
-    """Wait until as many processes are at this; returns this one and the one that forked it."""
+    """Wait until `count` processes are here; return this process's pid and its parent's."""
     folder, count = item
     Path(folder, str(os.getpid())).touch()
     while len([name for name in os.listdir(folder) if name.isdigit()]) < count:
@@ -157,7 +158,7 @@ def _since_start() -> float:
 
 
 def _pss_nbytes(pids: Iterator[int] | list[int]) -> int:
-    """Return the memory of some processes together, what they share counted once."""
+    """Return the memory of some processes together; shared pages count once."""
     total = 0
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():

@@ -1,7 +1,7 @@
-"""Programs that measure themselves, each in a fresh process: `python probes.py NAME ARGUMENTS`.
+"""Probes that measure their own process, a fresh one each: `python probes.py NAME ARGUMENTS`.
 
-Prints one line of JSON. Only the standard library is imported at the top: what else a process has
-imported when its clock starts is part of what it measures.
+Prints one line of JSON. Only the standard library is imported at the top: each probe decides what
+is imported before its clock starts.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ def attach(way: str, small: str, source: str) -> Numbers:
     """Load a pipeline in bfloat16 in a process that has loaded a small one before.
 
     Returns:
-        `call_s` and `cpu_s` of the call alone; `touch_s` of then reading a byte of each page of
-        each weight; `private_nbytes`, by which the process's own memory grew over both; and
+        `call_s` and `cpu_s` of the call; `touch_s` of reading a byte of each page of each weight
+        after it; `private_nbytes`, the growth of the process's private memory over both; and
         `weights_nbytes`.
     """
     load = _loader(way)
@@ -57,7 +57,7 @@ def attach(way: str, small: str, source: str) -> Numbers:
 
 
 def repeat(way: str, source: str, count: int) -> Numbers:
-    """Load a pipeline once, then `count` times more: `call_s` is the median of these."""
+    """Load a pipeline once, then `count` times: `call_s` is the median of the repeated loads."""
     load = _loader(way)
     load(source)
     return {"call_s": statistics.median(_time(partial(load, source)) for _ in range(count))}
@@ -75,7 +75,7 @@ def _loader(way: str) -> Callable[[str], Any]:
 
 
 def _touch(pipe: Any) -> int:  # diffusers has no types
-    """Read one byte of every page of every weight; returns the weights' size in bytes."""
+    """Read one byte of every page of every weight; return the weights' size in bytes."""
     import torch
 
     nbytes = 0
@@ -89,10 +89,10 @@ def _touch(pipe: Any) -> int:  # diffusers has no types
 
 
 def _private_nbytes() -> int:
-    """Return this process's own memory: pages that belong to no file, and its page tables.
+    """Return this process's private memory in bytes: anonymous pages and page tables.
 
-    Private_Dirty would be wrong: it counts a page of a shared segment as private while this process
-    happens to be the only one that maps it.
+    Private_Dirty would be wrong: it counts a page of a shared segment as private while only this
+    process maps it.
     """
     rollup = Path("/proc/self/smaps_rollup").read_text()
     status = Path("/proc/self/status").read_text()
@@ -108,25 +108,26 @@ def _kib(text: str, key: str) -> int:
 
 
 def many_tensors(*paths: str) -> Numbers:
-    """Load checkpoints of many tensors; results are named after the files, each a median of three.
+    """Load checkpoints of many tensors; a result's name begins with the file's stem.
 
     Returns:
-        For each file `cast_s` to bfloat16, `same_s` in its own dtype, `keep_s` likewise into a
-        segment, `attach_s` of that segment, `plan_s` alone, and safetensors' own `load_file_s`.
+        For each file, each a median of three: `cast_s` to bfloat16, `same_s` without a cast,
+        `keep_s` into a resident segment, `attach_s` of that segment, `plan_s` of `plan`, and
+        `load_file_s` of safetensors.
     """
     import safetensors.torch
 
     import shmload
 
     def keep(path: str) -> tuple[float, float]:
-        """Make a segment, then attach it."""
+        """Time the making of a segment, then attaching it."""
         timed = partial(shmload.load_state_dict, path, keep=True)
         times = _time(timed), _time(timed)
         shmload.evict(path)
         return times
 
     found: Numbers = {}
-    for path in (paths[0], *paths):  # the first again: what the first call imports does not count
+    for path in (paths[0], *paths):  # the first file twice: its first round pays for imports
         calls: dict[str, Callable[[], object]] = {
             "plan_s": partial(shmload.plan, path, torch_dtype="bfloat16"),
             "cast_s": partial(shmload.load_state_dict, path, "bfloat16"),
@@ -141,7 +142,7 @@ def many_tensors(*paths: str) -> Numbers:
 
 
 def _time(call: Callable[[], object]) -> float:
-    """Return how long a call takes; what it returns is dropped after that."""
+    """Return how long a call takes, in seconds; drop its result after the clock stops."""
     began = time.perf_counter()
     result = call()
     elapsed_s = time.perf_counter() - began
@@ -153,10 +154,10 @@ def _time(call: Callable[[], object]) -> float:
 
 
 def plain_loop(dtype: str, *paths: str) -> Numbers:
-    """Read, convert and write whole files in one process, the way one writes it down.
+    """Read, convert and write whole files in one process, in the simplest way.
 
-    No digest, no plan, buffers that are used again: what decoding is compared with. With "raw" as
-    dtype nothing is converted.
+    Decoding is compared with this loop. It has no digest and no plan, and reuses its buffers. The
+    dtype "raw" converts nothing.
     """
     import ml_dtypes
     import numpy as np
@@ -190,11 +191,11 @@ def plain_loop(dtype: str, *paths: str) -> Numbers:
 
 
 def warm(source: str, dtype: str, workers: int | None) -> Numbers:
-    """Make a source resident and leave it so.
+    """Make a source resident and leave it resident.
 
     Returns:
-        `call_s` of the whole call, and `bytes_per_s` that it read; `decode_bytes_per_s` of its main
-        part, the coordinator's, from when the workers are ready; 0 if nothing was decoded.
+        `call_s` and read `bytes_per_s` of the whole call; `decode_bytes_per_s` of the coordinator's
+        part, from when all workers are ready; 0 if nothing was decoded.
     """
     import shmload
     from shmload._decoding.coordinator import Coordinator
@@ -226,7 +227,7 @@ def warm(source: str, dtype: str, workers: int | None) -> Numbers:
 
 @contextlib.contextmanager
 def _fresh_file() -> Iterator[int]:
-    """Open a new file in /dev/shm that has no name, so that it goes whatever happens."""
+    """Open a new file in /dev/shm without a name, so that the kernel frees it in any case."""
     fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
         yield fd
@@ -238,7 +239,7 @@ def _fresh_file() -> Iterator[int]:
 
 
 def memory_floors(path: str) -> Numbers:
-    """Measure what no loader can beat, in bytes per second, with 1 GiB each."""
+    """Measure throughputs that no loader can beat, in bytes per second, over 1 GiB each."""
     return _copy_rates(path) | _shared_rates() | _private_rates()
 
 

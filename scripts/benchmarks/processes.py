@@ -1,4 +1,4 @@
-"""Fresh processes: started the way a user starts them, timed from outside or by themselves."""
+"""Start fresh processes the way a user does; time them from outside or from inside."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from benchmarks.samples import Result
 
 _TIMEOUT_S = 300
 _PROBES = Path(__file__).with_name("probes.py")
-# What would make two runs differ that should not, or switches something on or off.
+# Variables that configure the libraries or shmload, and could make two runs differ.
 _DROPPED_PREFIXES = ("DIFFUSERS_", "HF_", "SHMLOAD_", "TRANSFORMERS_")
 
 
@@ -27,22 +27,22 @@ class ProbeFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Starts processes that are measured, in one working directory and a clean environment."""
+    """Starts measured processes in one working directory and a clean environment."""
 
     work: Path
     program: Path = _PROBES
-    """Whose functions are the probes."""
+    """The program whose functions are the probes."""
 
     def of(self, program: Path) -> "Processes":
-        """Return the same for the probes of another program."""
+        """Return a copy that runs the probes of another program."""
         return replace(self, program=program)
 
     @property
     def environment(self) -> dict[str, str]:
-        """This process's environment without what would steer the libraries.
+        """This process's environment without variables that configure the libraries.
 
-        Byte code is cached, as it is for any user after the first start, but below the working
-        directory; and so is what shmload remembers.
+        The caches of byte code and of shmload's rules lie below the working directory, and are
+        warm, as they are for any user after the first start.
         """
         kept = {
             name: value
@@ -60,10 +60,10 @@ class Processes:
 
         Args:
             code: the program.
-            variables: environment variables beside the usual ones.
+            variables: environment variables in addition to `environment`.
 
         Returns:
-            `wall_s`, and `cpu_s` with that of its children.
+            `wall_s`, and `cpu_s`, which includes its children.
         """
         _, result = self._run(["-c", code], variables)
         return result
@@ -77,7 +77,7 @@ class Processes:
             name: of the function.
             arguments: of the function; paths as text.
             prefix: a command that runs the program.
-            variables: environment variables beside the usual ones.
+            variables: environment variables in addition to `environment`.
         """
         found: dict[str, float] = self.ask(name, *arguments, prefix=prefix, **variables)
         return found
@@ -85,7 +85,7 @@ class Processes:
     def ask(
         self, name: str, /, *arguments: object, prefix: Sequence[str] = (), **variables: str
     ) -> Any:
-        """Run one function of the program and return what it says; the same as `probe`."""
+        """Run one function of the program and return its JSON value; arguments as in `probe`."""
         texts = json.dumps([str(a) if isinstance(a, Path) else a for a in arguments])
         output, _ = self._run(["-P", str(self.program), name, texts], variables, prefix)
         # The libraries may print too; the result is the last line.

@@ -1,4 +1,4 @@
-"""The table, and the same as JSON."""
+"""The report: the table as text, and the same as JSON."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from benchmarks.figures import Figure, Target
 from benchmarks.samples import Sample
 
-# Fewer values than this have no middle half worth naming.
+# With fewer values the report omits the quartiles.
 _MIN_QUARTILES_COUNT = 8
-_WIDTHS = (66, 12, 12, 8)
+_WIDTHS = (74, 12, 12, 8)
 
 
 def format_report(machine: Mapping[str, str], figures: Iterable[Figure]) -> str:
@@ -43,7 +43,7 @@ def format_report(machine: Mapping[str, str], figures: Iterable[Figure]) -> str:
 
 
 def as_json(machine: Mapping[str, str], figures: Iterable[Figure]) -> dict[str, Any]:
-    """Return the whole report as what `json.dump` takes."""
+    """Return the whole report as a value for `json.dump`."""
     return {
         "machine": dict(machine),
         "figures": [
@@ -64,7 +64,7 @@ def as_json(machine: Mapping[str, str], figures: Iterable[Figure]) -> dict[str, 
 
 
 def format_value(value: float, unit: str) -> str:
-    """Return a number with its unit, in three digits or so."""
+    """Return a number with its unit, in about three digits."""
     match unit:
         case "x":
             return f"{value:.2f} x"

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 Result = Mapping[str, float]
-"""What one run measured, by name: seconds, bytes, or bytes per second, as the name's end says."""
+"""The values of one run by name; the name's suffix is the unit: `_s`, `_nbytes`, `bytes_per_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The same quantity measured several times."""
+    """One quantity measured several times."""
 
     values: tuple[float, ...]
 
@@ -28,7 +28,7 @@ class Sample:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The first and the third; of a single value, that value."""
+        """The first and the third; for a single value, that value twice."""
         if len(self.values) < 2:
             return self.median, self.median
         first, _, third = statistics.quantiles(self.values, n=4, method="inclusive")
@@ -46,18 +46,18 @@ class Sample:
         return Sample(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
 
     def __truediv__(self, other: "Sample") -> "Sample":
-        """Divide round by round: what slows a whole round down drops out."""
+        """Divide round by round: a slow-down of a whole round cancels out."""
         return Sample(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The results of several ways to do a thing, measured in turn."""
+    """The results of several ways, measured in turn."""
 
     results: Mapping[str, tuple[Result, ...]]
 
     def sample(self, way: str, name: str) -> Sample:
-        """Return what was measured under a name for one way, one value for each round."""
+        """Return one way's values of this name, one for each round."""
         return Sample(tuple(result[name] for result in self.results[way]))
 
 
@@ -68,13 +68,13 @@ def interleave(
     prepare: Callable[[], None],
     announce: Callable[[str], None],
 ) -> Rounds:
-    """Run all ways in turn, A B A B ..., after one round that does not count.
+    """Run all ways in turn, A B A B ..., after one warm-up round.
 
     Args:
         ways: what to run, by name.
-        rounds: how many count.
-        prepare: is called before each run.
-        announce: is told of each round that begins.
+        rounds: number of rounds after the warm-up.
+        prepare: called before each run.
+        announce: called with a message at the start of each round.
     """
     results: dict[str, list[Result]] = {way: [] for way in ways}
     for number in range(rounds + 1):

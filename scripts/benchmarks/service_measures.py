@@ -1,4 +1,4 @@
-"""What the service costs, and what it keeps: the figures of `scripts/bench service`."""
+"""The service's costs, restart and leaks: the figures of `scripts/bench service`."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ _BUDGET = "8GiB"
 
 @contextlib.contextmanager
 def running_service(bench: Bench, *arguments: str) -> Iterator[dict[str, str]]:
-    """Run a service; yields the environment variables with which its clients find it."""
+    """Run a service; yield the environment variables that lead clients to it."""
     with tempfile.TemporaryDirectory(prefix="shmload-bench-") as folder:
         variables = {"SHMLOAD_SOCKET": f"{folder}/run/service.sock", "SHMLOAD_SERVICE": "require"}
         process = subprocess.Popen(
@@ -36,7 +36,7 @@ def running_service(bench: Bench, *arguments: str) -> Iterator[dict[str, str]]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        # Whoever fills the pipe waits for somebody to read it.
+        # A full stderr pipe would block the service.
         draining = threading.Thread(target=deque, args=(process.stderr, 0))
         with process:
             try:
@@ -60,7 +60,7 @@ def _wait_until_ready(service: "subprocess.Popen[str]") -> None:
 
 
 def measure_attach(bench: Bench) -> list[Figure]:
-    """An attach through the service against one without."""
+    """An attach through the service, against an attach without it."""
     small, source = bench.sources.small, bench.sources.fp32
     with running_service(bench) as variables:
         bench.processes.probe("warm", source, _DTYPE, None)
@@ -74,7 +74,7 @@ def measure_attach(bench: Bench) -> list[Figure]:
     return [
         Figure(
             name="service-attach",
-            what="attach through the service, more than without one",
+            what="attach through the service: time added to an attach without one",
             sample=calls["through"] - calls["without"],
             unit="ms",
             target=Target(5),
@@ -87,7 +87,7 @@ def measure_attach(bench: Bench) -> list[Figure]:
 
 
 def measure_crowd(bench: Bench) -> list[Figure]:
-    """Many clients that attach at once."""
+    """Many clients attach at once: how long the service takes for each."""
     source = bench.sources.fp32
     with running_service(bench) as variables:
         bench.processes.probe("warm", source, _DTYPE, None)
@@ -98,7 +98,7 @@ def measure_crowd(bench: Bench) -> list[Figure]:
     return [
         Figure(
             name="service-crowd",
-            what=f"{_CLIENTS} clients that attach at once: the service's part, 99th percentile",
+            what=f"{_CLIENTS} clients attach at once: the service's part, 99th percentile",
             sample=Sample((p99 * 1e3,)),
             unit="ms",
             target=Target(50),
@@ -112,7 +112,7 @@ def measure_crowd(bench: Bench) -> list[Figure]:
 
 
 def _crowd(bench: Bench, source: Path, variables: dict[str, str]) -> list[float]:
-    """Let clients attach at once, and return the times of all calls, in seconds."""
+    """Let clients attach at once; return the times of all calls, in seconds."""
     command = [sys.executable, "-P", str(_PROBES), "attach_part", json.dumps([str(source)])]
     clients = [
         subprocess.Popen(
@@ -147,7 +147,7 @@ def _read_line(client: "subprocess.Popen[str]") -> str:
 
 
 def measure_ticker(bench: Bench) -> list[Figure]:
-    """The parent's Python while others decode, with a core left to it."""
+    """A Python thread's delay while other processes decode and leave it a core."""
     source = bench.sources.fp32
     run = partial(_probe, bench, "ticker_gap", str(source))
     with running_service(bench, "--workers", "1") as variables:
@@ -160,24 +160,24 @@ def measure_ticker(bench: Bench) -> list[Figure]:
     return [
         Figure(
             name=f"ticker-{way}",
-            what=f"a 10 ms ticker's worst gap while {who} at full speed",
+            what=f"a 10 ms ticker in Python while {who}: its worst gap",
             sample=gaps[way],
             unit="ms",
             target=Target(50),
             beside=(Line(label="the load", sample=found.sample(way, "load_s"), unit="s"),),
         )
-        for way, who in (("service", "the service decodes"), ("workers", "own workers decode"))
+        for way, who in (("service", "the service decodes"), ("workers", "its own workers decode"))
     ]
 
 
 def measure_restart(bench: Bench) -> list[Figure]:
-    """What is read again after the service was killed."""
+    """Weights that the next service reads again after the first was killed."""
     source = bench.sources.fp32
     read: list[float] = []
     for _ in range(bench.rounds):
         with running_service(bench) as variables:
             bench.processes.probe("warm", source, _DTYPE, None, **variables)
-        with running_service(bench) as variables:  # the one before was killed
+        with running_service(bench) as variables:  # leaving the block above killed the first
             began = time.perf_counter()
             bench.processes.probe("warm", source, _DTYPE, None, **variables)
             read.append(_status(bench, variables)["read_nbytes"])
@@ -186,7 +186,7 @@ def measure_restart(bench: Bench) -> list[Figure]:
     return [
         Figure(
             name="service-restart",
-            what="weights read again after kill -9 of the service",
+            what="weights read again by the service that follows one after kill -9",
             sample=Sample(tuple(read)),
             unit="bytes",
             target=Target(0),
@@ -195,7 +195,7 @@ def measure_restart(bench: Bench) -> list[Figure]:
 
 
 def measure_rounds(bench: Bench) -> list[Figure]:
-    """Whether anything grows from load to load."""
+    """Many loads and releases: descriptors, children, names and memory left over."""
     source = bench.sources.small / "vae"
     with running_service(bench) as variables:
         kept = _probe(bench, "rounds", str(source), _ROUNDS, **variables, SHMLOAD_INLINE_NBYTES="1")
@@ -207,7 +207,7 @@ def measure_rounds(bench: Bench) -> list[Figure]:
     return [
         Figure(
             name=f"rounds-{how}-{name}",
-            what=f"{_ROUNDS} loads {how} a service: more {name}",
+            what=f"{_ROUNDS} loads and releases {how} a service: {name} left over",
             sample=Sample((found[name],)),
             unit="",
             target=Target(limit),

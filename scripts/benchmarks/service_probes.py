@@ -1,4 +1,4 @@
-"""What clients of the service measure, each in a process: `service_probes.py NAME ARGUMENTS`.
+"""Probes of the service's clients, each in a process: `service_probes.py NAME ARGUMENTS`.
 
 As in `probes`, only the standard library is imported at the top.
 """
@@ -17,10 +17,10 @@ _TICK_S = 0.01
 
 
 def attach_part(source: str) -> Numbers:
-    """Attach a resident source as a load does, and time only what the service has to do with it.
+    """Make the calls to the service that an attach makes, and time only these.
 
-    It does so once for each line on stdin, so that many of these begin at once, and prints each
-    time, in seconds.
+    Each line on stdin starts one attach, so that many processes can start at once. Prints each time
+    in seconds.
     """
     from shmload._segments.listing import segments
     from shmload._service.client import find_service
@@ -41,7 +41,7 @@ def ticker_gap(source: str) -> Numbers:
     """Load a source while another thread of the process wakes up every 10 ms.
 
     Returns:
-        `gap_s`, the longest that it overslept; `load_s` of the load.
+        `gap_s`, the longest delay of a wake-up; `load_s` of the load.
     """
     import shmload
 
@@ -54,7 +54,7 @@ def ticker_gap(source: str) -> Numbers:
             time.sleep(_TICK_S)
             gaps.append(time.perf_counter() - began - _TICK_S)
 
-    import torch  # noqa: F401 its import is not what is measured
+    import torch  # noqa: F401 import it outside the measured time
 
     ticker = threading.Thread(target=tick)
     ticker.start()
@@ -68,11 +68,11 @@ def ticker_gap(source: str) -> Numbers:
 
 
 def rounds(source: str, count: int) -> Numbers:
-    """Load a source and let it go, many times.
+    """Load and release a source many times.
 
     Returns:
-        How much more there is after the last than after the first, of `descriptors`, `children`,
-        `names` in /dev/shm, and `private_nbytes` of memory.
+        The growth over all rounds of `descriptors`, `children`, `names` in /dev/shm, and
+        `private_nbytes` of memory.
     """
     import gc
 
@@ -83,7 +83,7 @@ def rounds(source: str, count: int) -> Numbers:
         del state
         gc.collect()
 
-    for _ in range(3):  # what is imported or allocated once does not count
+    for _ in range(3):  # imports and first allocations do not count
         once()
     before = _held()
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""The sources that are measured: made once, in processes of their own, and for all later runs."""
+"""The checkpoints of the benchmarks: made once, each in its own process, and kept."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Part of each directory's name: raised whenever the same name would hold something else.
+# Part of each directory's name; raise it when the content of a source changes.
 _VERSION = 1
 _STABLE_DIFFUSION = Path(__file__).with_name("checkpoints.py")
 _FLUX = Path(__file__).with_name("flux_checkpoints.py")
@@ -16,18 +16,18 @@ _FLUX = Path(__file__).with_name("flux_checkpoints.py")
 TENSOR_COUNTS = (7_500, 15_000, 30_000)
 
 FLUX_BLOCKS = 8
-"""Double blocks of the transformer that is measured on a GPU."""
-# In bfloat16: of a double block, of a single one, and of all the rest.
+"""Double blocks of the transformer of the suite `gpu`."""
+# Sizes in bfloat16: a double block, a single block, all other weights.
 _DOUBLE_NBYTES, _SINGLE_NBYTES, _REST_NBYTES = 680e6, 283e6, 129e6
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Directories of the sources below one working directory, and the files of many tensors."""
+    """Paths of the sources below one working directory."""
 
     work: Path
     blocks: int = FLUX_BLOCKS
-    """Double blocks of Flux's transformer; there are half as many single ones more."""
+    """Double blocks of Flux's transformer; it has 1.5 times as many single blocks."""
 
     @property
     def fp32(self) -> Path:
@@ -66,20 +66,22 @@ class Sources:
 
     @property
     def flux_nbytes(self) -> float:
-        """About the size of Flux's weights in bfloat16, in bytes."""
+        """Approximate size of Flux's weights in bfloat16, in bytes."""
         blocks = self.blocks * _DOUBLE_NBYTES + self.single_blocks * _SINGLE_NBYTES
         return _REST_NBYTES + blocks
 
     def missing(self, wanted: Collection[Path]) -> list[Path]:
-        """Return those of some of these directories that are still to be made."""
+        """Return the wanted directories that do not exist yet, in the order to make them."""
         return [each for each in self._makers if each in wanted and not each.is_dir()]
 
     def make_missing(self, environment: dict[str, str], wanted: Collection[Path]) -> Iterator[str]:
-        """Make what is not there yet, and say so before each; one appears when it is complete.
+        """Make the missing directories; yield a message before each.
+
+        A directory gets its final name only when it is complete.
 
         Args:
-            environment: of the processes.
-            wanted: which of these directories.
+            environment: of the processes that make them.
+            wanted: the directories to make.
         """
         for directory in self.missing(wanted):
             yield f"making {directory}"
@@ -98,7 +100,7 @@ class Sources:
 
     @property
     def _makers(self) -> dict[Path, tuple[str | Path, ...]]:
-        """How each directory is made: program and arguments; before what is made from it."""
+        """Program and arguments for each directory; a source of another comes before it."""
         blocks = str(self.blocks), str(self.single_blocks)
         return {
             self.small: (_STABLE_DIFFUSION, "small"),
@@ -112,7 +114,7 @@ class Sources:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files below a directory, in the order of their paths."""
+    """Return the weight files below a directory, sorted by path."""
     return sorted(directory.rglob("*.safetensors"))
 
 
@@ -122,7 +124,7 @@ def weights_nbytes(directory: Path) -> int:
 
 
 def fill_page_cache(paths: list[Path]) -> None:
-    """Read files once, so that no measurement waits for the disk."""
+    """Read files, so that no measurement waits for the disk."""
     buffer = memoryview(bytearray(8 << 20))
     for path in paths:
         with open(path, "rb", buffering=0) as file:

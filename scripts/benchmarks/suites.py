@@ -1,4 +1,4 @@
-"""The suites of `scripts/bench`: what each measures, and what it needs for that."""
+"""The suites of `scripts/bench`: their measurements, sources and needs of disk and memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from benchmarks.sources import Sources
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """Measurements that are made together."""
+    """Measurements that run together."""
 
     measures: Mapping[str, Callable[[Bench], list[Figure]]]
-    """By the names that `--only` takes."""
+    """Measurements by their name for `--only`."""
     sources: tuple[Path, ...]
-    """Which of the sources they use."""
+    """The sources that they use."""
     disk_nbytes: float
-    """What these take, in bytes."""
+    """Size of the sources on disk."""
     shm_nbytes: float
-    """What is resident at a time, in bytes."""
+    """Most that is resident in /dev/shm at a time."""
     memory_nbytes: float
-    """The page cache, the segments or a private copy of them, and the rest, in bytes."""
+    """Memory for the page cache, the segments or a private copy of them, and the rest."""
 
 
 SUITES = ("load", "service", "many", "gpu")
@@ -37,7 +37,7 @@ def suite_of(name: str, sources: Sources) -> Suite:
 
     Args:
         name: one of `SUITES`.
-        sources: how large they are says what it needs.
+        sources: their sizes decide what the suite needs.
     """
     if name == "gpu":
         nbytes = sources.flux_nbytes
@@ -54,7 +54,7 @@ def suite_of(name: str, sources: Sources) -> Suite:
             sources=(sources.small, sources.fp32),
             disk_nbytes=6e9,
             shm_nbytes=3e9,
-            # What diffusers alone takes: a copy and an interpreter for each process.
+            # diffusers alone needs a copy of the weights and an interpreter per process.
             memory_nbytes=PROCESSES * (2.14e9 + 0.4e9),
         )
     return Suite(

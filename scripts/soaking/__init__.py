@@ -1,1 +1,1 @@
-"""What `scripts/soak` is made of: sources that change, clients that load, faults, and a judge."""
+"""The modules of `scripts/soak`: changing sources, clients that load, faults, and a judge."""

@@ -1,4 +1,4 @@
-"""How sources change. Each change is a generator that yields the seconds to wait in its middle."""
+"""Changes of sources. Each is a generator that yields the seconds to wait half-way through."""
 
 import os
 import random
@@ -23,7 +23,7 @@ def replace(shard: Shard, rng: random.Random) -> Pauses:
 
 
 def rewrite(shard: Shard, rng: random.Random) -> Pauses:
-    """Cut the file to nothing and write a new version into it, as `cp` does."""
+    """Truncate the file to zero and write a new version into it, as `cp` does."""
     content = shard.make_content()
     version = shard.version(content)
     with shard.history.turning(None):
@@ -38,10 +38,10 @@ def rewrite(shard: Shard, rng: random.Random) -> Pauses:
 
 
 def overwrite(shard: Shard, rng: random.Random) -> Pauses:
-    """Write a version of the same form over the old one, at the same length.
+    """Write a version of the same form and length over the old one.
 
-    Between two writes the file is a version like another, half new and half old: whoever begins and
-    ends there has read what was there. A single write is taken to be one step, which it is but for
+    Between two writes the file is half new and half old. That counts as a version of its own,
+    because a load may begin and end there. Each write counts as atomic, which it is except for
     microseconds.
     """
     old, new = shard.path.read_bytes(), shard.make_content(same_form=True)

@@ -1,6 +1,6 @@
-"""A client: `client.py`, which does what the lines on its stdin say and answers each with a line.
+"""A client process: runs each operation it reads from stdin and answers with one line.
 
-It holds what it loaded until it loads again or is told to drop it, and so has leases.
+It keeps its last load, and so the leases, until the next load or the order to drop it.
 """
 
 import faulthandler
@@ -48,7 +48,7 @@ def view(path: str, dtype: str | None, *, keep: bool) -> Answer:
 
 
 def check() -> Answer:
-    """What is held must not have changed, whatever became of its source and segments."""
+    """Check that the loaded tensors have not changed, even if their source or segments did."""
     return {"tensors": digest_tensors(_held)}
 
 
@@ -65,14 +65,14 @@ def collect() -> Answer:
 
 
 def leftovers() -> Answer:
-    """Drop everything and say what is still open."""
+    """Drop everything; return the descriptors, mappings and threads that are left."""
     _held.clear()
     gc.collect()
     open_files = []
     for number in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:  # the listing's own
+        except OSError:  # the descriptor of the listing itself
             continue
         ours = ("/dev/shm/", "/memfd:", "socket:", "anon_inode:[pidfd]")
         if target.startswith(ours) or ".safetensors" in target:
@@ -91,7 +91,7 @@ OPERATIONS: dict[str, Callable[..., Answer]] = {
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not get among the answers
+    os.dup2(2, 1)  # libraries' prints go to stderr, not among the answers
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     answers.write("{}\n")
     for line in sys.stdin:
@@ -99,7 +99,7 @@ def main() -> None:
         began = time.monotonic()
         try:
             answer = OPERATIONS[asked.pop("do")](**asked)
-        except Exception as exc:  # the outermost loop: the judge says whether it may be
+        except Exception as exc:  # the judge decides whether this error is allowed
             answer = {
                 "errors": [kind.__name__ for kind in type(exc).__mro__],
                 "message": str(exc),

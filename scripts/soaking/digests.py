@@ -1,4 +1,4 @@
-"""What tensors are compared by, in the driver and in its clients."""
+"""Digests by which the driver compares its clients' tensors."""
 
 import hashlib
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ import torch
 
 
 def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return dtype, shape and digest of every tensor's bytes, as one text."""
+    """Return, for every tensor, one text with dtype, shape and digest of its bytes."""
     return {name: _digest(tensor) for name, tensor in tensors.items()}
 
 

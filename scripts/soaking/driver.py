@@ -1,4 +1,4 @@
-"""The loop: keeps clients at work, has faults go on when they are due, and judges every answer."""
+"""The loop: keeps clients busy, continues faults when they are due, and judges every answer."""
 
 import heapq
 import itertools
@@ -14,9 +14,9 @@ from soaking.processes import Client, Surroundings
 from soaking.report import Report
 
 _LINE_INTERVAL_S = 10.0
-# What an operation may take: its turn at the service behind that of every other client, where each
-# may lose two workers that stall, and then all of this once more without the service, shard by
-# shard. For what a single step may take see `TIMEOUTS_S`.
+# Longest time for an operation: it waits for its turn at the service behind every other client,
+# each of which may lose two stalled workers, and then does the same again without the service,
+# shard by shard. `TIMEOUTS_S` has the limits of a single step.
 _DEADLINE_S = 60.0
 _POLL_S = 0.2
 
@@ -24,7 +24,7 @@ Choose = Callable[[Client], Asked]
 
 
 class Driver:
-    """Drives the clients; one thread does it all, so that nothing is in its own way."""
+    """Drives the clients, in one thread, so that it needs no locks."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Driver:
         self._numbers = itertools.count()
 
     def drive(self, choose: Choose, end_s: float = 0.0) -> None:
-        """Have clients do what is chosen for them until a time; then all, and all faults, end."""
+        """Give clients chosen operations until `end_s`; then finish all operations and faults."""
         with selectors.DefaultSelector() as selector:
             for client in self._clients:
                 selector.register(client.answers, selectors.EVENT_READ, client)
@@ -64,7 +64,7 @@ class Driver:
                 self._say()
 
     def drive_once(self, choose: Choose) -> None:
-        """Have each client do one thing."""
+        """Give each client one operation."""
         for client in self._clients:
             self._ask(client, choose(client))
         self.drive(choose)
@@ -87,7 +87,7 @@ class Driver:
     def _check_deadlines(self) -> None:
         for client in self._clients:
             if client.asked and not client.is_killed and client.busy_s > _DEADLINE_S:
-                client.process.send_signal(signal.SIGUSR1)  # it says where it stands
+                client.process.send_signal(signal.SIGUSR1)  # it writes its stack to its log
                 time.sleep(1)
                 self._find(f"not done after {_DEADLINE_S:.0f} s", client)
                 client.kill()
@@ -108,7 +108,7 @@ class Driver:
             return
         took_s = client.busy_s
         asked = self._asked.pop(client.name, None)
-        if asked:  # else it has started
+        if asked:  # None: the answer says that it has started
             asked.end_s = time.monotonic()
             outcome, wrong = self._judge.outcome(client.name, asked, answer)
             detail = f"{client.name} {client.asked}"
@@ -120,7 +120,7 @@ class Driver:
         client.asked = None
 
     def _restart(self, client: Client, selector: selectors.BaseSelector) -> None:
-        """Start a client anew that was killed; that it ended by itself must not be."""
+        """Restart a client that was killed; an exit of its own is a finding."""
         selector.unregister(client.answers)
         code = client.end()
         if not client.is_killed:

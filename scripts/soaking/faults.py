@@ -1,6 +1,6 @@
-"""What is done to a soak: signals, changed sources, full memory.
+"""The faults of a soak: signals, changed sources, full memory.
 
-Each fault is a generator that yields the seconds until it goes on, and undoes itself at its end.
+Each fault is a generator that yields the seconds until its next step, and undoes itself at its end.
 """
 
 import contextlib
@@ -55,8 +55,8 @@ class Faults:
         return self._rng.expovariate(1 / _INTERVAL_S)
 
     def choose(self) -> Pauses:
-        """Return the next fault; nothing of it has been done yet."""
-        # With numbers of its own, so that what it does in the end changes no later choice.
+        """Return the next fault, not yet begun."""
+        # A generator of its own: how many numbers the fault draws must not change later choices.
         return self._rng.choice(self._kinds)(random.Random(self._rng.random()))
 
     def _change(self, rng: random.Random) -> Pauses:
@@ -72,18 +72,18 @@ class Faults:
             self._changing.discard(id(shard))
 
     def _change_under_way(self, rng: random.Random) -> Pauses:
-        """Change sources whose bytes are being read: all workers of somebody stand still."""
+        """Stop all workers of one process and change the sources that they are reading."""
         owner, parent = self._choose_parent(rng)
         with contextlib.ExitStack() as stops:
             for worker in children(parent):
                 stops.enter_context(_stopped(worker, parent))
-            self._report.note(f"the workers of {owner} stand still")
-            yield rng.uniform(0.1, 0.5)  # loads begin meanwhile
+            self._report.note(f"the workers of {owner} are stopped")
+            yield rng.uniform(0.1, 0.5)  # time for loads to begin
             for _ in range(4):
                 yield from self._change(rng)
 
     def _shards_in_use(self) -> list[tuple[Source, Shard]]:
-        """Return what clients load right now, where a change does most harm."""
+        """Return the shards that clients are loading now, where a change does most harm."""
         paths = {client.asked.get("path") for client in self._clients if client.asked}
         return [(source, shard) for source, shard in self._shards if str(source.path) in paths]
 
@@ -114,7 +114,7 @@ class Faults:
             yield from _stop(worker, seconds, parent)
 
     def _choose_parent(self, rng: random.Random) -> tuple[str, int]:
-        """Return the name and number of a process that may have workers."""
+        """Return the name and pid of a process that may have workers."""
         if self._service and self._service.pid and rng.random() < 0.5:
             return "service", self._service.pid
         client = rng.choice(self._clients)
@@ -161,7 +161,7 @@ def _stop(pid: int, seconds: float, parent: int | None = None) -> Pauses:
 
 @contextlib.contextmanager
 def _stopped(pid: int, parent: int | None = None) -> Iterator[None]:
-    """Have a process stand still inside the block, unless it has gone or is another's child."""
+    """Stop a process inside the block, unless it has ended or has another parent."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ProcessLookupError):
             fd = stack.enter_context(hold(pid))

@@ -1,7 +1,7 @@
-"""Which version of a shard was current when: what a load may have read.
+"""Which version of a shard was current when, and so what a load may have read.
 
-Times are those of the monotonic clock, which all processes share. They err on the generous side: a
-period begins before the change that begins it, and ends after the one that ends it.
+Times are of the monotonic clock, which all processes share. They are generous: a period begins
+before the change that begins it, and ends after the change that ends it.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ class Version:
 
     number: int
     digests: dict[str | None, dict[str, str]]
-    """Of every tensor by its name, by the dtype that was asked for."""
+    """Digest of every tensor: requested dtype to tensor name to digest."""
 
 
 @dataclass(slots=True)
 class Period:
-    """A span of time in which a shard was the same."""
+    """A span of time in which a shard did not change."""
 
     holds: Version | None
-    """None while the file is too short: nobody may load it."""
+    """None while the file is too short: every load of it must fail."""
     begin_s: float
     end_s: float = math.inf
 
@@ -38,7 +38,7 @@ class History:
 
     @contextlib.contextmanager
     def turning(self, holds: Version | None) -> Iterator[None]:
-        """Note that the block makes the shard something else."""
+        """Note that the block changes the shard to this version."""
         before = self._periods[-1]
         self._periods.append(Period(holds, time.monotonic()))
         try:

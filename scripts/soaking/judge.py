@@ -1,11 +1,11 @@
-"""Whether what a client answers may be."""
+"""Decides whether a client's answer is right."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from soaking.operations import Asked
 
-# Nothing that a soak does can be the cause of these.
+# Errors that no fault of a soak can cause.
 _NEVER = {
     "ArgumentError",
     "PeerRefused",
@@ -13,23 +13,23 @@ _NEVER = {
     "SegmentCorrupt",
     "SegmentUntrusted",
     "ServiceRunning",
-    "ServiceUnavailable",  # loads do without
+    "ServiceUnavailable",  # loads fall back to their own workers
     "SocketUnusable",
     "SourceNotFound",
 }
-# These only where a segment was named.
+# Errors that are allowed only for operations on a named segment.
 _OF_NAMES = {"SegmentBusy", "SegmentNotFound"}
 
 
 @dataclass(slots=True)
 class Judge:
-    """Says what an answer comes to; what is wrong it remembers in `held` for the next check."""
+    """Judges answers, and remembers in `held` what each client has loaded."""
 
     held: dict[str, dict[str, str]] = field(default_factory=dict)
-    """What each client has loaded, by its name."""
+    """Digests of the tensors that each client holds: client name to tensor name to digest."""
 
     def outcome(self, client: str, asked: Asked, answer: dict[str, Any]) -> tuple[str, str]:
-        """Return the outcome's name, and what is wrong with it or nothing."""
+        """Return the outcome's name, and what is wrong with it ("" if nothing)."""
         do = asked.operation["do"]
         if do in ("load", "view", "leftovers"):
             self.held.pop(client, None)
@@ -54,9 +54,9 @@ def _wrong_error(asked: Asked, answer: dict[str, Any]) -> str:
     if kinds & _NEVER:
         return "an error without a cause"
     if kinds & _OF_NAMES and asked.operation["do"] != "evict":
-        return "an error about a segment that nobody named"
+        return "an error about a segment, and the operation named none"
     if "CheckpointError" in kinds and not (asked.source and _has_changed(asked)):
-        return "an error about a source that was sound all the time"
+        return "an error about a source that was intact all the time"
     return ""
 
 
@@ -84,7 +84,7 @@ def _wrong_tensors(asked: Asked, tensors: dict[str, str]) -> str:
         wanted = {version.number: version.digests[target] for version in seen if version}
         if got not in wanted.values():
             return (
-                f"{shard.path} gave what it never held between begin and end\n"
+                f"{shard.path}: the load gave bytes that the file never had during it\n"
                 f"got: {got}\nit held: {wanted or 'no whole version'}"
             )
     return ""

@@ -1,4 +1,4 @@
-"""What clients do, chosen at random."""
+"""The clients' operations, chosen at random."""
 
 import random
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ _OPERATIONS = ("load",) * 9 + ("view", "warm", "check") * 3 + ("evict", "verify"
 
 @dataclass(slots=True)
 class Asked:
-    """An operation of a client, and what it is about."""
+    """A client's operation, and the source that it works on."""
 
     operation: dict[str, Any]
-    """`do`, and the arguments of the function of that name in `client`."""
+    """`do`: the name of a function in `client`; the other items are its arguments."""
     source: Source | None = None
     begin_s: float = 0.0
     end_s: float = 0.0
@@ -41,11 +41,11 @@ def choose(rng: random.Random, sources: Sequence[Source]) -> Asked:
 
 
 def load_checked(source: Source) -> Asked:
-    """Return a load that converts, and checks what it gets."""
+    """Return a load with a conversion whose result is checked."""
     given = {"path": str(source.path), "dtype": "bfloat16", "keep": False, "verify": True}
     return Asked({"do": "load", **given}, source)
 
 
 def leave() -> Asked:
-    """Return the operation that drops everything and says what is left."""
+    """Return the operation that drops everything and reports what is left."""
     return Asked({"do": "leftovers"})

@@ -1,4 +1,4 @@
-"""The processes of a soak: started in one environment, marked, signalled, and found again."""
+"""The processes of a soak: starts, marks, signals and finds them."""
 
 import contextlib
 import json
@@ -18,13 +18,13 @@ _SCRIPTS = Path(__file__).parents[1]
 _TAIL_NBYTES = 6000
 _COMMAND_TIMEOUT_S = 60.0
 
-# Small, so that what stands still is given up soon. A worker takes some seconds to start where
-# other processes have the cores.
+# Short, so that stopped processes are given up soon. A worker takes some seconds to start when
+# other processes use the cores.
 TIMEOUTS_S = {"STALL": 3.0, "START": 15.0, "WAIT": 6.0, "SERVICE": 3.0}
 
 
 class Surroundings:
-    """Where processes of one soak run: their environment, their logs, and how to find them all."""
+    """The environment and logs of one soak's processes; finds all of them."""
 
     def __init__(self, work: Path, *, has_service: bool) -> None:
         self.work = work
@@ -43,7 +43,7 @@ class Surroundings:
         }
 
     def start(self, name: str, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
-        """Start a Python process whose stderr goes to a log of that name."""
+        """Start a Python process; its stderr goes to the log of this name."""
         with self.log(name).open("ab") as errors:
             return subprocess.Popen(
                 [sys.executable, "-P", "-W", "ignore", *arguments],
@@ -54,10 +54,10 @@ class Surroundings:
             )
 
     def run(self, *arguments: str) -> str:
-        """Run the command line of shmload and return what it says.
+        """Run the command line of shmload and return its output.
 
         Raises:
-            subprocess.SubprocessError: it failed, or hung.
+            subprocess.SubprocessError: it failed or hung.
         """
         return subprocess.run(
             [sys.executable, "-P", "-m", "shmload", *arguments],
@@ -69,10 +69,10 @@ class Surroundings:
         ).stdout
 
     def evict(self) -> None:
-        """Remove every segment of this soak, and none of anybody else.
+        """Remove every segment of this soak, and no others.
 
         Raises:
-            subprocess.SubprocessError: some is still in use.
+            subprocess.SubprocessError: a segment is still in use.
         """
         try:
             self.run("rm", str(self.work))
@@ -89,14 +89,14 @@ class Surroundings:
         return path.read_text(errors="replace")[-_TAIL_NBYTES:] if path.exists() else ""
 
     def errors(self) -> Iterator[tuple[str, str]]:
-        """Yield the log's name and the text of what nobody caught, once for each log."""
+        """Yield the log's name and the text of each uncaught exception, once for each log."""
         for path in sorted(self.work.glob("*.log")):
             _, mark, rest = path.read_text(errors="replace").partition("Traceback")
             if mark:
                 yield path.stem, mark + rest[:_TAIL_NBYTES]
 
     def alive(self) -> dict[int, str]:
-        """Return the command line of every process of this soak, whoever its parent is now."""
+        """Return the command line of every process of this soak by pid, orphans included."""
         wanted = f"{_MARK}={self._mark}".encode()
         found = {}
         for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -107,15 +107,15 @@ class Surroundings:
         return found
 
     def kill_all(self) -> None:
-        """End whatever is left, however it stands."""
+        """Kill all processes that are left, stopped ones too."""
         for pid in self.alive():
             with contextlib.suppress(ProcessLookupError), hold(pid) as fd:
-                if pid in self.alive():  # and not another process of that number
+                if pid in self.alive():  # else the pid was reused
                     signal.pidfd_send_signal(fd, signal.SIGKILL)
 
 
 class Client:
-    """A client process and what it is doing."""
+    """A client process and its current operation."""
 
     def __init__(self, surroundings: Surroundings, number: int) -> None:
         self.name = f"client-{number}"
@@ -124,7 +124,7 @@ class Client:
         self.start()
 
     def start(self) -> None:
-        """Start the process, or another in its place; it is busy until it says so."""
+        """Start or replace the process; it counts as busy until it reports ready."""
         self.process = self._surroundings.start(self.name, str(_CLIENT))
         self.asked: dict[str, Any] | None = {"do": "start"}
         self.asked_at = time.monotonic()
@@ -139,17 +139,17 @@ class Client:
 
     @property
     def answers(self) -> IO[bytes]:
-        """Readable when it has answered or ended."""
+        """The pipe that is readable when the client has answered or ended."""
         assert self.process.stdout
         return self.process.stdout
 
     @property
     def busy_s(self) -> float:
-        """How long it is at it, but for the time that it was made to stand still, in seconds."""
+        """Time in the current operation without the time that it was stopped, in seconds."""
         return time.monotonic() - self.asked_at - self._stopped_s
 
     def note_stop(self, seconds: float) -> None:
-        """Say that it stands still from now on for so long."""
+        """Note that a fault stops it for some seconds from now."""
         self._stopped_s += seconds
         self._stands_until = time.monotonic() + seconds
 
@@ -157,12 +157,12 @@ class Client:
         self.asked, self.asked_at = operation, time.monotonic()
         self._stopped_s = max(0, self._stands_until - self.asked_at)
         assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):  # its end is noticed where it answers
+        with contextlib.suppress(BrokenPipeError):  # `hear` notices its end
             self.process.stdin.write(json.dumps(operation).encode() + b"\n")
             self.process.stdin.flush()
 
     def hear(self) -> dict[str, Any] | None:
-        """Read its answer, as far as it is there.
+        """Read its answer; None if it is not complete yet.
 
         Raises:
             EOFError: the process has ended.
@@ -182,7 +182,7 @@ class Client:
         self.process.kill()
 
     def end(self) -> int:
-        """Kill it if need be, and reap it; returns how it ended."""
+        """Close its stdin, kill it if it does not end, reap it; return its exit code."""
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe
             with contextlib.suppress(BrokenPipeError):
@@ -195,7 +195,7 @@ class Client:
 
 
 def children(pid: int) -> list[int]:
-    """Return the children of a process, oldest first."""
+    """Return the pids of a process's children, oldest first."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for path in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -204,7 +204,7 @@ def children(pid: int) -> list[int]:
 
 
 def open_weights(pid: int) -> list[str]:
-    """Return what a process has open of shards and of shared memory."""
+    """Return the shards and shared memory objects that a process has open."""
     found = []
     with contextlib.suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
@@ -217,7 +217,7 @@ def open_weights(pid: int) -> list[str]:
 
 @contextlib.contextmanager
 def hold(pid: int) -> Iterator[int]:
-    """Yield a pidfd, so that a signal never meets another process of the same number."""
+    """Yield a pidfd, so that a signal never reaches another process with a reused pid."""
     fd = os.pidfd_open(pid)
     try:
         yield fd

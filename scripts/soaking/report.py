@@ -1,4 +1,4 @@
-"""What a soak has counted and found."""
+"""A soak's counts and findings."""
 
 import time
 from collections import Counter, deque
@@ -10,18 +10,18 @@ _EVENTS_KEPT = 60
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that must not be."""
+    """A broken promise, with its details."""
 
     step: int
     what: str
     detail: str
     events: tuple[str, ...]
-    """What happened before it."""
+    """The last events before it."""
 
 
 @dataclass(slots=True)
 class Report:
-    """Counts of one soak, and what its judge found."""
+    """Counts and findings of one soak."""
 
     seed: int
     seconds: float
@@ -31,10 +31,10 @@ class Report:
     began_s: float = field(default_factory=time.monotonic)
     step: int = 0
     operations: Counter[str] = field(default_factory=Counter)
-    """By what was done and what came of it."""
+    """Number of operations by "operation: outcome"."""
     faults: Counter[str] = field(default_factory=Counter)
     messages: dict[str, str] = field(default_factory=dict)
-    """The first one of every kind of error."""
+    """The first message of every kind of error."""
     longest_s: float = 0.0
     longest: str = ""
     findings: list[Finding] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Report:
         return time.monotonic() - self.began_s
 
     def note(self, event: str) -> None:
-        """Remember an event; whoever reads of a finding wants to know what went before."""
+        """Remember an event, to show it with the next finding."""
         self.step += 1
         self.events.append(f"{self.elapsed_s:8.3f} s  step {self.step:5}  {event}")
 
@@ -63,11 +63,11 @@ class Report:
         self.findings.append(Finding(self.step, what, detail, tuple(self.events)))
 
     def failures(self) -> int:
-        """Return how many operations ended otherwise than well."""
+        """Return how many operations did not end with "ok"."""
         return sum(n for name, n in self.operations.items() if not name.endswith(": ok"))
 
     def line(self) -> str:
-        """Return where the soak stands, in one line."""
+        """Return the progress of the soak, in one line."""
         return (
             f"{self.elapsed_s:5.0f} s  step {self.step}: {self.operations.total()} operations, "
             f"{self.failures()} failed; {self.faults.total()} faults; "
@@ -75,7 +75,7 @@ class Report:
         )
 
     def summary(self) -> str:
-        """Return all counts, and all findings with what it takes to repeat them."""
+        """Return all counts, and all findings with the command to repeat them."""
         lines = [self.line(), "operations:", *_rows(self.operations), "faults:"]
         lines += [*_rows(self.faults), "the first errors:"]
         lines += [f"  {kind}: {message}" for kind, message in sorted(self.messages.items())]

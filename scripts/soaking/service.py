@@ -1,4 +1,4 @@
-"""The service of a soak: started, killed, started again, and ended in the end."""
+"""The service of a soak: starts, kills, restarts and ends it."""
 
 import signal
 import time
@@ -15,7 +15,7 @@ _DEADLINE_S = 40.0
 
 
 class Service:
-    """A service process; there is none while it is killed."""
+    """A service; its `process` is None between a kill and the restart."""
 
     def __init__(self, surroundings: Surroundings, budget_nbytes: int) -> None:
         self._surroundings = surroundings
@@ -39,10 +39,10 @@ class Service:
         )
 
     def wait_until_ready(self) -> None:
-        """Block until it serves.
+        """Wait until it serves.
 
         Raises:
-            TimeoutError: it does not.
+            TimeoutError: it does not serve in time.
         """
         deadline = time.monotonic() + _DEADLINE_S
         path = self._surroundings.log(_NAME)
@@ -56,7 +56,7 @@ class Service:
         return self.process is not None and self.process.poll() is not None
 
     def left_open(self, timeout_s: float) -> list[str]:
-        """Return what it and its workers still have open of any load, after a time to end it."""
+        """Return files of loads that it or its workers have open longer than a time, in seconds."""
         assert self.process
         deadline = time.monotonic() + timeout_s
         while True:
@@ -73,10 +73,10 @@ class Service:
             self.process = None
 
     def end(self) -> int:
-        """Have it end as an operator does; returns its exit code.
+        """End it as an operator does; return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it does not end.
+            subprocess.TimeoutExpired: it does not end in time.
         """
         assert self.process
         self.process.send_signal(signal.SIGTERM)

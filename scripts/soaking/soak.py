@@ -1,7 +1,7 @@
-"""One soak: clients with histories of their own, faults meanwhile, and order again at the end.
+"""One soak: clients work while faults happen; at the end everything must be clean.
 
-The seed decides what each client does and in which order faults come. Which of them meet is up to
-the machine, so a finding may take several runs to be seen again.
+The seed decides each client's operations and the order of the faults. Their timing depends on the
+machine, so a finding may take several runs to repeat.
 """
 
 import random
@@ -25,7 +25,7 @@ _END_TIMEOUT_S = 10.0
 
 
 class Soak:
-    """A soak, from here until `close`."""
+    """A soak; call `close` at its end."""
 
     def __init__(self, report: Report, budget_nbytes: int, announce: Callable[[str], None]) -> None:
         self._report = report
@@ -41,7 +41,7 @@ class Soak:
         self._driver = Driver(self._clients, self._surroundings, report, announce)
 
     def close(self) -> None:
-        """End every process, whatever it does, and remove the sources."""
+        """Kill every process and remove the sources."""
         self._surroundings.kill_all()
         for client in self._clients:
             client.end()
@@ -50,15 +50,15 @@ class Soak:
         self._folder.cleanup()
 
     def run(self) -> None:
-        """Soak for so long, and look what is left."""
+        """Run the soak for its time, then check what is left."""
         try:
             self._soak()
             self._load_in_peace()
             self._end()
         except (subprocess.SubprocessError, TimeoutError) as exc:
-            self._report.find("it could not go on", f"{exc}\n{getattr(exc, 'stderr', '')}")
+            self._report.find("the soak could not go on", f"{exc}\n{getattr(exc, 'stderr', '')}")
         for name, error in self._surroundings.errors():
-            self._report.find(f"{name} had an error of its own", error)
+            self._report.find(f"{name} had an uncaught exception", error)
 
     def _soak(self) -> None:
         if self._service:
@@ -72,20 +72,20 @@ class Soak:
             self._service.wait_until_ready()
 
     def _inject(self, end_s: float) -> Pauses:
-        """Have one fault after the other begin; a fault itself, as far as the driver knows."""
+        """Begin one fault after the other; the driver runs this generator as a fault too."""
         rng = random.Random(f"{self._report.seed} faults")
         faults = Faults(rng, self._report, self._clients, self._service, self._sources)
         while time.monotonic() < end_s:
             self._driver.resume(faults.choose())
             yield faults.pause_s()
             if self._service and self._service.has_ended():
-                self._report.find("the service has ended", self._service.log)
+                self._report.find("the service ended by itself", self._service.log)
                 self._service.start()
 
     def _load_in_peace(self) -> None:
-        """Have every client load every source: without a fault all must go well."""
+        """Have every client load every source; without faults every load must succeed."""
         failed_before = self._report.failures()
-        self._driver.drive_once(lambda client: operations.leave())  # or they had leases
+        self._driver.drive_once(lambda client: operations.leave())  # gives leases back
         self._surroundings.evict()
         for source in self._sources:
             self._load_everywhere(source)
@@ -97,17 +97,17 @@ class Soak:
         self._driver.drive_once(lambda client: operations.load_checked(source))
 
     def _end(self) -> None:
-        """End all processes as a user would, and look what is left of them."""
+        """End all processes as a user would, and check what is left of them."""
         self._driver.drive_once(lambda client: operations.leave())
         for client in self._clients:
             if code := client.end():
-                self._report.find("a client ended badly", f"{client.name}: {code}")
+                self._report.find("a client ended with an error", f"{client.name}: {code}")
         self._end_service()
         if self._report.has_own_shm:
             age_views()
         self._surroundings.run("gc")
         self._surroundings.evict()
-        # EXCLUDED: in a machine's own /dev/shm, views, which may be somebody else's.
+        # EXCLUDED: views in the machine's own /dev/shm; they may be another program's.
         left = {name for name in names() - self._names_before if self._is_ours(name)}
         if left:
             self._report.find("left in shared memory", "\n".join(sorted(left)))

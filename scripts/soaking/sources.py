@@ -1,4 +1,4 @@
-"""Made-up checkpoints: small, of mixed dtypes, some of them sharded, in ever new versions."""
+"""Generated checkpoints: small, of mixed dtypes, some sharded, in many versions."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from soaking.digests import digest_tensors
 from soaking.history import History, Version
 
 TARGETS = (None, "float32", "bfloat16", "float16")
-"""The dtypes that loads ask for."""
+"""The dtypes that loads request; None for the file's own."""
 
 _FLOATS = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OTHERS = (torch.int64, torch.uint8, torch.bool)
@@ -26,17 +26,17 @@ Form = dict[str, tuple[torch.dtype, int]]
 
 @dataclass(slots=True)
 class Shard:
-    """A file, and what it was since it was made. Versions differ in values, and most in form."""
+    """A file and its history. Versions differ in values, and most in form."""
 
     path: Path
     names: tuple[str, ...]
     rng: random.Random
     is_odd: bool
-    """Whether every version has a tensor that each dtype asked for converts."""
+    """Whether every version has a tensor that needs a conversion to each requested dtype."""
     form: Form = field(default_factory=dict)
     history: History = field(init=False)
     versions: int = 0
-    """How many there were."""
+    """Number of versions so far."""
 
     def __post_init__(self) -> None:
         content = self.make_content()
@@ -44,10 +44,10 @@ class Shard:
         self.history = History(self.version(content))
 
     def make_content(self, *, same_form: bool = False) -> bytes:
-        """Return the content of a file that never was.
+        """Return the content of a new version.
 
         Args:
-            same_form: of the same dtypes and sizes as the last one, and so of the same length.
+            same_form: keep dtypes and sizes of the last version, and so its length.
         """
         if not same_form:
             self.form = {name: self._choose_form() for name in self.names}
@@ -57,7 +57,7 @@ class Shard:
         return save({name: _fill(*form, generator) for name, form in self.form.items()})
 
     def version(self, content: bytes) -> Version:
-        """Return what a load of such a file must give."""
+        """Return what a load of this content must give."""
         self.versions += 1
         tensors = load(content)
         digests = {target: digest_tensors(_convert(tensors, target)) for target in TARGETS}
@@ -70,24 +70,24 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint: what is loaded by one path."""
+    """A checkpoint: the shards that one path loads."""
 
     path: Path
     shards: tuple[Shard, ...]
     changes_in_place: bool
-    """Else it is only ever replaced, by rename."""
+    """False: its files are only replaced, by rename."""
 
     def must_keep(self, target: str | None) -> bool:
-        """Tell whether a load has to keep segments, or else some shard would be mapped itself.
+        """Tell whether a load must keep segments, because it would map some shard directly.
 
-        EXCLUDED: a shard that is mapped as it is shows what is written to it in place, and SIGBUS
-        where it is cut short, as under safetensors itself. `load_state_dict` says so.
+        EXCLUDED: a mapped shard shows writes to the file, and raises SIGBUS where it was cut
+        short, as with safetensors itself. `load_state_dict` documents that.
         """
         return self.changes_in_place and target is None
 
 
 def make_sources(folder: Path, rng: random.Random) -> list[Source]:
-    """Make all sources of a soak: of one shard to three, half of them to be changed in place."""
+    """Make all sources of a soak: one to three shards each, half of them changed in place."""
     sources = []
     for number, count in enumerate((1, 1, 1, 1, 2, 2, 3, 3)):
         path = folder / f"source-{number}"
@@ -126,7 +126,7 @@ def _fill(dtype: torch.dtype, count: int, generator: torch.Generator) -> torch.T
 
 
 def _convert(tensors: dict[str, torch.Tensor], target: str | None) -> dict[str, torch.Tensor]:
-    """Do what a load shall do, by torch alone."""
+    """Convert with torch alone, as a load must."""
     if target is None:
         return tensors
     dtype = getattr(torch, target)

@@ -1,4 +1,4 @@
-"""The /dev/shm that a soak runs in: one of its own, and small, where the kernel allows it."""
+"""The /dev/shm of a soak: a small one of its own where the kernel allows it."""
 
 import contextlib
 import ctypes
@@ -16,12 +16,12 @@ _CLONE_NEWNS = 0x00020000
 _MS_REC = 0x4000
 _MS_PRIVATE = 1 << 18
 
-# The time for which `shmload gc` leaves a view alone that has no lock, and more.
+# Longer than the minute for which `shmload gc` keeps a view without a lock.
 _VIEW_AGE_S = 120
 
 
 def take_own_shared_memory(nbytes: int) -> bool:
-    """Mount a fresh tmpfs at /dev/shm for this process and its children; False if that fails."""
+    """Mount a new tmpfs at /dev/shm for this process and its children; False if that fails."""
     libc = ctypes.CDLL(None)
     return bool(
         libc.unshare(_CLONE_NEWNS) == 0
@@ -31,7 +31,7 @@ def take_own_shared_memory(nbytes: int) -> bool:
 
 
 def names() -> set[str]:
-    """Return what shmload has in shared memory."""
+    """Return shmload's names in /dev/shm."""
     return {name for name in os.listdir(SHM) if name.startswith(_PREFIX)}
 
 
@@ -48,13 +48,13 @@ def age_views() -> None:
 
 @contextlib.contextmanager
 def ballast(left_nbytes: int) -> Iterator[None]:
-    """Fill shared memory inside the block, up to so many bytes."""
+    """Fill shared memory inside the block, except `left_nbytes`."""
     found = os.statvfs(SHM)
     nbytes = found.f_bavail * found.f_frsize - left_nbytes
     fd = os.open(_BALLAST, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if nbytes > 0:
-            with contextlib.suppress(OSError):  # somebody was quicker
+            with contextlib.suppress(OSError):  # another process took the room
                 os.posix_fallocate(fd, 0, nbytes)
         yield
     finally:
