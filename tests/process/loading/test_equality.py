@@ -29,6 +29,9 @@ CASES = [(f, s, d) for f in FAMILIES if f in WHOLE for s in STORED for d in DTYP
     for number, family in enumerate(f for f in FAMILIES if f not in WHOLE)
     for shift, dtype in enumerate(DTYPES)
 ]
+# Worker processes decode one dtype of each sharded pipeline, this process all others: what converts
+# is `Filler` here and there.
+BY_WORKERS = {(f, s): d for f, s, d in reversed(CASES) if STORED[s][2]}
 
 
 @pytest.mark.parametrize(("family", "stored", "dtype"), CASES)
@@ -37,8 +40,8 @@ def test_pipeline_equals_the_librarys(
 ):
     stored_dtype, variant, sharded = STORED[stored]
     source = saved(family, stored_dtype, variant, sharded=sharded)
-    if sharded:
-        configure(inline_nbytes=0, workers=2)  # worker processes; else this process decodes
+    if BY_WORKERS.get((family, stored)) == dtype:
+        configure(inline_nbytes=0, workers=2)
     assert_loads_equal(source, dtype, variant=variant)
     assert (shm_names(), worker_pids()) == ([], [])
 
