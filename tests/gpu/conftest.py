@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device; `scripts/gpu-check` runs them where there is one."""
+"""Fixtures of the tests that need a CUDA device; `scripts/gpu-check` runs them."""
 
 import gc
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture
 def base_line():
-    """Return what the tensors of CUDA devices take, in bytes, without garbage."""
+    """Return the bytes allocated on the CUDA devices after a collection of garbage."""
 
     def measure():
         gc.collect()

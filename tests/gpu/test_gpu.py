@@ -1,4 +1,4 @@
-"""Pipelines on a CUDA device: the bits that the library brings there, and nothing left behind."""
+"""Pipelines on a CUDA device have the library's bits, and a load leaves nothing behind."""
 
 import pytest
 import torch
@@ -151,11 +151,11 @@ def test_refused_registration_leaves_no_error_behind():
     with Ring(RingShape(2, 4096)) as ring, PinnedRing(ring, runtime) as pinned:
         address = pinned.slot(0).data_ptr()
         assert not runtime.register(address, 8192, read_only=False)  # a second time
-        assert torch.ones(3, device="cuda").sum().item() == 3  # is not blamed for it
+        assert torch.ones(3, device="cuda").sum().item() == 3  # torch does not see the error
 
 
 class TestCudaRuntime(RuntimeContract):
-    """CUDA, where there is a device."""
+    """CUDA keeps the contract of runtimes."""
 
     @pytest.fixture
     def runtime(self):

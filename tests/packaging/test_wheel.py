@@ -1,4 +1,4 @@
-"""What gets installed: exactly the package, under its own name."""
+"""The wheel installs the package and nothing else."""
 
 import subprocess
 import sys
@@ -18,8 +18,8 @@ _FOLDERS = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel, built from the sdist as an installer without this tree would."""
-    # A copy of what git knows: a left-over build/ folder must not get into it.
+    """The wheel, built from the sdist as an installer would, without this tree."""
+    # Copy the tracked files only, without a left-over build/ folder.
     copy = tmp_path_factory.mktemp("source")
     names = _git_files(".")
     for name in names:

@@ -1,4 +1,4 @@
-"""Pipelines on accelerators, loaded and compared."""
+"""Helpers that load pipelines onto accelerators and compare them with pipelines on the host."""
 
 import torch
 from comparing import assert_equal
@@ -18,7 +18,7 @@ def models_of(pipe):
 
 
 def assert_as_on_the_host(got, wanted):
-    """Compare all but the notes of where modules are."""
+    """Compare two pipelines, except for their records of the modules' devices."""
     for model in models_of(got).values():
         del model.hf_device_map
     got.hf_device_map = None

@@ -1,4 +1,4 @@
-"""Loads with the library alone, and the comparison of what it gives with what shmload gives."""
+"""Loads with the library alone, and compares its pipelines with shmload's."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from traces import Messages, mentions_of_view
 
 import shmload
 
-# The argument given to shmload, and the one that means the same to every diffusers.
+# shmload's `torch_dtype`, and the value that means the same to every version of diffusers.
 DTYPES = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "bf16-by-name": ("bfloat16", torch.bfloat16),
@@ -28,13 +28,13 @@ _MODULE_INTERNALS = frozenset(vars(torch.nn.Module()))
 
 
 def reference(source, torch_dtype=None, **kwargs):
-    """Load with the library alone, as the class that the pipeline names."""
+    """Load with the library alone, by the class that the pipeline names."""
     name = json.loads(Path(source, "model_index.json").read_text())["_class_name"]
     return from_pretrained(getattr(diffusers, name), source, torch_dtype, **kwargs)
 
 
 def from_pretrained(pipeline_class, source, torch_dtype, **kwargs):
-    # The newer name where the library warns of the older one.
+    # Use the argument's new name where the library warns about the old one.
     keyword = (
         "dtype" if "_resolve_dtype" in vars(diffusers.pipelines.pipeline_utils) else "torch_dtype"
     )
@@ -75,7 +75,7 @@ def assert_modules_equal(got, wanted, name):
     assert not any(module.training for module in got.modules()), name
     assert got.dtype == wanted.dtype, name
     for (path, inner), (_, other) in zip(got.named_modules(), wanted.named_modules(), strict=True):
-        # Configurations, names, constants: all but what is compared below, and the hooks.
+        # Configurations, names, constants: everything except hooks and what is compared below.
         mine, theirs = (
             {key: value for key, value in vars(module).items() if key not in _MODULE_INTERNALS}
             for module in (inner, other)
@@ -104,14 +104,14 @@ def describe(tensor):
 
 
 def as_bytes(tensor):
-    # As bytes, because NaN equals nothing and -0.0 equals 0.0.
+    # Compare bytes, because NaN != NaN and -0.0 == 0.0.
     if tensor.is_meta:
         return b""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def ties(tensors):
-    """Return the sets of names that lie in the same memory."""
+    """Return the sets of names whose tensors lie in the same memory."""
     names = defaultdict(set)
     for name, tensor in tensors.items():
         if tensor.numel():
@@ -120,7 +120,7 @@ def ties(tensors):
 
 
 def assert_alike(got, wanted, where, depth=0):
-    """Compare plain data, arrays and what objects hold, with types and to the last bit."""
+    """Compare plain data, arrays and objects' attributes: types, and values to the last bit."""
     if depth == 0 and isinstance(wanted, os.PathLike):
         got, wanted = os.fspath(got), os.fspath(wanted)
     assert type(got) is type(wanted), where
@@ -150,9 +150,9 @@ def assert_alike(got, wanted, where, depth=0):
 
 
 def assert_loads_equal(source, dtype, **kwargs):
-    """Load twice, and compare what comes and what is said; returns shmload's pipeline."""
+    """Load with both, compare pipelines and messages; return shmload's pipeline."""
     given, meant = DTYPES[dtype]
-    torch.manual_seed(0)  # for what is in no file
+    torch.manual_seed(0)  # for weights that are in no file
     with Messages() as said:
         got = shmload.load_pipeline(source, torch_dtype=given, **kwargs)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Devices that are none: the host stands in for one, as late and as capricious as one may be."""
+"""Fake devices: the host stands in for an accelerator that copies as late as it may."""
 
 import itertools
 from collections import deque
@@ -9,11 +9,11 @@ from shmload.integrations._devices.runtime import ALIGNMENT_NBYTES
 
 
 class LateDevice:
-    """Copies nothing before somebody waits for it: who reuses a source too early shows.
+    """Copies only when a caller waits, so that code which reuses a source too early fails.
 
     Args:
         fails_at: the number of the copy that fails, from 0; None for never.
-        registers: whether it takes pages.
+        registers: whether it accepts pages for registration.
     """
 
     device = torch.device("cpu")
@@ -29,7 +29,7 @@ class LateDevice:
 
     @property
     def pending(self):
-        """How many copies nobody has waited for."""
+        """Number of copies that are still due."""
         return sum(map(len, self._lanes.values()))
 
     def empty(self, nbytes):

@@ -1,4 +1,4 @@
-"""The ways into a checkpoint, each of which has to refuse bad input, and the check that it did."""
+"""The functions that take a source, and the check that each refuses bad input."""
 
 import pytest
 
@@ -22,7 +22,7 @@ decoding_door = pytest.mark.parametrize(
 
 
 def refusal(door, source, error, *words, **kwargs):
-    """Check that a call is refused as it should be, and return the error."""
+    """Check that a call raises the right error with these words; return the error."""
     with pytest.raises(error) as caught:
         door(source, **kwargs)
     assert type(caught.value) is error

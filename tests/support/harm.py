@@ -1,4 +1,4 @@
-"""The harm that tests do to a load: files that change under it, workers that die or stop."""
+"""Faults that tests inject into a load: files that change, workers that die or stop."""
 
 import os
 

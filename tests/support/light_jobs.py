@@ -1,6 +1,6 @@
-"""Jobs that start in a moment: the fork server is real, the pipeline is None and nobody has torch.
+"""Jobs that start fast: the fork server is real, the pipeline is None, no process imports torch.
 
-For what becomes of processes, messages and items, and not of weights.
+For tests of processes, messages and items, not of weights.
 """
 
 import json
@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from shmload.integrations import dataprep
 
-# What it has for a job's processes shall not have them import all of the above.
+# Pickle this module's functions by value, so that a job's processes do not import all of the above.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 _SERVER = """#!{python}
@@ -67,9 +67,9 @@ def write_server(folder: Path, code: str = "", early: str = "") -> Path:
     """Write a program that can stand in for `sys.executable` when a job starts.
 
     Args:
-        folder: of its own; what the program notes stands there.
-        code: is run before it serves, with `run`, a runner's life, to be replaced.
-        early: is run first of all.
+        folder: an own folder of the program; its notes are written there.
+        code: runs before it serves; may replace `run`, the main function of a runner.
+        early: runs before everything else.
     """
     folder.mkdir()
     program = folder / "python"
@@ -83,7 +83,7 @@ def write_server(folder: Path, code: str = "", early: str = "") -> Path:
 
 
 def write_pipeline(folder: Path) -> Path:
-    """Write a pipeline that is enough for a job that loads nothing."""
+    """Write the least pipeline that a job without components needs."""
     (folder / "unet").mkdir(parents=True)
     save_file({"a": np.zeros(3)}, folder / "unet" / "diffusion_pytorch_model.safetensors")
     index = {"_class_name": "P", "unet": ["nowhere", "Unknown"]}
@@ -98,9 +98,9 @@ def pipeline(tmp_path):
 
 @pytest.fixture
 def light_server(monkeypatch, tmp_path):
-    """Have the jobs of this test start in a moment: `program = light_server(code="", early="")`.
+    """Make the jobs of this test start fast: `program = light_server(code="", early="")`.
 
-    The program is what `notes` takes, and what `sys.executable` is now.
+    The program is now `sys.executable`; pass it to `notes`.
     """
     made = []
 
@@ -114,9 +114,9 @@ def light_server(monkeypatch, tmp_path):
 
 @pytest.fixture
 def light_job(light_server, pipeline):
-    """Make jobs that start in a moment: `light_job(code="", early="", **arguments_of_Job)`.
+    """Make jobs that start fast: `light_job(code="", early="", **arguments_of_Job)`.
 
-    Their `program` is what `notes` takes.
+    Pass their `program` to `notes`.
     """
     made = []
 
@@ -133,13 +133,13 @@ def light_job(light_server, pipeline):
 
 
 def notes(program: Path) -> list[str]:
-    """Return what a program of `write_server` has noted: `start` for each start, and its own."""
+    """Return the notes of a program of `write_server`: `start` for each start, and its own."""
     path = program.parent / "notes"
     return path.read_text().splitlines() if path.exists() else []
 
 
 def wait_readable(*channels, timeout_s=20):
-    """Wait until each of some sockets or pidfds has something to read."""
+    """Wait until every socket or pidfd has something to read."""
     for channel in channels:
         poll = select.poll()
         poll.register(channel, select.POLLIN)
@@ -147,7 +147,7 @@ def wait_readable(*channels, timeout_s=20):
 
 
 def wait_until_ended(*pids):
-    """Wait until processes that may be nobody's children have ended."""
+    """Wait until processes have ended that need not be children of this one."""
     for pid in pids:
         try:
             fd = os.pidfd_open(pid)

@@ -1,4 +1,4 @@
-"""The memory that a pipeline's tensors lie in, as the kernel tells."""
+"""Finds the memory of a pipeline's tensors in /proc/self."""
 
 import bisect
 import math
@@ -8,7 +8,7 @@ import torch
 
 
 class Mappings:
-    """What /proc/self/maps says now."""
+    """A snapshot of /proc/self/maps."""
 
     def __init__(self):
         self._lines = []
@@ -19,7 +19,7 @@ class Mappings:
             self._lines.append((int(first, 16), int(last, 16), name))
 
     def find(self, tensor):
-        """Return start and name of the mapping that a tensor lies in."""
+        """Return start and name of the mapping that holds a tensor."""
         address = tensor.data_ptr()
         start, end, name = self._lines[bisect.bisect(self._lines, (address, math.inf)) - 1]
         assert start <= address < end
@@ -27,10 +27,10 @@ class Mappings:
 
 
 def copied_nbytes(pipe):
-    """Return how many bytes of a pipeline's mappings this process has copied for itself.
+    """Return how many bytes of a pipeline's mappings are private copies of this process.
 
-    The field is "Anonymous": a page of shared memory that only one process maps at the moment
-    counts as "Private_Dirty", although it is nobody's own.
+    The field is "Anonymous". "Private_Dirty" would also count a page of shared memory that only one
+    process maps at the moment.
     """
     starts = {start for start, _ in map(Mappings().find, state_of(pipe).values())}
     total, is_counted = 0, False

@@ -1,8 +1,8 @@
 """Tiny pipelines of the real classes, with seeded weights in which no two tensors are alike.
 
-A load is only checked as sharply as its weights allow. Fresh models are full of ones and zeros,
-which survive a lost cast and a mixed-up tensor; here every stored float tensor carries noise, so
-that bfloat16 and float16 both round it and each tensor differs from every other.
+Fresh models are full of ones and zeros, which hide a missing cast or a swapped tensor. Here every
+stored float tensor carries noise, so that bfloat16 and float16 both round it and each tensor
+differs from every other.
 
     pipe = build("wan")                                  # float32, on the CPU
     source = save("flux", tmp_path, dtype="bfloat16", variant="bf16", sharded=True)
@@ -24,10 +24,10 @@ from tokenizers_tiny import clip_tokenizer, gemma_tokenizer, qwen2_tokenizer, t5
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _NOISE_STD = 0.02
-# Shards of the largest model of a pipeline; the packing is greedy, so one or two more may come.
+# Shards of the largest model of a pipeline; packing is greedy, so there may be one or two more.
 _SHARDS = 4
 _SHORT = {"prompt": "a cat, the red dog", "height": 16, "width": 16, "num_inference_steps": 2}
-# What the configurations of all text and vision encoders but T5 call the same.
+# Configuration keys that all text and vision encoders except T5 share.
 _ENCODER = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -51,7 +51,7 @@ _RECIPES: dict[str, _Recipe] = {}
 
 
 def _recipe(family: str, class_name: str, **call: Any) -> Callable[[Maker], Maker]:
-    """Register how a family's components are made, and the arguments of its shortest call."""
+    """Register a function that makes a family's components, and its shortest call's arguments."""
 
     def register(make: Maker) -> Maker:
         _RECIPES[family] = _Recipe(class_name, make, call)
@@ -91,8 +91,8 @@ def save(
     Args:
         family: One of `FAMILIES`.
         directory: Where to write. It is made if missing.
-        dtype: What every weight is cast to, those too that the library keeps in float32 on load.
-        variant: Goes into the names of the weight files, as in "model.fp16.safetensors".
+        dtype: Dtype of every weight, including weights that the library keeps in float32 on load.
+        variant: Part of the weight files' names, as in "model.fp16.safetensors".
         sharded: Split each model of some size into 2 to 6 shards, with an index.
         seed: As in `build`.
     """
@@ -105,7 +105,7 @@ def save(
 
 
 def run(pipe: diffusers.DiffusionPipeline, seed: int = 0) -> np.ndarray:
-    """Generate once, as short as the pipeline allows; one load's result compares with another's.
+    """Generate once, with the least work; results of equal pipelines are equal.
 
     Args:
         pipe: A pipeline of one of `FAMILIES`, on any device and in any dtype it can compute in.
@@ -118,7 +118,8 @@ def run(pipe: diffusers.DiffusionPipeline, seed: int = 0) -> np.ndarray:
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator("cpu").manual_seed(seed)
     threads = torch.get_num_threads()
-    # On a busy machine two threads take 50 times as long: each tiny operation waits for both.
+    # One thread: on a busy machine two take 50 times as long, as each tiny operation waits for
+    # both.
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():
@@ -136,7 +137,7 @@ def _add_noise(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator("cpu").manual_seed(seed)
     seen = set()
     for tensor in model.state_dict().values():
-        # Tied weights come up once for each of their names.
+        # Tied weights appear once for each of their names.
         if tensor.is_floating_point() and tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             tensor.add_(torch.empty_like(tensor).normal_(0, _NOISE_STD, generator=generator))
@@ -214,7 +215,7 @@ def _unet(**settings: Any) -> diffusers.UNet2DConditionModel:
 def _stable_diffusion() -> Components:
     tokenizer = clip_tokenizer()
     checker = transformers.CLIPConfig(
-        text_config={"bos_token_id": 0, "eos_token_id": 1, "vocab_size": 8},  # has no text half
+        text_config={"bos_token_id": 0, "eos_token_id": 1, "vocab_size": 8},  # the vision half only
         vision_config=_ENCODER | {"image_size": 16, "patch_size": 8},
         projection_dim=16,
     )
@@ -392,7 +393,7 @@ def _sana() -> Components:
     }
 
 
-# Asking for an attribute would import the pipeline; the listing is complete without that.
+# Listing names does not import the pipelines; getting an attribute would.
 FAMILIES: tuple[str, ...] = tuple(
     family for family, recipe in _RECIPES.items() if recipe.class_name in dir(diffusers)
 )

@@ -1,4 +1,4 @@
-"""Invented pipelines to be placed: no library, no weights, sizes that are easy to add."""
+"""Invented pipelines for placement tests: no library, no weights, sizes that are easy to add."""
 
 from hypothesis import strategies as st
 
@@ -12,7 +12,7 @@ def leaf(name, units=1):
 
 
 def block(name, units=2):
-    """Make a module that must stay whole, with two in it."""
+    """Make a module that must stay whole, with two submodules."""
     small = units // 2
     return parent_of(name, (leaf("attn", small), leaf("ff", units - small)), is_whole=True)
 
@@ -58,7 +58,7 @@ _NAMES = ("text_encoder", "vae", "transformer", "unet", "safety_checker")
 
 @st.composite
 def modules(draw, name="", depth=3, inside=False):
-    """Draw a tree of modules; what is in one that must stay whole may have parts as well."""
+    """Draw a tree of modules; submodules of one that must stay whole may have submodules too."""
     if depth == 0 or draw(st.booleans()):
         return Module(
             name=name, nbytes=draw(_SIZES) * UNIT, is_whole=not inside and draw(st.booleans())
@@ -75,7 +75,7 @@ def modules(draw, name="", depth=3, inside=False):
 
 @st.composite
 def components(draw):
-    """Draw a pipeline, some tensors of which are tied."""
+    """Draw a pipeline with some tied tensors."""
     found = []
     for name in draw(st.lists(st.sampled_from(_NAMES), min_size=1, max_size=4, unique=True)):
         module = draw(modules())

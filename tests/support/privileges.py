@@ -1,4 +1,4 @@
-"""Root may open everything; a test of what others may not has to be somebody else for a while."""
+"""Drops root for a while: root may open every file, so permission tests need another user."""
 
 import contextlib
 import os
@@ -8,11 +8,11 @@ _NOBODY = 65534
 
 @contextlib.contextmanager
 def no_privileges():
-    """Be another user inside the block, where this one is root."""
+    """Run the block as another user if this process is root."""
     if os.geteuid() != 0:
         yield
         return
-    os.seteuid(_NOBODY)  # the kernel takes the capabilities along
+    os.seteuid(_NOBODY)  # the kernel drops the capabilities too
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""Ranks of a job on one host: processes forked from one that has imported all they need.
+"""Ranks of a job on one host, forked from a process that has imported everything they need.
 
-A fork costs a tenth of a second and the imports three, for each rank of each test.
+For each rank of each test a fork takes 0.1 s, and the imports would take 3 s.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
-# Far above what any job takes.
+# Far longer than any job takes.
 _JOB_TIMEOUT_S = 60.0
 _MARK = b"RESULT "
 
@@ -26,7 +26,7 @@ class Ranks:
     def __init__(self, module):
         """Import a module of jobs: functions that ranks run."""
         code = "import sys; sys.path[:0] = sys.argv[2:]; import ranks; ranks.fork_ranks()"
-        # Jobs stand beside this module; they see the same packages.
+        # Modules of jobs lie beside this one and see the same packages.
         paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", code, module, *paths],
@@ -37,9 +37,9 @@ class Ranks:
         self._received = b""
 
     def run(self, job, world_size, folder, **kwargs):
-        """Run a job in so many ranks, and return what it returned in each.
+        """Run a job in `world_size` ranks and return each rank's result.
 
-        A rank that was killed gives the number of the signal.
+        The result of a killed rank is the signal's number.
         """
         ask = {"job": job, "world_size": world_size, "folder": str(folder), "kwargs": kwargs}
         self._process.stdin.write(json.dumps(ask).encode() + b"\n")
@@ -69,7 +69,7 @@ class Ranks:
 
 
 def fork_ranks():
-    """Run the jobs that stdin asks for, one line each."""
+    """Run the jobs requested on stdin, one per line."""
     jobs = importlib.import_module(sys.argv[1])
     for line in sys.stdin:
         ask = json.loads(line)
@@ -124,7 +124,7 @@ class Rank:
 
     @contextlib.contextmanager
     def process_group(self):
-        """Join the others by gloo, over files and the loopback device."""
+        """Join the other ranks by gloo, over files and the loopback device."""
         import torch.distributed as dist
 
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -137,7 +137,7 @@ class Rank:
             dist.destroy_process_group()
 
     def store(self, name):
-        """Return a store of words for all ranks."""
+        """Return a key-value store that all ranks share."""
         import torch.distributed as dist
 
         return dist.FileStore(str(self.folder / name), self.world_size)

@@ -1,4 +1,4 @@
-"""A Ray cluster of a test's own, whose driver is a child: Ray leaves threads in its process."""
+"""A Ray cluster for a test; its driver is a child process, because Ray leaves threads behind."""
 
 import base64
 import os
@@ -13,19 +13,19 @@ from pathlib import Path
 import torch
 
 _SUPPORT = Path(__file__).parent
-# Far above what any step takes.
+# Far longer than any step takes.
 _DEADLINE_S = 90.0
-# All that it starts ends with it, where this is allowed: Ray's processes do not all end by
-# themselves, and have process groups of their own.
+# In a pid namespace, where allowed, the kernel ends all of Ray's processes with the driver: some do
+# not end by themselves, and they have process groups of their own.
 _APART = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 class RayCluster:
-    """A cluster and its driver, which evaluates expressions; a context that ends them."""
+    """A cluster and its driver, which evaluates expressions; leaving the context ends both."""
 
     def __init__(self, log):
         self._log = log
-        # Ray's sockets lie there, and a socket's path has at most 107 bytes.
+        # A short path: Ray's sockets lie there, and a socket's path has at most 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         environment = os.environ | {
             "PYTHONPATH": f"{_SUPPORT.parents[1]}{os.pathsep}{_SUPPORT}",
@@ -57,15 +57,16 @@ class RayCluster:
             shutil.rmtree(self._folder)
 
     def ask(self, expression):
-        """Return what an expression is there."""
+        """Return the value of an expression evaluated in the driver."""
         self._process.stdin.write(f"{expression}\n".encode())
         answer = base64.b64decode(self._read_line())
         path = [*sys.path]
         try:
             value, error = pickle.loads(answer)
         finally:
-            # A report's class imports Ray, which puts packages of its own on the path; skeletons
-            # of this process would be of no use to its children then, which have no such packages.
+            # Unpickling a report imports Ray, which puts its own packages on the path. Skeletons
+            # depend on the path: with Ray's packages on it this process's would not fit its
+            # children.
             sys.path[:] = path
         assert error is None, f"{error}; {self._said()}"
         return value
@@ -94,6 +95,6 @@ def _apart():
 
 
 def weights(model):
-    """Return all the bits of a model's weights."""
+    """Return all bytes of a model's weights."""
     tensors = model.state_dict().values()
     return b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors)

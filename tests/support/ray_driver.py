@@ -1,7 +1,7 @@
-"""A driver with a Ray cluster of its own, on this machine; `ray_clusters` starts it.
+"""A driver with a Ray cluster on this machine; `ray_clusters` starts it.
 
-It evaluates expressions, line by line, and answers each with its pickled value. Where it may, each
-node but the first has a /dev/shm of its own: else only one of them would have anything to decode.
+It evaluates one expression per line and answers with its pickled value. Where the kernel allows it,
+each node but the first has its own /dev/shm; with a shared one only one node would decode.
 """
 
 import base64
@@ -40,8 +40,8 @@ _calls = {}
 
 
 def add_node(shm=None, **arguments):
-    """Start a node and return its id; `shm` are the options of a /dev/shm of its own."""
-    # Not in /dev/shm: that may be too small.
+    """Start a node and return its id; `shm` are the mount options of its own /dev/shm."""
+    # /dev/shm may be too small for Ray's object store.
     arguments |= _SMALL | {"plasma_directory": os.environ["RAY_TMPDIR"]}
     with _own_shm(shm) if shm else contextlib.nullcontext():
         node = cluster.add_node(**arguments)
@@ -50,7 +50,7 @@ def add_node(shm=None, **arguments):
 
 
 def has_own_shm():
-    """Tell whether nodes may have a /dev/shm of their own, which takes root."""
+    """Tell whether nodes can have a /dev/shm of their own, which needs root."""
     try:
         with _own_shm("size=1m"):
             return True
@@ -60,19 +60,19 @@ def has_own_shm():
 
 @contextlib.contextmanager
 def _own_shm(options):
-    """Let processes that this thread starts have a /dev/shm of their own."""
+    """Give processes that this thread starts a /dev/shm of their own."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = os.open("/proc/thread-self/ns/mnt", os.O_RDONLY)
     try:
         _check(libc.unshare(_CLONE_NEWNS))
         try:
             data = f"mode=1777,{options}".encode()
-            # Else it would be mounted in the namespaces above too.
+            # Private, so that the mount does not appear in parent namespaces.
             _check(libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None))
             _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, data))
             yield
         finally:
-            _check(libc.unshare(_CLONE_FS))  # which threads begun meanwhile share
+            _check(libc.unshare(_CLONE_FS))  # undo the sharing with threads started since
             _check(libc.setns(before, _CLONE_NEWNS))
     finally:
         os.close(before)
@@ -84,7 +84,7 @@ def _check(result):
 
 
 def kill(node_id):
-    """Kill all processes of a node at once, as if its power were cut."""
+    """Kill all processes of a node at once, like a power failure."""
     node = nodes.pop(node_id)
     for pid in (raylet_of(node), *_children_of(raylet_of(node))):
         os.kill(pid, signal.SIGKILL)
@@ -112,14 +112,14 @@ def begin(name, call):
 
 
 def finish(name):
-    """Return what a call in a thread has returned."""
+    """Wait for a call in a thread and return its result."""
     thread, values = _calls.pop(name)
     thread.join(_DEADLINE_S)
     return values[0]
 
 
 def until_waiting(node_id):
-    """Wait until a process of a node has a part open, which is somebody else's here."""
+    """Wait until a process of a node has another process's part open, and so waits for it."""
     _until(lambda: _has_waiting(node_id))
 
 
@@ -141,7 +141,7 @@ def _children_of(pid):
 
 
 def _has_part(pid):
-    with contextlib.suppress(OSError):  # a process or a descriptor that is no more
+    with contextlib.suppress(OSError):  # the process or descriptor has gone
         folder = f"/proc/{pid}/fd"
         links = (os.readlink(f"{folder}/{number}") for number in os.listdir(folder))
         return any("shmload-" in link and link.endswith(".part") for link in links)
@@ -149,7 +149,7 @@ def _has_part(pid):
 
 
 def _until(is_so):
-    """Ask again and again, which is all that can be done from outside."""
+    """Poll until a condition holds; there is no event to wait for from outside."""
     deadline = time.monotonic() + _DEADLINE_S
     while not is_so():
         if time.monotonic() > deadline:
@@ -158,7 +158,7 @@ def _until(is_so):
 
 
 def raised(call):
-    """Return what an error says."""
+    """Return the message of the error that a call raises."""
     try:
         call()
     except Exception as exc:
@@ -170,7 +170,7 @@ def raised(call):
 
 
 class Witness(shmray.Stage):
-    """A stage that notes what its actor has, and begins once all actors have done so."""
+    """A stage that records its actor's state, and begins once all actors have recorded theirs."""
 
     def __init__(self, *args, meeting, actors, **kwargs):
         self._decoded = 0
@@ -201,13 +201,13 @@ class Witness(shmray.Stage):
 
 
 def give_weights(pipe, batch, *, names):
-    """Yield all bits of some models for each row; of `__main__`, like `Witness`: sent by value."""
+    """Yield all bytes of some models for each row; pickled by value, like `Witness`."""
     for row in batch["id"]:
         yield {"id": [row], "weights": [b"".join(weights(getattr(pipe, name)) for name in names)]}
 
 
 def run_stage(stage, source, names, size, **kwargs):
-    """Have so many actors of one CPU each go through some batches, and return their rows."""
+    """Run batches through `size` actors of one CPU each; return their rows."""
     rows = ray.data.range(4 * size, override_num_blocks=2 * size)
     return rows.map_batches(
         stage,
@@ -225,9 +225,9 @@ def run_stage(stage, source, names, size, **kwargs):
 
 def main():
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what Ray prints is not for whoever asks
+    os.dup2(2, 1)  # Ray prints to stderr, not among the answers
     try:
-        # Ray looks for dead nodes every three seconds else, and believes it the fifth time.
+        # By default Ray checks nodes every 3 s and declares one dead after five failures.
         config = {"health_check_period_ms": 500, "health_check_failure_threshold": 2}
         add_node(_system_config=config)
         ray.init(address=cluster.address, log_to_driver=False)

@@ -1,6 +1,6 @@
-"""What every kind of device promises a copy: the class of tests that each runtime passes.
+"""Every device runtime copies in order and registers pages: the tests each one must pass.
 
-A runtime's tests inherit `RuntimeContract` and give the device by the fixture `runtime`.
+A runtime's tests inherit `RuntimeContract` and provide the fixture `runtime`.
 """
 
 import mmap
@@ -65,7 +65,7 @@ class RuntimeContract:
         pages = torch.frombuffer(mmap.mmap(-1, 1 << 16), dtype=torch.uint8)
         pages.copy_(numbered(1 << 16))
         target = runtime.empty(1 << 16)
-        for _ in range(2):  # what was released can be registered again
+        for _ in range(2):  # released pages can be registered again
             is_registered = runtime.register(pages.data_ptr(), 1 << 16, read_only=read_only)
             runtime.copy(target, pages, 0)
             runtime.record(0).wait()

@@ -1,4 +1,4 @@
-"""A service of a test's own, in a process of its own."""
+"""Starts a service in a child process for one test."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import GetStatus, Status
 
-# Says when it is ready, and that it has ended.
+# Prints a line when it serves and when it has ended.
 SERVE = """
 import sys
 from shmload._cli import serve
@@ -48,13 +48,13 @@ def status():
 
 
 def wait_until(is_so):
-    """Ask the service again and again, which is all that can be done from outside."""
+    """Poll the service's status until a condition holds."""
     while not is_so(status()):
         pass
 
 
 def workers_of(process):
-    """Return the processes that a service has started."""
+    """Return the pids of a service's children."""
     found = set()
     for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread that just ended
@@ -64,7 +64,7 @@ def workers_of(process):
 
 @contextlib.contextmanager
 def stopped(*pids):
-    """Let processes stand still inside the block."""
+    """Stop processes inside the block."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -77,9 +77,10 @@ def stopped(*pids):
 
 @contextlib.contextmanager
 def raw_client():
-    """Connect to the service without any of the client's manners."""
+    """Connect a plain socket to the service, without the client's protocol."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.connect(str(socket_path()))  # before it has a deadline: then a full backlog fails
+        # Connect before setting a deadline: with one, a full backlog is an error at once.
+        client.connect(str(socket_path()))
         client.settimeout(_DEADLINE_S)
         yield client
 
@@ -91,11 +92,11 @@ def read_to_the_end(client):
 
 
 def held_by(process):
-    """Return how many descriptors and threads a service has; each worker takes some."""
+    """Return how many descriptors and threads a service has; each worker adds some."""
     return [len(os.listdir(f"/proc/{process.pid}/{kind}")) for kind in ("fd", "task")]
 
 
 def wait_until_alone(process, before):
-    """Wait until a service has no client, and holds again what it held before."""
+    """Wait until a service has no client and as many descriptors and threads as before."""
     while status().clients > 1 or held_by(process) != before:
         assert process.process.poll() is None, process.errors

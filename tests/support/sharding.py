@@ -1,4 +1,4 @@
-"""What ranks do in the tests of sharding; each function runs in all ranks at once."""
+"""Jobs for the tests of sharding; each function runs in all ranks at once."""
 
 import itertools
 import logging
@@ -25,7 +25,7 @@ import shmload
 from shmload._settings import settings
 from shmload.integrations import fsdp, zero
 
-# Ranks are forked after this, and threads would not come along.
+# Ranks are forked after this line, and a fork does not copy threads.
 torch.set_num_threads(1)
 diffusers.utils.logging.disable_progress_bar()
 diffusers.utils.logging.set_verbosity_error()
@@ -33,7 +33,7 @@ transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# What a rank may take beside its part: the interpreter's own, buffers, the largest padding.
+# Memory that a rank may take besides its part: interpreter, buffers, the largest padding.
 _SLACK_NBYTES = 10 << 20
 
 
@@ -41,7 +41,7 @@ _SLACK_NBYTES = 10 << 20
 
 
 def equal(rank, source, component, dtype, is_hybrid=False):
-    """Load one model sharded, compare it with the ordinary one, and compute with both."""
+    """Load one model sharded; compare it, and its outputs, with the unsharded model."""
     with rank.process_group():
         mesh = None
         if is_hybrid:
@@ -64,7 +64,7 @@ def equal(rank, source, component, dtype, is_hybrid=False):
 
 
 def train(rank, source, component):
-    """Take one step with a sharded model and with the ordinary one."""
+    """Take one training step with a sharded and with the unsharded model."""
     with rank.process_group():
         got = fsdp.load_sharded(source, component, torch_dtype="float32", keep=True)
         wanted = getattr(reference(source, torch.float32), component)
@@ -81,7 +81,7 @@ def train(rank, source, component):
 
 
 def gather(rank, source, component):
-    """Divide a model as ZeRO-3 does, and gather it again."""
+    """Partition a model as ZeRO-3 does, and gather it again."""
     with rank.process_group():
         module = getattr(
             shmload.load_pipeline(
@@ -122,7 +122,7 @@ def assert_shards_equal(got, wanted):
 
 
 def shared(named):
-    """Return the sets of names of one object."""
+    """Return the sets of names that refer to one object."""
     return {
         frozenset(name for name, other in named.items() if other is value)
         for value in named.values()
@@ -133,7 +133,7 @@ def shared(named):
 
 
 def place(rank):
-    """Fill tensors of many shapes and placements, and compare them with torch's own parts."""
+    """Fill tensors of many shapes and placements; compare with the shards that torch makes."""
     placements = [
         (Shard(0), Replicate()),
         (Replicate(), Shard(1)),
@@ -157,7 +157,7 @@ def place(rank):
 
 
 def parallelize(rank):
-    """Shard by FSDP what tensor parallelism has divided, along either dimension."""
+    """Apply FSDP to a model that tensor parallelism has sharded, along either dimension."""
     with rank.process_group():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         model, wanted = _two_layers(), _two_layers()
@@ -189,7 +189,7 @@ def _two_layers():
 
 
 def take_little(rank, source, component, how):
-    """Shard a large model where nothing larger than its part can be allocated."""
+    """Shard a large model with a memory limit that only fits the rank's part."""
     with rank.process_group():
         before = _status("RssAnon")
         module = getattr(
@@ -202,7 +202,7 @@ def take_little(rank, source, component, how):
         assert _status("RssAnon") - before < _SLACK_NBYTES
         assert len(mapped()) > 0
         allowed = whole // rank.world_size + _SLACK_NBYTES
-        # Private memory that can be written to; the mapping is in it already, as is all so far.
+        # VmData: writable private memory, including everything allocated so far.
         limit = _status("VmData") + allowed
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         with pytest.raises(RuntimeError, match="can't allocate memory"):
@@ -219,13 +219,13 @@ def take_little(rank, source, component, how):
 
 
 def mapped():
-    """Return this process's mappings of segments and of files of weights."""
+    """Return this process's mappings of segments and weight files."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line for line in lines if "shmload-" in line or ".safetensors" in line]
 
 
 def _status(key):
-    """Return a size that the kernel tells of this process, in bytes."""
+    """Return a size from /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
@@ -234,9 +234,9 @@ def _status(key):
 
 
 def lose_one(rank, source, component, how):
-    """Lose the rank that decodes, while the others wait for what it decodes.
+    """Kill or stop the rank that decodes, while the others wait for it.
 
-    Killed: they take over. Stopped: they fail within the deadline.
+    Killed: another rank takes over. Stopped: the others fail within the deadline.
     """
     os.environ["SHMLOAD_WAIT_TIMEOUT_S"] = "0.5" if how == "stop" else "30"
     settings.cache_clear()
@@ -249,7 +249,7 @@ def lose_one(rank, source, component, how):
                 store.set("decoding", "")
                 store.wait([f"waiting {other}" for other in ranks if other])
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-                threading.Event().wait()  # until the signal has reached this thread too
+                threading.Event().wait()  # until the signal reaches this thread
 
             fsdp.load_sharded(source, component, torch_dtype="bfloat16", progress=end)
         store.wait(["decoding"])
@@ -268,7 +268,7 @@ def lose_one(rank, source, component, how):
             own = list(wanted[name].chunk(rank.world_size))[rank.rank :]
             local = parameter.to_local()
             assert torch.equal(local, own[0]) if own else not local.numel(), name
-        # What is left of the group fails too, in torch's own way, and does not hang.
+        # Collectives of the remaining ranks fail with torch's error instead of hanging.
         with pytest.raises(RuntimeError, match="gloo"):
             got.unshard()
         return "filled"

@@ -1,4 +1,4 @@
-"""Items for folders of results, and jobs that store them, whatever becomes of the job."""
+"""Items for folders of results, and runs that store them and may be killed at any step."""
 
 import hashlib
 import os
@@ -13,13 +13,13 @@ COUNT = 10
 
 
 def key_of(index):
-    """A key as users have them: slashes, dots, quotes, any alphabet, and no two alike."""
+    """Return a unique key like users' keys: slashes, dots, quotes, any alphabet."""
     letter = ("é", "猫", "😀")[index % 3]
     return f'a/{index}.b\\"{letter}/' if index % 2 else f"img{index}.png"
 
 
 def arrays_of(index):
-    """What an item's computation gives; each fourth item gives nothing."""
+    """Return an item's arrays; each fourth item has none."""
     if index % 4 == 3:
         return {}
     latent = hashlib.shake_128(b"latent %d" % index).digest(64 * (1 + index % 3))
@@ -31,13 +31,13 @@ def arrays_of(index):
 
 
 def run(folder, order, *, failing=(), stored=None, facts=FACTS):
-    """Compute and store what is not done yet, as a job does, in some order of arrival.
+    """Compute and store items that are not stored yet, as a job does, in the order given.
 
     Args:
         folder: of the results.
-        order: the items' numbers.
-        failing: those that fail.
-        stored: those of which a run was told that they are stored; none of them is done again.
+        order: the items' numbers, in order of arrival.
+        failing: the items that fail.
+        stored: items that an earlier run reported as stored; computing one again is an error.
         facts: of the run.
     """
     stored = set() if stored is None else stored
@@ -56,13 +56,13 @@ def run(folder, order, *, failing=(), stored=None, facts=FACTS):
 
 
 def content_of(folder):
-    """Return name and bytes of all that a folder holds."""
+    """Return the bytes of every file in a folder, by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
 def serial(tmp_path_factory):
-    """What a run gives that nothing happens to, one item after the other."""
+    """The folder's content after an undisturbed serial run."""
     folder = tmp_path_factory.mktemp("serial")
     run(folder, range(COUNT))
     return content_of(folder)
@@ -81,22 +81,22 @@ def done_in(folder):
         return [index for index in range(COUNT) if results.is_done(index, key_of(index))]
 
 
-# What changes a file system. Each but the last is patched in `os`, which the code calls it by.
+# The calls that change a file system; all but the last are patched in `os`.
 CHANGES = ("mkdir", "open", "pwritev", "ftruncate", "fsync", "rename", "unlink")
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Simulates a kill of the process."""
 
 
 class Mortality:
-    """Ends a job at one of its changes to the file system, with nothing after it.
+    """Kills a job at one of its changes to the file system; later changes fail.
 
     Args:
         patch: pytest's.
-        at: how many changes are made before.
-        part: of what the next one would write, how much is written, in bytes.
-        end: is called then.
+        at: number of changes before the kill.
+        part: bytes that the interrupted write still writes.
+        end: called at the kill.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, at, part=0, end=lambda: None):

@@ -1,8 +1,8 @@
 """Real tokenizer classes over vocabularies of a few hundred entries, made without a network.
 
 Each function writes the files that a hub repository would hold into a directory of its own and
-reads them back with `from_pretrained`: the constructors of transformers 4 and 5 take different
-arguments, the files are the same for both.
+reads them back with `from_pretrained`. The constructors of transformers 4 and 5 take different
+arguments, but both read the same files.
 """
 
 import json
@@ -19,7 +19,7 @@ from transformers import (
     T5TokenizerFast,
 )
 
-# Enough to make some words one token, so that an exchanged vocabulary shows in the ids.
+# Enough merges to make some words one token, so that a swapped vocabulary changes the ids.
 _MERGES = ("a t", "c at", "d o", "do g", "t h", "th e", "r e", "re d")
 _BYTES = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
 
@@ -142,6 +142,6 @@ def _read_back(
         for name, text in files.items():
             Path(directory, name).write_text(text, encoding="utf-8")
         tokenizer = cls.from_pretrained(directory)
-    # The directory is gone: its random name would be the one thing that differs between two builds.
+    # The directory's random name would be the only difference between two builds.
     tokenizer.name_or_path = ""
     return tokenizer

@@ -1,7 +1,7 @@
-"""A format of checkpoint files that is unlike safetensors, to show what a new one takes.
+"""A toy format of checkpoint files, unlike safetensors, to show what a new format needs.
 
-A magic number, then the tensors' bytes in any order with garbage between them, then a trailer of
-JSON, and its length at the very end.
+A file is a magic number, the tensors' bytes in any order with garbage between them, a JSON trailer,
+and the trailer's length.
 """
 
 import json
@@ -51,7 +51,7 @@ TOY = Format(
 
 
 def save_toy(tensors, path, seed=0):
-    """Write tensors in a random order with gaps; the trailer lists them in another one."""
+    """Write tensors in a random order with gaps; the trailer lists them in another order."""
     at_random = random.Random(seed)
     names = list(tensors)
     at_random.shuffle(names)

@@ -1,4 +1,4 @@
-"""A fourth way, to show what one takes: this file, and a row in the table."""
+"""A fourth way to copy to a device: a new way needs this file and a row in the table."""
 
 import ctypes
 
@@ -12,7 +12,7 @@ _LANE = 0
 
 
 class ToyCopier(RingCopier):
-    """Copies each run of bytes from where it is."""
+    """Copies each run of bytes straight from its place."""
 
     copies = 0
 

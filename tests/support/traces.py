@@ -1,4 +1,4 @@
-"""What a load says meanwhile, and what its result still knows of the view it was loaded from."""
+"""Collects the messages of a load, and searches its result for paths of the view."""
 
 import contextlib
 import gc
@@ -12,7 +12,7 @@ _LIBRARIES = ("diffusers", "transformers", "huggingface_hub", "accelerate")
 
 
 class Messages(logging.Handler):
-    """Everything that is logged or warned of inside the block, by whatever library."""
+    """Collects log records and warnings of all libraries inside the block."""
 
     def __init__(self):
         super().__init__(logging.DEBUG)
@@ -23,7 +23,7 @@ class Messages(logging.Handler):
 
     @property
     def texts(self):
-        """What was warned of. Remarks may differ: rules are derived with the libraries' help."""
+        """The warnings. Infos are left out: deriving rules makes the libraries log some."""
         return [
             (record.name, record.getMessage())
             for record in self.records
@@ -31,7 +31,7 @@ class Messages(logging.Handler):
         ] + [str(warning.message) for warning in self.warned]
 
     def __enter__(self):
-        # "Once" means once per process, so the second of two equal loads would be silent.
+        # These log once per process, so the second of two equal loads would be silent.
         for name in ("info_once", "warning_once"):
             getattr(logging.Logger, name).cache_clear()
         self._stack = contextlib.ExitStack()
@@ -57,7 +57,7 @@ _SKIPPED = (type, types.ModuleType, types.FrameType, types.CodeType, types.Trace
 
 
 def strings_reachable_from(root):
-    """Walk what the garbage collector would, but not into classes, modules and frames."""
+    """Yield strings of all objects that the collector reaches, except classes, modules, frames."""
     seen, waiting, found = set(), [root], set()
     while waiting:
         item = waiting.pop()
@@ -69,7 +69,7 @@ def strings_reachable_from(root):
         elif isinstance(item, bytes):
             found.add(item.decode(errors="replace"))
         elif isinstance(item, types.FunctionType):
-            # Its globals are a module.
+            # A function's globals are a module.
             cells = [
                 cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType()
             ]

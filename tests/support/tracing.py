@@ -1,4 +1,4 @@
-"""strace: what processes ask of the kernel, where that may be watched."""
+"""Counts the bytes that processes read, with strace, where tracing is allowed."""
 
 import functools
 import re
@@ -27,14 +27,14 @@ _READS = "preadv,preadv2,sendfile"
 
 
 def noting_reads(log):
-    """Return the words before a command to have its bulk reads noted, and its children's."""
-    # Only processes that make such a call are stopped at it. Each thread has a file of its own, for
-    # in one for all a call whose end is noted late is torn in two, of which one names no file.
+    """Return the strace prefix of a command that logs its and its children's bulk reads."""
+    # The filter stops processes at these calls only. Each thread has its own file: a common file
+    # splits calls of concurrent threads into two lines, and the second names no file.
     return ("strace", "-ff", "--seccomp-bpf", "-y", "-qq", "-e", f"trace={_READS}", "-o", str(log))
 
 
 def noted_nbytes(log, folder):
-    """Return how many bytes of a folder's files were read."""
+    """Return how many bytes of a folder's files were read, from the log."""
     texts = (path.read_text() for path in log.parent.glob(f"{log.name}.*"))
     lines = (line for text in texts for line in text.splitlines() if f"<{folder}/" in line)
     return sum(int(re.search(r"= (\d+)$", line)[1]) for line in lines)

@@ -1,4 +1,4 @@
-"""A small checkpoint, what becomes of it, and a process that warms or loads it step by step."""
+"""A small checkpoint, its converted tensors, and a child that warms or loads it step by step."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ TENSORS = {
 }
 NBYTES = sum(tensor.nbytes for tensor in TENSORS.values())
 
-# A child that warms or loads its sources. It says what it does, and stops at each progress report
-# until it is told to go on.
+# A child that warms or loads its sources. It prints each step, and at each progress report waits
+# for a line on stdin.
 CHILD = """
 import logging, sys
 import shmload
@@ -44,7 +44,7 @@ for source in sources:
 
 
 def begun(process):
-    """Wait until a child has its parts or has found out whose they are; returns what it logs."""
+    """Wait until a child builds its parts or has found their builder; return its log message."""
     process.expect("READY")
     return process.expect("BEGUN")
 

@@ -1,22 +1,22 @@
-"""Processes that are not the tests' own children, watched until they end; and who has what open."""
+"""Watches processes that are not children until they end, and finds users of shared memory."""
 
 import contextlib
 import os
 import select
 from pathlib import Path
 
-_END_TIMEOUT_MS = 20_000  # workers take about 10 ms
+_END_TIMEOUT_MS = 20_000  # workers end within about 10 ms
 
 
 class Watched:
-    """Some processes; how they end does not matter, only that they do."""
+    """Processes to wait for; their exit codes do not matter."""
 
     def __init__(self, pids):
         self.pids = list(pids)
         self._pidfds = [os.pidfd_open(pid) for pid in self.pids]
 
     def wait_for_the_end(self):
-        """Wait until all have ended; has to be called, or their descriptors stay open."""
+        """Wait until all have ended, and close their pidfds; must be called."""
         poll = select.poll()
         for pidfd in self._pidfds:
             poll.register(pidfd, select.POLLIN)
@@ -30,7 +30,7 @@ class Watched:
 
 
 def workers_of(parent):
-    """Return the worker processes that a process has now."""
+    """Return the pids of a process's workers."""
     tasks = Path(f"/proc/{parent}/task").iterdir()
     children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
     return [
@@ -41,10 +41,10 @@ def workers_of(parent):
 
 
 def users_of(name):
-    """Return the processes that have a shared memory object open or mapped, named or not."""
+    """Return the pids that have a shared memory object open or mapped, even if it lost its name."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process ended
             opened = [os.readlink(path) for path in (process / "fd").iterdir()]
             if name in "\n".join([*opened, (process / "maps").read_text()]):
                 found.add(int(process.name))

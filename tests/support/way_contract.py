@@ -1,6 +1,6 @@
-"""What every way to copy to a device promises: the class of tests that each way passes.
+"""Every way to copy to a device brings every byte: the tests each way must pass.
 
-A way's tests inherit `WayContract` and say by the fixture `way` which one they are about.
+A way's tests inherit `WayContract` and provide the fixture `way`.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ _SIZES = (LARGE, 100, LARGE, 10)
 
 
 class Segment:
-    """A file like a segment, and a module whose tensors lie in a private mapping of it.
+    """A segment-like file, and a module whose tensors lie in a private mapping of it.
 
     Args:
-        is_hollow: whether its bytes come later.
+        is_hollow: whether its bytes are written later.
     """
 
     def __init__(self, *, is_hollow=False):
@@ -48,7 +48,7 @@ class Segment:
         return [(inode_of(os.fstat(self.fd)), self.fd)]
 
     def moves(self, *devices, is_hollow=False):
-        """Return what is to be copied: large tensors and small ones, to each device in turn."""
+        """Return the copies to make: large and small tensors, to each device in turn."""
 
         def device_of(path):
             return devices[int(path[1]) // 2 % len(devices)]
@@ -83,7 +83,7 @@ def opened(way, device):
 
 @contextlib.contextmanager
 def filling(ring, content):
-    """Have a thread put bytes into the slots of a ring, as workers do."""
+    """Put bytes into a ring's slots from a thread, as workers do."""
     is_over = threading.Event()
     thread = threading.Thread(target=_fill, args=(ring, content, is_over))
     thread.start()
@@ -110,7 +110,7 @@ def _fill(ring, content, is_over):
 
 
 class WayContract:
-    """Every way brings every byte, waits for its copies, and leaves nothing pinned."""
+    """Every way copies every byte, waits for its copies, and leaves no page registered."""
 
     def test_every_byte_arrives(self, way, segment):
         device = LateDevice()

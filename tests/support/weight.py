@@ -1,4 +1,4 @@
-"""A checkpoint of one weight, and the check that a load gave its values."""
+"""Makes a checkpoint of one weight, and checks the values of a load."""
 
 import torch
 from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""A shared memory object to ask the kernel about."""
+"""Fixtures of the unit tests."""
 
 import os
 import secrets

@@ -1,4 +1,4 @@
-"""What the documentation shows for clusters and containers can be meant: it names what exists."""
+"""The documentation's examples for clusters and containers name things that exist."""
 
 import ast
 import inspect
@@ -28,7 +28,7 @@ def manifests():
 
 
 def pods():
-    """Return what there is for Kubernetes, each with its pods' own description."""
+    """Return the manifests for Kubernetes, each with its pod's specification."""
     found = [manifest for manifest in manifests() if "kind" in manifest]
     assert [m["kind"] for m in found] == ["Pod", "DaemonSet", "Deployment"]
     for manifest in found[1:]:
@@ -99,7 +99,7 @@ def test_limit_holds_the_budget_and_the_probe_waits_for_the_service():
 
 
 def test_example_for_ray_calls_what_there_is(monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])  # Ray puts packages of its own there
+    monkeypatch.setattr(sys, "path", [*sys.path])  # Ray adds its own packages
     pytest.importorskip("ray")
     from shmload.integrations import ray as shmray
 

@@ -1,4 +1,4 @@
-"""No import is hidden from the contracts in pyproject.toml."""
+"""No module of shmload is imported by a string, which the import contracts would not see."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[2]
-# The package's face imports on first use; the door is how the core asks the model libraries.
+# The package's `__init__` imports on first use; `library` is the core's door to model libraries.
 _ALLOWED = {"shmload/__init__.py", "shmload/_checkpoints/library.py"}
 _MODULES = sorted(
     path.relative_to(_ROOT)
@@ -32,7 +32,7 @@ def test_import_by_a_string_is_found():
 
 
 def hidden_imports(code):
-    """Return the lines that import a module of shmload, named by a string."""
+    """Return the lines that import a module of shmload by a string."""
     return [
         node.lineno
         for node in ast.walk(ast.parse(code))

@@ -1,4 +1,4 @@
-"""Errors say all they have to say in another process too."""
+"""Errors keep their message and attributes when they cross to another process."""
 
 import builtins
 import copy

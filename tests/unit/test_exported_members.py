@@ -1,4 +1,4 @@
-"""The public names: listed, sorted, importable, and light."""
+"""The public names are listed, sorted and importable, and importing shmload is light."""
 
 import ast
 import subprocess
@@ -52,7 +52,7 @@ def test_unknown_name_is_an_attribute_error():
 
 
 def test_import_is_light():
-    # -P: else the tests' directory is on the path.
+    # -P keeps the tests' directory off the path.
     code = (
         "import sys, shmload\n"
         "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'safetensors'}\n"

@@ -1,4 +1,4 @@
-"""The arithmetic of `scripts/bench gpu`, on numbers that are easy to divide."""
+"""`scripts/bench gpu` calculates its figures correctly, shown on easy numbers."""
 
 import pytest
 from benchmarks.bench import Bench
@@ -29,7 +29,7 @@ UPLOADS = dict.fromkeys(WAYS, 40 * GB) | {
 
 
 class FakeProcesses:
-    """Answers by the probe's name and, of a load or a peer, the way."""
+    """Answers by the probe's name and, for a load or a peer, by the way."""
 
     def __init__(self, **answers):
         self.answers = answers
@@ -47,7 +47,7 @@ class FakeProcesses:
 
 
 class FakeBench(Bench):
-    """Says that something is resident, as often as it is told."""
+    """Reports given answers of `resident`, one per call."""
 
     def resident(self):
         return {"segment"} if self.processes.answers.get("warm", True) else set()

@@ -1,4 +1,4 @@
-"""What pip is configured with holds for uv too, or pip installs."""
+"""`scripts/install.py` passes pip's settings on to uv, or lets pip install."""
 
 import pytest
 from install import options_for_uv, parse_settings

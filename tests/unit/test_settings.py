@@ -1,4 +1,4 @@
-"""Settings and progress: what a user may turn, and what a user sees."""
+"""Settings are read and validated, and progress shows what a user expects."""
 
 import io
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_callback_never_sees_more_than_all():
     with Progress(lambda done, total: seen.append((done, total)), "title") as progress:
         progress.start(10)
         progress.add(6)
-        progress.add(6)  # a piece that lost its worker is read twice
+        progress.add(6)  # a piece whose worker died is read twice
         progress.start(4)
         progress.add(1)
     assert seen == [(6, 10), (10, 10), (1, 4)]

@@ -1,4 +1,4 @@
-"""No path of a view survives in objects, log records or errors."""
+"""Paths of a view are replaced in objects, log records and errors."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which format a file has, and what every format's reader of headers must do."""
+"""Every format's header reader passes the same tests, and a file's format is recognised."""
 
 import os
 
@@ -42,7 +42,7 @@ each_format = pytest.mark.parametrize(
 )
 
 
-# What every format must do: one that is added joins `_FORMATS` ----------------------------------
+# What every format must do: add a new one to `_FORMATS` -------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_content_tells_before_the_name(name):
 def test_name_tells_where_the_content_does_not(head):
     assert format_of("a/model.toy", head) is TOY
     assert format_of("a/model.safetensors", head) is SAFETENSORS
-    assert format_of("a/model.bin", head) is SAFETENSORS  # whose reader says what is wrong
+    assert format_of("a/model.bin", head) is SAFETENSORS  # its reader reports the error
 
 
 def test_file_of_no_tensors_is_recognised():

@@ -1,4 +1,4 @@
-"""The header parser accepts what safetensors writes, refuses every lie, and never fails else."""
+"""The header parser accepts every safetensors file and refuses each bad header with one error."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ _DTYPES = sorted(name for name in TORCH_NAMES if NBITS[name] >= 8)
 _names = st.text(max_size=20).filter(lambda name: name != "__metadata__")
 _shapes = st.lists(st.integers(0, 4), max_size=4)
 _tensors = st.dictionaries(_names, st.tuples(st.sampled_from(_DTYPES), _shapes), max_size=6)
-# Not empty: with no tensor either, safetensors 0.8 writes what it does not read.
+# Not empty: without tensors and metadata safetensors 0.8 writes a file that it cannot read.
 _metadata = st.none() | st.dictionaries(
     st.text(max_size=8), st.text(max_size=8), min_size=1, max_size=3
 )
 
 
 def serialize(tensors, metadata=None):
-    """Write a file with safetensors; each tensor's bytes are the number of its place."""
+    """Serialize with safetensors; each tensor is filled with its number."""
     given = {}
     for number, (name, (dtype, shape)) in enumerate(tensors.items()):
         kind = getattr(torch, TORCH_NAMES[dtype])
@@ -52,7 +52,7 @@ def read(content):
 
 
 def make_file(header, data=b""):
-    """Put a header, as JSON text or as what becomes it, in front of data."""
+    """Put a header in front of data; it is JSON text, or a value to serialize."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(raw).to_bytes(8, "little") + raw + data
 

@@ -1,4 +1,4 @@
-"""Whatever stands in a checkpoint's index files, the answer is a source or a typed error."""
+"""Any content of a checkpoint's index files gives a source or a typed error."""
 
 import contextlib
 import json
@@ -46,7 +46,7 @@ _entries = st.lists(_names | _scalars | st.sampled_from(["diffusers", "Autoencod
 
 @pytest.fixture(scope="module")
 def component(tmp_path_factory):
-    """A directory with one shard beside the index, and one that is not its own."""
+    """A directory with one shard beside the index, and a shard outside of it."""
     folder = tmp_path_factory.mktemp("outer") / "component"
     folder.mkdir()
     (folder / _SHARD).touch()
@@ -76,7 +76,7 @@ def index_of(folder, content):
 
 @contextlib.contextmanager
 def changed(path, content):
-    """Let a file have another content inside the block."""
+    """Replace a file's content inside the block."""
     before = path.read_bytes()
     write(path, content)
     try:
@@ -92,7 +92,7 @@ def refusal(root):
 
 
 def shards_or_refusal(root):
-    """Return the shards that are found, all of which are there; or None, if that is refused."""
+    """Return the shards, after a check that all exist; None if the source is refused."""
     try:
         source = resolve(root, root)
     except (CheckpointError, ArgumentError, SourceNotFound):
@@ -243,7 +243,7 @@ def test_source_that_no_path_can_be_is_not_found(given):
 # Files --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(20)  # to open a FIFO blocks, and /dev/zero has no end
+@pytest.mark.timeout(20)  # opening a FIFO blocks, and /dev/zero never ends
 @pytest.mark.parametrize("kind", ["fifo", "/dev/zero", "/dev/full", "directory", "loop", "gone"])
 def test_index_that_is_no_file_is_malformed(tmp_path, kind):
     path = tmp_path / _INDEX

@@ -1,4 +1,4 @@
-"""Which files a source stands for, and which sources are refused."""
+"""A source resolves to the files that the libraries would load, or is refused."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def pipeline(tmp_path):
 
 
 def found(root, **kwargs):
-    """Return what is found as {component: [names of shards]}."""
+    """Return the resolved source as {component: [names of shards]}."""
     source = resolve(root, root, **kwargs)
     return {c.component: [path.name for path in c.shards] for c in source.checkpoints}
 
@@ -133,7 +133,7 @@ _D, _T = "diffusion_pytorch_model", "model"
     [
         ({f"{_D}.safetensors": b""}, None, [f"{_D}.safetensors"]),
         ({f"{_T}.safetensors": b""}, None, [f"{_T}.safetensors"]),
-        # A component without the variant is loaded from its plain files.
+        # A component without the variant falls back to its plain files.
         ({f"{_D}.safetensors": b""}, "fp16", [f"{_D}.safetensors"]),
         ({f"{_D}.safetensors": b"", f"{_D}.fp16.safetensors": b""}, None, [f"{_D}.safetensors"]),
         (
@@ -142,7 +142,7 @@ _D, _T = "diffusion_pytorch_model", "model"
             [f"{_D}.fp16.safetensors"],
         ),
         ({f"{_D}.non_ema.safetensors": b"", f"{_D}.safetensors": b""}, None, [f"{_D}.safetensors"]),
-        # An index comes first in diffusers, the single file in transformers.
+        # diffusers prefers an index, transformers the single file.
         (
             {
                 f"{_D}.safetensors": b"",
@@ -182,7 +182,7 @@ _D, _T = "diffusion_pytorch_model", "model"
             "fp16",
             [f"{_T}.fp16-00001-of-00001.safetensors"],
         ),
-        # Left to the library.
+        # No safetensors files: the library loads this component.
         ({f"{_D}.bin": b""}, None, None),
         ({"pytorch_model.bin": b""}, None, None),
         ({"lora.safetensors": b""}, None, None),
@@ -255,7 +255,7 @@ def test_index_that_points_elsewhere_is_refused(pipeline, name):
 
 
 def test_link_to_a_shard_elsewhere_is_fine(pipeline):
-    # So every hub cache is made.
+    # Hub caches consist of such symlinks.
     path = pipeline / "unet" / f"{_D}.safetensors"
     path.rename(pipeline.parent / "blob")
     path.symlink_to("../../blob")

@@ -1,4 +1,4 @@
-"""Dtype rules: what they do to a tensor, what they say of the libraries' classes, how they last."""
+"""Dtype rules convert tensors as the libraries' classes do, and are remembered."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_exceptions_match_whole_parts_of_the_name():
     assert rule(_tensor("block.norm.weight")) == "F32"
     assert rule(_tensor("block.norm.weight", "F16")) == "F32"
     assert rule(_tensor("block.norm1.weight")) == "BF16"
-    # Through float32 this would be rounded twice.
+    # A detour over float32 would round twice.
     assert rule(_tensor("block.norm.weight", "F64")) == "F64"
 
 
@@ -144,9 +144,11 @@ def test_quantised_checkpoint_is_left_raw(tmp_path):
 
 def test_rule_is_remembered_until_it_is_forgotten(tmp_path, monkeypatch):
     wan = _checkpoint(tmp_path, "diffusers", "WanVACETransformer3DModel", marker=str(tmp_path))
-    assert likely_rule(wan, "bf16") == Rule(target="BF16")  # a guess, and a wrong one
+    assert likely_rule(wan, "bf16") == Rule(target="BF16")  # a wrong guess
     rule = rule_for(wan, "bf16")
-    monkeypatch.setattr("shmload.integrations._build.rules.derive_rule", None)  # not asked again
+    monkeypatch.setattr(
+        "shmload.integrations._build.rules.derive_rule", None
+    )  # must not be called again
     assert rule_for(wan, "bf16") == likely_rule(wan, "bf16") == rule
     forget_rule(wan, "bf16")
     assert likely_rule(wan, "bf16") == Rule(target="BF16")
@@ -161,7 +163,7 @@ def test_broken_memory_is_no_rule(tmp_path):
 
 
 def test_configuration_that_is_no_text_has_a_rule(tmp_path):
-    # JSON can say half a surrogate, and a number of any size.
+    # JSON can hold a lone surrogate, and a number of any size.
     checkpoint = _checkpoint(tmp_path, "diffusers", "\ud800", a="\udcff", b=10**30)
     assert likely_rule(checkpoint, "bfloat16") == Rule(target="BF16")
     assert rule_for(checkpoint, "bfloat16") == rule_for(checkpoint, "bfloat16") == RAW

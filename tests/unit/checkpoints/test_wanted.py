@@ -1,4 +1,4 @@
-"""Tests of what a caller wants, as parsed from the arguments of public functions."""
+"""The arguments of public functions are parsed into one value, the same way everywhere."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from shmload._checkpoints.wanted import Hub, Wanted
 
 
 def parse(torch_dtype=None, /, **kwargs):
-    """Parse some arguments; return what is wanted and the arguments that are left."""
+    """Parse some arguments; return the parsed value and the arguments that are left."""
     flags = {name: kwargs.pop(name, False) for name in ("is_pipeline", "has_others")}
     return Wanted.parse("source", torch_dtype, ["vae"], "fp16", kwargs, **flags), kwargs
 

@@ -1,4 +1,4 @@
-"""What `shmload doctor` prints of its findings, and its exit code."""
+"""`shmload doctor` prints its findings and sets its exit code by them."""
 
 import json
 
@@ -14,7 +14,7 @@ HEALTH = Finding("kernel", "ok", "Linux 6.8")
 
 @pytest.fixture
 def run(monkeypatch):
-    """Run the command on given findings; returns its exit code and output."""
+    """Run the command on given findings; return its exit code and output."""
 
     def run_on(*findings, arguments=()):
         monkeypatch.setattr(doctor, "diagnose", lambda source: iter(findings))

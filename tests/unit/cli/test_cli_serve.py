@@ -1,4 +1,4 @@
-"""What `shmload serve` takes, and what it refuses before it does anything."""
+"""`shmload serve` refuses bad arguments before it starts anything."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from shmload._cli.serve import _Address
 
 @pytest.fixture
 def refusal(configure, tmp_path):
-    """Run `shmload serve` with arguments that cannot work; returns what it says."""
+    """Run `shmload serve` with arguments that cannot work; return its error message."""
     configure(socket=tmp_path / "run" / "service.sock")
 
     def run(*arguments):

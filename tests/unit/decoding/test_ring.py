@@ -1,4 +1,4 @@
-"""The ring: its shape, and who has a slot when."""
+"""A ring has a shape that fits its limit, and each slot has one user at a time."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""Finding out which way to feed a device is the quickest, once on a machine."""
+"""Calibration finds the fastest way to copy to a device, once per machine."""
 
 import pytest
 from devices import LateDevice

@@ -1,4 +1,4 @@
-"""Gathering a module's tensors, and giving it those of the device."""
+"""A module's tensors are gathered for the copy and replaced by the device's."""
 
 import pytest
 import torch

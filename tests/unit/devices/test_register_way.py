@@ -1,4 +1,4 @@
-"""Feeding a device from segments' own pages: which are registered, when, and which are not."""
+"""The way `register` copies from segments' own pages, and registers the right pages in time."""
 
 import mmap
 import os
@@ -68,7 +68,7 @@ def test_file_larger_than_a_window_is_registered_in_pieces(mapped, monkeypatch):
     left = copy_registered(moves.staged, files)
     assert len(left) == 1
     assert device.calls.count("register") == device.calls.count("unregister") == 10
-    assert max(most) == 1  # one is fetched from while the next is registered
+    assert max(most) == 1  # one range is copied while the next is registered
     assert device.pending == 0
     moves.commit()
     assert torch.equal(module.first, wanted["first"])
@@ -89,7 +89,7 @@ def test_failure_in_some_window_releases_all(mapped, monkeypatch, fails_at):
 
 def test_segment_that_was_written_to_is_left_alone(mapped):
     module, files = mapped
-    module.second[0] = 7  # in a page of this process's own
+    module.second[0] = 7  # copy-on-write: the page is private now
     device = LateDevice()
     moves = Moves([(module, lambda path: device)])
     device.calls.clear()

@@ -1,4 +1,4 @@
-"""The kinds of devices: those that need no GPU keep the contract, and others are refused."""
+"""Runtimes that need no GPU keep the contract, and unknown kinds of devices are refused."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from shmload.integrations._devices.runtimes import RUNTIMES, runtime_of
 
 
 class TestHostRuntime(RuntimeContract):
-    """The host, which stands in for a device in `BENCH_DEVICE=pretend scripts/bench gpu`."""
+    """The host, the stand-in for a device in `BENCH_DEVICE=pretend scripts/bench gpu`."""
 
     @pytest.fixture
     def runtime(self):
@@ -22,7 +22,7 @@ class TestHostRuntime(RuntimeContract):
 
 @pytest.mark.parametrize("registers", [True, False])
 class TestLateDevice(RuntimeContract):
-    """The stand-in of these tests promises what real devices do, and nothing beyond."""
+    """The tests' fake device keeps the contract of real ones, and promises no more."""
 
     @pytest.fixture
     def runtime(self, registers):

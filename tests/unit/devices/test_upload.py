@@ -1,4 +1,4 @@
-"""Copies through a ring: every byte, in any order that a device may take, and none left behind."""
+"""Copies through a ring bring every byte, in any order of the device's copies."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ _sizes = st.lists(
 )
 
 
-@settings(max_examples=30)  # each copies megabytes
+@settings(max_examples=30)  # each example copies megabytes
 @given(_sizes, st.integers(1, 9), st.sampled_from([4096, 8192, 65536, 1 << 20]))
 def test_every_byte_arrives(sizes, slots, slot_nbytes):
     module = module_of(*sizes)

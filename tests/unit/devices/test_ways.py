@@ -1,4 +1,4 @@
-"""The ways to copy to a device: each keeps the contract, and the table is all that names them."""
+"""Every way to copy to a device keeps the contract, and only the table names the ways."""
 
 import subprocess
 import sys
@@ -22,12 +22,12 @@ from shmload.integrations._devices.ways import DEFAULT, WAYS, Pin, measured_ways
 
 @pytest.mark.parametrize("way", [load() for load in WAYS.values()], ids=list(WAYS))
 class TestWays(WayContract):
-    """All ways in the table."""
+    """All ways in the table keep the contract."""
 
 
 @pytest.mark.parametrize("way", [TOY], ids=["toy"])
 class TestToyWay(WayContract):
-    """A way of which shmload knows nothing."""
+    """A way from outside shmload keeps the contract."""
 
 
 # The table ----------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_names_are_checked_without_torch():
 
 @pytest.fixture
 def toy(monkeypatch, configure, tmp_path):
-    """The table with a fourth way in it."""
+    """Add a fourth way to the table."""
     configure(cache_dir=tmp_path)
     monkeypatch.setitem(WAYS, "toy", lambda: TOY)
     monkeypatch.setattr(ToyCopier, "copies", 0)

@@ -1,4 +1,4 @@
-"""Each check grades what it is given, and what is not well has a command that helps."""
+"""Each check grades its facts, and a bad grade comes with a command that helps."""
 
 import resource
 import shlex
@@ -71,7 +71,7 @@ def no_devices():
     return finding
 
 
-# Each check: what it was given, the state, words of the detail, words of the remedy.
+# Each check: its facts, the expected state, words of the detail, words of the remedy.
 CASES = {
     "room": (check_shared_memory(TMPFS, 24 * GIB, 23 * GIB, True), "ok", "23.00 GiB free", ""),
     "docker": (check_shared_memory(TMPFS, 64 << 20, 64 << 20, True), "bad", "", "size=90%"),
@@ -184,5 +184,5 @@ def test_check_grades_what_it_is_given_and_names_a_command(finding, state, detai
         assert finding.remedy is None
     else:
         assert remedy in finding.remedy
-        assert shlex.split(finding.remedy, comments=True)  # quotes are closed
+        assert shlex.split(finding.remedy, comments=True)  # raises if a quote is open
         assert "\n" not in finding.remedy

@@ -1,4 +1,4 @@
-"""What the doctor finds on this machine, in health and in illness; and that it only looks."""
+"""The doctor finds what is wrong on a machine, and changes nothing."""
 
 import os
 import secrets
@@ -20,7 +20,7 @@ from shmload._segments.names import name_prefix, part_name
 
 @pytest.fixture
 def part(evicts):
-    """A part that its builder has left, and its descriptor."""
+    """A part abandoned by its builder, and its descriptor."""
     name = part_name(f"{name_prefix()}{secrets.token_hex(15)}")
     fd = shm_open(name, create=True, writable=True)
     yield name, fd
@@ -59,7 +59,7 @@ def no_copies(monkeypatch):
 
 @pytest.fixture
 def examine(no_copies, configure, tmp_path):
-    """Diagnose with no service in sight, and return the findings by name."""
+    """Diagnose without a service; return the findings by name."""
     configure(socket=tmp_path / "service.sock")
     return lambda *source: {finding.name: finding for finding in diagnose(*source)}
 

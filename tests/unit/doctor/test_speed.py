@@ -1,4 +1,4 @@
-"""How fast a file is read and devices are copied to, as the doctor measures it."""
+"""The doctor measures the throughput of reading a file and copying to devices."""
 
 import sys
 import types
@@ -21,7 +21,7 @@ def test_start_of_a_file_is_read_and_then_cached(tmp_path):
 
 
 class FakeTorch(types.ModuleType):
-    """As much of torch as has one device; notes what is copied to it."""
+    """A fake torch with one device; records the copies to it."""
 
     uint8 = None
 

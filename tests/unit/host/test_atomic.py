@@ -1,4 +1,4 @@
-"""A file is replaced whole or not at all, and survives a loss of power if that was asked for."""
+"""A file is replaced whole or not at all, and survives a power failure if it was synced."""
 
 import os
 import stat

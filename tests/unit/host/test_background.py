@@ -1,4 +1,4 @@
-"""Work in a thread: nothing is lost of how it ends, and Ctrl-C does not end the wait for it."""
+"""Work in a thread: its result or error reaches the caller, and Ctrl-C does not end the wait."""
 
 import signal
 import threading
@@ -42,7 +42,7 @@ def test_join_lasts_until_the_end_though_it_is_interrupted(monkeypatch):
     def work():
         assert joining.wait(10)
         deadline = time.monotonic() + 10
-        while not noticed.wait(0.05):  # just before it begins to wait Python notices none
+        while not noticed.wait(0.05):  # a signal just before the wait goes unnoticed
             assert time.monotonic() < deadline
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         ended.append(True)
@@ -86,6 +86,6 @@ def test_what_was_interrupted_before_it_began_is_over_and_never_begins(monkeypat
         with pytest.raises(KeyboardInterrupt):
             background.start()
     assert background.join_undisturbed() is None
-    start(starts[0])  # the kernel had it on its way
+    start(starts[0])  # the first start was already under way in the kernel
     starts[0].join()
     assert done == []

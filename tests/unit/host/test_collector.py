@@ -1,4 +1,4 @@
-"""The garbage collector is off while anybody loads, and afterwards as it was before."""
+"""The garbage collector is off during loads, and afterwards as it was before."""
 
 import contextlib
 import gc
@@ -18,7 +18,7 @@ def given_back():
 @pytest.mark.usefixtures("given_back")
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_collector_is_off_until_the_last_of_several_pauses_ends(was_enabled):
-    # As two threads have them: neither ends inside the other.
+    # Overlapping, as in two threads: neither ends inside the other.
     (gc.enable if was_enabled else gc.disable)()
     first, second = contextlib.ExitStack(), contextlib.ExitStack()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""One object closes a descriptor, once."""
+"""A descriptor has one owner, which closes it once."""
 
 import os
 

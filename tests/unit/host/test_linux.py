@@ -1,4 +1,4 @@
-"""The questions to the kernel, each with every answer it can give."""
+"""Every function over a system call handles each of the kernel's answers."""
 
 import fcntl
 import os
@@ -101,7 +101,7 @@ def plant_anothers_fifo(path):
 _NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
 
-@pytest.mark.timeout(10)  # opening a FIFO can block for ever
+@pytest.mark.timeout(10)  # opening a FIFO can block forever
 @pytest.mark.parametrize("kwargs", [{}, {"writable": True}, {"create": True, "writable": True}])
 @pytest.mark.parametrize(
     "plant",
@@ -139,7 +139,7 @@ def test_rename_is_seen_by_the_descriptor(fd, name):
 
 
 def test_child_sees_the_same_shared_memory(fd, name):
-    # What isolates the tests must not separate them from their workers.
+    # The tests' mount namespace must include their workers.
     os.pwrite(fd, b"seen", 0)
     code = f"print(open('/dev/shm/{name}').read())"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What is read from /proc and /sys: made-up files with all they can say, and the kernel's own."""
+"""Facts are parsed from /proc and /sys, in made-up files of every kind and the kernel's."""
 
 import mmap
 import os
@@ -25,7 +25,7 @@ from shmload.errors import ShmloadError
 def test_local_directory_is_not_remote(tmp_path):
     assert not is_remote(os.stat(tmp_path).st_dev)
     assert not is_remote(os.stat("/proc").st_dev)
-    assert not is_remote(os.makedev(4095, 1))  # nothing is mounted from there
+    assert not is_remote(os.makedev(4095, 1))  # nothing is mounted from this device
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_no_limit_is_none(cgroups):
 
 def test_first_version_is_read_too(cgroups):
     cgroups.join("12:cpu,cpuacct:/box", "5:memory:/docker/box", "1:name=systemd:/box", "0::/box")
-    cgroups.add("memory/docker/box", 9223372036854771712, 400)  # how it writes "no limit"
+    cgroups.add("memory/docker/box", 9223372036854771712, 400)  # cgroup v1's "no limit"
     assert cgroups.free is None
     cgroups.add("memory/docker", 1000, 900, total_inactive_file=60, inactive_file=5)
     assert cgroups.free == 160
@@ -215,7 +215,7 @@ def test_touched_page_is_told_from_one_that_is_not(fd, access, place):
         assert is_touched(mapping.start, mapping.end)
         page = mapping.start + place * PAGE_NBYTES
         assert is_touched(page, page + PAGE_NBYTES)
-        # Only pages that lie wholly in the range count.
+        # Only pages that lie completely in the range count.
         assert not is_touched(page + 1, page + PAGE_NBYTES)
         assert not is_touched(page, page + PAGE_NBYTES - 1)
         assert not is_touched(page, page)

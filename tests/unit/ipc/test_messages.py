@@ -1,4 +1,4 @@
-"""Frames and messages between a coordinator and its workers: they arrive, or are refused."""
+"""Frames and messages between a coordinator and its workers arrive intact or are refused."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Every item comes out exactly once, whatever ends meanwhile, and few are held."""
+"""Every item comes out exactly once, whichever processes end, and few items are held."""
 
 from collections import Counter
 
@@ -59,7 +59,7 @@ def test_no_more_than_a_window_is_taken():
     assert [found.give(1).index, found.give(1, 2).index, found.give(2).index] == [0, 1, 2]
     assert found.give(2, 2) is None
     found.answer(2, "c")
-    assert found.give(2, 2) is None  # it has not come out
+    assert found.give(2, 2) is None  # its result has not come out
     found.answer(1, "a")
     assert values(found) == [(0, "a")]
     assert found.give(2, 2).index == 3

@@ -1,4 +1,4 @@
-"""What crosses between a job's processes arrives as it was, and as no more than it was."""
+"""Values and errors that cross between a job's processes arrive unchanged."""
 
 import numpy as np
 import pytest
@@ -77,7 +77,7 @@ def test_conjugates_and_negatives_are_what_they_show():
 
 
 class TwoParts(LookupError):
-    """Makes a text of its own."""
+    """An exception with its own message."""
 
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
@@ -85,7 +85,7 @@ class TwoParts(LookupError):
 
 
 class OneWay(Exception):
-    """Can be pickled, and not be made from what was pickled."""
+    """Can be pickled but not unpickled."""
 
     def __reduce__(self):
         return TwoParts, ("one",)

@@ -1,4 +1,4 @@
-"""Inventories: how they are written, and that a device has one name however it is given."""
+"""Inventories are parsed from text, and each device gets one name in every notation."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Placements: nothing twice, nothing forgotten, no device over its limit, cuts where allowed."""
+"""A placement has each module once, no device over its limit, and splits where allowed."""
 
 import pytest
 from accelerate.utils import (
@@ -35,7 +35,7 @@ def _devices(placement):
 
 
 def _homes(paths, devices):
-    """Return the entries of a placement that are for a module, or for one above it."""
+    """Return the entries of a placement for a module or one of its parents."""
     return [d for d in devices if any(p == d or p.startswith(f"{d}.") for p in paths)]
 
 
@@ -51,13 +51,13 @@ def test_placement_keeps_its_promises(pipeline, text, strategy):
         if exc.device_map is None:
             return
         assert strategy != "auto"
-        # What the error proposes fits.
+        # The device map that the error proposes fits.
         placement = place(pipeline, exc.device_map, inventory)
         assert placement == place(pipeline, "auto", inventory)
     _assert_complete(pipeline, placement)
     _assert_within_limits(pipeline, placement, inventory)
     _assert_ties_together(pipeline, placement)
-    # The printed map is planned to the same again.
+    # Planning with the printed map gives the same placement.
     assert place(pipeline, placement.device_map, inventory) == placement
 
 
@@ -82,7 +82,7 @@ def _assert_complete(pipeline, placement):
     devices = _devices(placement)
     for component in pipeline:
         for path, _ in component.module.units():
-            # One entry is for it, and none for a part of it.
+            # One entry is for the module, none for its submodules.
             assert len(_homes([join(component.name, path)], devices)) == 1
         parts = [part for part in placement.parts if part.component == component.name]
         assert sum(part.nbytes for part in parts) == component.nbytes
@@ -122,7 +122,7 @@ def test_planner_cuts_only_between_blocks(pipeline, text):
             for path, piece in component.module.units()
             if not piece.is_whole
         }
-        # All that is no block is where the component computes.
+        # Everything outside the blocks is on the component's execution device.
         assert rest <= {placement.execution_devices[component.name]}
 
 
@@ -168,7 +168,7 @@ def test_balanced_evens_out_the_shares_that_are_used():
 
 def test_balanced_low_0_keeps_the_first_device_free():
     assert set(_whole("balanced_low_0", "2x60MiB").values()) == {"cuda:1"}
-    # Until the others are full.
+    # cuda:0 is used when the others are full.
     assert _whole("balanced_low_0", "2x40MiB")["text_encoder_2"] == "cuda:0"
 
 
@@ -185,7 +185,7 @@ def test_auto_divides_what_fits_nowhere_whole():
     placement = place(flux(), "auto", parse_inventory("2x28MiB"))
     assert isinstance(placement.components["transformer"], dict)
     assert set(_devices(placement).values()) == {"cuda:0", "cuda:1"}
-    # As evenly as the blocks allow.
+    # The split is as even as the blocks allow.
     low, high = sorted(_units(placement).values())
     assert high - low <= 3
 
@@ -304,7 +304,7 @@ def test_what_not_even_auto_can_place_names_what_would_help():
 
 
 def test_of_several_components_that_do_not_fit_none_is_lost():
-    """diffusers' own `balanced` remembers only the last of them (0.30 to 0.42)."""
+    """diffusers' own `balanced` keeps only the last of them (0.30 to 0.42)."""
     pipeline = [model(f"encoder_{n}", leaf("x", 30 + n)) for n in range(3)]
     pipeline.append(model("transformer", leaf("x", 4)))
     with pytest.raises(DoesNotFit) as caught:
@@ -320,7 +320,7 @@ def test_of_several_components_that_do_not_fit_none_is_lost():
 
 @pytest.fixture(scope="module")
 def flux_model():
-    """A Flux transformer of no small size, without memory, as accelerate and as we describe it."""
+    """A large Flux transformer on the meta device, described by accelerate and by shmload."""
     import diffusers
     import torch
 
@@ -351,11 +351,11 @@ def test_what_accelerate_fits_on_gpus_we_do_no_worse(flux_model, share):
     assert "disk" not in theirs.values()
     ours = place([component], "auto", limit_inventory(limits))
     placed = ours.components["transformer"]
-    # Theirs is accepted here, ours there.
+    # Each accepts the other's map.
     followed = place([component], {"transformer": theirs}, limit_inventory(limits))
     check_device_map(made, placed)
     assert all(use.nbytes <= limits[0] for use in (*ours.devices, *followed.devices))
-    # They use all devices, we as few as hold it, each to the same share.
+    # accelerate uses all devices; shmload the fewest that hold the model, each to the same share.
     used = [use.nbytes for use in ours.devices if use.nbytes]
     block = max(module.nbytes for _, module in component.module.units())
     assert len(used) <= len(set(theirs.values()))
@@ -371,6 +371,6 @@ def test_what_accelerate_spills_we_spill_too(flux_model):
     sizes = compute_module_sizes(made)
     ours = place([component], "auto", limit_inventory(limits))
     check_device_map(made, ours.components["transformer"])
-    # At least as much of it stays on the GPU.
+    # At least as much stays on the GPU.
     kept = sum(sizes[path] for path, device in theirs.items() if device == 0)
     assert ours.devices[0].nbytes >= kept

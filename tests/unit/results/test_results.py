@@ -1,4 +1,4 @@
-"""A folder of results has the same bytes however its job went, and any tool reads its shards."""
+"""A results folder has the same bytes after any kills, and any tool reads its shards."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ from shmload.integrations.results import Array, ResultFolder
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_disk():
-    """What `fsync` does cannot be seen here, and it takes ten milliseconds."""
+    """Skip `fsync`: it takes 10 ms, and its effect cannot be seen here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
         yield
@@ -153,7 +153,7 @@ def test_no_item_gives_an_empty_index(tmp_path):
 
 
 def interrupted(folder, orders, stops):
-    """Run a job until it is killed, as often as said; then to its end."""
+    """Run a job that is killed at each of `stops`, then once to its end."""
     stored = set()
     for order, (at, part, failing) in zip(orders, stops, strict=False):
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
@@ -188,7 +188,7 @@ def test_killed_at_each_step_gives_the_same_bytes(tmp_path, serial):
         run(folder, order, stored=stored)
         assert content_of(folder) == serial
     assert mortality.left == 0
-    assert at > 35  # of each item its record, of each shard and the index four steps, and more
+    assert at > 35  # one record per item, four steps per shard and for the index, and more
 
 
 def test_rewriting_after_a_failure_survives_a_kill_at_each_step(tmp_path, serial):

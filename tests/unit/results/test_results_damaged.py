@@ -1,4 +1,4 @@
-"""What damage to a folder of results is mended, and what is refused."""
+"""Damage to a results folder is repaired or refused."""
 
 import os
 
@@ -10,7 +10,7 @@ import shmload
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_disk():
-    """What `fsync` does cannot be seen here, and it takes ten milliseconds."""
+    """Skip `fsync`: it takes 10 ms, and its effect cannot be seen here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
         yield
@@ -28,7 +28,7 @@ def test_journal_damaged_by_loss_of_power_is_cut(tmp_path, serial, monkeypatch):
     monkeypatch.setattr("shmload.integrations._results.journal.boot_id", lambda: "another")
     assert done_in(tmp_path) == [0, 1]
     damage(path, -1)
-    # The kernel has not started anew since: nobody looks at the data before it is needed.
+    # Same boot of the kernel: the data is not checked before it is read.
     assert done_in(tmp_path) == [0, 1]
     with pytest.raises(shmload.ResultsCorrupt, match="remove it and run the job again"):
         run(tmp_path, range(COUNT))

@@ -1,4 +1,4 @@
-"""Results are read back as they were given, by key or place, as torch's DataLoader wants them."""
+"""Results are read back unchanged, by key or position, also in torch's DataLoader."""
 
 import concurrent.futures
 import os
@@ -68,7 +68,7 @@ def test_no_descriptor_stays_open(folder):
     results = Results(folder)
     tensors = [results[index] for index in range(COUNT)]
     assert len(tensors) == COUNT
-    assert len(os.listdir("/proc/self/fd")) <= before + 1  # that of the index's mapping
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # the index's mapping
 
 
 def test_failed_items_are_left_out_and_listed(tmp_path):

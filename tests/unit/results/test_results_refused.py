@@ -1,4 +1,4 @@
-"""What a folder of results refuses, with which error, and that nothing is harmed by it."""
+"""A results folder refuses bad runs and items with the right error, and stays intact."""
 
 import errno
 import os
@@ -213,7 +213,7 @@ def test_digests_are_found_again():
 
 
 def full_disk(monkeypatch, name, at):
-    """Let a call write a little and then fail, from its n-th time on; returns how to mend it."""
+    """Make a call fail half-way from its n-th time on; return a function that repairs it."""
     call, count = getattr(os, name), iter(range(at))
 
     def failing(fd, *args):
@@ -226,7 +226,8 @@ def full_disk(monkeypatch, name, at):
     monkeypatch.setattr(os, name, failing)
 
 
-# Records and heads of journals; files and directories, and then names, of shards, facts and index.
+# pwritev: records and heads of journals. fsync: files and directories. rename: shards, facts,
+# index.
 @pytest.mark.parametrize(("name", "count"), [("pwritev", 13), ("fsync", 10), ("rename", 5)])
 def test_full_disk_is_an_error_and_the_run_goes_on_later(tmp_path, serial, name, count):
     for at in range(count + 1):
@@ -260,13 +261,13 @@ def test_same_run_goes_on_once_there_is_room(folder, serial):
 
 
 def test_limit_of_file_sizes_is_an_error_and_the_run_goes_on_later(folder):
-    """The kernel's own refusal, in the middle of a shard's data."""
+    """The kernel refuses a write in the middle of a shard's data."""
     array = {"x": Array("U8", (100_000,), bytes(100_000))}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with opened(folder) as results:
         for index in range(SHARD_ITEMS - 1):
             results.add(index, str(index), array)
-        # Above the journal and below the shard, whose data starts on a page.
+        # More than the journal, less than the shard, whose data starts on a page.
         resource.setrlimit(resource.RLIMIT_FSIZE, (401_000, before[1]))
         try:
             with pytest.raises(shmload.ResultsInaccessible, match="File too large"):

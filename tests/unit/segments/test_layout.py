@@ -1,4 +1,4 @@
-"""Where tensors go in a segment: every byte once, aligned, in pieces, and safetensors reads it."""
+"""A segment's layout holds every byte once, aligned and in pieces, and safetensors reads it."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ from shmload._segments.layout import lay_out, needs_conversion
 from shmload._segments.metadata import read_digest
 from shmload.workers.fill import Filler
 
-_PIECE_NBYTES = 256  # instead of 64 MiB, so that small tensors are cut too
+_PIECE_NBYTES = 256  # instead of 64 MiB, to split small tensors too
 _DTYPES = sorted(name for name in TORCH_NAMES if NBITS[name] >= 8)
 _shapes = st.lists(st.integers(0, 40), max_size=2)
 _tensors = st.dictionaries(
@@ -46,7 +46,7 @@ def make_tensors(described):
 
 
 def converting(target, exceptions=()):
-    """Make a rule: all floats become `target` but those of some names."""
+    """Make a rule: all floats become `target`, except tensors of some names."""
 
     def dtype_of(tensor):
         if target is None or tensor.dtype not in FLOATS or tensor.name in exceptions:
@@ -114,10 +114,10 @@ def test_filled_segment_is_read_by_safetensors_as_torchs_conversion(described, t
         os.pwrite(fd, layout.header, 0)
         filler = Filler()
         digests = [filler.fill(source, fd, piece, lambda _: None) for piece in layout.pieces]
-        # The digest of what the worker wrote is the one that `verify` computes from the segment.
+        # The digest from the worker equals the digest that `verify` computes from the segment.
         header = read_header(fd, "segment")
         assert digest_data(fd, header) == combine_digests(digests)
-        # Not safetensors.torch.load: it lacks some of the dtypes.
+        # safetensors.torch.load lacks some dtypes.
         found = dict(safetensors.deserialize(os.pread(fd, layout.nbytes, 0)))
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -147,12 +147,12 @@ def test_order_of_the_shard_stays_within_an_alignment(described):
         layout = lay_out_file(fd, converting(None))
     with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
         after = [spec for spec in read_header(fd, "segment").tensors if spec.nbytes % 64 == 0]
-    # Those of no bytes stand wherever they do.
+    # Empty tensors have no defined place.
     assert [s.name for s in before if s.nbytes] == [s.name for s in after if s.nbytes]
 
 
 def scatter(header, content, at_random):
-    """Put a file's tensors in any order with gaps between them; the header lists them in another.
+    """Put a file's tensors in random order with gaps; the header lists them in another order.
 
     Returns:
         The header and the content of the new file.
@@ -198,7 +198,7 @@ def test_shard_is_read_forwards_whatever_the_order_of_its_header(described, targ
     in_order = sorted(header.tensors, key=lambda spec: (spec.begin, spec.end))
     ordered = Header(tensors=tuple(in_order), metadata=header.metadata, data_offset=0)
     assert layout.pieces == lay_out(ordered, converting(target), {}).pieces
-    # Once for each alignment, from 64 bytes down to one.
+    # One pass over the file for each alignment, from 64 bytes down to 1.
     offsets = [run.source_offset for piece in layout.pieces for run in piece]
     assert sum(after < before for before, after in itertools.pairwise(offsets)) <= 6
 
@@ -229,7 +229,7 @@ def test_many_small_neighbours_become_one_run():
 
 
 def test_large_tensor_is_cut_at_64_mib_of_the_segment():
-    # A shard of 600 MB of which only the header exists.
+    # Only the header of a shard of 600 MB exists.
     tensors = {"big": torch.empty(150_000_000, device="meta")}
     header = b'{"big":{"dtype":"F32","shape":[150000000],"data_offsets":[0,600000000]}}'
     with in_memory(len(header).to_bytes(8, "little") + header) as fd:
@@ -270,7 +270,7 @@ def test_shard_without_metadata_gets_the_framework_that_transformers_asks_for():
     ],
 )
 def test_shard_that_imitates_the_digest_does_not_shift_it(metadata):
-    # Such as a segment that is itself given as a source.
+    # For example a segment that is given as a source.
     with in_memory(safetensors.torch.save({'"shmload.digest":"': torch.ones(3)}, metadata)) as fd:
         layout = lay_out_file(fd, converting(None))
     with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:

@@ -1,4 +1,4 @@
-"""What goes to make room, what stays, and what is said where that is too much."""
+"""The budget evicts the right segments, and refuses a load with no room in one clear message."""
 
 import pytest
 

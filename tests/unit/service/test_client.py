@@ -1,4 +1,4 @@
-"""What a service answers is what was asked for, or a typed error: nothing else gets into a load."""
+"""A service's answer is the one requested or a typed error; a load takes nothing else."""
 
 import socket
 from pathlib import Path
@@ -22,7 +22,7 @@ from shmload.errors import ProtocolError
 
 
 def ask(monkeypatch, *answers, jobs=()):
-    """Ask a service that has answered beforehand for one decode, and then has left."""
+    """Request one decode from a service that sent its answers beforehand and closed."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         monkeypatch.setattr(client_module, "connect", lambda path, timeout_s: ours)

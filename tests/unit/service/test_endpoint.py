@@ -1,4 +1,4 @@
-"""Where the service listens: what is in the way is left alone, and said in one sentence."""
+"""The service's socket: other files in its place are kept, and the error is one sentence."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ def path(tmp_path):
 
 
 def refusal(path):
-    """Return why the service cannot listen there; the path and the remedy stand around it."""
+    """Return why the service cannot listen there, from the error between path and remedy."""
     with pytest.raises(SocketUnusable) as caught:
         Endpoint(path)
     sentence = str(caught.value)

@@ -1,4 +1,4 @@
-"""Whether a load finds a service to use."""
+"""A load finds the service to use, or knows that there is none."""
 
 import os
 
@@ -11,7 +11,7 @@ from shmload.errors import ServiceUnavailable
 
 @pytest.fixture
 def closed_runtime_dir(tmp_path, monkeypatch):
-    """An XDG_RUNTIME_DIR that this process may not look into, as after `sudo -E -u other`."""
+    """An XDG_RUNTIME_DIR that this process may not enter, as after `sudo -E -u other`."""
     folder = tmp_path / "runtime"
     (folder / "shmload").mkdir(parents=True)
     folder.chmod(0)

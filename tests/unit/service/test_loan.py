@@ -1,4 +1,4 @@
-"""What a client lends is decoded within the length of its part, or refused before it is read."""
+"""A lent shard is decoded within its part's length, or refused before it is read."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Knocking at a service that has no place yet."""
+"""A client keeps trying to connect to a service whose backlog is full."""
 
 import contextlib
 import socket
@@ -12,7 +12,7 @@ from shmload.errors import ServiceUnavailable
 
 @pytest.fixture
 def crowded(tmp_path):
-    """A listener whose queue is full, and its path."""
+    """A listener whose backlog is full, and its path."""
     path = tmp_path / "service.sock"
     with contextlib.ExitStack() as closing:
         listener = closing.enter_context(socket.socket(socket.AF_UNIX))

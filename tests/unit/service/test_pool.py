@@ -1,4 +1,4 @@
-"""Turns at the workers."""
+"""A client that waits for its turn at the workers does not hold up the one that decodes."""
 
 import threading
 
@@ -7,7 +7,7 @@ from shmload._service.pool import WorkerPool
 
 
 class Workers:
-    """What decodes nothing, once it may."""
+    """Fake workers that decode nothing, and wait for a go."""
 
     is_intact = True
 

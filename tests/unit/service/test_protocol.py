@@ -1,4 +1,4 @@
-"""What the service and its clients say arrives as it was sent, or is refused by a typed error."""
+"""Messages between the service and its clients arrive unchanged or raise a typed error."""
 
 import contextlib
 import inspect
@@ -37,7 +37,7 @@ REQUESTS, ANSWERS = typing.get_args(Request), typing.get_args(Answer)
 
 
 def values(kind):
-    """Return what can be sent in a place of this type."""
+    """Return a strategy for the values of a field's type."""
     match kind:
         case msgspec.inspect.IntType(ge=least, le=most):
             least, most = (-(2**63) if least is None else least), most or 2**64 - 1
@@ -66,12 +66,12 @@ _answers = st.one_of([values(msgspec.inspect.type_info(kind)) for kind in ANSWER
 
 
 def body(message):
-    """Return a message as it stands in its frame."""
+    """Return the bytes of a message in its frame."""
     return to_frame(message)[4:]
 
 
 def one_of_each(kinds):
-    """Return one message of each kind, the simplest with something in every place."""
+    """Return one message of each kind, the simplest with a value in every field."""
     return [sample(msgspec.inspect.type_info(kind)) for kind in kinds]
 
 
@@ -201,7 +201,7 @@ def pair():
 
 @pytest.fixture
 def memfds():
-    """Two files to be lent; nothing of them may be left in this process."""
+    """Two files to lend; no descriptor of them may be left in this process."""
     before = len(os.listdir("/proc/self/fd"))
     fds = os.memfd_create("source"), os.memfd_create("target")
     yield fds
@@ -246,7 +246,7 @@ EVERY_ERROR = [
 
 
 def make(error):
-    """Return an error of a class, from something for each argument that it takes."""
+    """Make an error of a class, with some value for each argument."""
     known = {
         int: 2**40,
         float: 60.0,
@@ -260,7 +260,7 @@ def make(error):
 
 
 def sent(refused):
-    """Return the error that a client gets."""
+    """Return the error that a client raises for a refusal."""
     return revive(decode_answer(body(refused)))
 
 

@@ -1,4 +1,4 @@
-"""Telling a client how far its load is."""
+"""The service tells a client the progress of its load."""
 
 import socket
 import time

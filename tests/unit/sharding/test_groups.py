@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded together."""
+"""The modules of a model are grouped for sharding as their ties and dtypes allow."""
 
 import pytest
 import torch
@@ -109,7 +109,7 @@ def test_as_few_modules_as_possible_leave():
     model = nn.Sequential(Block())
     model[0].layers.to(torch.bfloat16)
     assert paths(model, [Block]) == ["0.norm", "0", ""]
-    # A parameter of the block's own cannot leave, so all others do.
+    # The block's own parameter cannot leave the group, so all other parameters do.
     model[0].table = nn.Parameter(torch.zeros(4))
     assert paths(model, [Block]) == ["0.layers.0", "0.layers.1", "0", ""]
 

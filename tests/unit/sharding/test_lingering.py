@@ -1,4 +1,4 @@
-"""How long a rank waits for the others, on a clock of its own."""
+"""A rank keeps its leases until a second after all ranks have come, or for a minute."""
 
 import threading
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def test_ranks_on_this_host_are_what_the_launcher_says(monkeypatch, variables, s
 
 
 class Leases:
-    """What is leased, who holds it, and a clock on which that changes."""
+    """The leases, their holders, and a fake clock on which they change."""
 
     def __init__(self, *names, arrivals=()):
         self.segments = [SimpleNamespace(name=name, is_shared=True) for name in names]
@@ -61,7 +61,7 @@ class Leases:
 
 @pytest.fixture
 def lingering(monkeypatch):
-    """Let a rank of two wait until it does no longer; returns its leases."""
+    """Run the wait of one rank of two to its end; return its leases."""
 
     def wait(*names, **kwargs):
         leases = Leases(*names, **kwargs)

@@ -1,4 +1,4 @@
-"""Parts of tensors: those of all ranks together are the tensor, divided as torch divides it."""
+"""The slices of all ranks together are the tensor, split as torch splits it."""
 
 import itertools
 import math
@@ -66,7 +66,7 @@ def test_regions_are_where_dtensor_has_them(shape, data):
 
 
 def test_fsdp_over_tensor_parallelism_divides_what_that_has_left():
-    # A mesh of 2 by 2: the second dimension splits rows first, the first one what it got.
+    # A 2 x 2 mesh: the second dimension splits the rows first, then the first splits each result.
     def rows(data_rank, tensor_rank):
         splits = [Split(0, 2, data_rank, shards=2), Split(0, 2, tensor_rank)]
         return numbered([8])[slice_of([8], splits).selection].tolist()

@@ -47,17 +47,17 @@ def by_converter(patterns, source, target):
 
 
 def values_of(patterns, dtype):
-    """The numbers that patterns stand for, in float64, which holds all of them."""
+    """The values of patterns in float64, which represents all of them exactly."""
     return by_torch(patterns, dtype, "F64").view(np.float64)
 
 
 def without_torch_only(patterns, source, target):
-    """The patterns that are converted without torch: no NaN results, no overflow to F8_E4M3."""
+    """Patterns converted without torch: no NaN results, no overflow to F8_E4M3."""
     values = values_of(patterns, source)
     results = values_of(by_torch(patterns, source, target), target)
     ours = ~np.isnan(values) & ~np.isnan(results)
     if target == "F8_E4M3":
-        # Half a step above the greatest number, which is 448.
+        # Half a step above the greatest number, 448.
         ours &= np.abs(values) <= 464
     return patterns[ours]
 
@@ -73,7 +73,7 @@ def assert_same(patterns, source, target):
 
 @pytest.fixture
 def no_torch(monkeypatch):
-    """Makes a conversion fail that resorts to torch."""
+    """Make any conversion that uses torch fail."""
 
     def refuse(*_):
         raise AssertionError("converted with torch")
@@ -105,7 +105,7 @@ def float32_near_boundaries(target):
     values = np.unique(values[np.isfinite(values)])
     edges = values[-1] + (values[-1] - values[-2]) * np.array([0.5, 1, 1.5, 2])
     with np.errstate(over="ignore"):
-        # The edges of BF16 and F8_E8M0 lie beyond float32, which makes them infinite.
+        # The edges of BF16 and F8_E8M0 are out of range for float32, which makes them infinite.
         values = np.unique(np.concatenate([values, edges, -edges]).astype(np.float32))
     values = values[np.isfinite(values)].astype(np.float64)
     halves = (values[1:] + values[:-1]) / 2
@@ -129,7 +129,7 @@ def test_float32_overflow_and_infinity_give_torchs_bits(target):
 
 @pytest.mark.parametrize("target", SMALL)
 def test_each_float32_near_the_greatest_number_gives_torchs_bits_alone(target):
-    # Alone, because a greater one takes its whole tile another way.
+    # One value each: a greater value would move its whole tile to another code path.
     patterns = float32_near_boundaries(target)
     values = patterns.view(np.float32)
     for pattern in patterns[(values > 0) & (values < np.inf)][-30:]:
@@ -138,7 +138,7 @@ def test_each_float32_near_the_greatest_number_gives_torchs_bits_alone(target):
 
 @pytest.mark.parametrize("target", TORCH)
 def test_float32_of_every_magnitude_is_converted_without_torch(target, no_torch):
-    # An odd stride takes each lower part with many upper parts.
+    # An odd stride combines each lower part with many upper parts.
     patterns = np.arange(0, 1 << 32, 8191, dtype=np.uint64).astype(np.uint32)
     assert_same(without_torch_only(patterns, "F32", target), "F32", target)
 
@@ -148,7 +148,7 @@ def test_float64_is_rounded_to_float32_first(target, no_torch):
     values = values_of(patterns_of(target), target)
     values = np.unique(values[np.isfinite(values)])
     halves = (values[1:] + values[:-1]) / 2
-    # So near a half that float32 is the half: it then rounds to even, and not away from it.
+    # So near a half that float32 rounds to the half itself, which then rounds to even.
     near = np.concatenate([halves, halves * (1 + 2.0**-40), halves * (1 - 2.0**-40)])
     near = np.concatenate([near, np.nextafter(near, np.inf), np.nextafter(near, -np.inf)])
     assert_same(without_torch_only(near.view(np.uint64), "F64", target), "F64", target)
@@ -253,7 +253,7 @@ def test_buffers_are_let_go(value):
     source = memoryview(np.full(8, value, np.float32).tobytes())
     target = memoryview(bytearray(16))
     Converter("F32", "BF16", 8).convert(source, target, 8)
-    # Raises BufferError if anything still refers to it.
+    # Raises BufferError if a view of it is left.
     source.release()
     target.release()
 

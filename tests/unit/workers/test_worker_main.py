@@ -1,4 +1,4 @@
-"""What a worker does with what it is sent."""
+"""A worker can read a file that only its lender may open."""
 
 import os
 
