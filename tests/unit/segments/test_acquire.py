@@ -1,0 +1,110 @@
+"""Another process acts between two steps of this one: what this one gets has its name."""
+
+import os
+
+import pytest
+
+from shmload._checkpoints.header import Header
+from shmload._host.linux import is_named, shm_open, shm_unlink, write_at
+from shmload._segments import acquire as acquiring
+from shmload._segments import part as building
+from shmload._segments import removal
+from shmload._segments import segment as attaching
+from shmload._segments.acquire import Awaited, acquire
+from shmload._segments.layout import lay_out
+from shmload._segments.names import part_name
+from shmload._segments.part import Part
+from shmload._segments.removal import remove_if_free
+from shmload._segments.segment import Segment, Stay, attach
+
+DIGEST = "1" * 32
+LAYOUT = lay_out(Header(tensors=(), metadata=None, data_offset=8), lambda tensor: tensor.dtype, {})
+
+
+def build(name):
+    """Make a segment as another process does; the caller closes it."""
+    part = acquire(name)
+    assert isinstance(part, Part)
+    part.prepare(LAYOUT)
+    return part.publish(DIGEST, Stay.RESIDENT)
+
+
+@pytest.fixture
+def before(monkeypatch):
+    """Have another process act just before the next call of a function: `before(module, ...)`."""
+
+    def plan(module, function, act):
+        original = getattr(module, function)
+
+        def call(*args, **kwargs):
+            monkeypatch.setattr(module, function, original)
+            act()
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, function, call)
+
+    return plan
+
+
+def test_segment_that_is_evicted_before_its_lock_is_taken_is_not_attached(name, before):
+    build(name).close()
+    before(attaching, "wait_lock", lambda: shm_unlink(name))
+    assert attach(name) is None
+
+
+def test_segment_that_is_published_before_its_part_is_opened_is_attached(name, before, shm_names):
+    before(acquiring, "shm_open", lambda: build(name).close())
+    with acquire(name) as found:
+        assert isinstance(found, Segment)
+        assert found.has_name
+    assert shm_names() == [name]
+
+
+def test_part_that_is_removed_before_its_lock_is_taken_is_made_again(name, before, shm_names):
+    before(acquiring, "try_lock", lambda: shm_unlink(part_name(name)))
+    with acquire(name) as found:
+        assert isinstance(found, Part)
+        assert is_named(found.fd, part_name(name))
+    assert shm_names() == []
+
+
+def test_builder_that_dies_before_the_segment_has_its_name_is_replaced(name, shm_names):
+    builder = acquire(name)
+    builder.prepare(LAYOUT)
+    waiting = acquire(name)
+    assert isinstance(waiting, Awaited)
+    write_at(builder.fd, DIGEST.encode(), LAYOUT.digest_offset)
+    # What the kernel does when the builder is killed.
+    os.close(builder.take())
+    with waiting.wait(1.0) as found:
+        assert isinstance(found, Part)
+    assert shm_names() == []
+
+
+def test_name_that_is_another_segments_before_the_lock_is_taken_is_not_removed(name, before):
+    build(name).close()
+
+    def replace():
+        shm_unlink(name)
+        build(name).close()
+
+    before(removal, "wait_lock", replace)
+    assert not remove_if_free(name)
+    with attach(name) as found:
+        assert found.has_name
+
+
+@pytest.mark.parametrize("stay", [Stay.SHARED, Stay.RESIDENT])
+def test_segment_has_its_digest_before_it_has_its_name(name, before, stay):
+    part = acquire(name)
+    part.prepare(LAYOUT)
+    there = []
+
+    def look():
+        fd = shm_open(part_name(name))
+        with Segment(name, fd) as segment:
+            there.append(segment.read_header().metadata["shmload.digest"])
+
+    before(building, "shm_rename", look)
+    part.publish(DIGEST, stay).close()
+    assert there == [DIGEST]
