@@ -1,4 +1,4 @@
-"""Checkpoints to be warmed, the orders in which a pipeline and its bytes can come, skeletons."""
+"""Fixtures of the process tests: checkpoints, orders of build and decode, skeletons, devices."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ from shmload.workers.fill import Filler
 
 @pytest.fixture
 def checkpoint(tmp_path, evicts):
-    """A file of its own for each test."""
+    """A new checkpoint file for each test."""
     path = tmp_path / "checkpoint" / "model.safetensors"
     path.parent.mkdir()
     save_file(TENSORS, path, {"format": "pt"})
@@ -50,7 +50,7 @@ def folder(tmp_path, evicts):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Four files of 1 MiB in bfloat16 each."""
+    """Four files, each of 1 MiB in bfloat16."""
     paths = []
     for number in range(4):
         paths.append(tmp_path / f"{number}.safetensors")
@@ -63,7 +63,7 @@ def shards(tmp_path):
 
 @pytest.fixture
 def bytes_come_last(monkeypatch):
-    """Let this process decode, and only when the pipeline was built from what is there before."""
+    """Decode in this process, and only after the pipeline is built from empty segments."""
     is_wanted = threading.Event()
     begin, wait, close, fill = Load._begin, Load.wait, Load.close, Filler.fill
 
@@ -90,7 +90,7 @@ def bytes_come_last(monkeypatch):
 
 @pytest.fixture
 def bytes_come_first(monkeypatch):
-    """Let all be decoded before the pipeline is built."""
+    """Decode all weights before the pipeline is built."""
     begin = Load._begin
 
     def begin_and_end(load):
@@ -108,7 +108,7 @@ def either_order(request):
 
 @pytest.fixture
 def large_pipeline(tmp_path):
-    """A pipeline with tensors of several pages, of which the kernel can tell who has read them."""
+    """A pipeline whose tensors have several pages, so that the kernel's page counts show reads."""
     source = tmp_path / "large"
     unet = diffusers.UNet2DModel(
         sample_size=8,
@@ -125,7 +125,7 @@ def large_pipeline(tmp_path):
 
 @pytest.fixture
 def skeletons(configure, tmp_path, monkeypatch):
-    """Remember models, in a directory of this test's own; returns what is there."""
+    """Turn skeletons on, in a directory of this test; return a function that lists its files."""
     if transformers.__version__ < "5":
         pytest.skip("diffusers 0.35 has transformers 4 warn at every load")
     configure(skeletons=1, cache_dir=tmp_path / "cache")
@@ -135,7 +135,7 @@ def skeletons(configure, tmp_path, monkeypatch):
 
 @pytest.fixture
 def built(monkeypatch):
-    """Count how often the libraries build the models."""
+    """Count how often the libraries build models."""
     calls = []
     build_models = Build._build_models
 
@@ -164,7 +164,7 @@ def accelerators(monkeypatch):
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Return what was hollow in each load that was placed."""
+    """Record how many hollow storages each load onto a device fills."""
     seen = []
     drain = Stream.drain
 

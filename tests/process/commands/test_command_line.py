@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and one sentence where it failed."""
+"""A command ends with the right exit code, and a failed one prints one sentence."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_argument_that_cannot_work_is_wrong_usage(tmp_path, monkeypatch):
 
 
 def test_interrupt_before_the_first_command_line_is_read_is_one_sentence(tmp_path):
-    # Imported instead of ours, and interrupted as by a Ctrl-C.
+    # Replaces the real click, and is interrupted as by Ctrl-C.
     (tmp_path / "click.py").write_text(
         f"import os, signal\nos.kill(os.getpid(), {int(signal.SIGINT)})\n"
     )

@@ -1,4 +1,4 @@
-"""The soak of `scripts/soak`, for a few seconds: nothing that must not be is found."""
+"""A few seconds of `scripts/soak` give no findings."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A job: every item once, whatever ends meanwhile, in processes that share one pipeline."""
+"""A job computes every item once, in processes that share one pipeline, whichever of them ends."""
 
 import contextlib
 import os
@@ -27,17 +27,17 @@ def source(saved):
 
 @pytest.fixture(autouse=True)
 def _no_leaks():
-    """Let the job replace processes: an error ends a map, and those at work with it.
+    """Turn the leak check off: an error ends a map, and the job replaces the processes at work.
 
-    That nothing is left in the end is tested in tests/faults/test_dying_runners.py.
+    test_dying_runners.py tests that nothing is left in the end.
     """
 
 
 @pytest.fixture(scope="module")
 def job(source):
-    """Two processes, for tests that let them live."""
+    """A job of two processes, for tests that do not kill them."""
     with dataprep.Job(source, components=["vae"], torch_dtype="bfloat16", procs=2) as made:
-        with tempfile.TemporaryDirectory() as folder:  # both are there before the first test
+        with tempfile.TemporaryDirectory() as folder:  # both processes run before the first test
             assert len(set(made.map(wait_for_the_other, [folder, folder]))) == 2
         yield made
 
@@ -55,7 +55,7 @@ def encode(pipe, item):
 
 
 def wanted(source, items):
-    """Do the same with the library alone."""
+    """The results by the library alone."""
     pipe = reference(str(source), torch.bfloat16, unet=None, text_encoder=None, safety_checker=None)
     for index, item in enumerate(items):
         seed_generators(0, index)
@@ -273,7 +273,7 @@ def test_pipeline_that_cannot_be_loaded_is_its_own_error(copied):
 def test_processes_have_no_weights_of_their_own(large_pipeline):
     def measure(pipe, item):
         tensors = list(pipe.unet.parameters())
-        sum(tensor.float().sum() for tensor in tensors)  # every page is read
+        sum(tensor.float().sum() for tensor in tensors)  # reads every page
         return sum(tensor.nbytes for tensor in tensors), copied_nbytes(pipe)
 
     with dataprep.Job(large_pipeline, torch_dtype="bfloat16", procs=2) as job:

@@ -1,4 +1,4 @@
-"""Jobs work wherever programs run: without a guard, in processes and threads of all kinds."""
+"""Jobs work in any program: without a `__main__` guard, in all kinds of processes and threads."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 from light_jobs import write_pipeline, write_server
 
-# What a program without `if __name__ == "__main__"` has: all of it is in `__main__`.
+# A program without `if __name__ == "__main__"`: all its code is in `__main__`.
 PROGRAM = """
 import dataclasses, enum, functools, subprocess, sys
 source, python = sys.argv[1:]
@@ -89,7 +89,7 @@ error: True item 0, 7: Mistake: no 7
 again: [51]
 """
 
-# As notebooks and embedded interpreters run cells: `__main__` is not the file that was started.
+# Runs cells like notebooks and embedded interpreters: `__main__` is not the started file.
 CELLS = """
 import sys, types
 cells = sys.stdin.read()
@@ -100,7 +100,7 @@ exec(compile(cells, "<cell>", "exec"), vars(module))
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a program, a module beside it, and what a job that loads nothing needs."""
+    """A folder with a program, a module, and the pipeline of a job that loads nothing."""
     folder = tmp_path_factory.mktemp("anywhere")
     write_pipeline(folder / "pipeline")
     write_server(folder / "server")
@@ -111,7 +111,7 @@ def place(tmp_path_factory):
 
 
 def run(place, *command, program=None):
-    """Run Python in the folder with what jobs need, and return what it says."""
+    """Run Python in the folder with the arguments of jobs; return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command, place / "pipeline", place / "server" / "python"],
         cwd=place,
@@ -237,7 +237,7 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def said(place):
-    """What came out of each way to be somewhere else."""
+    """The output for each kind of process, thread and loop."""
     return dict(line.split(": ", 1) for line in run(place, "contexts.py").splitlines())
 
 

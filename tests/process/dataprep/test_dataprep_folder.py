@@ -1,4 +1,4 @@
-"""Results in a folder: what a serial run gives, whatever was killed, raised or tried again."""
+"""A results folder equals a serial run's, whatever was killed, raised or tried again."""
 
 import json
 import os
@@ -31,12 +31,12 @@ def job(source):
 
 @pytest.fixture(autouse=True)
 def _no_leaks():
-    """Let the job replace processes, as in test_dataprep.py."""
+    """Turn the leak check off, as in test_dataprep.py."""
 
 
 @pytest.fixture
 def calls(tmp_path):
-    """A folder in which each call of a function leaves a file."""
+    """A folder in which each call of the function leaves a file."""
     folder = tmp_path / "calls"
     folder.mkdir()
     return folder
@@ -49,7 +49,7 @@ def encode(pipe, item):
 
 
 def noting(calls):
-    """Return the function, which notes for each call what it is for."""
+    """Return a function that records the item of each call."""
 
     def note_and_encode(pipe, item):
         number = len([name for name in os.listdir(calls) if name.startswith(f"{item}-")])

@@ -1,4 +1,4 @@
-"""The examples for data-prep jobs: two of them run, and all call what there is."""
+"""The documentation's examples for data-prep jobs call existing functions, and two of them run."""
 
 import ast
 import inspect

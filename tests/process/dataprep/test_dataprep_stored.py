@@ -1,4 +1,4 @@
-"""What a function returns is what stands in the folder, by the names of the items."""
+"""A job's results folder holds what the function returned, by the items' names."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import torch
 
 from shmload.integrations.results import Results
 
-# What is in it for a job's processes shall not have them import all of the above.
+# Pickle this module's functions by value, so that a job's processes do not import all of the above.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ARRAYS = {

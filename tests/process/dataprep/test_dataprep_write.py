@@ -1,4 +1,4 @@
-"""A job that stores its results: right, the same each time, and nothing done twice."""
+"""A job stores the right results, the same bytes each time, and computes nothing twice."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from shmload.integrations import dataprep
 from shmload.integrations._jobs.runner import limited_threads, seed_generators
 from shmload.integrations.results import ResultFolder, Results
 
-# What is in it for a job's processes shall not have them import all of the above.
+# Pickle this module's functions by value, so that a job's processes do not import all of the above.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 COUNT = 30
@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 
 def encode(pipe, item):
-    """Give arrays of all kinds, and to each fourth item none."""
+    """Return arrays of all kinds, and none for each fourth item."""
     if item % 4 == 3:
         return {}
     pixels = torch.rand(1, 3, 16, 16, dtype=pipe.vae.dtype)
@@ -96,7 +96,7 @@ print("ADDED", made.added, flush=True)
 
 
 class Log:
-    """Says for which items a function was called, in whatever process."""
+    """Records the items for which the function was called, in any process."""
 
     def __init__(self, path):
         self.path = path
@@ -107,7 +107,7 @@ class Log:
             file.write(f"{item}\n")
 
     def take(self):
-        """Return for which it was since this was asked last, in their order."""
+        """Return the items since the last call of this, in order."""
         found = sorted(int(line) for line in self.path.read_text().split())
         self.path.write_text("")
         return found
@@ -123,7 +123,7 @@ def squares(pipe, item):
 
 
 def stored_in(folder, source):
-    """Return which items a folder has."""
+    """Return the items that a folder has."""
     facts = shmload.Handle.of(source).facts | {"seed": "0", "threads": "1", "devices": "cpu"}
     with ResultFolder(folder, shard_items=8, facts=facts) as results:
         return {index for index in range(COUNT) if results.is_done(index, f"{index:08}")}
@@ -143,7 +143,7 @@ def test_killed_job_goes_on_and_does_nothing_twice(
         assert before.isdisjoint(called)
         assert stored - before <= set(called)
         assert len(stored) == len(before) + (kill_at or COUNT - len(before))
-        # Of each process: what it works on, what waits for that, and what both have just given.
+        # Four items per process: at work, queued, and the results of the two before them.
         assert len(called) - (len(stored) - len(before)) <= 4 * 2
     assert len(stored) == COUNT
     light_server()
@@ -151,7 +151,7 @@ def test_killed_job_goes_on_and_does_nothing_twice(
 
 
 def assert_clean(folder, source, tmp_path):
-    """See that a folder has the bytes of a job that nothing happened to."""
+    """Check that a folder has the bytes of an undisturbed job."""
     with dataprep.Job(source, procs=2) as job:
         job.write(squares, range(COUNT), tmp_path / "clean", shard_items=8)
     assert content_of(folder) == content_of(tmp_path / "clean")

@@ -1,4 +1,4 @@
-"""scripts/encode_dataset.py: pictures and captions to latents and embeddings, whatever happens."""
+"""scripts/encode_dataset.py encodes every picture and caption, through kills and bad pictures."""
 
 import os
 import subprocess
@@ -58,18 +58,18 @@ class Encoding:
         )
 
     def run(self, out, *more):
-        """Return exit code, stdout and stderr."""
+        """Run the script; return exit code, stdout and stderr."""
         with self.start(out, *more) as process:
             words, errors = process.communicate(timeout=100)
         return process.returncode, words, errors
 
     def run_here(self, out):
-        """Return exit code and stdout of a run without processes, which is quicker."""
+        """Run without processes, which is faster; return exit code and stdout."""
         done = CliRunner().invoke(encode_dataset.main, [*self.arguments, str(out), "--procs", "0"])
         return done.exit_code, done.output
 
     def run_until_killed(self, out, waiting, *more):
-        """Kill it while its processes wait for what nobody writes to."""
+        """Kill the script while its processes block on a FIFO without a writer."""
         fifos = [replace_by_fifo(path) for path in waiting]
         before = journals(out)
         with self.start(out, *more) as process:
@@ -85,7 +85,7 @@ class Encoding:
 
 
 def replace_by_fifo(path):
-    """Have whoever opens a picture wait."""
+    """Replace a picture by a FIFO, so that opening it blocks."""
     aside = path.with_name(path.name + ".aside")
     path.rename(aside)
     os.mkfifo(path)
@@ -93,12 +93,12 @@ def replace_by_fifo(path):
 
 
 def journals(out):
-    """Return the size of each journal by its name."""
+    """Return the size of each journal, by name."""
     return {path.name: path.stat().st_size for path in out.glob("*.journal")}
 
 
 def wait_for_growth(out, before):
-    """Wait until there are results that were not there before."""
+    """Wait until the journals have grown."""
     deadline = time.monotonic() + 60
     while all(size <= before.get(name, 0) for name, size in journals(out).items()):
         assert time.monotonic() < deadline, "no results"

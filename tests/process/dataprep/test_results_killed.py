@@ -1,4 +1,4 @@
-"""A job that stores results is killed for good, and the next one goes on where it was."""
+"""After a kill of a job that stores results, the next job continues where it was."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ def folder(tmp_path):
 def test_job_killed_again_and_again_gives_the_same_bytes(child, tmp_path, folder):
     run(tmp_path / "serial", range(COUNT))
     left = []
-    # In the first record, in a later one, before a shard has its name, and before its journal goes.
+    # In the first record, in a later one, before a shard's rename, before its journal's removal.
     for at in (8, 6, 10, 13):
         job = child(START + JOB, SUPPORT, folder, at)
         assert job.wait() == -signal.SIGKILL, job.errors

@@ -1,4 +1,4 @@
-"""A handle crosses to wherever its user's processes come from, and gives the same weights there."""
+"""A handle crosses to processes of any kind and gives the same weights there."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from datasets.fingerprint import Hasher
 
 import shmload
 
-# A user's program: what is done in the other processes, and the ways to get them.
+# A user's program: the work of the other processes, and the ways to start them.
 PROGRAM = '''
 import hashlib, json, multiprocessing, os, sys
 import torch
@@ -98,7 +98,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run a program, from a file, a string or standard input; returns what it printed."""
+    """Run a program from a file, a string or standard input; return its output."""
     monkeypatch.setenv("PYTHONPATH", str(Path(shmload.__file__).parents[1]))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
 
@@ -142,7 +142,7 @@ def test_processes_of_libraries_attach(saved, run, shm_names, way, method, given
     found = json.loads(run(PROGRAM, source, way, method, given=given))
     wanted = reference(str(source), torch.bfloat16).vae
     assert found["digests"] == [digest_of(wanted)]
-    assert found["pids"] in (1, 2)  # a quick one may have done the other's work
+    assert found["pids"] in (1, 2)  # one fast process may do the work of both
     assert found["segments"] == 1
     assert len(found["latents"]) == 8
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_datasets_finds_what_it_has_mapped_again(copied, run, tmp_path, shm_name
     assert len(set(pids)) == 2
     monkeypatch.setenv("PYTHONHASHSEED", "2")
     assert run(EMBED, source, folder, log) == first
-    assert log.read_text().split() == pids  # nothing was done again
+    assert log.read_text().split() == pids  # nothing was computed twice
     os.utime(source / "vae" / "diffusion_pytorch_model.safetensors", ns=(1, 1))
     assert run(EMBED, source, folder, log) != first
     assert len(log.read_text().split()) == 8

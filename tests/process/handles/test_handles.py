@@ -1,4 +1,4 @@
-"""A shared pipeline lasts as long as somebody has it, and a handle is all that it takes."""
+"""A shared pipeline lasts as long as a process holds it, and a handle alone gives access."""
 
 import gc
 import os
@@ -64,7 +64,7 @@ def test_nothing_is_decoded_twice(handle, child):
     assert shared_names() == names
 
 
-def test_segments_go_with_whoever_is_last(handle, child, shm_names):
+def test_segments_go_with_their_last_holder(handle, child, shm_names):
     attached = child(CHILD, handle.text)
     attached.expect("LOADED")
     handle.close()
@@ -82,7 +82,7 @@ def test_what_killed_processes_leave_is_used_by_the_next(handle, child, shm_name
     attached.say("die")
     attached.wait()
     assert shm_names() == names
-    assert not shared_names()  # nobody has them
+    assert not shared_names()  # no process holds them
     actions = {s.action for s in shmload.plan(handle_source(handle), torch_dtype="bf16").shards}
     assert actions == {shmload.Action.ATTACH}
     assert sorted(shmload.collect_garbage()) == names
@@ -104,7 +104,7 @@ def test_sharing_removes_what_others_left(handle, source, copied, child, shm_nam
         assert not set(left) & set(shm_names())
 
 
-def test_loading_without_anybody_who_holds_it_shares_it_anew(handle, shm_names):
+def test_loading_shares_again_when_no_process_holds_the_segments(handle, shm_names):
     copy = pickle.loads(pickle.dumps(handle))
     handle.close()
     assert shm_names() == []
@@ -177,7 +177,7 @@ def test_interrupt_at_the_end_of_sharing_leaves_nothing(source, monkeypatch, shm
 )
 def test_changed_configuration_gives_another_handle(source, name):
     before, path = shmload.Handle.of(source, components=["vae"]), source / name
-    path.write_bytes(content := path.read_bytes())  # which makes no difference
+    path.write_bytes(content := path.read_bytes())  # a rewrite of the source changes nothing
     assert shmload.Handle.of(source, components=["vae"]) == before
     path.write_bytes(content + b"\n")
     assert shmload.Handle.of(source, components=["vae"]) != before

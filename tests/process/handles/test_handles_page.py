@@ -1,4 +1,4 @@
-"""What the page about handles shows can be run as it stands."""
+"""The examples on the page about handles run as printed."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ import shmload
 
 _PAGE = Path(__file__).parents[3] / "docs" / "handles.md"
 _SOURCE = "path/to/stable-diffusion"
-# What each example prints, in the order of the page.
+# Output of each example, in the order of the page.
 _PRINTS = {
     "share": r"torch.bfloat16 \d+ bytes as text\n",
     "DataLoader": r"(torch.Size\(\[4, 4, 32, 32\]\)\n){2}",

@@ -1,4 +1,4 @@
-"""Processes that shmload starts: how they begin and how they end."""
+"""Processes that shmload starts begin with the right state, and their ends are reported."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from shmload._ipc.child import Child, child_environment, start_with_channel
 
 @pytest.fixture
 def program(tmp_path):
-    """Write a module; returns what `Child` needs to run it."""
+    """Write a module; return the arguments with which `Child` runs it."""
 
     def write(code):
         (tmp_path / "program.py").write_text(f"import os, signal, socket, sys\n{code}\n")

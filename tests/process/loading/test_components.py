@@ -1,4 +1,4 @@
-"""A pipeline of some components is the library's with the others passed in as None."""
+"""Loading some components equals `from_pretrained` with the others passed as None."""
 
 import pytest
 import torch

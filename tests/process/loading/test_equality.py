@@ -1,4 +1,4 @@
-"""What `load_pipeline` returns is what `from_pretrained` of the pipeline's own class returns."""
+"""`load_pipeline` returns the same as `from_pretrained` of the pipeline's class, bit for bit."""
 
 import gc
 
@@ -13,7 +13,7 @@ import shmload
 
 pytestmark = pytest.mark.libraries
 
-# How a pipeline is stored: dtype, variant, sharded.
+# Ways to store a pipeline: dtype, variant, sharded.
 STORED = {
     f"{dtype}{'-sharded' if sharded else ''}": (dtype, variant, sharded)
     for dtype, variant in (("float32", None), ("bfloat16", None), ("float16", "fp16"))
@@ -87,7 +87,7 @@ def test_pipelines_generate_the_same(saved, family):
 
 
 def test_comparison_sees_ties_and_non_persistent_buffers(saved):
-    # Else the tests above would say less than they seem to.
+    # Otherwise the tests above would prove less than they seem to.
     encoder = reference(saved("wan")).text_encoder
     assert any("shared.weight" in group for group in ties(tensors_of(encoder)))
     transformer = reference(saved("stable-diffusion")).text_encoder

@@ -1,4 +1,4 @@
-"""Models in the hub's cache: found by their id, and known by their sha256."""
+"""Models in the hub's cache are found by id, and their files identified by sha256."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def test_files_of_the_hub_cache_are_known_by_their_sha256(hub_cache, folder):
     where = {"torch_dtype": torch.bfloat16, "cache_dir": hub_cache.root}
     first = hub_cache.add("org/name", folder)
     names = shmload.warm("org/name", **where).segments
-    # Another revision of another repository with the same files, written anew.
+    # Another repository and revision with the same content in new files.
     hub_cache.add("org/copy", folder, "b" * 40)
     assert shmload.warm("org/copy", **where).read_nbytes == 0
     assert shmload.warm("org/copy", **where).segments == names
@@ -42,7 +42,7 @@ def test_files_of_the_hub_cache_are_known_by_their_sha256(hub_cache, folder):
 
 
 def test_only_a_hub_caches_blobs_are_known_by_their_names(tmp_path, checkpoint):
-    # The same name elsewhere proves nothing.
+    # A sha256 as file name outside a hub cache proves nothing.
     path = tmp_path / "files" / ("a" * 64)
     path.parent.mkdir()
     shutil.copy(checkpoint, path)

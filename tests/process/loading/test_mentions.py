@@ -1,4 +1,4 @@
-"""Users meet their own paths and the libraries' messages, and never those of a view."""
+"""Messages and objects have the user's paths, never paths of a view."""
 
 import logging
 import shutil
@@ -32,11 +32,11 @@ def test_the_search_for_mentions_finds_what_is_hidden():
 
 
 @pytest.mark.usefixtures("bytes_come_last")
-def test_what_others_log_meanwhile_is_heard(copied, monkeypatch):
+def test_logs_of_other_libraries_during_a_load_are_kept(copied, monkeypatch):
     source = copied("stable-diffusion")
     path = source / "unet" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(path)
-    del tensors["mid_block.resnets.0.norm1.weight"]  # so that it has to be built twice
+    del tensors["mid_block.resnets.0.norm1.weight"]  # so that the model is built twice
     save_file(tensors, path, {"format": "pt"})
     plain = diffusers.AutoencoderKL.from_pretrained
 
@@ -93,7 +93,7 @@ def test_source_is_named_as_the_library_would(saved, monkeypatch, spelling):
     "name", ["v1.0 (final).fp16", "%s %d", "mod\N{LATIN SMALL LETTER E WITH GRAVE}le"]
 )
 def test_odd_name_of_the_directory_is_no_matter(saved, tmp_path, name):
-    # Whole paths are split at dots, formatted and printed by the libraries.
+    # The libraries split whole paths at dots, format and print them.
     source = tmp_path / name
     shutil.copytree(saved("flux", "float16", "fp16", sharded=True), source)
     assert_loads_equal(source, "bf16", variant="fp16")

@@ -1,4 +1,4 @@
-"""Pipelines as they are found, odd or broken: equal all the same, or the library's own error."""
+"""Odd pipelines load like with the library, and broken ones raise the library's error."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def test_missing_and_unexpected_keys_are_told_and_filled_alike(copied, dtype):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "none"])
 @pytest.mark.parametrize("family", ["stable-diffusion", "sdxl"])
 def test_clip_checkpoint_with_the_hubs_names_is_equal(copied, family, dtype):
-    # Those on the hub were saved by transformers 4 and older: a prefix, and a buffer that is gone.
+    # Models on the hub were saved by transformers <= 4: with a prefix, and a buffer since removed.
     source = copied(family)
     for path in source.glob("text_encoder*/model.safetensors"):
         tensors = {
@@ -78,7 +78,7 @@ def test_clip_checkpoint_with_the_hubs_names_is_equal(copied, family, dtype):
 
 @pytest.mark.usefixtures("either_order")
 def test_component_listed_as_absent_is_not_loaded_from_its_directory(copied):
-    # How users take the safety checker out of a pipeline for good.
+    # The way users remove the safety checker from a saved pipeline.
     source = copied("stable-diffusion")
     change_json(source / "model_index.json", safety_checker=[None, None])
     assert assert_loads_equal(source, "bf16").safety_checker is None

@@ -1,4 +1,4 @@
-"""What is passed to `load_pipeline` means what it means to `from_pretrained`."""
+"""Arguments of `load_pipeline` mean the same as in `from_pretrained`."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -73,14 +73,14 @@ def test_float64_is_equal(saved):
 
 
 def test_float8_is_equal_where_the_library_can(saved):
-    # transformers cannot build a model in it.
+    # transformers cannot build a model in float8.
     dtype = {"transformer": torch.float8_e4m3fn, "default": torch.bfloat16}
     source = saved("flux")
     assert_equal(shmload.load_pipeline(source, torch_dtype=dtype), reference(source, dtype))
 
 
 def test_threads_that_load_at_once_get_what_they_asked_for(saved, configure, tmp_path):
-    configure(cache_dir=tmp_path)  # so that the rules have to be derived, too
+    configure(cache_dir=tmp_path)  # so that the rules are derived too
     sources = [saved("stable-diffusion"), saved("wan"), saved("flux")] * 2
     with ThreadPoolExecutor(len(sources)) as pool:
         load = partial(shmload.load_pipeline, torch_dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`load_state_dict` gives the tensors that safetensors gives, in memory that is shared."""
+"""`load_state_dict` gives the same tensors as safetensors, in shared memory."""
 
 import gc
 import json
@@ -25,7 +25,7 @@ FLOATS = [
 
 
 def make_tensors():
-    """One tensor of every kind there is, and some odd sizes."""
+    """Return one tensor of every dtype, and some odd sizes."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         f"{str(dtype).removeprefix('torch.')}.{count}": torch.randn(count, generator=generator).to(
@@ -61,7 +61,7 @@ def make_tensors():
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """A file with tensors of all kinds."""
+    """A file with tensors of every dtype."""
     path = tmp_path_factory.mktemp("single") / "model.safetensors"
     save_file(make_tensors(), path, {"format": "pt"})
     return path
@@ -69,7 +69,7 @@ def single(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    """The same in three shards, with an index."""
+    """The same tensors in three shards, with an index."""
     folder = tmp_path_factory.mktemp("sharded")
     tensors = list(make_tensors().items())
     weight_map = {}
@@ -161,7 +161,7 @@ def special_values(dtype):
 
 
 def test_tensor_of_many_pieces_equals_safetensors(tmp_path, configure, evicts):
-    # 150 MB of segment: three pieces, for two workers.
+    # A segment of 150 MB: three pieces for two workers.
     path = tmp_path / "model.safetensors"
     big = torch.arange(75_000_000, dtype=torch.int32).view(torch.float32)
     save_file({"big": big, "small": torch.ones(5)}, path)
@@ -211,7 +211,7 @@ def test_empty_file_is_truncated(tmp_path):
 
 
 def test_pipeline_is_not_one_checkpoint(tmp_path, single):
-    # Its two encoders have the same names: one dict cannot hold them.
+    # Both encoders have the same tensor names, which one dict cannot hold.
     index = {name: ["transformers", "CLIPTextModel"] for name in ("a", "b")}
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "P"} | index))
     for name in index:
@@ -229,7 +229,7 @@ def test_unknown_dtype_is_refused(single):
 # Memory -------------------------------------------------------------------------------------------
 
 
-# Over the file itself, over a segment that is private to the process, and over a resident one.
+# Tensors over the file itself, over a private segment, and over a resident segment.
 KINDS = {"file": {}, "private": {"dtype": torch.bfloat16}, "resident": {"keep": True}}
 
 
@@ -274,7 +274,7 @@ def test_tensors_outlive_the_segment_and_the_file(tmp_path, single, shm_names):
     wanted = load_file(single)
     state = shmload.load_state_dict(path, torch.bfloat16, keep=True)
     (name,) = shm_names()
-    Path("/dev/shm", name).unlink()  # as whoever may do all can
+    Path("/dev/shm", name).unlink()  # like root, or the same user
     path.unlink()
     gc.collect()
     assert_state_equal(state, wanted, torch.bfloat16)
@@ -349,7 +349,7 @@ def test_second_process_attaches_what_the_first_kept(single, child, evicts):
         shmload.evict(info.name)
     del state
     gc.collect()
-    first.end()  # by SIGKILL, and the kernel takes the lease back
+    first.end()  # by SIGKILL; the kernel releases the lease
     assert not shmload.segments()[0].is_leased
     (evicted,) = shmload.evict(info.name)
     assert evicted.used_at > info.used_at  # by the second process

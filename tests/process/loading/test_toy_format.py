@@ -1,7 +1,6 @@
-"""A second format of checkpoint files takes one module: all doors then load it.
+"""A new format of checkpoint files needs one module; all public functions then load it.
 
-The format is that of `toy_format`: its bytes are in no order, have gaps, and its header is a
-trailer.
+The format is `toy_format`: tensors in any order with gaps, and a trailer instead of a header.
 """
 
 import json
@@ -27,7 +26,7 @@ def _is_known(monkeypatch):
 
 @pytest.fixture
 def toy(tmp_path, evicts):
-    """A single file."""
+    """A checkpoint of one file."""
     path = tmp_path / "weights.toy"
     save_toy(TENSORS, path)
     return path
@@ -35,7 +34,7 @@ def toy(tmp_path, evicts):
 
 @pytest.fixture
 def toy_folder(tmp_path, evicts):
-    """A component of three shards, with an index."""
+    """A component of three shards with an index."""
     path = tmp_path / "component"
     path.mkdir()
     weight_map = {}
@@ -97,7 +96,7 @@ def test_segment_is_listed_verified_and_removed_like_any(toy_folder, shm_names, 
 
 def test_file_is_decoded_even_with_the_wanted_dtypes(toy):
     (shard,) = shmload.plan(toy).shards
-    assert shard.action is shmload.Action.DECODE  # no library maps it
+    assert shard.action is shmload.Action.DECODE  # no library can map this format
     assert (shard.tensors, shard.read_nbytes) == (len(TENSORS), NBYTES)
     assert shard.segment_nbytes > 0
 

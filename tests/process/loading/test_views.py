@@ -1,4 +1,4 @@
-"""A view is a directory as the library wants it, private, and gone when it is left."""
+"""A view is a private directory in the library's layout, removed at the end of its block."""
 
 import json
 import os
@@ -35,11 +35,11 @@ def test_view_of_a_directory_has_all_that_is_in_it(folder):
         found = {}
         for shard in path.glob("*.safetensors"):
             found |= load_file(shard)
-        # Private: nobody else may even list it.
+        # Private: no other user may list it.
         assert path.stat().st_mode & 0o777 == 0o700
     assert_same(found, as_bf16(TENSORS))
     assert not path.exists()
-    assert (folder / "extra" / "deep" / "notes.txt").exists()  # what a view removes is links
+    assert (folder / "extra" / "deep" / "notes.txt").exists()  # removing a view removes links only
 
 
 def test_view_is_removed_whatever_happens_in_it(checkpoint, shm_names):

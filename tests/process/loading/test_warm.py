@@ -1,4 +1,4 @@
-"""What `warm` makes resident, what it does not do twice, and how `plan` foretells it."""
+"""`warm` makes sources resident once, and `plan` predicts what it will do."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_each_dtype_has_a_segment_of_its_own(checkpoint):
         for dtype in (None, torch.bfloat16, torch.float16)
     }
     assert len(names) == 3
-    # In its own dtype the file makes the same segment, asked for or not.
+    # Requesting the file's own dtype gives the same segment as requesting none.
     assert shmload.warm(checkpoint, torch_dtype=torch.float32).segments in names
 
 

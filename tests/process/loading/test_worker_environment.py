@@ -1,4 +1,4 @@
-"""What a worker inherits."""
+"""A worker inherits the environment without systemd's variables for the service."""
 
 import contextlib
 from pathlib import Path
@@ -12,7 +12,7 @@ def test_what_systemd_tells_its_service_stays_there(monkeypatch, worker_pids):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OTHER", "stays")
     with contextlib.closing(Coordinator(1)):
-        while not (pids := worker_pids()):  # it has no command line yet, nor an environment
+        while not (pids := worker_pids()):  # just forked: no command line or environment yet
             pass
         while not (environment := Path(f"/proc/{pids[0]}/environ").read_text()):
             pass

@@ -1,4 +1,4 @@
-"""A remembered rule that is wrong is found out: it costs time, and never a bit."""
+"""A wrong remembered rule is detected: it costs time, and never a wrong bit."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.libraries
 @pytest.mark.parametrize(
     "wrong",
     [
-        Rule(target="BF16"),  # what Wan keeps in float32 is forgotten
+        Rule(target="BF16"),  # ignores the tensors that Wan keeps in float32
         Rule(target="F16"),
         Rule(target="F8_E4M3"),
         Rule(target="F32"),
@@ -46,7 +46,7 @@ def test_remembered_rule_that_is_wrong_gives_a_right_pipeline(
     assert [text for text in said.texts if text not in own] == wanted_said.texts
     assert not mentions_of_view(got)
     if own:
-        # What was found wrong is not used a second time.
+        # A rule found wrong is not used again.
         again = shmload.plan(source, torch_dtype=torch.bfloat16)
         changed = [s for s in again.shards if s.conversion != wrong.text]
         assert set(changed) <= set(right.shards) or keep
@@ -56,7 +56,8 @@ def test_remembered_rule_that_is_wrong_gives_a_right_pipeline(
 def test_rule_that_narrows_what_the_model_keeps_is_found_out(
     saved, configure, monkeypatch, tmp_path
 ):
-    # With no torch_dtype diffusers' models are float32; bits lost on the way must not go unseen.
+    # Without torch_dtype diffusers' models are float32: a cast through a smaller dtype must be
+    # detected.
     source = saved("flux")
     configure(cache_dir=tmp_path)
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A pipeline's tensors lie in shared memory or in its files, and writing to them is private."""
+"""A pipeline's tensors lie in shared memory or its files, and writes to them stay private."""
 
 import functools
 
@@ -64,6 +64,6 @@ def test_weight_that_is_changed_while_the_pipeline_is_built(saved, monkeypatch, 
 
     source = saved("flux")
     monkeypatch.setattr(FluxPipeline, "__init__", change(FluxPipeline.__init__))
-    # Its page is this process's own then, and so are its neighbours' bytes.
+    # The write copies the page, including the neighbours' bytes.
     got = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
     assert_equal(got, reference(source, torch.bfloat16))

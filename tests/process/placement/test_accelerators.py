@@ -1,4 +1,4 @@
-"""Pipelines on accelerators that are none: the same bits, nothing left on the host."""
+"""Pipelines on fake accelerators have the library's bits, and leave nothing on the host."""
 
 import functools
 import gc
@@ -97,12 +97,12 @@ def test_ring_may_be_tiny_or_larger_than_all(saved, accelerators, limit):
     assert_as_on_the_host(got, reference(source, torch.bfloat16))
 
 
-# What is found out only when it is built ----------------------------------------------------------
+# What only the build finds out --------------------------------------------------------------------
 
 
 @pytest.fixture
 def large_rings(monkeypatch):
-    """Let a ring of 64 KiB be as large as one without a limit."""
+    """Use rings of 64 KiB for all loads."""
     monkeypatch.setattr(destination, "ring_shape", lambda *_: RingShape(2, 32 << 10))
 
 

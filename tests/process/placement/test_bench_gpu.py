@@ -1,4 +1,4 @@
-"""What `scripts/bench gpu` does before it measures: it makes pipelines, and looks for a GPU."""
+"""`scripts/bench gpu` makes its pipelines and looks for a GPU before it measures."""
 
 import json
 import os

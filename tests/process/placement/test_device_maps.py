@@ -1,4 +1,4 @@
-"""Device maps of whole pipelines, and which of them are refused."""
+"""Device maps place whole pipelines as asked, and bad ones are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Activations follow the weights: over devices that torch only pretends to have, and real ones."""
+"""Activations follow the weights from device to device, on pretended devices and real ones."""
 
 import copy
 import gc
@@ -15,7 +15,7 @@ import shmload
 pytestmark = pytest.mark.libraries
 
 # Torch's private backend with tensors that have a device and no bytes: operations across devices
-# fail as they do on GPUs. In a process of its own, because a backend is registered for good.
+# fail as on GPUs. It runs in a child, because a registered backend stays registered.
 PRETEND = """
 import torch
 from torch import nn
@@ -104,7 +104,7 @@ _CASES = [
 
 @pytest.fixture
 def pretend(child):
-    """Return what asks a model for its output on pretended devices, and says where that is."""
+    """Return a function that runs a model on pretended devices and returns its output's device."""
     pytest.importorskip("torch.utils.backend_registration")
     if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this torch has no private backend written in Python")
@@ -118,16 +118,16 @@ def pretend(child):
 
 
 def test_outputs_come_back_to_where_inputs_were(pretend):
-    # One process for all: what it imports takes longer than they do.
+    # One process for all cases: its imports take longer than they do.
     assert {repr(case): pretend(*case) for case in _CASES} == dict.fromkeys(
         map(repr, _CASES), "cpu"
     )
 
 
 def test_decoder_takes_its_inputs_from_anywhere(pretend):
-    # `decode` is no `forward`, so nobody knows where its outputs are wanted.
+    # `decode` is not `forward`: no hook moves its outputs back.
     assert pretend("flux", "vae", 1, True) == "fakegpu:1"
-    # And without hooks inputs stay where they are.
+    # Without hooks inputs stay on their device.
     without = pretend("flux", "transformer", {"": 0, "single_transformer_blocks": 1}, False)
     assert without.partition(":")[0] not in ("cpu", "fakegpu")
 
@@ -171,7 +171,7 @@ def test_models_that_wait_in_one_folder_do_not_mix(encoder, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
     del model, other, encoder
     gc.collect()
-    assert len(list(tmp_path.iterdir())) < 2  # the fixture's own may live on
+    assert len(list(tmp_path.iterdir())) < 2  # the fixture's model may still be alive
 
 
 def test_all_of_a_model_may_wait(encoder, tmp_path):
@@ -183,7 +183,7 @@ def test_all_of_a_model_may_wait(encoder, tmp_path):
 
 
 class Table(nn.Module):
-    """Has a tensor of its own beside a module."""
+    """A module with a parameter of its own and a submodule."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`plan` with an inventory: its sizes are those of the loaded models, its answer plans itself."""
+"""`plan` with an inventory knows the loaded models' sizes, and its device map plans to itself."""
 
 import ast
 import json
@@ -45,7 +45,7 @@ def test_planned_sizes_are_those_of_the_loaded_models(saved, family, torch_dtype
         for name, model in pipe.components.items()
         if isinstance(model, torch.nn.Module)
     }
-    # Sizes, modules, what stays whole and what is tied.
+    # Sizes, modules, modules that stay whole, and ties.
     assert _components(folder, torch_dtype) == loaded
 
 
@@ -58,13 +58,13 @@ def test_planned_sizes_agree_with_the_headers(saved, family, dtype):
     found = _components(folder, dtype)
     for checkpoint in resolve(folder, folder).checkpoints:
         rule = rule_for(checkpoint, dtype)
-        if rule.only is None:  # else the library casts the others
+        if rule.only is None:  # otherwise the library casts the other tensors
             buffers = _unstored_nbytes(getattr(pipe, checkpoint.component))
             assert found[checkpoint.component].nbytes == _stored_nbytes(checkpoint, rule) + buffers
 
 
 def _unstored_nbytes(model):
-    """Return the size of buffers that are in no checkpoint, which no dtype changes."""
+    """Return the size of non-persistent buffers, which no dtype changes."""
     stored = model.state_dict().keys()
     return sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in stored)
 
@@ -80,7 +80,7 @@ def _stored_nbytes(checkpoint, rule):
     return nbits // 8
 
 
-# accelerate's own maps name tensors too.
+# accelerate's maps name tensors too.
 @pytest.mark.libraries
 @pytest.mark.filterwarnings("ignore:The following device_map keys")
 @pytest.mark.parametrize("family", _FAMILIES)
@@ -146,7 +146,7 @@ def test_component_without_safetensors_is_not_forgotten(copied):
 def test_plan_without_devices_is_as_it_was(saved):
     found = shmload.plan(saved("flux"))
     assert found.placement is None
-    # And light, with the rules remembered.
+    # Planning is light when the rules are remembered.
     code = (
         "import sys, shmload\n"
         "shmload.plan(sys.argv[1])\n"
@@ -196,7 +196,7 @@ def test_plan_divides_a_transformer_between_its_blocks(saved):
         "proj_out",
     }
     assert len(set(placed.values())) > 1
-    # Whole blocks and nothing below them.
+    # Only whole blocks, none of their submodules.
     assert all(path.rpartition(".")[2].isdecimal() for path in placed if "." in path)
 
 

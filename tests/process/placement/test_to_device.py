@@ -1,4 +1,4 @@
-"""Any module on a device: copied, or left as it was."""
+"""`to_device` copies any module to a device completely, or leaves it unchanged."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Filling a sharded module, one rank at a time in this process, and what is refused."""
+"""`fill` gives a sharded module its rank's weights, one rank at a time, and refuses bad modules."""
 
 import importlib
 import sys
@@ -19,7 +19,7 @@ from shmload.integrations import fsdp, zero
 
 @pytest.fixture
 def joined():
-    """Be one rank of a group whose other ranks are not there: `mesh = joined(1, 3)`."""
+    """Make this process one rank of a group without the others: `mesh = joined(1, 3)`."""
 
     def join(rank, world_size):
         leave()

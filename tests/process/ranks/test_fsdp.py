@@ -1,4 +1,4 @@
-"""Models sharded over ranks: equal to the ordinary ones, and no rank holds a whole one."""
+"""Models sharded over ranks equal unsharded ones, and no rank holds a whole model."""
 
 import signal
 
@@ -41,9 +41,9 @@ def large_source(tmp_path_factory):
         ("stable-diffusion", "unet", "float32", 2),
         ("stable-diffusion", "text_encoder", "bfloat16", 4),
         ("stable-diffusion", "vae", "bfloat16", 2),
-        ("sdxl", "text_encoder", "bfloat16", 2),  # its hidden states are wanted
+        ("sdxl", "text_encoder", "bfloat16", 2),  # the pipeline uses its hidden states
         ("flux", "transformer", "bfloat16", 4),
-        ("wan", "transformer", "bfloat16", 2),  # keeps some of it in float32
+        ("wan", "transformer", "bfloat16", 2),  # keeps some tensors in float32
         ("wan", "text_encoder", "float16", 2),  # likewise
     ],
 )
@@ -55,7 +55,7 @@ def test_sharded_model_is_the_ordinary_one(
         "equal", world_size, tmp_path, source=source, component=component, dtype=dtype
     )
     assert sum(parts) == pytest.approx(1)
-    assert max(parts) < 1.3 / world_size  # uneven ones are all on the first ranks
+    assert max(parts) < 1.3 / world_size  # uneven remainders are all on the first ranks
 
 
 def test_model_sharded_in_two_copies_is_the_ordinary_one(ranks, saved, tmp_path, evicts):
@@ -106,7 +106,7 @@ def test_others_take_over_from_a_rank_that_is_killed_while_it_decodes(
         "lose_one", 4, tmp_path, source=str(saved("flux")), component="transformer", how="kill"
     )
     assert results == [signal.SIGKILL, "filled", "filled", "filled"]
-    # Its view may be left, for a minute at least.
+    # Its view may be left for up to a minute.
     assert not [name for name in shm_names() if "view" not in name]
 
 
@@ -117,6 +117,6 @@ def test_others_fail_in_time_where_a_rank_stops_while_it_decodes(
         "lose_one", 2, tmp_path, source=str(saved("flux")), component="transformer", how="stop"
     )
     assert results == [signal.SIGKILL, "failed"]
-    removed = shmload.collect_garbage()  # and its view, if it had come so far
+    removed = shmload.collect_garbage()  # and its view, if it had made one
     assert len([name for name in removed if "view" not in name]) == 1
     assert not [name for name in shm_names() if "view" not in name]

@@ -1,4 +1,4 @@
-"""The ranks that torchrun and accelerate start on one host: one decodes, the others attach."""
+"""Of the ranks that torchrun and accelerate start on one host one decodes, the others attach."""
 
 import contextlib
 import gc
@@ -48,7 +48,7 @@ pipe = shmload.load_pipeline(source, torch_dtype="bfloat16")
 def tell(**rank):
     Path(out, os.environ["LOCAL_RANK"] + ".json").write_text(json.dumps(rank))
 """
-# Looks at what it has, when all have it.
+# Checks its pipeline when all ranks have theirs.
 EQUAL = """
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ tell(read=sum(read), copied=copied, pss=pss, segments=segments)
 dist.barrier()  # nobody ends before
 dist.destroy_process_group()
 """
-# One of two is killed when it has loaded, which has both started anew.
+# One of two ranks is killed after its load; the launcher then restarts both.
 RESTARTED = """
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     if os.environ["LOCAL_RANK"] == "1":
@@ -85,7 +85,7 @@ tell(read=sum(read))
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
-    """Run a script by a launcher; returns what its ranks noted."""
+    """Run a script with a launcher; return the notes of its ranks."""
 
     def run(launcher, script, source, prefix=()):
         path, out = tmp_path / "rank.py", tmp_path / "out"
@@ -141,12 +141,12 @@ def test_source_is_read_once_for_all_ranks(saved, launch, tmp_path, shm_names, l
     names, sizes, shared = zip(*found[0]["segments"], strict=True)
     assert sorted(names) == sorted(shard.segment for shard in planned)
     assert all(shared)
-    # One copy for all together; each maps some pages of its own, such as the last of a file.
+    # One copy for all ranks; each has some private pages, such as the last page of a file.
     assert sum(rank["pss"] for rank in found) <= 1.05 * sum(sizes) + 4096 * len(sizes)
     assert shm_names() == []
 
 
-def test_ranks_that_are_started_anew_read_nothing(saved, launch, shm_names):
+def test_restarted_ranks_read_nothing(saved, launch, shm_names):
     options = ("--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1")
     found = launch((*_TORCHRUN, *options), RESTARTED, saved("stable-diffusion"))
     assert found == [{"read": 0}] * 2
@@ -155,7 +155,7 @@ def test_ranks_that_are_started_anew_read_nothing(saved, launch, shm_names):
 
 # Deaths -------------------------------------------------------------------------------------------
 
-# Says how it goes, and may stop at the first byte.
+# Prints each step, and may stop at the first byte.
 RANK = """
 import logging, sys
 import shmload
@@ -206,7 +206,7 @@ def test_ranks_take_over_from_one_that_is_killed(saved, start_rank, shm_names):
     names = shm_names()
     assert len(shmload.verify()) == len(names) == 4
     for rank in others:
-        rank.end()  # killed, all of them
+        rank.end()  # kill all ranks
     assert shm_names() == names
     assert sorted(shmload.collect_garbage()) == names
     assert shm_names() == []
@@ -232,7 +232,7 @@ def test_ranks_wait_for_one_that_is_stopped_until_a_deadline(
 
 @pytest.fixture
 def rank(monkeypatch):
-    """Be one of two, whose other comes when this is called; then nobody waits for it any more."""
+    """Make this process one of two ranks; `rank()` lets the other come and ends the wait for it."""
     others = set()
     holders = ranks.holders
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -280,8 +280,8 @@ def test_forked_child_does_not_wait_for_the_others(saved, rank, shm_names):
     pid = os.fork()
     if pid == 0:
         ours.close()
-        theirs.sendall(b"!")  # by now it has given back what is not its own
-        theirs.recv(1)  # until the parent closes its end
+        theirs.sendall(b"!")  # the fork has released the parent's leases
+        theirs.recv(1)  # wait until the parent closes its end
         os._exit(0)
     theirs.close()
     try:
@@ -314,7 +314,7 @@ def test_share_is_not_chosen_where_the_caller_has_chosen(saved, rank, shm_names,
 
 @pytest.fixture
 def rings(monkeypatch):
-    """Let weights of 64 KiB be worth a ring."""
+    """Use rings of 64 KiB, so that small weights go through one."""
     monkeypatch.setattr(destination, "ring_shape", lambda *_: RingShape(2, 32 << 10))
 
 
@@ -325,7 +325,7 @@ def test_ranks_with_accelerators_share_instead_of_a_ring_each(
     source = saved("flux")
     got = load(source)
     assert streams == []
-    assert len(shm_names()) == 4  # although its tensors are all on the device
+    assert len(shm_names()) == 4  # kept although all tensors are on the device
     read = []
     again = load(source, progress=lambda *counts: read.append(counts))
     assert read == []

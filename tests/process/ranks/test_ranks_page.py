@@ -1,4 +1,4 @@
-"""The programs that the page about ranks shows for sharding can be run as they stand."""
+"""The sharding programs on the page about ranks run as printed."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ import shmload
 pytestmark = pytest.mark.libraries
 
 _PAGE = Path(__file__).parents[3] / "docs" / "ranks.md"
-# What two ranks print together, but for the ends of lines, which may come late.
+# The output of two ranks together, without line ends, which may come late.
 _PRINTS = {"fsdp": "", "zero": "torch.Size([16, 32])" * 2}
 
 
@@ -24,7 +24,7 @@ def test_program_runs(saved, tmp_path, monkeypatch, shm_names, module):
     path = tmp_path / "program.py"
     path.write_text(program.replace("path/to/flux", str(saved("flux"))))
     monkeypatch.setenv("PYTHONPATH", str(Path(shmload.__file__).parents[1]))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # there may be one device for two ranks
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # two ranks need two devices, or the CPU
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ended = subprocess.run(
         [*torchrun, "--nproc-per-node", "2", path],

@@ -1,4 +1,4 @@
-"""A Ray cluster: sources resident once on each node, and stages whose actors share them."""
+"""On a Ray cluster a source is resident once per node, and the actors of a stage share it."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from warming import CHILD, NBYTES, begun
 
 import shmload
 
-# Not imported here: it puts packages of its own on the path, which tell skeletons apart.
+# Do not import Ray here: it adds packages to the path, and skeletons depend on the path.
 if not importlib.util.find_spec("ray"):
     pytest.skip("there is no Ray", allow_module_level=True)
 pytestmark = pytest.mark.usefixtures("evicts")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("evicts")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, _own_environment):
-    """A cluster of one node, in the tests' /dev/shm."""
+    """A cluster of one node that uses the tests' /dev/shm."""
     with RayCluster(tmp_path_factory.mktemp("ray") / "driver.log") as cluster:
         yield cluster
 
@@ -34,7 +34,7 @@ def first(cluster):
 
 @pytest.fixture(scope="module")
 def has_own_shm(cluster):
-    """Whether the second node has a /dev/shm of its own, which takes root."""
+    """Whether the second node has a /dev/shm of its own, which needs root."""
     return cluster.ask("has_own_shm()")
 
 
@@ -44,7 +44,7 @@ def second(cluster, has_own_shm):
 
 
 def call(function, *args, **kwargs):
-    """Write a call of the module as an expression."""
+    """Return the expression that calls a function of the driver."""
     arguments = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
     return f"shmray.{function}({', '.join(arguments)})"
 
@@ -77,7 +77,7 @@ def test_source_is_decoded_once_per_node_and_evicted_from_each(
     reports = cluster.ask(warm)
     assert {report.node_id for report in reports} == {first, second}
     assert all(report.address for report in reports)
-    # Nodes of one /dev/shm are to shmload one host.
+    # To shmload, nodes that share /dev/shm are one host.
     assert sorted(read_nbytes(reports)) == [NBYTES if has_own_shm else 0, NBYTES]
     assert read_nbytes(cluster.ask(warm)) == [0, 0]
     assert {i.source for r in cluster.ask(call("cluster_segments")) for i in r.report} == {
@@ -173,7 +173,7 @@ def test_actors_of_a_node_share_one_copy_that_one_of_them_has_decoded(
     cluster, first, second, has_own_shm, saved, tmp_path
 ):
     source, components = saved("stable-diffusion"), ["vae", "text_encoder"]
-    actors = 3  # on two nodes of two CPUs: both have some, and one has two
+    actors = 3  # on two nodes with two CPUs each: one node has two actors
     rows = cluster.ask(
         f"run_stage(Witness, {str(source)!r}, {components}, {actors}, components={components},"
         f" torch_dtype='bfloat16', meeting=Path({str(tmp_path)!r}), actors={actors})"

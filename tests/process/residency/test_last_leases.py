@@ -1,4 +1,4 @@
-"""Whoever gives the last lease of a shared segment back removes it, whoever that is."""
+"""Releasing the last lease of a shared segment removes it, in any process and at any time."""
 
 import gc
 
@@ -44,7 +44,7 @@ def test_tensors_of_one_component(handle, source, shm_names):
     assert shm_names() == []
 
 
-def test_whoever_lists_segments(handle, shm_names, monkeypatch):
+def test_listing_that_outlives_the_last_lease_removes_the_segments(handle, shm_names, monkeypatch):
     read_header = Segment.read_header
 
     def close_and_read(segment):
@@ -56,7 +56,9 @@ def test_whoever_lists_segments(handle, shm_names, monkeypatch):
     assert shm_names() == []
 
 
-def test_whoever_verifies_segments(handle, shm_names, monkeypatch):
+def test_verifying_that_outlives_the_last_lease_removes_the_segments(
+    handle, shm_names, monkeypatch
+):
     digest_data = listing.digest_data
 
     def close_and_digest(*args):
@@ -101,7 +103,7 @@ sys.stdin.readline()
 
 @pytest.mark.parametrize("how", ["open", "closed", "at work"])
 def test_process_whose_daemonic_children_end_with_it(source, child, shm_names, how):
-    # Where multiprocessing comes first it ends them after all else that is done at the end.
+    # If multiprocessing was imported first, it ends its children after all other exit handlers.
     process = child(MULTIPROCESSING, source, how)
     process.expect("USED")
     assert len(shm_names()) == (2 if how == "at work" else 1)
@@ -140,7 +142,7 @@ def test_forked_child_that_outlives_its_parent(source, child, shm_names):
     process.say()
     assert process.expect("STILL") == "1"
     process.say()
-    assert process.process.stdout.read() == b""  # its end
+    assert process.process.stdout.read() == b""  # it has ended
     assert shm_names() == []
 
 

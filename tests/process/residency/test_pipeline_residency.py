@@ -1,4 +1,4 @@
-"""What a pipeline keeps: attached by the next load, leased while in use, no more than is used."""
+"""A pipeline's resident segments are attached by the next load and leased while in use."""
 
 import gc
 import os
@@ -114,7 +114,7 @@ def test_one_tensor_that_lives_on_keeps_its_segments_lease(saved, evicts):
 def test_first_load_of_all_keeps_only_the_segments_it_uses(
     saved, configure, tmp_path, shm_names, evicts, bytes_come_first
 ):
-    # No rule is remembered yet, and Wan's is not the likely one.
+    # No rule is remembered, and the guessed rule is wrong for Wan.
     configure(cache_dir=tmp_path)
     source = saved("wan")
     pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, keep=True)

@@ -1,4 +1,4 @@
-"""Processes that want the same: one decodes, and the others wait or take over from the dead."""
+"""Of processes that load the same source one decodes; the others wait, or take over if it dies."""
 
 import signal
 
@@ -62,7 +62,7 @@ def test_part_of_a_killed_process_is_taken_over(checkpoint, child, shm_names):
 def test_part_of_a_process_killed_with_its_workers_at_work_is_taken_over(
     tmp_path, child, configure, shm_names, evicts
 ):
-    # Its workers hold the part too, until they notice.
+    # The killed loader's workers hold the part until they notice its end.
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.arange(8_000_000, dtype=torch.int32).view(torch.float32)}, path)
     configure(inline_nbytes=0, workers=2)
@@ -114,7 +114,7 @@ def test_warm_makes_resident_what_another_process_decodes_for_itself(checkpoint,
     assert "1 awaited" in begun(warming)
     private.say()
     private.expect("LOADED")
-    # It may attach the other's segment or decode on its own; resident it has to be.
+    # It may attach the other's segment or decode by itself; the segment must be resident.
     line = warming._read_line()
     if line.startswith("AT"):
         warming.say()

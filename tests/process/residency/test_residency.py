@@ -1,4 +1,4 @@
-"""Segments are served as long as they are true, listed, checked, and removed when asked for."""
+"""Segments are attached while their source is unchanged; they can be listed, verified, removed."""
 
 import contextlib
 import os
@@ -112,7 +112,7 @@ def test_what_is_no_segment_is_not_listed(checkpoint):
 
 
 def damage(name, offset, value=None):
-    """Change one byte of a segment, as faulty memory would."""
+    """Change one byte of a segment, like faulty memory."""
     path = SHM / name
     path.chmod(0o600)
     with path.open("r+b") as file:
@@ -177,7 +177,7 @@ def break_metadata(name):
 def test_segment_with_a_broken_header_is_found_and_can_be_removed(checkpoint, shm_names, harm):
     (name,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
     harm(name)
-    shmload.segments()  # whether it lists it is its own affair
+    shmload.segments()  # must not fail; it may list the segment or not
     for check in (shmload.verify, lambda: shmload.verify(name)):
         with pytest.raises(shmload.SegmentCorrupt, match=name):
             check()
@@ -231,7 +231,7 @@ def test_evict_wants_to_know_what(checkpoint, monkeypatch, shm_names):
         shmload.evict("nothing")
     with pytest.raises(shmload.SegmentNotFound, match="'nothing'"):
         shmload.verify("nothing")
-    # An empty shell variable is not the current directory.
+    # An empty name (an unset shell variable) must not mean the current directory.
     monkeypatch.chdir(checkpoint.parent)
     with pytest.raises((ValueError, shmload.SegmentNotFound)):
         shmload.evict("")
@@ -252,7 +252,7 @@ def test_evict_leaves_the_leased_and_takes_the_rest(folder, child):
     assert [info.name for info in shmload.evict(folder)] == [names[0]]
 
 
-def test_garbage_is_what_nobody_can_use(checkpoint, tmp_path, child, shm_names):
+def test_garbage_is_outdated_segments_and_abandoned_parts(checkpoint, tmp_path, child, shm_names):
     (current,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
     sources = [tmp_path / f"{number}.safetensors" for number in range(3)]
     for source in sources:
@@ -296,7 +296,7 @@ def test_view_of_a_killed_process_is_garbage(checkpoint, child, shm_names):
     view = Path(process.expect("PATH")).parent
     old = time.time() - 3600
     os.utime(view, (old, old))
-    assert shmload.collect_garbage() == []  # it is in use
+    assert shmload.collect_garbage() == []  # in use
     process.end()
     assert shmload.collect_garbage() == [view.name]
     assert shm_names() == []

@@ -1,4 +1,4 @@
-"""Containers of one node: they share /dev/shm and the socket, and do not see each other."""
+"""Containers of one node share segments and the service without seeing each other's processes."""
 
 import subprocess
 
@@ -10,7 +10,7 @@ import shmload
 
 _APART = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
-# Warms its source, then holds it, and says what it knows of the others.
+# Warms its source, holds it, and prints what it sees of the others.
 _CLIENT = """
 import os, sys
 import shmload
@@ -25,7 +25,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def container(child):
-    """Start Python in namespaces of its own, as a container's first process."""
+    """Start Python as a container's first process, in new namespaces."""
     if subprocess.run([*_APART, "true"], capture_output=True, timeout=60).returncode != 0:
         pytest.skip("this system does not let one make namespaces")
 
@@ -48,4 +48,4 @@ def test_containers_share_what_one_service_decodes(container, configure, tmp_pat
     (lease,) = status().leases
     assert lease.pids == ()
     with pytest.raises(shmload.SegmentBusy, match="by process"):
-        shmload.evict(checkpoint)  # this process sees them all
+        shmload.evict(checkpoint)  # this process sees all holders

@@ -1,4 +1,4 @@
-"""Room in the budget: for whom it is kept, and until when."""
+"""Room in the budget is reserved for a load until it ends."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ _SEGMENT = (1 << 20) + 4096
 
 @pytest.fixture
 def shards(tmp_path):
-    """Two files of 1 MiB in bfloat16 each, of one checkpoint."""
+    """Two files of one checkpoint, each of 1 MiB in bfloat16."""
     folder = tmp_path / "folder"
     folder.mkdir()
     paths = [folder / f"{number}.safetensors" for number in range(2)]
@@ -59,7 +59,7 @@ def test_what_is_resident_is_not_reserved_too(service, shards):
     warming = threading.Thread(
         target=shmload.warm, args=(folder,), kwargs={"torch_dtype": "bfloat16"}
     )
-    with contextlib.closing(acquire(names[1])):  # the second is waited for
+    with contextlib.closing(acquire(names[1])):  # holds up the second
         warming.start()
         while not shmload.segments():
             pass

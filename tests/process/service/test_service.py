@@ -1,4 +1,4 @@
-"""Loads through the service: the same result, one copy, within a budget."""
+"""Loads through the service give the same result, from one copy, within a budget."""
 
 import gc
 import os
@@ -46,7 +46,7 @@ def test_what_its_caller_decodes_is_a_miss_too(service, checkpoint, configure):
     configure(inline_nbytes=1 << 30)
     for _ in range(2):
         shmload.load_state_dict(checkpoint, "bfloat16")
-    assert (status().misses, status().hits) == (2, 0)  # it does not stay
+    assert (status().misses, status().hits) == (2, 0)  # the segment is not kept
     for _ in range(2):
         shmload.warm(checkpoint, torch_dtype="bfloat16")
     assert (status().misses, status().hits) == (3, 1)
@@ -101,7 +101,7 @@ def test_leases_say_who_holds_what(service, checkpoint):
 
 
 def test_lease_of_a_process_that_cannot_be_seen_is_listed_too(service, checkpoint, child, evicts):
-    # As from another pid namespace: /proc/locks names nobody there.
+    # As in another pid namespace, where /proc/locks shows no pids.
     code = (
         "import contextlib, shmload\n"
         "from shmload._segments import listing\n"
@@ -160,7 +160,7 @@ def test_least_recently_used_goes_first(service, shards):
     service("--budget", str(3 * _SEGMENT))
     for path in shards[:3]:
         shmload.warm(path, torch_dtype="bfloat16")
-    shmload.warm(shards[0], torch_dtype="bfloat16")  # used again
+    shmload.warm(shards[0], torch_dtype="bfloat16")  # its last use is now the newest
     shmload.warm(shards[3], torch_dtype="bfloat16")
     assert {Path(info.source) for info in shmload.segments()} == {shards[0], shards[2], shards[3]}
     assert status().evictions == 1
@@ -204,6 +204,6 @@ def test_room_is_reserved_for_one_client_only(service, shards):
         first.ask(Reserve(2 * _SEGMENT), Reserved)
         with Client(socket_path()) as second, pytest.raises(SharedMemoryFull):
             second.ask(Reserve(2 * _SEGMENT), Reserved)
-    while status().clients:  # the first one's end is noticed in another thread
+    while status().clients:  # another thread notices the first client's end
         pass
     ask(Reserve(3 * _SEGMENT), Reserved)

@@ -1,4 +1,4 @@
-"""How a service starts and ends, what it preloads, and how it is asked."""
+"""A service starts, preloads, answers status requests and ends as documented."""
 
 import contextlib
 import json
@@ -119,14 +119,16 @@ def test_systemd_gets_its_message_and_gives_a_socket(service, child, tmp_path):
             assert notified.recv(100) == b"READY=1"
             assert status().pid == process.pid
             with connect(socket_path(), 60) as connection:
-                assert peer_of(connection)[0] == process.pid  # and not who has opened the socket
+                assert (
+                    peer_of(connection)[0] == process.pid
+                )  # not the process that opened the socket
             ask(Shutdown(), Stopping)
             assert notified.recv(100) == b"STOPPING=1"
             assert process.wait(60) == 0
         finally:
             process.kill()
             process.wait()
-        assert socket_path().exists()  # it is systemd's
+        assert socket_path().exists()  # it belongs to systemd
 
 
 def test_preload_makes_resident_what_it_can(service, shards, tmp_path):
@@ -151,7 +153,7 @@ def test_list_that_does_not_fit_the_budget_is_an_error_in_the_log(service, shard
         pass
     said = f"does not fit the budget: line 1, {shards[0]}, was evicted for line 3"
     assert said in process.errors
-    assert f", of {shards[0]}" in process.errors  # what the eviction itself says
+    assert f", of {shards[0]}" in process.errors  # the log line of the eviction
 
 
 def test_preload_that_waits_for_another_builder_ends_with_the_service(service, shards, tmp_path):
@@ -166,7 +168,7 @@ def test_preload_that_waits_for_another_builder_ends_with_the_service(service, s
         process.process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
     assert "cannot be preloaded" not in process.errors
-    assert len(children) == 2  # a worker, and the process that waits
+    assert len(children) == 2  # a worker, and the waiting process
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
@@ -207,7 +209,7 @@ def test_metrics_are_served(service, checkpoint):
     assert "shmload_misses_total 1.0" in lines
 
 
-def test_metrics_where_somebody_listens_are_refused_in_one_line(service, child):
+def test_metrics_on_a_port_in_use_are_refused_in_one_line(service, child):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -1,4 +1,4 @@
-"""Letting clients in: who cannot be served yet waits, and nothing ends the service."""
+"""The service accepts clients, lets them wait when it is full, and survives every failure."""
 
 import contextlib
 import errno
@@ -56,7 +56,7 @@ def knock(endpoint):
 
 
 def is_let_in(client):
-    """Tell whether the service has said a word of welcome."""
+    """Tell whether the service has accepted a client with its first message."""
     with contextlib.suppress(BlockingIOError):
         return bool(client.recv(1, socket.MSG_PEEK))
     return False
@@ -82,7 +82,7 @@ def test_client_beyond_the_most_is_served_when_another_leaves(endpoint, state):
 
 
 class NoDescriptorOnce:
-    """A listener whose process has no descriptor left, at first."""
+    """A listener whose first accept fails for want of a descriptor."""
 
     def __init__(self, listener):
         self._listener = listener
@@ -153,7 +153,7 @@ def test_more_clients_than_are_served_at_a_time_all_get_an_answer(endpoint, stat
 
 
 class Beats:
-    """Counts the signs of life of a service; `are_enough` when a few have come."""
+    """Counts a service's heartbeats; sets `are_enough` after a few."""
 
     def __init__(self):
         self._count = 0

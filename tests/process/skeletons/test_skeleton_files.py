@@ -1,4 +1,4 @@
-"""The files of skeletons: what was harmed or might do harm is not used, and they stay few."""
+"""Damaged or dangerous skeleton files are not used, and their number is limited."""
 
 import os
 import pickle

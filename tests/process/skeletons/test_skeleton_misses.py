@@ -1,4 +1,4 @@
-"""Where a skeleton would not give what the libraries give, there is none, or another one."""
+"""A skeleton is not used, or is made again, where it would differ from the libraries' model."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ import shmload
 
 pytestmark = pytest.mark.usefixtures("skeletons")
 
-# What has no skeleton -----------------------------------------------------------------------------
+# Models without a skeleton ------------------------------------------------------------------------
 
 
 def test_models_that_were_warned_of_are_warned_of_again(copied, built, skeletons):
@@ -25,7 +25,7 @@ def test_models_that_were_warned_of_are_warned_of_again(copied, built, skeletons
     assert (len(built), skeletons()) == (2, [])
 
 
-def test_weights_that_are_in_no_file_are_drawn_anew(copied, built, skeletons):
+def test_weights_that_are_in_no_file_are_drawn_again(copied, built, skeletons):
     source = copied("stable-diffusion")
     path = source / "text_encoder" / "model.safetensors"
     tensors = load_file(path)
@@ -129,7 +129,7 @@ def test_setting_turns_it_off(saved, built, skeletons, configure):
     assert (len(built), skeletons()) == (2, [])
 
 
-# What makes another one ---------------------------------------------------------------------------
+# Changes that need a new skeleton -----------------------------------------------------------------
 
 
 def change_config(source, monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Models that are built from a skeleton are those that the libraries built."""
+"""Models built from a skeleton equal the models that the libraries build."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("skeletons")
 
 
 def draws(source):
-    """Tell whether the library draws random numbers when it loads a pipeline."""
+    """Tell whether the library draws random numbers while it loads a pipeline."""
     before = torch.get_rng_state()
     reference(source)
     return not torch.equal(before, torch.get_rng_state())
@@ -117,7 +117,7 @@ def test_segments_are_leased_as_long_as_the_models_live(saved, built, evicts):
 
 # Other processes ----------------------------------------------------------------------------------
 
-# The libraries note in tables of the process what they have built; here they have built nothing.
+# Libraries keep tables of the models they built in a process; this process has built none.
 _RUN_ALL = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -195,7 +195,7 @@ print("LOADED", flush=True)
 
 
 def test_process_that_loads_once_remembers_for_the_next(saved, child):
-    # What the libraries say when they are imported is not said of the models.
+    # Messages of the libraries' imports are not about the models.
     source = saved("stable-diffusion")
     first = child(_LOAD, source)
     first.expect("BUILDS")
