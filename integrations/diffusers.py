@@ -169,7 +169,7 @@ class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
         return pipe
 
     def by_shared_segments(self) -> "DiffusionPipeline | None":
-        """Load by shared segments. No room? Return None if a ring, which needs none, will do."""
+        """Load by shared segments. If there is no room and a ring is possible, return None."""
         try:
             return self.by_segments(Stay.SHARED)
         except (MemoryLimitExceeded, SharedMemoryFull):

@@ -180,8 +180,8 @@ class Handle:
             share=True,
             **wanted.hub.kwargs,
         )
-        # After the load, which itself notices a file that changes while it reads: files that are
-        # as they were shared cannot have been others before.
+        # After the load, which itself notices a file that changes while it reads: if the files are
+        # unchanged now, they were unchanged during the load.
         if identity_of(find_source(wanted), wanted.components) != self._recipe.identity:
             raise SourceChanged(wanted.source)
         return pipe

@@ -6,8 +6,8 @@
     FOLDER/index.jsonl                a line for each item; written when the job ends
 
 Writing can stop at any moment, by kill -9 too, and go on later. The finished folder depends on the
-items and their results alone: not on the order in which these came, nor on how often the job was
-killed, or an item failed, on the way. `docs/dataprep.md` says what is in a file.
+items and their results alone: the order of results, kills and earlier failures do not change it.
+`docs/dataprep.md` says what is in a file.
 """
 
 from shmload.integrations._results.folder import ResultFolder, ResultsReport

@@ -22,13 +22,13 @@ class Partition(NamedTuple):
     tensor: torch.Tensor
     """The slice: flat, of the parameter's dtype, as long on all ranks; has its own memory."""
     shape: torch.Size
-    """Of the parameter."""
+    """Shape of the whole parameter."""
     begin: int
     """Offset of the slice in the flat parameter, in elements."""
     padding: int
     """Number of zeros at the end of `tensor` that are not the parameter's."""
     requires_grad: bool
-    """Of the parameter."""
+    """The parameter's `requires_grad`."""
 
     def assemble(self, gathered: torch.Tensor) -> torch.Tensor:
         """Return the whole parameter from the slices of all ranks.

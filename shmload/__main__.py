@@ -4,7 +4,7 @@ import sys
 
 
 def run() -> None:
-    """Run the command line; a Ctrl-C while it is imported is no traceback either."""
+    """Run the command line; a Ctrl-C during its import prints no traceback."""
     try:
         from shmload._cli.main import main
     except KeyboardInterrupt:

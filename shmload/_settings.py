@@ -59,7 +59,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for a segment that another process is decoding, in seconds."""
 
     service: ServiceUse = "auto"
-    """Whether a running service decodes: if there is one, never, or it must."""
+    """Whether a service decodes. `auto`: if one runs; `off`: never; `require`: an error without
+    one."""
 
     socket: Path | None = None
     """Path of the service's socket; None for the default."""
@@ -155,5 +156,5 @@ def worker_count(*, parent_is_busy: bool) -> int:
     if chosen is not None:
         return max(1, chosen)
     cores = len(os.sched_getaffinity(0))
-    # Well before sixteen processes page allocation is the limit, not decoding.
+    # With far fewer than 16 processes page allocation is already the limit.
     return max(1, min(16, cores - 1 if parent_is_busy else cores))

@@ -130,7 +130,7 @@ class _RoundToSmall:
     beforehand. All patterns of F32 give what torch 2.13 gives (compared 2026-11).
     """
 
-    # Of each target: mantissa bits, exponent of the smallest normal number, greatest number.
+    # For each target: mantissa bits, exponent of the smallest normal number, greatest number.
     _LIMITS: Final[dict[str, tuple[int, int, float]]] = {
         "F16": (10, -14, 65504.0),
         "F8_E4M3": (3, -6, 448.0),

@@ -83,7 +83,7 @@ def _import_classes(source: Source) -> None:
 
     import shmload.integrations._build.build  # noqa: F401 with it, torch
 
-    # What its module warns of when it is imported is not about these models.
+    # Warnings from this import are not about these models.
     getattr(diffusers, source.class_name or "DiffusionPipeline", None)
     libraries = {"diffusers": diffusers, "transformers": transformers}
     for checkpoint in source.checkpoints:

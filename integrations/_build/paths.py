@@ -110,7 +110,11 @@ class PathRepair:
 
     @contextlib.contextmanager
     def in_messages(self) -> Iterator[None]:
-        """Repair what is logged and raised inside the block, in any thread."""
+        """Repair paths in log records and warnings of all threads, and in the block's error.
+
+        Hides log records that are in `said`, and adds to it what was logged. Changes hooks of the
+        whole process: hold `libraries`.
+        """
         _install_record_factory()
         _active.append(self)
         try:

@@ -84,7 +84,14 @@ def _diffusers_rule(model_class: Any, target: str | None) -> Rule:
 
 
 def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) -> Rule:
-    """Build the model without memory, and find the parameters that do not get the target."""
+    """Return the rule of a transformers class.
+
+    Builds the model on the meta device to see which parameters keep another dtype than `target` (a
+    safetensors name). If some do, the rule converts only the others, and of these only those whose
+    names do not change while loading. RAW for other targets than F32, F16 and BF16.
+
+    May raise anything that the library raises.
+    """
     import torch
 
     if target not in ("F32", "F16", "BF16"):
@@ -102,8 +109,8 @@ def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) ->
     }
     if not exceptions:
         return Rule(target=target)
-    # Many classes rename tensors while they load. Only a tensor that keeps its name certainly does
-    # not become one of the exceptions.
+    # Many classes rename tensors while they load. A tensor that is renamed may be one of the
+    # exceptions, so only unrenamed ones are listed.
     return Rule(
         target=target, only=frozenset(_unrenamed(model, set(tensors) - exceptions, tensors))
     )

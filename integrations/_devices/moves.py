@@ -60,11 +60,11 @@ class Move(NamedTuple):
     """Consecutive bytes of the host and where they go."""
 
     address: int
-    """Of the first byte, in this process."""
+    """Address of the first byte, in this process."""
     nbytes: int
     allocation: Allocation
     offset: int
-    """Of the first byte in the allocation, in bytes."""
+    """Offset of the first byte in the allocation, in bytes."""
 
     @property
     def end(self) -> int:
@@ -80,7 +80,7 @@ class _Held(NamedTuple):
     is_parameter: bool
     tensor: torch.Tensor
     runtime: Runtime | None
-    """Of the device that it goes to; None to leave it."""
+    """Runtime of the device that it goes to; None to leave it."""
 
 
 class Moves:

@@ -119,7 +119,7 @@ def _shared(fd: int) -> Iterator[torch.Tensor]:
     """Map a whole file, shared and read-only; yields its bytes."""
     mapped = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch: a tensor could be written to, this memory not
+        warnings.simplefilter("ignore")  # torch warns: the memory is read-only, tensors are not
         content = torch.frombuffer(mapped, dtype=torch.uint8)
     yield content
 

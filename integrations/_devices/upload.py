@@ -30,11 +30,11 @@ class Extent(NamedTuple):
 
     allocation: Allocation
     begin: int
-    """Of the first byte in the allocation, in bytes."""
+    """Offset of the first byte in the allocation, in bytes."""
     end: int
-    """Behind the last byte in the allocation, in bytes."""
+    """Offset behind the last byte in the allocation, in bytes."""
     offset: int
-    """Of the first byte in the slot, in bytes."""
+    """Offset of the first byte in the slot, in bytes."""
 
 
 def filler_count() -> int:

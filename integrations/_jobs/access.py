@@ -34,7 +34,7 @@ class Access:
         return self._is_closed
 
     def check(self) -> None:
-        """Refuse what can no longer be used, or not from here.
+        """Raise an error if the job cannot be used, or not by this process.
 
         Raises:
             ArgumentError: it was closed, or belongs to another process.
@@ -47,7 +47,7 @@ class Access:
             raise ArgumentError("this job is closed; make another one")
 
     def close(self) -> None:
-        """Refuse every later use; a use in another thread ends with an error at its next step."""
+        """End the job's use: later uses raise, one in another thread does at its next step."""
         self._is_closed = True
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from shmload.integrations.handles import Handle
 
 
 def check_numbers(procs: int, threads: int, item_timeout_s: float | None) -> None:
-    """Refuse numbers that a job cannot work with.
+    """Check the numbers that a job is told.
 
     Raises:
         ArgumentError: one of them is out of its range.

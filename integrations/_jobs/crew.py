@@ -29,9 +29,9 @@ from shmload.integrations._jobs.runner_process import Event, RunnerProcess
 from shmload.integrations._jobs.server_process import ServerProcess
 from shmload.integrations.handles import Handle
 
-# A wait that takes so much longer than asked: this process was stopped, by Ctrl-Z for instance.
+# If a wait takes this much longer than asked, this process was stopped, by Ctrl-Z for instance.
 _STOPPED_S = 5.0
-# In a row, of processes that end before they have worked.
+# The job fails when this many processes in a row have ended before any work.
 _MAX_FAILED_STARTS = 3
 
 
@@ -70,7 +70,7 @@ class Crew:
         return self._processes.runners if self._processes else {}
 
     def check(self) -> None:
-        """Refuse a crew that cannot be used.
+        """Raise an error if this crew cannot be used.
 
         Raises:
             ArgumentError: it was closed, or belongs to another process.
@@ -168,7 +168,7 @@ class Crew:
         processes.fork(place, self.devices[place])
 
     def _end_processes(self) -> None:
-        """End all processes, whatever state they are in; the crew's own state is sure again."""
+        """End all processes, whatever state they are in; the crew's state is known again."""
         processes, self._processes = self._processes, None
         self._access.is_unsure = self._is_mapping = False
         if processes:

@@ -8,7 +8,7 @@ from shmload.integrations._jobs.processes import Processes
 
 
 def check_starts(processes: Processes) -> None:
-    """Refuse processes that have not started in time. Call this once their messages are read.
+    """Raise an error if a process has not started in time. Call this once messages are read.
 
     Raises:
         JobFailed: the pipeline is not loaded, or a runner not ready, within `wait_timeout_s`.
@@ -42,7 +42,7 @@ def check_ends(processes: Processes) -> None:
 
 
 def extend(processes: Processes, lost_s: float) -> None:
-    """Put every deadline off by a time in which this process was stopped and could not listen."""
+    """Extend every deadline by the time that this process was stopped."""
     processes.server.since += lost_s
     for runner in processes.runners.values():
         runner.since += lost_s

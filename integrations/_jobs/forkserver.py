@@ -139,7 +139,7 @@ class _ForkServer:
 
     @contextlib.contextmanager
     def _ending_with_the_job(self) -> Iterator[None]:
-        """Raise SystemExit in a block that takes long if the job goes.
+        """If the job ends during a long block, raise SystemExit in it.
 
         The job sends nothing until the block is done, so any event on its socket is its end.
         """

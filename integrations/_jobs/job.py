@@ -41,8 +41,8 @@ class Job:
         torch_dtype: as for `load_pipeline`.
         variant: as for `from_pretrained`.
         procs: how many processes; 0 to call the function in this process, for debugging.
-        devices: where the models go: `cpu`; one device for all; a list, of which each process takes
-            the next; `round-robin` for all GPUs in turn.
+        devices: where the models go: `cpu`; one device for all; a list, whose entries the processes
+            get in turn; `round-robin` for all GPUs in turn.
         threads: of each process, for torch. The last bit of some results depends on their number.
         preload: modules that the function needs, imported once for all processes; torch, diffusers
             and transformers always are.

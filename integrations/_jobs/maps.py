@@ -90,8 +90,8 @@ class CrewMap:
     def _feed(self) -> None:
         """Give each process what it can take."""
         ready = [runner for runner in self._crew.runners.values() if runner.is_started]
-        # Give every process one item before any gets two. Only quick processes may queue a second:
-        # it saves them a wait, and behind a slow item it would be the one that waits.
+        # Give every process one item before any gets two. A second item saves a quick process a
+        # wait; behind a slow item it would only be delayed.
         quick = [runner for runner in ready if runner.item_s < _QUICK_S]
         for depth, runner in [*((1, each) for each in ready), *((2, each) for each in quick)]:
             while item := self._dispatch.give(runner.place, depth):

@@ -27,14 +27,14 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     """What to load, and where to find modules."""
 
     handle: str
-    """Of the pipeline, as text."""
+    """Handle of the pipeline, as text."""
     path: tuple[bytes, ...]
     """`sys.path` of the job's process, as the file system encodes it."""
     environment: dict[str, str | None]
     """Values, in the job's process, of variables that the fork server was started with other values
     for; None for one that is not set."""
     threads: int
-    """Of each runner, for torch."""
+    """Number of torch's threads in each runner."""
     preload: tuple[str, ...]
     """Modules to import beside the libraries."""
 

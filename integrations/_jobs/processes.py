@@ -44,7 +44,8 @@ class Processes:
     def fork(self, place: int, device: str) -> None:
         """Ask for a runner; `identify` is called when it is there.
 
-        A server that takes no message has ended: its successor forks a runner for every place.
+        If the server does not take the message, it has ended; the next server forks a runner for
+        every place.
 
         Raises:
             JobFailed: this process has no descriptors to spare.

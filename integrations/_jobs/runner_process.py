@@ -46,7 +46,7 @@ class RunnerProcess:
         self.is_silent = False
         """Whether its socket has reached the end of file, or is no longer listened to."""
         self.how: str | None = None
-        """How it ended, or why it was killed; None before, and if its item is not to blame."""
+        """How it ended, or why it was killed; None before, and if that was not the item's fault."""
         self.since = time.monotonic()
         """When it began with what it does now."""
         self.active_at = self.since

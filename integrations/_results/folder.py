@@ -119,7 +119,7 @@ class ResultFolder:
     def add(self, index: int, key: str, arrays: Mapping[str, Array]) -> None:
         """Store an item's result. On return it survives kill -9 of this process.
 
-        The last missing item of a results file has the file written, and synchronised with its
+        When the last missing item of a results file is added, the file is written and synced to
         disk.
 
         Args:
@@ -141,7 +141,7 @@ class ResultFolder:
         Args:
             index: the item's number, from 0.
             key: its name.
-            error: of a long text the last 1,000 characters are stored.
+            error: the text; only its last 1,000 characters are stored.
 
         Raises:
             ArgumentError, DuplicateKey, ResultsMismatch, ResultsCorrupt, ResultsInaccessible: as
@@ -226,7 +226,17 @@ class ResultFolder:
             self._has_index = False
 
     def _complete(self, file: FileProgress, size: int, count: int) -> None:
-        """Commit a file that must have all of its items."""
+        """Check that a results file has its first `size` items; write it if a journal is left.
+
+        Args:
+            file: the file's progress.
+            size: how many items the file must have, and no more.
+            count: how many items the whole run has, for messages.
+
+        Raises:
+            ArgumentError: an item is missing.
+            ResultsMismatch: the file has more items.
+        """
         missing = file.missing(size)
         if missing >= 0:
             index = file.first + missing

@@ -22,7 +22,7 @@ class ArraySource(Protocol):
 
     @property
     def path(self) -> _Path:
-        """Of the file."""
+        """Path of the file."""
         ...
 
     def blocks(self, place: int, nbytes: int) -> Iterator[memoryview]:
@@ -84,9 +84,9 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     """The first item's number."""
     keys: list[str]
-    """Of all items, in their order."""
+    """Keys of all items, in the items' order."""
     errors: dict[int, str]
-    """Of the items that failed, by number."""
+    """Errors of the items that failed, by the item's number."""
 
 
 class ResultsFile(ArraySource, Protocol):
@@ -124,7 +124,7 @@ class ResultsFormat(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     """What `results.json` calls the layout; changes whenever anything written to a folder does."""
     suffix: str
-    """Of its files' names, with the dot."""
+    """Suffix of its files' names, with the dot."""
     check_item: Callable[[Head, int], None]
     """Raises `ArgumentError` for an item if a file could not hold that many items like it."""
     write: Callable[[_Path, int, Sequence[StoredItem], Mapping[str, str]], None]

@@ -30,7 +30,7 @@ class ArrayPlace(msgspec.Struct, frozen=True, gc=False):
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the results file, or what else its format finds it by."""
+    """Offset of its first byte in the results file, or what else the format finds it by."""
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +155,7 @@ class Index:
         return _LINES.decode(self._line_at(self._begins[place]))
 
     def check(self) -> None:
-        """Refuse an index that is no longer the folder's.
+        """Raise an error if the folder has another index by now.
 
         Raises:
             ResultsChanged: it was removed or replaced.

@@ -13,7 +13,7 @@ _BUCKET_BITS = 10
 def digest_key(key: str) -> int:
     """Return the number of a key: above 0 and below 2**64.
 
-    Of jobs with 3 million keys each, one in 4 million has two keys with the same number.
+    With 3 million keys, the chance that two have the same number is 1 in 4 million.
 
     Raises:
         ArgumentError: the key is not text, or UTF-8 cannot encode it.

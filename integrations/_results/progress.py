@@ -49,7 +49,7 @@ class FileProgress:
         self._settled = 0
         self._journal_path = folder / journal_name(number)
         self._journal: Journal | None = None
-        # Of each item's record in the journal; 0 if it has none. Empty without a journal.
+        # Offset of each item's record in the journal; 0 if it has none. Empty without a journal.
         self._offsets = array("Q")
         self._has_file = self.path.exists()
         self._load()

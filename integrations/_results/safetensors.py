@@ -27,9 +27,9 @@ from shmload.integrations._results.journal import Head, read_blocks
 
 # Not the machine's page size: the same results must give the same bytes everywhere.
 _DATA_ALIGNMENT = 4096
-# Of the 100 MB that safetensors allows a header: for the names of all items together.
+# Bytes for all items' names, out of the 100 MB that a header may have.
 _NAMES_NBYTES = 80_000_000
-# In the header, beside the names: for an array, and for each size of its shape.
+# Header bytes besides the names: per array, and per dimension.
 _ENTRY_NBYTES = 100
 _SIZE_NBYTES = 20
 
@@ -152,7 +152,7 @@ def _contents(metadata: Mapping[str, str]) -> Contents:
 
 
 def _check_item(head: Head, file_items: int) -> None:
-    """Refuse an item whose share of the header is not enough for its names."""
+    """Raise ArgumentError if an item's names are not UTF-8, or exceed its share of the header."""
     try:
         # The list of keys is JSON within JSON.
         nbytes = len(msgspec.json.encode(msgspec.json.encode(head.key).decode()))

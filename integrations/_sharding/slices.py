@@ -13,7 +13,7 @@ class Split(NamedTuple):
     """A dimension of a tensor divided over the ranks of one dimension of a mesh."""
 
     dim: int
-    """Of the tensor."""
+    """The tensor's dimension, from 0."""
     ranks: int
     """How many ranks the mesh dimension has."""
     rank: int
@@ -27,9 +27,9 @@ class Slice(NamedTuple):
     """A rank's slice of a tensor: a box of its elements."""
 
     offsets: tuple[int, ...]
-    """Of its first element, by dimension, in elements."""
+    """Offset of its first element, by dimension, in elements."""
     sizes: tuple[int, ...]
-    """By dimension, in elements; a 0 makes the slice empty."""
+    """Size by dimension, in elements; a 0 makes the slice empty."""
 
     @property
     def selection(self) -> tuple[slice, ...]:
@@ -44,9 +44,9 @@ class FlatSlice(NamedTuple):
     """A rank's slice of a flattened tensor; with padding, the slices of all ranks are as long."""
 
     begin: int
-    """Of the first element, in elements."""
+    """Offset of the first element, in elements."""
     end: int
-    """Behind the last element, in elements."""
+    """Offset behind the last element, in elements."""
     padding: int
     """Number of elements behind it that are not the tensor's."""
 

@@ -81,7 +81,7 @@ def _cached_root(repo_id: str, hub: Hub) -> Path | None:
             found = try_to_load_from_cache(
                 repo_id, name, cache_dir=hub.cache_dir, revision=hub.revision
             )
-        except ValueError as exc:  # such as `a--b`, of which the hub has none
+        except ValueError as exc:  # such as `a--b`, which is not a valid hub id
             raise SourceNotFound(
                 repo_id, f"no such file or directory, nor a hub id: {exc}"
             ) from exc

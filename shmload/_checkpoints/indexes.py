@@ -1,4 +1,4 @@
-"""JSON files that name other files: a pipeline's index, and that of a checkpoint in shards.
+"""JSON files that name other files: a pipeline's index, and the index of a sharded checkpoint.
 
 Guarantee: a file that an index names lies beside it.
 """
@@ -46,11 +46,12 @@ def listed_components(index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str
 
 
 def indexed_shards(index_path: Path) -> tuple[Path, ...]:
-    """Return the files of a checkpoint in shards, in the order of their names.
+    """Return the shard files that an index names: each once, sorted by name; perhaps none.
 
     Raises:
-        IndexMalformed: the index cannot be read, or names a file outside its directory.
-        ShardMissing: it names a file that is not there.
+        IndexMalformed: it cannot be read, has no `weight_map`, or names a file outside its
+            directory.
+        ShardMissing: it names a file that does not exist.
     """
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -75,6 +76,9 @@ def renamed_index(index_path: Path, rename: Callable[[str], str]) -> bytes:
 
 
 def require_beside(name: str, index_path: Path) -> None:
-    """Refuse a name that leads out of the index's directory: the user did not name that file."""
+    """Raise IndexMalformed if a name leads out of the index's directory.
+
+    The user did not name such a file.
+    """
     if name in ("", ".", "..") or name != os.path.basename(name):
         raise IndexMalformed(index_path, f"it names {name!r}, outside its own directory")

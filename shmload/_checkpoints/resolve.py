@@ -1,8 +1,8 @@
 """Find the files that hold the weights of a directory or file.
 
 Follows what diffusers 0.35 to 0.42 and transformers 4.57 to 5.23 do with a local directory. If a
-file is overlooked here, the library reads it itself, which is slower; a file too many is wasted
-work. Neither makes a wrong model.
+file is overlooked here, the library reads it itself, which is slower; an extra file is decoded for
+nothing. The model is right either way.
 """
 
 import os
@@ -43,7 +43,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     library: str
     """`diffusers`, `transformers`, a module of diffusers' pipelines, or empty if unknown."""
     class_name: str
-    """Of the model, or empty if unknown."""
+    """Name of the model's class; empty if unknown."""
     config: dict[str, Any]
     """Its `config.json`, or empty."""
     shards: tuple[Path, ...]
@@ -58,7 +58,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     root: Path
     """The directory, or the file."""
     class_name: str
-    """Of the pipeline; empty if the source is not one, or brings its own code."""
+    """Name of the pipeline's class; empty if the source is no pipeline, or brings its own code."""
     components: tuple[str, ...]
     """All components that the pipeline lists, with weights or without."""
     checkpoints: tuple[Checkpoint, ...]
@@ -227,7 +227,7 @@ def _checkpoint(
 
 
 def _require_weights(folder: Path, names: Collection[str], library: str, class_name: str) -> None:
-    """Refuse a model's directory that has a configuration but no weights."""
+    """Raise ShardMissing if a model's directory has a configuration but no weights."""
     is_model = library and "config.json" in names and not class_name.endswith(_WITHOUT_WEIGHTS)
     if is_model and all(name.endswith(".json") for name in names):
         raise ShardMissing(folder / default_name(names, library), folder / "config.json")

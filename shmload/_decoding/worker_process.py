@@ -109,7 +109,8 @@ class WorkerProcess:
         """Yield the messages that have arrived; none if the worker is gone.
 
         Raises:
-            ProtocolError: a frame is no message, or an answer fits no piece handed out.
+            ProtocolError: a frame is no message, or an answer is for a piece that the worker does
+                not have.
             WorkerFailed: the worker has another version.
         """
         self._inbox.receive()

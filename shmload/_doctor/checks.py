@@ -20,8 +20,8 @@ from shmload._settings import ServiceUse
 from shmload._wording import format_nbytes
 from shmload.errors import PeerRefused, ServiceUnavailable, ShmloadError
 
-# The first is too little for almost any model, such as docker's default of 64 MiB for /dev/shm; the
-# second is the size of Stable Diffusion 1.5 in 16 bits.
+# Below the first (docker's default for /dev/shm is 64 MiB) almost no model fits. The second is the
+# size of Stable Diffusion 1.5 in 16 bits.
 _LEAST_NBYTES = 256 << 20
 _SMALL_PIPELINE_NBYTES = 2_700_000_000
 # A lease takes one descriptor, a shard that is being decoded two; a pipeline has up to 30 shards.

@@ -69,7 +69,7 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
             raise SegmentUntrusted(name, "it is a symbolic link") from exc
         if exc.errno == errno.ENOSPC:
             raise no_inodes() from exc
-        # Of too many open files posix_ipc makes a sentence without strerror.
+        # For EMFILE posix_ipc gives a text but no strerror.
         raise ShmloadError(f"/dev/shm/{name} cannot be opened: {exc.strerror or exc}") from exc
     found = os.fstat(opened.fd)
     reason = None
@@ -116,7 +116,7 @@ def write_at(fd: int, content: bytes, offset: int) -> None:
 
 
 def unwritten_nbytes(names: Iterable[str]) -> int:
-    """Return how many bytes of these objects have no memory yet; missing ones count nothing."""
+    """Return how many bytes of these objects have no memory yet; missing objects count as 0."""
     total = 0
     for name in names:
         with contextlib.suppress(FileNotFoundError):

@@ -79,7 +79,7 @@ def is_remote(device: int) -> bool:
 def lock_holders(locks: Path = Path("/proc/locks")) -> dict[Inode, set[int]]:
     """Return the processes that have taken flock locks, by file (proc_locks(5)).
 
-    Missing are processes that inherited the descriptor of a lock, and those that this process
+    The result lacks processes that inherited the descriptor of a lock, and processes that this one
     cannot see: in another pid namespace, or in a sandbox that hides the file.
     """
     holders: dict[Inode, set[int]] = {}

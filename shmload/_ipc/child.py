@@ -4,7 +4,7 @@
        +-------end---> SIGTERM, SIGKILL after a deadline, reaped
 
 Guarantee: a child imports nothing from the current directory and gets no Ctrl-C that is meant for
-its parent. After `close` or `end` it has ended, or the log says why it cannot.
+its parent. After `close` or `end` it has ended, or the log says why it could not be ended.
 """
 
 import contextlib

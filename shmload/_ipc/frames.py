@@ -73,7 +73,7 @@ class MessageReader(Generic[_M]):
         """Return the message in a frame.
 
         Raises:
-            ProtocolError: it is none of this version.
+            ProtocolError: it is not a message of this version.
         """
         try:
             return self._decoder.decode(frame)
@@ -100,7 +100,7 @@ class Inbox:
         """Descriptors that have arrived; a caller that takes one closes it."""
 
     def receive(self) -> bool:
-        """Read what has arrived, waiting if that is nothing; False at the end of file.
+        """Read what has arrived; wait if nothing has. Return False at the end of file.
 
         Raises:
             ProtocolError: more descriptors came than frames can take, or some were lost.

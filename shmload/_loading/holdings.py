@@ -67,10 +67,17 @@ class Holdings:
                 self._shards.append(shard)
 
     def acquire(self) -> list[OpenShard]:
-        """Attach each segment, or start to build it; return the shards to decode. Never waits.
+        """Attach each segment, or take the lock of its part.
+
+        Does not wait for other builders; `awaited` yields the shards that they build. Waits at most
+        1 s for each segment that is being evicted.
+
+        Returns:
+            The shards that this load has to decode; `make_parts` comes next.
 
         Raises:
             SegmentError: a resident segment is damaged or another user's.
+            SharedMemoryFull: /dev/shm has no inodes left.
         """
         mine: list[OpenShard] = []
         for shard in self._shards:

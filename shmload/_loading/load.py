@@ -127,7 +127,9 @@ class Load:
             raise interrupt
 
     def _cancel(self) -> KeyboardInterrupt | None:
-        """Stop the thread and wait for its end; return a Ctrl-C of that time, to be raised later.
+        """Stop the thread and wait for its end; return a Ctrl-C that came during the wait.
+
+        The caller raises it.
 
         The thread uses what is closed next, so a Ctrl-C must not cut the wait short.
         """

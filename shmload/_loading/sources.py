@@ -39,7 +39,7 @@ def derive_rules(source: Source, dtype: object) -> Rules:
     """Return the rule of each component's checkpoint; it may import the libraries.
 
     Raises:
-        UnknownDtype: a dtype's name is none.
+        UnknownDtype: a name is not that of a dtype.
     """
     with paused_gc():
         return {

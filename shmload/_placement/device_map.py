@@ -38,7 +38,7 @@ class _Key(msgspec.Struct, frozen=True):
 
     @property
     def weight(self) -> tuple[int, bool]:
-        """Of several keys that match one module the largest weight wins."""
+        """If several keys match a module, the one with the largest weight wins."""
         return len(_WILDCARDS.sub("", self.path)), _WILDCARDS.search(self.path) is None
 
 
@@ -158,7 +158,10 @@ def _spread(
 def _spread_inside(
     module: Module, path: str, depth: int, keys: Iterable[_Key], device: str | None
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield the devices that keys give to the modules inside one that must stay whole."""
+    """Yield path and device of each unit inside a whole module, as if it could be divided.
+
+    The caller raises an error if one of them differs from the module's own device.
+    """
     for child in module.children:
         matching = [key for key in keys if _matches(child.name, key.names[depth])]
         open_child = msgspec.structs.replace(child, is_whole=False)
@@ -166,7 +169,10 @@ def _spread_inside(
 
 
 def _require_match(key: _Key, pipeline: Module, components: Sequence[Component]) -> None:
-    """Refuse a key that matches no module; list the names where it stops matching."""
+    """Raise UnknownComponent or UnknownModule if a key matches no module.
+
+    The error lists the names where the key stops matching.
+    """
     found = [("", pipeline)]
     for depth, name in enumerate(key.names):
         children = [(join(path, c.name), c) for path, module in found for c in module.children]
@@ -180,7 +186,7 @@ def _require_match(key: _Key, pipeline: Module, components: Sequence[Component])
 
 
 def _require_ties(devices: Devices, components: Sequence[Component]) -> None:
-    """Refuse a map that would put a shared tensor on two devices."""
+    """Raise DeviceMapMalformed if modules that share a tensor are on several devices."""
     for component in components:
         for tie in component.ties:
             homes = {unit: devices[unit] for unit in tied_units(component, tie)}

@@ -11,7 +11,7 @@ import msgspec
 from shmload._placement.device_map import tied_units
 from shmload._placement.modules import Component, join
 
-# How finely the fraction of each device that is used is searched: finer than any block.
+# Steps in the search for the fraction to fill; one step is smaller than any block.
 _LEVEL_STEPS = 1 << 12
 
 
@@ -37,7 +37,7 @@ class Divided(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             main: the device of the rest.
-            block_devices: of the first blocks; the others get none.
+            block_devices: the devices of the first blocks; the others get none.
         """
         devices = dict.fromkeys(self.rest, main)
         for block, device in zip(self.blocks, block_devices, strict=False):
@@ -130,7 +130,9 @@ def _assign_evenly(
 
 
 def assign(divided: Divided, free: Mapping[str, int]) -> list[str]:
-    """Fill one device after the other with blocks; return the devices of those that fit.
+    """Fill one device after the other with blocks.
+
+    Returns the devices of the first blocks, up to the first that fits on no remaining device.
 
     Args:
         divided: the blocks, and the rest, which lies on the first device.

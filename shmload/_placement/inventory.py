@@ -33,7 +33,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices, accelerators first and by index. A device that is not listed has no limit."""
+    """Devices, accelerators first and by index.
+
+    An accelerator that is not listed does not exist; `cpu` and `disk` then have no limit.
+    """
 
     devices: tuple[Device, ...]
 

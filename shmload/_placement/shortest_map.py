@@ -83,7 +83,7 @@ class _Labelled:
             _Written(((self.path, device),)) + self.write(device)
             for device in sorted(self.used - {inherited})
         ]
-        # Of equally short options take the first: it names this module, not all of its children.
+        # The first of equally short options wins: it names this module, not all of its children.
         return min([*options, self.write(inherited)], key=len) if self.children else options[0]
 
 

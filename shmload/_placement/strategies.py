@@ -22,7 +22,7 @@ Rooms = Mapping[str, int]
 ComponentDevices = dict[str, str]
 """The device of each component that was placed, by its name."""
 
-# `auto` tries all subsets of at most so many components as those that wait on the CPU or disk.
+# `auto` tries each subset of at most this many components as the ones to offload.
 _MAX_SPILLABLE = 8
 
 
@@ -45,7 +45,7 @@ def place_sequential(components: Sequence[Component], rooms: Rooms) -> Component
 def place_balanced(
     components: Sequence[Component], rooms: Rooms, used: Rooms | None = None
 ) -> ComponentDevices:
-    """Place the largest first, each on the device that is then used to the smallest fraction."""
+    """Place the largest first, each on the device whose used fraction is smallest afterwards."""
     used = dict(used or dict.fromkeys(rooms, 0))
     placed: ComponentDevices = {}
     for component in _largest_first(components):
@@ -113,7 +113,11 @@ def _place_kept(components: Sequence[Component], rooms: Rooms) -> Devices | None
 def _place_after(
     first: Sequence[Component], others: Sequence[Component], rooms: Rooms
 ) -> Devices | None:
-    """Divide some components, then balance the others, then divide those that fit nowhere whole."""
+    """Divide `first`, then balance `others`, then divide what fits on no device whole.
+
+    Returns:
+        The device of every unit; None if a component does not fit even divided.
+    """
     devices: Devices = {}
     used = dict.fromkeys(rooms, 0)
 
@@ -135,7 +139,10 @@ def _place_after(
 
 
 def _place_in_part(components: Sequence[Component], inventory: Inventory) -> Devices | None:
-    """Keep on devices what fits of each component that runs at every step; offload the rest."""
+    """Place each component that fits whole, and offload the rest.
+
+    Of a component that runs at every step, place as many blocks as fit.
+    """
     rooms = _less(rooms_of(inventory), _leaf_nbytes(components))
     used = dict.fromkeys(rooms, 0)
     devices: Devices = {}
@@ -157,7 +164,7 @@ def _place_blocks(divided: Divided, used: Rooms, rooms: Rooms) -> Devices:
     main = max(free, key=lambda device: free[device])
     if not divided.blocks or divided.rest_nbytes > free[main]:
         return {}
-    # A block that is too large for every device must not keep the later ones off.
+    # Leave out blocks that fit on no device, so that later ones are still placed.
     blocks = tuple(block for block in divided.blocks if block.nbytes <= max(free.values()))
     placeable = msgspec.structs.replace(divided, blocks=blocks)
     block_devices = assign(

@@ -28,7 +28,9 @@ class TableRow(msgspec.Struct, frozen=True, kw_only=True):
 def table_rows(
     component: Component, placed: str | dict[str, str], execution: str
 ) -> list[TableRow]:
-    """Return a component's rows: numbered neighbours in one, and all that is not a block in one.
+    """Return a component's rows: one per run of consecutive blocks, one for everything else.
+
+    A run is on one device; everything else has one row per device.
 
     Args:
         component: what is placed.

@@ -56,7 +56,14 @@ Held = Opened | Awaited
 
 
 def acquire(name: str) -> Segment | Part | Awaited:
-    """Attach a segment, become its builder, or find that another process is; never waits."""
+    """Attach a segment, become its builder, or find that another process is.
+
+    Does not wait for another builder. Waits at most 1 s for a segment that is being evicted.
+
+    Raises:
+        SegmentUntrusted: the name belongs to another user.
+        SharedMemoryFull: /dev/shm has no inodes left.
+    """
     while True:
         segment = attach(name)
         if segment:

@@ -1,7 +1,7 @@
 """A lease keeps a segment alive after the load returns; it is released with its tensors or at exit.
 
-Guarantee: a shared segment's name is removed with the last lease, even if that is a child's which
-multiprocessing ends while this process exits.
+Guarantee: a shared segment's name is removed with the last lease, even if a child has that lease
+and multiprocessing ends the child while this process exits.
 """
 
 import atexit

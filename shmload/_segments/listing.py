@@ -144,9 +144,9 @@ def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
 
 
 def holders(names: Iterable[str]) -> dict[str, set[int]]:
-    """Return the ids of the processes that hold segments, by segment, as far as they can be seen.
+    """Return the ids of the processes that hold segments, by segment.
 
-    Processes in another pid namespace, and those that inherited a lease, are missing.
+    The result lacks processes in another pid namespace and processes that inherited a lease.
     """
     found = {}
     locks = lock_holders()

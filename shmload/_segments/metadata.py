@@ -39,7 +39,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     creator: str = ""
     """Version and process that decoded it."""
     digest: str = ""
-    """Of the data, 32 hexadecimal digits; empty while the segment is not complete."""
+    """Digest of the data, 32 hexadecimal digits; empty while the segment is not complete."""
 
 
 def make_metadata(source: str, identity: str, conversion: str) -> dict[str, str]:

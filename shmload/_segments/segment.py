@@ -6,8 +6,9 @@
                          v                                            v has no lease
                      taken over by the next to acquire it          nothing
 
-A private segment never gets its final name. A shared one loses it with its last lease: the process
-that gives that lease back removes the name, or the next process that finds it without a lease.
+A private segment never gets its final name. A shared one loses it with its last lease. The process
+that gave back the last lease removes the name; if it died, the next process that finds the segment
+without a lease does.
 
 Guarantee: a segment with its final name, or with a digest in its header, is complete: the digest is
 written after the last byte. The kernel holds the locks, so a process that dies leaves none behind.
@@ -66,7 +67,7 @@ class Segment(Descriptor):
     def touch(self) -> None:
         """Record that it is used now; the least recently used segments are evicted first.
 
-        The modification time has it: nothing writes to a segment, and reading does not change it.
+        Stored as the modification time: nothing writes to a segment, and reading keeps that time.
         """
         os.utime(self.fd)
 

@@ -25,7 +25,8 @@ from shmload.errors import CheckpointError
 
 # Set on a view's directory once it is locked: a marked view without a lock has a dead process.
 _MARK = stat.S_ISVTX
-# A new view has neither lock nor mark for a moment; an unmarked one is dead after so many seconds.
+# A new view has neither lock nor mark for a moment; an unmarked one counts as dead after this many
+# seconds.
 _GRACE_S = 60.0
 
 

@@ -27,7 +27,7 @@ _LOCK_NAME = "service.lock"
 _FIRST_LISTEN_FD = 3
 # struct ucred in socket(7): pid, uid, gid.
 _UCRED = struct.Struct("3i")
-# sun_path in unix(7) has 108 bytes, of which the last is zero.
+# sun_path in unix(7) has 108 bytes; the last must be zero.
 _MAX_PATH_NBYTES = 107
 _BACKLOG = socket.SOMAXCONN
 _RETRY_S = 0.02

@@ -18,7 +18,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """What messages call it, such as `safetensors`."""
     suffixes: tuple[str, ...]
-    """Of its files' names, with the dot; the first is that of `base_names`."""
+    """Suffixes of its files' names, with the dot; the first belongs to `base_names`."""
     base_names: Mapping[str, str]
     """What a library calls a model's weights, suffix aside, by library; empty if none has a name.
 
@@ -30,7 +30,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     Else its tensors always go through a segment.
     """
     recognises: Callable[[bytes], bool]
-    """Tells from a file's first `HEAD_NBYTES` bytes, or all if it is shorter, whether it is one."""
+    """Tells whether a file has this format, from its first `HEAD_NBYTES` bytes (or fewer)."""
     read_header: Callable[[int, str | os.PathLike[str]], Header]
     """Reads and checks the header of an open file; the path is what errors call it.
 
