@@ -193,7 +193,7 @@ PIPELINES: dict[str, Pipeline] = {
                 "FluxTransformer2DModel",
                 11901,
                 torch.bfloat16,
-                {"guidance_embeds": True},  # the defaults are those of FLUX.1-schnell
+                {"guidance_embeds": True},  # the class's defaults are FLUX.1-schnell's
             ),
             "vae": _vae(
                 torch.bfloat16,

@@ -1,6 +1,6 @@
-"""Small checkpoints to be damaged, and what interferes with their loads.
+"""Fixtures of the fault tests: small checkpoints, and faults for their loads.
 
-That nothing is left behind, in /dev/shm or as a process, tests/conftest.py checks.
+tests/conftest.py checks after each test that no name in /dev/shm and no process is left.
 """
 
 import functools
@@ -31,7 +31,7 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def large(tmp_path):
-    """A shard of 40 MB: its decoding is reported five times, and can be interfered with."""
+    """A shard of 40 MB; its decoding makes five progress reports, at which a test can interfere."""
     path = tmp_path / "large.safetensors"
     save_file({"a": torch.arange(10_000_000, dtype=torch.float32)}, path)
     return path
@@ -39,13 +39,13 @@ def large(tmp_path):
 
 @pytest.fixture
 def shard(tmp_path):
-    """A shard of 4 MB, of which `weight.assert_right` knows what it becomes."""
+    """A shard of 4 MB whose decoded values `weight.assert_right` checks."""
     return save_weight(tmp_path / "model.safetensors")
 
 
 @pytest.fixture
 def other_shard(tmp_path):
-    """As large, with other values: one more than those of `shard`."""
+    """A shard of the same size whose values are larger by one."""
     return save_weight(tmp_path / "other.safetensors", VALUES + 1)
 
 
@@ -64,7 +64,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def pipeline(tmp_path):
-    """A pipeline of two components of a class that nobody has to import."""
+    """A pipeline of two components whose class is not imported."""
     path = tmp_path / "pipeline"
     index = {"_class_name": "P"}
     for name in ("unet", "vae"):
@@ -80,7 +80,7 @@ def pipeline(tmp_path):
 
 @pytest.fixture
 def before_decoding(monkeypatch):
-    """Do something when all is planned and before any weight is read."""
+    """Call a function after the plan and before any weight is read."""
 
     def install(action):
         decode = Coordinator.decode
@@ -114,7 +114,7 @@ def cgroup(tmp_path, monkeypatch):
 
 @pytest.fixture
 def workers_that(monkeypatch, tmp_path, configure):
-    """Start workers that run some code first; returns a function that counts their starts."""
+    """Make workers run some code first; return a function that counts their starts."""
 
     def install(code, **settings):
         starts = tmp_path / "starts"

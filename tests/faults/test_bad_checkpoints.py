@@ -1,7 +1,7 @@
-"""Files that are damaged, missing or none: each gives its own error, which names it and what to do.
+"""Damaged, missing and special files each raise their own error, with path and remedy.
 
-tests/unit/checkpoints/test_header.py lists what a header can lie about; here are a few lies through
-every door.
+tests/unit/checkpoints/test_header.py has every kind of bad header; here a few go through every
+public function.
 """
 
 import errno
@@ -143,7 +143,7 @@ def test_source_that_does_not_exist(door, source, tmp_path, monkeypatch):
     assert isinstance(error, FileNotFoundError)
 
 
-@pytest.mark.timeout(20)  # a FIFO that is opened the usual way blocks for ever
+@pytest.mark.timeout(20)  # a plain open of a FIFO blocks forever
 @every_door
 @pytest.mark.parametrize("kind", ["fifo", "directory", "loop"])
 def test_shard_that_is_no_file(folder, door, kind):
@@ -162,7 +162,7 @@ def test_shard_that_is_no_file(folder, door, kind):
 
 def test_shard_that_may_not_be_read(checkpoint, child):
     checkpoint.chmod(0)
-    # Root may read everything, unless it gives that up.
+    # Drop root's capabilities, with which it reads every file.
     prefix = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
     process = child(
         "import sys, shmload\n"
@@ -213,4 +213,4 @@ def test_disk_that_fails_a_worker(checkpoint, workers_that):
         "Input/output error",
         torch_dtype=torch.bfloat16,
     )
-    assert starts() == 1  # another worker would fare no better
+    assert starts() == 1  # a second worker would fail too, so none is started

@@ -1,4 +1,4 @@
-"""The same faults through `load_pipeline`: the errors are the same, and nothing is left."""
+"""Faults of checkpoints raise the same errors through `load_pipeline`, and nothing is left."""
 
 import json
 import os
@@ -82,7 +82,9 @@ def test_pipeline_without_room(saved, cgroup):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_pipeline_whose_shard_is_truncated_meanwhile(copied, before_decoding, shm_names, keep):
+def test_pipeline_whose_shard_is_truncated_during_the_load(
+    copied, before_decoding, shm_names, keep
+):
     source = copied("flux")
     shard = shard_of(source, "transformer")
     before_decoding(lambda: os.truncate(shard, 100_000))

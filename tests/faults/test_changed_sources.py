@@ -1,4 +1,4 @@
-"""Files that change while they are read: the load is refused, and nothing of it is served."""
+"""A load whose files change while they are read fails, and its bytes are never served."""
 
 import os
 
@@ -12,7 +12,7 @@ import shmload
 
 
 def once(action):
-    """Make a progress callback that acts at its first call."""
+    """Make a progress callback that calls `action` once, at its first call."""
     is_done = []
 
     def report(done, total):
@@ -66,7 +66,7 @@ def test_shard_changed_in_the_middle(large, door, change):
 def test_shard_changed_between_its_header_and_its_weights(
     checkpoint, configure, before_decoding, change, inline_nbytes
 ):
-    # A long time, where another process was decoding it and died.
+    # Between plan and decode much time may pass, for example if another decoder died.
     configure(inline_nbytes=inline_nbytes, workers=1)
     before_decoding(lambda: change(checkpoint))
     refusal(
@@ -80,7 +80,7 @@ def test_shard_changed_between_its_header_and_its_weights(
 
 
 @pytest.mark.parametrize("moment", ["before", "in the middle"])
-def test_shard_replaced_meanwhile_gives_the_old_bytes_and_is_not_served_as_the_new(
+def test_shard_replaced_during_the_load_gives_the_old_bytes_and_is_not_served_as_the_new(
     large, before_decoding, evicts, moment
 ):
     old = load_file(large)["a"].bfloat16()

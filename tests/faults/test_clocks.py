@@ -1,4 +1,4 @@
-"""A clock that jumps: deadlines follow the monotonic one, and times of files need only differ."""
+"""Jumps of the wall clock do no harm: deadlines are monotonic, file times only compared."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ YEAR_S = 365 * 86400
 
 @pytest.fixture
 def jumping_clock(monkeypatch):
-    """Let the wall clock of this process go ten years forth, and ten years back, each time."""
+    """Let this process's wall clock jump ten years forward and back at each call."""
     real, jumps = time.time, itertools.cycle([10 * YEAR_S, 0, -10 * YEAR_S, 0])
     monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
 
@@ -67,7 +67,7 @@ def test_view_that_never_had_its_lock_is_garbage_once_it_is_old(shm_names):
     # Its process was killed between the two.
     view = SHM / f"{name_prefix()}view-0123456789abcdef"
     view.mkdir(0o700)
-    assert shmload.collect_garbage() == []  # it is young, and could be about to get its lock
+    assert shmload.collect_garbage() == []  # young: its process may be about to lock it
     when = time.time() + YEAR_S  # the clock was set back
     os.utime(view, (when, when))
     assert shmload.collect_garbage() == [view.name]
@@ -80,7 +80,7 @@ def test_shard_of_any_age_is_served_until_it_changes(checkpoint, evicts, at):
     first = shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
     assert shmload.warm(checkpoint, torch_dtype=torch.bfloat16).read_nbytes == 0
     assert [info.is_current for info in shmload.segments()] == [True]
-    # The clock was set back, and the file written anew: older now, and another all the same.
+    # The clock was set back and the file rewritten: an older mtime also means another file.
     os.utime(checkpoint, (at - 1, at - 1))
     again = shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
     assert again.read_nbytes == first.read_nbytes > 0

@@ -1,4 +1,4 @@
-"""A service that has no place for another client, or no descriptor, goes on when it has some."""
+"""A service without room or descriptors for another client continues when it has them again."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from shmload._service.server import _MAX_CLIENTS
 
 @contextlib.contextmanager
 def few_descriptors(process, count):
-    """Let a service have so many descriptors more than it has now, inside the block."""
+    """Limit a service inside the block to `count` more descriptors than it has now."""
     highest = max(map(int, os.listdir(f"/proc/{process.pid}/fd")))
     before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (highest + 1 + count, before[1]))
@@ -64,13 +64,13 @@ def test_service_with_too_many_clients_waits_until_one_leaves(service):
         for _ in range(100):
             clients[0].sendall(to_frame(GetStatus()))
             assert clients[0].recv(1 << 16)
-        # One that spins would take half of it, and make the others slow.
+        # A busy loop would take half of the time and slow the others.
         assert main_thread_ns(process) - used < (time.monotonic_ns() - began) / 4
         clients[1].close()
         assert clients[-1].recv(100)
 
 
 def main_thread_ns(process):
-    """Return the time that a service's main thread has had a processor."""
+    """Return the processor time of a service's main thread."""
     path = Path(f"/proc/{process.pid}/task/{process.pid}/schedstat")
     return int(path.read_text().split()[0])

@@ -1,10 +1,10 @@
-"""A process with few descriptors to spare: an error that says so, and nothing is left."""
+"""A load in a process short of descriptors fails with a clear error, and nothing is left."""
 
 import json
 
 import pytest
 
-# Raises the limit one by one from no descriptor at all until a load gets through.
+# Raises the limit one by one, from no free descriptor, until a load succeeds.
 SQUEEZE = """
 import errno, json, os, resource, sys
 import shmload
@@ -50,11 +50,11 @@ print("REFUSALS", json.dumps(refusals), flush=True)
 @pytest.mark.parametrize("where", ["absent", "resident"])
 @pytest.mark.parametrize("door", ["warm", "view", "state_dict"])
 def test_too_few_descriptors(checkpoint, child, configure, evicts, door, where, inline_nbytes):
-    # A load that waits for a lock which it has lost itself would say so by this.
+    # The timeout would show a load that waits for its own lost lock.
     configure(inline_nbytes=inline_nbytes, workers=2, wait_timeout_s=1, service="off")
     process = child(SQUEEZE, checkpoint, door, where)
     refusals = json.loads(process.expect("REFUSALS"))
     assert refusals
     for refusal in refusals:
-        # The second is posix_ipc's sentence.
+        # The second sentence is from posix_ipc.
         assert "Too many open files" in refusal or "maximum number of files open" in refusal

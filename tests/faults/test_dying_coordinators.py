@@ -1,4 +1,4 @@
-"""Loaders that are killed: their workers leave, their memory goes, and threads may come and go."""
+"""When a loader is killed its workers exit and its memory is freed; threads may start and end."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def test_memory_of_a_killed_process_goes_with_it(tmp_path, child, shm_names):
     assert users_of(part) == set()
 
 
-# Its child inherits all descriptors: the sockets of the workers, and the part with its lock.
+# Forks a child that inherits all descriptors: the workers' sockets, and the locked part.
 FORKER = """
 import os, signal, sys
 import shmload
@@ -76,7 +76,7 @@ def test_workers_leave_a_killed_loader_whose_forked_child_has_their_sockets(
         (part,) = shm_names()
         loader.end()
         workers.wait_for_the_end()
-        # What a process forks has its locks too: for all that is known it is still decoding.
+        # A forked child shares the lock, so the part counts as still being decoded.
         assert users_of(part) == {sleeper}
         assert shmload.collect_garbage() == []
         with pytest.raises(shmload.SegmentTimeout):
@@ -93,7 +93,7 @@ def test_workers_leave_a_killed_loader_whose_forked_child_has_their_sockets(
 
 
 def run_in_a_thread(action):
-    """Run something in a thread that has ended when this returns, and return what it gave."""
+    """Run a function in a thread, join the thread, and return the result."""
     results = []
     thread = threading.Thread(target=lambda: results.append(action()))
     thread.start()
@@ -102,7 +102,7 @@ def run_in_a_thread(action):
 
 
 def test_workers_outlive_the_thread_that_started_them(checkpoint, configure, monkeypatch):
-    # With PR_SET_PDEATHSIG, for one, they would not.
+    # With PR_SET_PDEATHSIG, for example, the workers would die with the thread.
     configure(inline_nbytes=0, workers=1)
     coordinator = run_in_a_thread(lambda: Coordinator(1))
     monkeypatch.setattr("shmload._loading.decoder.Coordinator", lambda _: coordinator)

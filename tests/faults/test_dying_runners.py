@@ -1,4 +1,4 @@
-"""Processes of a job that die, hang, or are left: nothing is lost, done twice, or left behind."""
+"""If a job's processes die or hang, no item is lost or computed twice and nothing is left."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ def test_job_of_a_rank_starts_no_thread_that_could_not_be_forked(source, monkeyp
         assert list(job.map(lambda pipe, item: os.environ["LOCAL_WORLD_SIZE"], [0])) == ["2"]
 
 
-# Maps that are left -------------------------------------------------------------------------------
+# Abandoned maps -----------------------------------------------------------------------------------
 
 
 def test_map_that_was_left_does_not_disturb_the_next(job):
@@ -53,7 +53,7 @@ def test_map_after_one_that_failed_is_not_disturbed(job):
 
     with pytest.raises(shmload.ItemFailed) as caught:
         list(job.map(fail_at_once, range(100)))
-    assert caught.value.index == 0  # whoever has the error has the frames that it came through
+    assert caught.value.index == 0  # the error keeps its traceback's frames alive
     assert list(job.map(lambda pipe, item: -item, range(5))) == [0, -1, -2, -3, -4]
 
 
@@ -69,7 +69,7 @@ def test_second_map_at_once_is_refused(job):
 
 
 def die_once(pipe, item):
-    """Kill the process that works on an item, the first time."""
+    """Kill this process at the first attempt of an item."""
     mark, number, how = item
     if number == 5 and not mark.exists():
         mark.touch()
@@ -140,7 +140,7 @@ def test_nothing_is_left_of_a_job_without_processes(source, shm_names):
     job.close()
     with pytest.raises(shmload.ArgumentError, match="closed"):
         list(job.map(lambda pipe, item: item, [0]))
-    gc.collect()  # the error above has gone through frames that have the pipeline
+    gc.collect()  # the error's frames refer to the pipeline
     assert shm_names() == []
 
 
@@ -165,7 +165,7 @@ def test_killed_job_leaves_no_process_and_no_memory(source, child, shm_names):
     pids = [int(pid) for pid in owner.expect("PIDS").split()]
     assert len(pids) >= 2
     assert shm_names()
-    owner.expect("FORKED")  # a child that has all its sockets
+    owner.expect("FORKED")  # a child that inherited all its sockets
     owner.process.kill()
     owner.wait()
     wait_until_ended(*pids)

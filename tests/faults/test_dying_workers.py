@@ -1,4 +1,4 @@
-"""Workers that die, stop, fail or talk rubbish: replaced once, then an error, never a loop."""
+"""Workers that die, stop, fail or send garbage are replaced once; then the load fails."""
 
 import os
 import select
@@ -32,13 +32,13 @@ def assert_right(source):
 def test_worker_killed_once_is_replaced(checkpoint, workers_that, caplog, workers):
     starts = workers_that(DIE_ONCE, workers=workers)
     assert_right(checkpoint)
-    # The second of two may be ended before it has begun.
+    # The second of two workers may be ended before it starts.
     assert 2 <= starts() <= workers + 1
     assert caplog.messages == ["a worker was lost (WorkerDied); its pieces go to another"]
 
 
 def test_pieces_behind_the_one_that_killed_a_worker_are_not_lost(tmp_path, workers_that):
-    # Four pieces: those that waited in the dead worker's socket have to be done, and once.
+    # Four pieces: those queued in the dead worker's socket must be decoded, once.
     path = tmp_path / "model.safetensors"
     wanted = torch.arange(30_000_000, dtype=torch.float32)
     save_file({"a": wanted}, path)
@@ -196,7 +196,7 @@ def test_worker_that_dies_before_its_first_piece(
             sys.exit(5)
         """
     )
-    # So that the parent finds the news that it is ready in the socket of a dead worker.
+    # The parent then finds a dead worker's "ready" in its socket.
     before_decoding(lambda: wait_for_the_end_of(*children_of_this_process()))
     if how_often == "once":
         assert_right(checkpoint)
@@ -208,7 +208,7 @@ def test_worker_that_dies_before_its_first_piece(
 
 
 def write_alternating(path, count):
-    """Write tensors of which no two neighbours can be one run."""
+    """Write tensors whose neighbours cannot be merged into one run."""
     specs = tuple(
         TensorSpec(f"t{number}", ("F32", "I32")[number % 2], (16,), number * 64, number * 64 + 64)
         for number in range(count)
@@ -218,7 +218,7 @@ def write_alternating(path, count):
 
 @pytest.mark.timeout(30)
 def test_stopped_worker_that_reads_nothing_does_not_block_its_coordinator(tmp_path, workers_that):
-    # A piece of so many runs that its message does not fit into the socket.
+    # A piece with so many runs that its message does not fit into the socket's buffer.
     path = tmp_path / "model.safetensors"
     write_alternating(path, 20_000)
     starts = workers_that(
@@ -237,8 +237,8 @@ def test_stopped_worker_that_reads_nothing_does_not_block_its_coordinator(tmp_pa
 def test_worker_that_blocks_its_coordinator_is_not_taken_for_the_others(
     tmp_path, workers_that, monkeypatch
 ):
-    # Two pieces. The first worker is at one when the second is ready, is given the other, and
-    # stops without reading what is more than its socket takes.
+    # Two pieces. While the first worker decodes one, the second worker gets the other and stops
+    # before it has read a message larger than its socket's buffer.
     monkeypatch.setattr("shmload._segments.pieces.PIECE_NBYTES", 960_000)
     path = tmp_path / "model.safetensors"
     write_alternating(path, 40_000)
@@ -274,7 +274,7 @@ def test_worker_that_dies_when_it_is_no_longer_needed_is_no_error(
     lost = []
 
     def lose_and_forget(worker, shard):
-        # It has the shard open, and is told to close it now that all is over.
+        # The worker has the shard open and would be told now to close it.
         os.kill(worker.pid, signal.SIGKILL)
         wait_for_the_end_of(worker.pid)
         lost.append(worker.pid)

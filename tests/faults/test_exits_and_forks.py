@@ -1,6 +1,6 @@
-"""Processes that end, or fork, with tensors alive or a load under way: no crash, no loose ends.
+"""Processes end or fork with live tensors or during a load without a crash or leftovers.
 
-What could crash here runs in a child, whose exit code and stderr tell.
+The code runs in a child; its exit code and stderr show a crash.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from watching import Watched, workers_of
 import shmload
 from shmload._host import forks
 
-# The ways to have tensors over a segment, or over the file itself.
+# The ways to get tensors over a segment, or over the file itself.
 KINDS = {
     "private": "shmload.load_state_dict(source, 'bfloat16')",
     "resident": "shmload.load_state_dict(source, 'bfloat16', keep=True)",
@@ -55,7 +55,7 @@ def assert_quiet_end(process):
 # Ends ---------------------------------------------------------------------------------------------
 
 
-# In a module, in a cycle, and in an object that looks at them when it goes.
+# Tensors in a module, in a cycle, and in an object whose finalizer reads them.
 END = """
 class Last:
     def __del__(self):
@@ -116,7 +116,7 @@ def test_process_ends_while_a_daemon_thread_loads(
     process.say()
     assert_quiet_end(process)
     workers.wait_for_the_end()
-    # Nobody waits for such a thread: it is as if the process had been killed.
+    # Python does not join a daemon thread, so this end is like a kill.
     (part,) = shm_names()
     assert shmload.collect_garbage() == [part]
     assert shm_names() == []
@@ -144,14 +144,16 @@ print("STILL", total(state), flush=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_forked_child_uses_the_tensors_and_its_end_disturbs_nobody(source, child, evicts, kind):
+def test_forked_child_uses_the_tensors_and_its_end_does_not_disturb_the_parent(
+    source, child, evicts, kind
+):
     process = child(LOAD + FORK + USE_AFTER_FORK, source, KINDS[kind])
     wanted = total(source, kind)
     assert float(process.expect("TOTAL")) == wanted
     assert float(process.expect("FORKED").split()[1]) == wanted
     process.say()
     assert process.expect("ENDED") == "0"
-    # The lock is one for both, and the child has only let go of its own descriptors.
+    # Both processes share the lock, and the child has closed only its own descriptors.
     for info in shmload.segments():
         assert info.is_leased
         with pytest.raises(shmload.SegmentBusy):
@@ -170,7 +172,7 @@ def test_forked_child_keeps_the_lease_of_its_dead_parent(source, child, evicts):
     process.wait()
     (info,) = shmload.segments()
     assert info.is_leased
-    process.say()  # to the child, which has the same stdin
+    process.say()  # to the forked child, which has the same stdin
     forked.wait_for_the_end()
     assert not shmload.segments()[0].is_leased
     assert [removed.name for removed in shmload.evict(info.name)] == [info.name]
@@ -240,7 +242,7 @@ def test_forked_child_keeps_the_number_of_threads_that_it_chose(
         forks.limit_inherited_threads()
         assert torch.get_num_threads() == then
         torch.set_num_threads(3)
-        forks.limit_inherited_threads()  # once in a process
+        forks.limit_inherited_threads()  # it acts once per process
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

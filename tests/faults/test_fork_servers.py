@@ -1,4 +1,4 @@
-"""A job's fork server and runners that end, stop or lie at each moment of their lives."""
+"""A job survives or reports its fork server and runners ending, stopping or sending garbage."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ from shmload.integrations._jobs import server_process
 
 
 def done_in(job, count=20):
-    """Return what the notes say after all items were done."""
+    """Return the notes after all items are done."""
     assert list(job.map(same, range(count))) == list(range(count))
     return notes(job.program)
 
@@ -53,7 +53,7 @@ def test_fork_server_whose_interpreter_is_gone_is_an_error(light_job):
             0.2,
             "the pipeline was not loaded within",
         ),
-        # Long enough for the fork server itself to be ready, on a busy machine too.
+        # The timeout lets the fork server itself become ready, even on a busy machine.
         ("run = lambda *args: time.sleep(1000)", 5, "a process was not ready within"),
     ],
 )
@@ -69,7 +69,7 @@ def test_process_that_is_never_ready_is_an_error(
 @pytest.mark.parametrize(
     "code",
     [
-        # Before it is prepared, while it forks, and when the runner is there.
+        # Before it is prepared, while it forks, and after the runner has started.
         "Handle.load = lambda handle: is_first() and os._exit(3)",
         """
         forks = forkserver._ForkServer._fork
@@ -88,7 +88,7 @@ def test_process_that_is_never_ready_is_an_error(
             return pid
         os.fork = fork_and_die
         """,
-        # The kernel has no process to give; there was a moment when it had none.
+        # The kernel refuses a fork, once.
         """
         fork = os.fork
         def fork_later():
@@ -97,7 +97,7 @@ def test_process_that_is_never_ready_is_an_error(
             return fork()
         os.fork = fork_later
         """,
-        # A runner is there; its server reaps the other one.
+        # One runner lives; the server reaps the other.
         """
         reap = forkserver._ForkServer._reap
         def reap_and_die(server, fd):
@@ -113,7 +113,7 @@ def test_process_that_is_never_ready_is_an_error(
 )
 def test_fork_server_that_ends_is_replaced(light_job, code):
     job = light_job(code)
-    pids_of(job)  # one process alone might be quick enough for what follows
+    pids_of(job)  # start both: one process might be fast enough for all items
     assert done_in(job) == ["start"] * 2
 
 
@@ -158,13 +158,13 @@ def test_path_may_hold_what_imports_ignore(light_job, monkeypatch):
     done_in(light_job())
 
 
-def test_default_timeout_of_the_programs_sockets_is_nothing_to_a_job(light_job):
-    """Which some libraries set for their downloads."""
+def test_default_timeout_of_the_programs_sockets_does_not_affect_a_job(light_job):
+    """Some libraries set one for their downloads."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(10)
     try:
         job = light_job()
-        pids_of(job)  # with a moment in which they wait for work
+        pids_of(job)  # so that they wait for work
         assert done_in(job) == ["start"]
     finally:
         socket.setdefaulttimeout(before)
@@ -176,12 +176,12 @@ def test_default_timeout_of_a_preloaded_module_is_nothing_to_a_runner(light_job)
     poll = select.poll()
     for runner in job._crew.runners.values():
         poll.register(runner.pidfd)
-    assert not poll.poll(300)  # none ends because nothing is said
+    assert not poll.poll(300)  # no process ends because it is idle
 
 
 def test_what_a_preloaded_module_prints_comes_out_once(light_job, capfd, monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    job = light_job(early="print('said once')")  # into a buffer, where it goes to no terminal
+    job = light_job(early="print('said once')")  # stdout is buffered, as it is no terminal
     list(job.map(lambda pipe, item: print("done", flush=True), range(20)))
     pids_of(job)
     job.close()
@@ -260,12 +260,12 @@ def test_runners_that_cannot_start_are_an_error(light_job, capfd):
     [
         "os._exit(3)",
         "send(channel, Started()); os._exit(3)",
-        # With the item half in its socket.
+        # With half of the item in its socket.
         "send(channel, Started()); channel.recv(1, socket.MSG_PEEK); os._exit(3)",
         "send(channel, Started()); channel.recv(1 << 20); os._exit(3)",
         # In the middle of its answer.
         "send(channel, Started()); channel.recv(1 << 20); channel.send(bytes(3)); os._exit(3)",
-        # With a child that has its socket.
+        # With a child that inherited its socket.
         """
         send(channel, Started())
         channel.recv(1 << 20)

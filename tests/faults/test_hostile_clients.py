@@ -1,4 +1,4 @@
-"""Whatever a client sends or lends, the service refuses it, loses nothing by it, and serves on."""
+"""The service refuses bad frames, requests and loans, leaks nothing, and keeps serving."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ _PIECES = ((Run(0, 0, _NBYTES, "U8", "U8"),),)
 
 @pytest.fixture
 def lent(tmp_path):
-    """Descriptors by what they are: a shard and a part of one page each, and what is neither."""
+    """Descriptors by kind: a shard and a part of one page each, and files that are neither."""
     for name in ("shard", "part"):
         (tmp_path / name).write_bytes(bytes(_NBYTES))
     with contextlib.ExitStack() as closing:
@@ -66,7 +66,7 @@ def lent(tmp_path):
 
 
 def frames(lend):
-    """Return a sound frame of each request but the one that ends the service."""
+    """Return a valid frame of each request, except the one that ends the service."""
     return [
         *map(to_frame, (lend, Decode(), Reserve(1 << 20), GetStatus())),
         to_frame(Attached(("a",), ("b",))),
@@ -74,7 +74,7 @@ def frames(lend):
 
 
 def garbage(rng, sound):
-    """Return what some broken client could send."""
+    """Return bytes that a broken client could send."""
     stream = bytearray().join(rng.choices(sound, k=rng.randint(1, 3)))
     match rng.randrange(6):
         case 0:
@@ -99,7 +99,7 @@ def test_service_outlives_any_garbage(service, lent):
     sound = frames(Lend("shard", Stat(_NBYTES, 1, 1, 1), _NBYTES, _PIECES))
     for _ in range(250):
         fds = rng.choices(list(lent.values()), k=rng.choice([0, 1, 2, 2, 3, 9, 17, 40]))
-        # One that is put out before it has sent all finds the socket closed.
+        # A client that the service drops before it has sent all finds the socket closed.
         with raw_client() as client, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(client, [garbage(rng, sound)], fds)
             if rng.random() < 0.8:
@@ -113,7 +113,7 @@ def test_service_outlives_any_garbage(service, lent):
 
 
 def answer_of(client):
-    """Return the answer to a decode, or None if the service has put the client out."""
+    """Return the answer to a decode, or None if the service closed the connection."""
     inbox = Inbox(client)
     while True:
         while (frame := inbox.next_frame()) is not None:
@@ -179,7 +179,7 @@ LOANS = {
 
 
 def decode(lent, *, source="shard", part="part", nbytes=_NBYTES, pieces=_PIECES):
-    """Lend a shard and its part; returns the digests of what is decoded."""
+    """Lend a shard and its part; return the digests of the decoded pieces."""
     found = os.fstat(lent["shard"])
     job = Job(
         path="/the/shard",
@@ -224,5 +224,5 @@ def test_descriptors_too_few_or_too_many_end_the_session(service, lent):
     ]:
         with raw_client() as client:
             socket.send_fds(client, [frame], sent)
-            read_to_the_end(client)  # which the service ends
+            read_to_the_end(client)  # the service closes the connection
     wait_until_alone(process, before)

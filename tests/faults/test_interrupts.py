@@ -1,4 +1,4 @@
-"""Ctrl-C at the terminal: KeyboardInterrupt where the load was called, and nothing is left."""
+"""Ctrl-C raises KeyboardInterrupt in the caller of a load, and nothing is left."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from watching import Watched, workers_of
 
-# In a process group of its own, as a shell starts it; says when it is told to end the load.
+# Runs in a process group of its own, as a shell starts it; prints when its load is being ended.
 LOADER = """
 import os, sys, threading
 os.setpgid(0, 0)
@@ -46,14 +46,14 @@ doors[door](source, torch_dtype="bfloat16", progress=stop)
 
 
 def wait_until_asleep(pid):
-    """Wait until a process's main thread waits for something, here for the thread that decodes."""
+    """Wait until a process's main thread sleeps, here while it waits for the decoding thread."""
     deadline = time.monotonic() + 20
     while Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(") ")[2][0] != "S":
         assert time.monotonic() < deadline
 
 
 def interrupt(process, times):
-    """Send SIGINT to all processes of a group, as the terminal does, and await their end."""
+    """Send SIGINT to a process group, as a terminal does, and wait for its end."""
     process.expect("AT")
     workers = Watched(workers_of(process.pid))
     process.expect("WAITING")
@@ -63,8 +63,8 @@ def interrupt(process, times):
         wait_until_asleep(process.pid)
         os.killpg(process.pid, signal.SIGINT)
     process.say()
-    # What the thread that decodes writes to is open for as long as it runs: another file of the
-    # process may have its number next.
+    # The part stays open while the decoding thread runs: otherwise another file could get its
+    # descriptor's number, and the thread would write there.
     assert int(process.expect("HAS")) > 0
     code = process.wait()
     workers.wait_for_the_end()
@@ -85,7 +85,8 @@ def test_interrupted_load_leaves_nothing(large, child, configure, shm_names, doo
 
 @pytest.mark.fast
 def test_interrupted_pipeline_leaves_nothing(saved, child, configure, shm_names):
-    # When it is built and waits for its weights: the libraries' imports catch whatever they meet.
+    # Interrupt after the build, in the wait for weights: imports of the libraries catch any
+    # exception.
     configure(inline_nbytes=0, workers=1)
     assert interrupt(child(LOADER, "pipeline", saved("flux")), 1) == 1
     assert shm_names() == []
@@ -118,4 +119,4 @@ def test_interrupt_that_the_caller_handles_is_nothing_to_its_workers(
         pass
     assert word == "READ"
     assert process.wait() == 0
-    assert process.errors == ""  # such as that a worker was lost
+    assert process.errors == ""  # no message about a lost worker either

@@ -1,4 +1,4 @@
-"""The process that has a job is interrupted, killed, or forks: nothing of the job outlives it."""
+"""No process of a job outlives its owner, whether that is interrupted, killed, or forks."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from light_jobs import notes, wait_until_ended, write_server
 
-# In a process group of its own, as a shell starts it.
+# Runs in a process group of its own, as a shell starts it.
 OWNER = """
 import os, signal, sys, time
 if sys.argv[1] == "group":
@@ -41,7 +41,7 @@ time.sleep(1000)
 
 
 def own_start(pid):
-    """Return when a process was started, by its kernel."""
+    """Return the start time of a process, from /proc."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19]
 
 
@@ -74,7 +74,7 @@ STAGES = {
 
 @pytest.fixture
 def owner_at(child, tmp_path, pipeline):
-    """Start an owner and wait until it is at some stage: returns it and the processes of its job.
+    """Start an owner and wait until it reaches a stage; return it and its job's processes.
 
     `owner, program, pids = owner_at("loading", "group")`
     """
@@ -100,7 +100,7 @@ def owner_at(child, tmp_path, pipeline):
 def test_interrupt_ends_the_job_and_only_its_owner_says_so(owner_at, stage):
     owner, program, pids = owner_at(stage, "group")
     os.killpg(owner.pid, signal.SIGINT)
-    if stage == "starting":  # it has not come to anything yet, and has been told to end
+    if stage == "starting":  # it is told to end before it has done anything
         os.kill(pids[0], signal.SIGKILL)
     assert owner.wait() == -signal.SIGINT
     wait_until_ended(*pids)
@@ -161,7 +161,7 @@ def test_job_ends_with_its_owner(owner_at, stage, number):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
 def test_end_of_the_whole_group_leaves_nothing(child, saved, shm_names, number):
-    """As a terminal that closes ends it, or who ends a service."""
+    """A closing terminal and a service manager signal the whole group."""
     owner = child(OWNER + MAP, "group", saved("stable-diffusion", "float16"), "")
     server = int(owner.expect("SERVER"))
     _, runner = map(int, owner.expect("WORKING").split())

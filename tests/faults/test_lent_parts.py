@@ -1,4 +1,4 @@
-"""A service that went away may still have what it was lent."""
+"""A load does not reuse parts that it lent to a service which went away."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ from shmload.errors import ServiceUnavailable
 
 
 class GoneService:
-    """Takes what it is lent, waits until it may go, and never answers."""
+    """A fake service that takes a loan, waits until it may go, and never answers."""
 
     def __init__(self):
         self.may_go = threading.Event()
@@ -36,7 +36,7 @@ class GoneService:
         pass
 
     def write(self):
-        """Do what a worker does that goes on much later."""
+        """Write to the lent parts, like a worker that continues much later."""
         while self.lent:
             fd = self.lent.pop()
             os.pwrite(fd, b"x" * 4096, os.fstat(fd).st_size // 2)
@@ -45,7 +45,7 @@ class GoneService:
 
 @pytest.fixture
 def service(configure, monkeypatch):
-    """What every load of this test takes for the running service."""
+    """The service that every load of this test finds."""
     configure(inline_nbytes=0, workers=1)
     service = GoneService()
     monkeypatch.setattr(decoder, "find_service", lambda: service)
@@ -59,7 +59,7 @@ def test_what_it_writes_later_reaches_no_segment(service, shard, evicts):
     assert len(shmload.verify()) == 1
 
 
-def test_who_waits_for_the_part_gets_the_segment(service, shard, evicts, shm_names):
+def test_loader_that_waits_for_the_part_gets_the_segment(service, shard, evicts, shm_names):
     waiting = threading.Thread(
         target=shmload.warm, args=(shard,), kwargs={"torch_dtype": "bfloat16"}
     )
@@ -78,7 +78,7 @@ def test_who_waits_for_the_part_gets_the_segment(service, shard, evicts, shm_nam
     assert len(shmload.verify()) == 1
 
 
-def test_part_that_somebody_looks_at_stays(service, shard):
+def test_part_that_a_load_has_opened_for_reading_stays(service, shard):
     source = find_source(Wanted(source=shard))
     with (
         Progress(False, "") as progress,
@@ -105,5 +105,5 @@ def test_memory_that_the_service_takes_need_not_be_there_for_its_client(service,
     service.may_go.set()
     with pytest.raises(shmload.MemoryLimitExceeded, match="the memory control group"):
         shmload.warm(shard, torch_dtype="bfloat16")
-    assert service.lent  # the client has to have it only when it decodes by itself
+    assert service.lent  # only a client that decodes by itself needs the memory
     service.write()

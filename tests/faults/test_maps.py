@@ -1,4 +1,4 @@
-"""Maps that are left, interrupted, paused or given what cannot cross: the next one works."""
+"""After a map is abandoned, interrupted, paused or given bad values, the next map works."""
 
 import os
 import signal
@@ -28,12 +28,12 @@ def fail_at(number):
     return call
 
 
-def test_error_that_somebody_keeps_does_not_disturb_the_next_map(job):
+def test_error_that_the_caller_keeps_does_not_disturb_the_next_map(job):
     with pytest.raises(shmload.ItemFailed) as caught:
         list(job.map(fail_at(3), range(100)))
     results = job.map(same, range(100))
     assert next(results) == 0
-    del caught  # with its traceback, and what the frames in it refer to
+    del caught  # frees the traceback and its frames
     assert list(results) == list(range(1, 100))
 
 
@@ -63,7 +63,7 @@ def test_items_end_with_an_error_and_results_before_it_come_out(job):
 
 
 class Interrupting:
-    """Interrupts whoever unpickles it."""
+    """Raises KeyboardInterrupt when it is unpickled."""
 
     def __reduce__(self):
         return signal.raise_signal, (signal.SIGINT,)
@@ -196,7 +196,7 @@ def test_job_lives_on_when_the_thread_that_made_it_has_ended(light_job):
 
 @pytest.fixture
 def let_pass(monkeypatch):
-    """Have a time pass for this process alone: `let_pass(seconds)`."""
+    """Move this process's clock forward: `let_pass(seconds)`."""
     clock = runner_process.time
     offset = 0.0
 
@@ -216,7 +216,7 @@ def let_pass(monkeypatch):
 
 def test_job_may_be_mapped_long_after_it_was_made(light_job, let_pass):
     job = light_job()
-    wait_readable(job._crew._processes.server.channel)  # it is prepared, and nobody has looked
+    wait_readable(job._crew._processes.server.channel)  # it has reported "prepared", unread so far
     let_pass(10_000)
     assert list(job.map(same, range(3))) == [0, 1, 2]
 
@@ -225,7 +225,7 @@ def test_job_may_be_mapped_long_after_a_map_was_left(job, let_pass):
     pids_of(job)
     results = job.map(lambda pipe, item: item and signal.pause(), range(100))
     next(results)
-    results.close()  # those at work are replaced, and nobody looks at that
+    results.close()  # busy processes are replaced, unnoticed so far
     new = [runner for runner in job._crew.runners.values() if not runner.is_started]
     assert new
     wait_readable(*(runner.channel for runner in new))
@@ -233,20 +233,20 @@ def test_job_may_be_mapped_long_after_a_map_was_left(job, let_pass):
     assert list(job.map(same, range(3))) == [0, 1, 2]
 
 
-def test_process_does_not_count_as_hung_while_nobody_takes_its_results(light_job, let_pass):
+def test_process_does_not_count_as_hung_while_the_caller_takes_no_results(light_job, let_pass):
     job = light_job(procs=1, item_timeout_s=100.0)
     results = job.map(lambda pipe, item: (os.getpid(), bytes(8 << 20)), range(4))
     pids = [next(results)[0]]
     for _ in range(3):
         (runner,) = job._crew.runners.values()
-        wait_readable(runner.channel)  # the beginning of a result that the socket cannot hold
+        wait_readable(runner.channel)  # the first bytes of a result larger than the socket's buffer
         let_pass(10_000)
         pids.append(next(results)[0])
     assert len(set(pids)) == 1
 
 
-def test_time_in_which_the_job_itself_was_stopped_counts_for_nobody(light_job, let_pass, tmp_path):
-    """As by Ctrl-Z, which stops its processes with it."""
+def test_time_in_which_the_job_itself_was_stopped_does_not_count(light_job, let_pass, tmp_path):
+    """Ctrl-Z stops the job's processes too."""
     job = light_job(procs=1, item_timeout_s=100.0)
     (pid,) = pids_of(job)
     selector = job._crew._processes._selector
@@ -300,7 +300,7 @@ def raise_anew():
 
 
 class OneWay:
-    """Can be pickled and not be unpickled."""
+    """Can be pickled but not unpickled."""
 
     def __reduce__(self):
         return raise_anew, ()

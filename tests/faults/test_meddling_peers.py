@@ -1,7 +1,7 @@
-"""Processes that try to change what others read: the kernel refuses each way there is.
+"""The kernel refuses every attempt of another process to change a resident segment.
 
-Root may do anything, and so may the same user who first changes the mode of a segment. Neither is
-guarded against, so the peers here have given up both.
+Root may do anything, and so may the same user after a chmod of the segment. Shmload does not guard
+against these, so the peers here can do neither.
 """
 
 import json
@@ -14,7 +14,7 @@ from warming import SHM
 
 import shmload
 
-# Tries all ways to change, cut or replace a segment, and says what became of each.
+# Tries all ways to change, cut or replace a segment, and prints the result of each.
 PEER = """
 import ctypes, json, mmap, os, sys
 import shmload
@@ -90,12 +90,12 @@ print("ANSWERS", json.dumps(answers), flush=True)
 
 @pytest.fixture
 def resident(checkpoint, evicts):
-    """A segment that this process has decoded and holds, and the tensors over it."""
+    """A segment that this process decoded and holds, and the tensors over it."""
     state = shmload.load_state_dict(checkpoint, torch.bfloat16, keep=True)
     (info,) = shmload.segments()
     assert info.is_leased
     yield SHM / info.name
-    # Before the tensors: to touch one whose segment was cut would kill this process.
+    # Check before touching tensors: SIGBUS would kill this process if the segment was cut.
     assert shmload.verify() == [info]
     wanted = load_file(checkpoint)
     assert torch.equal(state["a"], wanted["a"].bfloat16())
@@ -124,7 +124,7 @@ def test_peer_of_the_same_user_can_change_nothing(resident, child):
     }
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_other_user_can_not_even_read(resident, child):
     peer = child(PEER, resident, os.getpid(), 65534)
     assert json.loads(peer.expect("ANSWERS")) == _OPENING | {
@@ -137,7 +137,7 @@ def test_other_user_can_not_even_read(resident, child):
     }
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_other_user_can_not_see_what_is_being_built(checkpoint, child):
     code = (
         "import os, sys\n"

@@ -1,4 +1,4 @@
-"""Too little memory: said before anything is read, and nothing is left where it runs out later."""
+"""Too little memory is an error before anything is read; if it runs out later nothing is left."""
 
 import errno
 import functools
@@ -19,7 +19,7 @@ SMALL_SHM = 'mount -t tmpfs -o size=16m,mode=1777{options} tmpfs /dev/shm && exe
 
 @pytest.fixture
 def in_small_shm():
-    """Run Python in a namespace where /dev/shm has 16 MiB."""
+    """Run Python in a mount namespace with 16 MiB of /dev/shm."""
 
     def run(*arguments, options="", expected=0):
         command = ["unshare", "-Urm", "sh", "-c", SMALL_SHM.format(options=options)]
@@ -64,7 +64,7 @@ def test_shm_too_small_is_said_before_anything_is_read(large, in_small_shm):
     assert said.startswith(f"SharedMemoryFull {errno.ENOSPC} 19.08 MiB needed in shared memory")
     for word in ("/dev/shm leaves 16.00 MiB", "shmload rm", "remount,size", "--shm-size"):
         assert word in said
-    assert left == "0 0"  # neither bytes read nor names
+    assert left == "0 0"  # no bytes read, no names left
 
 
 def test_shm_too_small_is_one_line_of_the_command(large, in_small_shm):
@@ -110,7 +110,7 @@ def test_service_evicts_for_room_that_its_budget_does_not_know_of(large, tmp_pat
         "-c", WITH_A_SERVICE, paths[0], paths[1], large
     ).stdout.splitlines()
     assert "19.08 MiB needed in shared memory but /dev/shm leaves 11." in refused
-    assert left == f"{paths[0]} {paths[1]} 0"  # nothing goes in vain
+    assert left == f"{paths[0]} {paths[1]} 0"  # nothing is evicted without need
 
 
 def test_shm_large_enough_is_enough(tmp_path, in_small_shm):
@@ -125,7 +125,7 @@ def test_shm_that_fills_up_in_the_middle(tmp_path, in_small_shm, configure):
     said, left = in_small_shm("-c", TRY, path, "fill").stdout.splitlines()
     assert said.startswith(f"SharedMemoryFull {errno.ENOSPC} ")
     assert "shmload rm" in said
-    assert left == "1 0"  # one report, no names
+    assert left == "1 0"  # one progress report, no names left
 
 
 def test_shm_that_fills_up_before_a_worker_writes(tmp_path, in_small_shm, configure):
@@ -178,7 +178,7 @@ if how == "alive":
 def test_part_of_a_dead_loader_gives_way_and_that_of_a_living_one_does_not(
     tmp_path, in_small_shm, how, said, parts
 ):
-    # Of the 16 MiB the first has taken one, and is promised as much as the second needs.
+    # Of 16 MiB the first has written one, and has reserved so much that the second lacks room.
     paths = [tmp_path / name for name in ("first.safetensors", "second.safetensors")]
     for path in paths:
         save_file({"a": torch.ones(8_000_000)}, path)
@@ -192,7 +192,8 @@ def test_shm_without_inodes_is_an_error_of_ours(checkpoint, in_small_shm, inodes
     code = TRY.replace("shmload.warm(", "next(iter(shmload.view(").replace(
         "progress=report)", "progress=report).gen))"
     )
-    options = f",nr_inodes={inodes}"  # the root takes one; the segment the second, the view a third
+    # The root takes one inode, the segment the second, and the view a third.
+    options = f",nr_inodes={inodes}"
     said, left = in_small_shm("-c", code, checkpoint, options=options).stdout.splitlines()
     assert said.startswith("SharedMemoryFull ")
     assert "inodes" in said
@@ -246,4 +247,4 @@ def test_what_takes_no_room_needs_none(checkpoint, evicts, monkeypatch):
     shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
     monkeypatch.setattr(capacity, "shm_free_nbytes", lambda: 0)
     shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
-    state_dict(checkpoint)  # maps the file
+    state_dict(checkpoint)  # it maps the file

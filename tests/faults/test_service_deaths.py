@@ -1,4 +1,4 @@
-"""Whoever dies or stops on either side of the service's socket harms nobody else."""
+"""A service or client that dies or stops harms no other process."""
 
 import os
 import select
@@ -26,7 +26,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def at_work(service, child, shard, configure):
-    """A service whose only worker stands still, and a client whose load it has; in this order."""
+    """A service whose only worker is stopped, and a client whose load that worker has."""
     configure(stall_timeout_s=60)
     process = service("--workers", "1")
     shmload.warm(shard, torch_dtype="float16")  # the worker is ready
@@ -34,7 +34,7 @@ def at_work(service, child, shard, configure):
         client = child(_LOAD, shard)
         wait_until(lambda found: found.is_decoding)
         before = status().decode_s
-        wait_until(lambda found: found.decode_s > before)  # although it has not ended
+        wait_until(lambda found: found.decode_s > before)  # `decode_s` counts up during a decode
         yield process, client
 
 
@@ -185,11 +185,11 @@ def test_lease_goes_with_the_last_process_that_has_it(service, child, shard):
     assert len(shmload.evict(shard)) == 1
 
 
-def test_client_killed_in_the_middle_holds_up_nobody(at_work, other_shard, shard):
+def test_client_killed_during_its_load_does_not_hold_up_the_next(at_work, other_shard, shard):
     process, client = at_work
     client.process.kill()
     client.wait()
-    # The worker that stood still at its piece goes, and the next client has another.
+    # The stopped worker is replaced, and the next client gets the new one.
     assert torch.equal(
         shmload.load_state_dict(other_shard, "bfloat16")["weight"], (VALUES + 1).bfloat16()
     )
@@ -198,7 +198,7 @@ def test_client_killed_in_the_middle_holds_up_nobody(at_work, other_shard, shard
 
 
 def test_telling_a_client_that_has_left_is_no_failure():
-    # Else its load's end would be logged as an error of the service, by chance.
+    # Otherwise the end of its load might be logged as an error of the service.
     ours, theirs = socket.socketpair()
     with ours:
         stream = ProgressStream(ours)

@@ -1,4 +1,4 @@
-"""Whoever lies, is silent or a stranger at the other end of the service's socket does no harm."""
+"""A peer at the service's socket that lies, is silent, or is another program does no harm."""
 
 import gc
 import os
@@ -45,7 +45,7 @@ def read_to_the_end(client):
         b"\xff\xff\xff\xff" + b"x" * 100,
         b"\x00\x00\x00\x05hello",
         b"GET / HTTP/1.1\r\n\r\n",
-        to_frame(Lend("x", Stat(1, 1, 1, 1), 1, ())),  # without its descriptors
+        to_frame(Lend("x", Stat(1, 1, 1, 1), 1, ())),  # without the descriptors
     ],
     ids=["length", "rubbish", "http", "no descriptors"],
 )
@@ -65,7 +65,7 @@ def test_half_a_request_has_a_deadline(service, configure):
         read_to_the_end(client)
 
 
-def test_client_that_reads_nothing_holds_up_nobody(service, shard):
+def test_client_that_reads_nothing_does_not_hold_up_others(service, shard):
     service()
     with raw_client() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
@@ -82,7 +82,7 @@ def test_descriptors_of_a_client_that_leaves_are_closed(service, shard):
             frame = to_frame(Lend("x", Stat(1, 1, 1, 1), 1, ()))
             socket.send_fds(client, [frame], [file.fileno(), file.fileno()])
     with Client(socket_path()) as client:
-        while client.ask(GetStatus(), Status).clients:  # each is gone only once all is closed
+        while client.ask(GetStatus(), Status).clients:  # a client counts until all of it is closed
             pass
         assert len(os.listdir(f"/proc/{process.pid}/fd")) <= before + 1
 
@@ -160,7 +160,7 @@ def test_service_of_another_version_is_not_used(configure, tmp_path, shard, chil
     assert_right(shmload.load_state_dict(shard, "bfloat16"))
 
 
-def test_nobody_listens_at_a_stale_socket(configure, tmp_path, shard):
+def test_stale_socket_means_no_service(configure, tmp_path, shard):
     configure(service="require", socket=tmp_path / "service.sock", inline_nbytes=0)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "service.sock"))

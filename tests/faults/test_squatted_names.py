@@ -1,4 +1,4 @@
-"""Names in /dev/shm that somebody else took: neither trusted, nor followed, nor removed."""
+"""Names in /dev/shm taken by another user are not trusted, followed or removed."""
 
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ def squat_as_somebody_else(path, victim):
     os.chown(path, 65534, 65534)
 
 
-@pytest.mark.timeout(20)  # a FIFO again
+@pytest.mark.timeout(20)  # opening a FIFO can block forever
 @pytest.mark.parametrize("suffix", ["", ".part"])
 @pytest.mark.parametrize(
     "squat",

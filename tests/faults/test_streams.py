@@ -1,4 +1,4 @@
-"""Weights that pass through a ring: whoever fails, nothing wrong arrives and nothing is left."""
+"""Weights through a ring arrive right or the load fails, and nothing is left."""
 
 import os
 
@@ -66,7 +66,9 @@ def assert_right(found, source):
 def test_tensor_larger_than_the_ring_passes_in_pieces(large, configure, shm_names, shape, workers):
     configure(workers=workers)
     if shape.slot_nbytes == 4096:
-        large = large.with_name("model.safetensors")  # at a page a piece the large one takes long
+        large = large.with_name(
+            "model.safetensors"
+        )  # with one page per piece the large file takes too long
         large.write_bytes(checkpoint_of(100_000))
     assert_right(stream(large, LateDevice(), shape), large)
     assert shm_names() == []
@@ -109,7 +111,7 @@ def test_worker_that_is_killed_each_time_is_an_error(large, workers_that, shm_na
     assert shm_names() == []
 
 
-def test_shard_that_is_overwritten_meanwhile_is_an_error(large, before_decoding):
+def test_shard_that_is_overwritten_during_the_load_is_an_error(large, before_decoding):
     before_decoding(lambda: overwrite(large))
     device = LateDevice()
     with pytest.raises(shmload.ShardChanged):
@@ -117,7 +119,7 @@ def test_shard_that_is_overwritten_meanwhile_is_an_error(large, before_decoding)
     assert device.pending == 0
 
 
-def test_shard_that_is_cut_short_meanwhile_is_an_error(large, before_decoding):
+def test_shard_that_is_cut_short_during_the_load_is_an_error(large, before_decoding):
     before_decoding(lambda: os.truncate(large, 1_000_000))
     device = LateDevice()
     with pytest.raises((shmload.ShardTruncated, shmload.ShardChanged)):

@@ -1,6 +1,6 @@
-"""System calls that fail, and processes that die at one: what is there is complete, or is garbage.
+"""If a system call fails or a process dies at one, each segment is complete or is garbage.
 
-strace makes it happen, in real processes at the very call; so nothing in the product has to know.
+strace injects the fault into real processes at the exact call, so the code needs no test hooks.
 """
 
 import errno
@@ -15,7 +15,7 @@ from warming import SHM
 import shmload
 from shmload.workers import fill
 
-# Warms its source, or maps it into a view; says what it read or why it could not.
+# Warms its source, or maps it into a view; prints what it read or the error.
 LOADER = """
 import sys
 import shmload
@@ -35,7 +35,7 @@ except shmload.ShmloadError as exc:
 
 @pytest.fixture
 def inject(child):
-    """Load a source in a process to which something happens at its calls on some files."""
+    """Load a source in a process with a fault at its calls on some files."""
 
     def start(source, calls, what, *files, door="warm"):
         return child(LOADER, door, source, prefix=tracing(calls, what, *files))
@@ -72,7 +72,7 @@ READS = "preadv,preadv2"
         ("pread64", "error=EIO:when=1", f"ShardUnreadable {errno.EIO} "),
         ("pread64", "error=EIO:when=2", f"ShardUnreadable {errno.EIO} "),
         (READS, "error=EIO:when=2", f"ShardUnreadable {errno.EIO} "),
-        # After two blocks of 1 MiB the file ends, whatever fstat says.
+        # The file ends after two blocks of 1 MiB, although fstat reports more.
         (READS, "retval=0:when=3", "ShardTruncated None {size} {there} "),
     ],
     ids=["length", "header", "weights", "end"],
@@ -158,7 +158,7 @@ def test_memory_that_runs_out_at_the_second_shard_frees_the_first(
 
 @needs_strace
 def test_workers_killed_at_their_third_read(large, inject, configure, shm_names):
-    # strace counts for each process alone: the one that takes over dies there too.
+    # strace counts per process, so the worker that takes over dies at the same call.
     configure(inline_nbytes=0, workers=1)
     process = inject(large, READS, "signal=SIGKILL:when=3", large)
     answer = process.expect("REFUSED")
@@ -168,7 +168,7 @@ def test_workers_killed_at_their_third_read(large, inject, configure, shm_names)
     assert shm_names() == []
 
 
-# What a loader does with a part, and then with its segment, in this order.
+# A loader's calls on a part, and then on its segment, in order.
 STEPS = {
     "looks for the segment": "openat:when=1",
     "makes the part": "openat:when=2",
@@ -186,7 +186,7 @@ STEPS = {
 }
 
 
-# What is kept gets its name, and what is not loses the one it had.
+# Only kept segments get a final name; only parts that are not kept lose theirs.
 NOT_DONE = {("warm", "takes its name away"), ("view", "gives it its name")}
 
 
@@ -203,7 +203,7 @@ def test_killed_at_any_step_it_leaves_a_segment_or_garbage(
     segment = part.with_suffix("")
     process = inject(checkpoint, call, f"signal=SIGKILL:{when}", part, segment, door=door)
     assert process.wait() != 0, "it does not come to that step"
-    # What has a final name is whole, and nothing that is there is in the way of the next load.
+    # A segment with a final name is complete, and no leftover hinders the next load.
     assert set(shm_names()) <= {part.name, segment.name}
     is_there = [info.name for info in shmload.verify()] == [segment.name]
     assert is_there == segment.exists()

@@ -150,7 +150,7 @@ def test_no_gpu_is_described_by_nothing():
     assert describe_gpu(FakeProcesses(describe={})) == {}
 
 
-def test_segments_that_somebody_removes_are_no_measurement(bench):
+def test_measurement_fails_if_another_program_keeps_removing_the_segments(bench):
     made, _ = bench(load={"call_s": 1}, warm={})
     with pytest.raises(ProbeFailed, match="keeps removing"):
         measure_call(made)

@@ -31,7 +31,7 @@ def test_output_that_cannot_be_written_is_one_sentence(arguments):
     assert done.stderr == "shmload: the output cannot be written: No space left on device\n"
 
 
-def test_pipe_that_nobody_reads_is_no_traceback():
+def test_closed_pipe_gives_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:

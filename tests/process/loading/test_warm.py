@@ -153,7 +153,7 @@ def test_plan_says_what_will_be_done_and_does_nothing(folder, shm_names):
     planned = shmload.plan(folder, torch_dtype=torch.bfloat16, keep=True)
     assert shm_names() == []
     assert planned.source == str(folder)
-    # The middle shard has no floats, so nothing is to be converted.
+    # The middle shard has no floats to convert.
     assert [shard.conversion for shard in planned.shards] == ["BF16", "raw", "BF16"]
     assert {shard.action for shard in planned.shards} == {shmload.Action.DECODE}
     assert sum(shard.read_nbytes for shard in planned.shards) == NBYTES

@@ -70,7 +70,7 @@ for line in Path("/proc/self/smaps").read_text().splitlines():
         pss += int(fields[1]) * 1024
 segments = [[info.name, info.nbytes, info.is_shared] for info in shmload.segments()]
 tell(read=sum(read), copied=copied, pss=pss, segments=segments)
-dist.barrier()  # nobody ends before
+dist.barrier()  # no rank ends before the others
 dist.destroy_process_group()
 """
 # One of two ranks is killed after its load; the launcher then restarts both.

@@ -101,7 +101,7 @@ def test_source_that_cannot_be_had_is_a_finding(examine, tmp_path, name):
     assert "devices" in found
 
 
-def test_socket_that_nobody_listens_at_is_stale(examine, tmp_path):
+def test_socket_without_a_listener_is_stale(examine, tmp_path):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "service.sock"))
     assert "is left from a dead one" in examine()["service"].detail

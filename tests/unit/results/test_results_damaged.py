@@ -57,7 +57,7 @@ def test_kernel_without_a_boot_id_has_its_journals_checked(tmp_path, monkeypatch
     assert done_in(tmp_path) == [0, 1]
 
 
-def test_journal_of_zeros_is_made_anew(tmp_path, serial):
+def test_journal_of_zeros_is_made_again(tmp_path, serial):
     path = unfinished(tmp_path)
     path.write_bytes(bytes(1000))
     assert done_in(tmp_path) == []

@@ -98,7 +98,7 @@ def test_results_are_a_data_set_for_the_data_loader(tmp_path, workers):
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_pickled_results_open_the_folder_anew(folder):
+def test_pickled_results_open_the_folder_again(folder):
     results = pickle.loads(pickle.dumps(Results(folder)))
     assert is_what_was_given(results[4], 4)
 
@@ -133,7 +133,7 @@ def test_no_results_can_be_opened(tmp_path):
     assert (len(results), list(results), "a" in results) == (0, [], False)
 
 
-def test_folder_that_changes_meanwhile_is_an_error(tmp_path):
+def test_folder_that_changes_while_it_is_read_is_an_error(tmp_path):
     run(tmp_path, range(COUNT), failing={2})
     results = Results(tmp_path)
     assert is_what_was_given(results[0], 0)

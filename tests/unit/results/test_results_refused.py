@@ -53,7 +53,7 @@ def test_other_facts_are_refused_and_named(folder, serial, changes, says):
     assert content_of(folder) == serial
 
 
-def test_facts_of_a_run_that_stored_nothing_bind_nobody(folder, serial):
+def test_facts_of_a_run_that_stored_nothing_do_not_bind_the_next(folder, serial):
     opened(folder, facts={"size": "1"}, shard_items=1).close()
     run(folder, range(COUNT))
     assert content_of(folder) == serial

@@ -22,7 +22,7 @@ class Workers:
         pass
 
 
-def test_asking_one_that_waits_holds_up_nobody(monkeypatch):
+def test_waiting_client_does_not_hold_up_the_decode(monkeypatch):
     is_asked, is_over = threading.Event(), threading.Event()
     monkeypatch.setattr(pool_module, "Coordinator", lambda count: Workers(is_asked))
     pool = WorkerPool(1)

@@ -225,7 +225,7 @@ def test_descriptors_of_a_large_frame_come_once(memfds):
         assert len(inbox.fds) == 2
 
 
-def test_descriptors_that_nobody_asked_for_are_refused_and_closed(memfds):
+def test_unexpected_descriptors_are_refused_and_closed(memfds):
     frame = to_frame(Attached((), ("a" * 1000,)))
     with pair() as (ours, theirs), contextlib.closing(Inbox(theirs)) as inbox:
         with pytest.raises(ProtocolError, match="descriptors"):  # noqa: PT012
