@@ -46,7 +46,7 @@ def measure_upload(bench: Bench) -> list[Figure]:
     def lines(*labels: tuple[str, str]) -> Iterator[Line]:
         return (Line(label=label, sample=rate(name), unit="GB/s") for label, name in labels)
 
-    what = f"weights in memory ({_DTYPE}, {_size(source)}) to the GPU: throughput"
+    what = f"weights in memory ({_size(source)}) to the GPU: throughput"
     share = Figure(
         name="upload",
         what=f"{what}, against a pinned copy",

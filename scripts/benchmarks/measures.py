@@ -277,7 +277,7 @@ def measure_decode(bench: Bench) -> list[Figure]:
             figures.append(
                 Figure(
                     name=f"decode-{case}-{count}",
-                    what=f"{what}, workers: {count}; throughput, to {count} x a plain loop",
+                    what=f"{what}, workers: {count}; throughput, against {count} x a plain loop",
                     sample=(decode / loop).scaled(100 / count),
                     unit="%",
                     target=Target(80, is_least=True) if case == "bf16" else None,

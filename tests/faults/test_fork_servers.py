@@ -1,4 +1,4 @@
-"""A job survives or reports its fork server and runners ending, stopping or sending garbage."""
+"""A job survives or reports a fork server or runner that ends, stops or sends garbage."""
 
 import errno
 import os

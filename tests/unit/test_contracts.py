@@ -1,4 +1,4 @@
-"""No module of shmload is imported by a string, which the import contracts would not see."""
+"""No module of shmload is imported by a string: the import contracts would not see it."""
 
 import ast
 from pathlib import Path

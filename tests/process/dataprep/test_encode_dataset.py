@@ -1,4 +1,4 @@
-"""scripts/encode_dataset.py encodes every picture and caption, through kills and bad pictures."""
+"""scripts/encode_dataset.py encodes every picture and caption, despite kills and bad pictures."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Device maps: every accepted form, which key wins, what is refused, and the shortest print."""
+"""Device maps are read in every accepted form, the right key wins, and the print is shortest."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A results folder has the same bytes after any kills, and any tool reads its shards."""
+"""A results folder has the same bytes after every kill and restart, and any tool reads it."""
 
 import contextlib
 import json

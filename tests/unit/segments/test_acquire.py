@@ -1,4 +1,4 @@
-"""Another process acts between two steps of this one: what this one gets has its name."""
+"""`acquire` and `attach` return what a name refers to, even if another process acts in between."""
 
 import os
 

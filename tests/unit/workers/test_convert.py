@@ -1,3 +1,5 @@
+"""Every conversion gives the bits that torch gives, for every pattern of small dtypes."""
+
 import subprocess
 import sys
 import textwrap
