@@ -24,8 +24,8 @@ from shmload._loading.sources import Rules
 from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
 from shmload.errors import MemoryLimitExceeded, SharedMemoryFull, SourceNotFound
-from shmload.integrations._build.early import begin_early
-from shmload.integrations._build.route import Route, choose_route, parse_destination
+from shmload.integrations._building.early import begin_early
+from shmload.integrations._building.route import Route, choose_route, parse_destination
 from shmload.integrations._devices.hollow import BytesNeeded
 from shmload.integrations._devices.ways import Pin
 from shmload.integrations.ranks import linger
@@ -209,7 +209,7 @@ class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
     def _build(self, load: Load, rules: Rules, ring: Ring | None = None) -> "DiffusionPipeline":
         """Build the pipeline and copy it to its devices."""
         # Not at the top: importing torch takes a second, while workers already decode.
-        from shmload.integrations._build.build import Build
+        from shmload.integrations._building.build import Build
         from shmload.integrations.placing import place_pipeline
 
         place = None

@@ -20,7 +20,7 @@ from shmload._segments.lease import Lease
 from shmload._segments.removal import remove_leftovers
 from shmload._segments.segment import Stay
 from shmload.errors import ArgumentError, SourceChanged, SourceNotFound
-from shmload.integrations._build.recipe import Recipe, identity_of
+from shmload.integrations._building.recipe import Recipe, identity_of
 from shmload.integrations.diffusers import load_pipeline
 
 if TYPE_CHECKING:

@@ -6,20 +6,20 @@ from typing import Any
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
 from shmload._placement.modules import Component
-from shmload.integrations._build import rules
+from shmload.integrations._building import rules
 
 
 def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
-    """Return the dtype rule of a checkpoint's class, as `_build.rules.derive_rule` does."""
+    """Return the dtype rule of a checkpoint's class, as `_building.rules.derive_rule` does."""
     return rules.derive_rule(checkpoint, target)
 
 
 def describe_components(
     source: Source, torch_dtype: object, only: Collection[str] | None
 ) -> tuple[Component, ...]:
-    """Return the module trees of a pipeline's components, as `_build.module_trees` makes them."""
+    """Return the module trees of a pipeline's components, from `_building.module_trees`."""
     # Not at the top: a rule needs no torch.
-    from shmload.integrations._build.module_trees import components_of
+    from shmload.integrations._building.module_trees import components_of
 
     return components_of(source, torch_dtype, only)
 

@@ -16,8 +16,8 @@ from shmload._loading.load import Load
 from shmload._placement.inventory import CPU, META, choose_inventory, without_host_limits
 from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
-from shmload.integrations._build.mapped import Spans
-from shmload.integrations._build.module_trees import component_of
+from shmload.integrations._building.mapped import Spans
+from shmload.integrations._building.module_trees import component_of
 from shmload.integrations._devices.calibration import choose_way
 from shmload.integrations._devices.destination import Destination, parse_max_host_memory
 from shmload.integrations._devices.hooks import attach_hooks, device_at, note_devices

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shmload._host.collector import paused_gc
 from shmload.errors import ArgumentError
-from shmload.integrations._build.pickling import register_classes
+from shmload.integrations._building.pickling import register_classes
 from shmload.integrations._sharding.copies import copy_to
 from shmload.integrations._sharding.slices import Split, slice_of
 from shmload.integrations._sharding.weights import Weights, own_buffers

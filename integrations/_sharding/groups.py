@@ -12,7 +12,7 @@ from torch import nn
 
 from shmload._wording import listed, nearest
 from shmload.errors import ArgumentError
-from shmload.integrations._build.module_trees import whole_classes
+from shmload.integrations._building.module_trees import whole_classes
 
 Blocks = Iterable[str | type[nn.Module]]
 """Classes of modules, or their names."""

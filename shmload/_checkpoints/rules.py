@@ -23,7 +23,7 @@ from shmload._checkpoints.rule import RAW, Rule
 from shmload._host.files import replacing
 from shmload._settings import settings
 
-# To be increased whenever `shmload.integrations._build.rules` derives other rules than before.
+# To be increased whenever `shmload.integrations._building.rules` derives other rules than before.
 _RULES_VERSION = 1
 _LIBRARIES = ("torch", "diffusers", "transformers")
 

@@ -17,7 +17,7 @@ from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._loading.state_dict import wrap
 from shmload._segments.segment import Stay
-from shmload.integrations._build.mapped import Spans
+from shmload.integrations._building.mapped import Spans
 from shmload.integrations._devices.moves import Moves
 from shmload.integrations._devices.pinned import PinnedRing
 from shmload.integrations._devices.stream import Stream

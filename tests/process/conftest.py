@@ -16,8 +16,8 @@ from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
 from shmload.integrations import placing
-from shmload.integrations._build import build
-from shmload.integrations._build.build import Build
+from shmload.integrations._building import build
+from shmload.integrations._building.build import Build
 from shmload.integrations._devices.stream import Stream
 from shmload.workers.fill import Filler
 

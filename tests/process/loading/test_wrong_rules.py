@@ -7,7 +7,7 @@ from traces import Messages, mentions_of_view
 
 import shmload
 from shmload._checkpoints.rule import Rule
-from shmload.integrations._build import rules
+from shmload.integrations._building import rules
 
 pytestmark = pytest.mark.libraries
 

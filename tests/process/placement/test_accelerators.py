@@ -16,8 +16,8 @@ import shmload
 from shmload._checkpoints.rule import Rule
 from shmload._decoding.ring import RingShape
 from shmload._loading.load import Load
-from shmload.integrations._build import rules
-from shmload.integrations._build.build import Build
+from shmload.integrations._building import rules
+from shmload.integrations._building.build import Build
 from shmload.integrations._devices import destination
 
 pytestmark = pytest.mark.libraries

@@ -25,7 +25,7 @@ import pipelines
 from shmload._placement.inventory import parse_inventory
 from shmload._placement.placement import place
 from shmload.integrations._devices.hooks import attach_hooks, device_at
-from shmload.integrations._build.module_trees import component_of
+from shmload.integrations._building.module_trees import component_of
 _setup_privateuseone_for_python_backend("fakegpu")
 inventory = parse_inventory("fakegpu:0=1GiB,fakegpu:1=1GiB")
 def run(family, component, device_map, has_hooks):

@@ -19,7 +19,7 @@ from shmload._checkpoints.rules import rule_for
 from shmload._cli.main import main
 from shmload._placement.inventory import limit_inventory
 from shmload._placement.placement import place
-from shmload.integrations._build.module_trees import component_of, components_of
+from shmload.integrations._building.module_trees import component_of, components_of
 
 _FAMILIES = ("stable-diffusion", "sdxl", "sd3", "flux", "wan", "qwen-image")
 _MIXED = {"vae": torch.float32, "default": torch.bfloat16}

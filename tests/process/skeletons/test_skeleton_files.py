@@ -11,8 +11,8 @@ import xxhash
 from comparing import assert_loads_equal
 
 import shmload
-from shmload.integrations._build.pickling import PickledModels, Unfit, unpickle_models
-from shmload.integrations._build.skeletons import _write
+from shmload.integrations._building.pickling import PickledModels, Unfit, unpickle_models
+from shmload.integrations._building.skeletons import _write
 
 pytestmark = pytest.mark.usefixtures("skeletons")
 

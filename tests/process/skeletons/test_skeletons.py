@@ -13,7 +13,7 @@ from mappings import copied_nbytes
 from pipelines import FAMILIES, run
 
 import shmload
-from shmload.integrations._build.build import Build
+from shmload.integrations._building.build import Build
 
 pytestmark = pytest.mark.usefixtures("skeletons")
 
@@ -126,7 +126,7 @@ import torch
 import diffusers
 import pipelines
 import shmload
-from shmload.integrations._build.build import Build
+from shmload.integrations._building.build import Build
 diffusers.utils.logging.disable_progress_bar()
 del Build._build_models
 for family, source in json.loads(sys.argv[2]).items():
@@ -154,7 +154,7 @@ import diffusers
 import shmload
 import torch
 from comparing import assert_equal, reference
-from shmload.integrations._build.build import Build
+from shmload.integrations._building.build import Build
 diffusers.utils.logging.disable_progress_bar()
 del Build._build_models
 for source in json.loads(sys.argv[2]):
@@ -183,7 +183,7 @@ def test_second_process_with_other_hashes_gets_the_same(saved, copied, child, mo
 
 _LOAD = """
 import sys, torch, shmload
-from shmload.integrations._build.build import Build
+from shmload.integrations._building.build import Build
 build_models = Build._build_models
 def say(*args, **kwargs):
     print("BUILDS", flush=True)

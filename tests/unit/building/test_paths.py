@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers.configuration_utils import FrozenDict
 
-from shmload.integrations._build.paths import PathRepair
+from shmload.integrations._building.paths import PathRepair
 
 _VIEW = Path("/dev/shm/shmload-0-view-0123")
 

@@ -147,7 +147,7 @@ def test_rule_is_remembered_until_it_is_forgotten(tmp_path, monkeypatch):
     assert likely_rule(wan, "bf16") == Rule(target="BF16")  # a wrong guess
     rule = rule_for(wan, "bf16")
     monkeypatch.setattr(
-        "shmload.integrations._build.rules.derive_rule", None
+        "shmload.integrations._building.rules.derive_rule", None
     )  # must not be called again
     assert rule_for(wan, "bf16") == likely_rule(wan, "bf16") == rule
     forget_rule(wan, "bf16")

@@ -324,7 +324,7 @@ def flux_model():
     import diffusers
     import torch
 
-    from shmload.integrations._build.module_trees import component_of
+    from shmload.integrations._building.module_trees import component_of
 
     with torch.device("meta"):
         made = diffusers.FluxTransformer2DModel(

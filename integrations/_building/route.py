@@ -140,7 +140,7 @@ def _bound(destination: Destination | None, source: Source, dtype: object) -> De
         )
     if destination.device_map not in STRATEGIES:
         return destination
-    from shmload.integrations._build.module_trees import components_of
+    from shmload.integrations._building.module_trees import components_of
 
     inventory = choose_inventory(None, destination.max_memory)
     placement = place(components_of(source, dtype), destination.device_map, inventory)

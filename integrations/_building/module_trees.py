@@ -22,7 +22,7 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import rule_for, wanted_dtype
 from shmload._host.linux import open_source
 from shmload._placement.modules import Component, Module, join, parent_of
-from shmload.integrations._build.rules import (
+from shmload.integrations._building.rules import (
     find_class,
     float32_patterns,
     libraries,

@@ -37,7 +37,7 @@ from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._host.files import replacing
 from shmload._loading.load import Load
 from shmload._settings import settings
-from shmload.integrations._build.pickling import (
+from shmload.integrations._building.pickling import (
     Files,
     Models,
     PickledModels,

@@ -81,7 +81,7 @@ def _import_classes(source: Source) -> None:
     import diffusers
     import transformers
 
-    import shmload.integrations._build.build  # noqa: F401 with it, torch
+    import shmload.integrations._building.build  # noqa: F401 with it, torch
 
     # Warnings from this import are not about these models.
     getattr(diffusers, source.class_name or "DiffusionPipeline", None)

@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -20,10 +20,12 @@ from transformers import PreTrainedModel
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import read_header
-from shmload._checkpoints.header import TensorSpec
 from shmload._host.linux import Inode, inode_of, reopen
 from shmload._loading.state_dict import wrap
-from shmload.integrations._build.mapped import Spans
+from shmload.integrations._building.mapped import Spans
+
+if TYPE_CHECKING:
+    from shmload._checkpoints.header import TensorSpec
 
 Models = dict[str, torch.nn.Module]
 """The models of a pipeline by component."""

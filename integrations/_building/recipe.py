@@ -1,4 +1,4 @@
-"""The content of a handle: which pipeline to load, with which arguments, and a digest of its files."""
+"""The content of a handle: the pipeline to load, the arguments, and a digest of its files."""
 
 import contextlib
 import hashlib

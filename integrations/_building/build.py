@@ -19,16 +19,16 @@ from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import forget_rule
-from shmload.integrations._devices.hollow import BytesNeeded
 from shmload._host.procfs import mappings, modified_nbytes
 from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._settings import settings
-from shmload.integrations._build.mapped import Spans, hold_leases
-from shmload.integrations._build.paths import PathRepair
-from shmload.integrations._build.pickling import Models
-from shmload.integrations._build.rules import libraries
-from shmload.integrations._build.skeletons import load_skeleton, save_skeleton, skeleton_path
+from shmload.integrations._building.mapped import Spans, hold_leases
+from shmload.integrations._building.paths import PathRepair
+from shmload.integrations._building.pickling import Models
+from shmload.integrations._building.rules import libraries
+from shmload.integrations._building.skeletons import load_skeleton, save_skeleton, skeleton_path
+from shmload.integrations._devices.hollow import BytesNeeded
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -209,7 +209,10 @@ class Build:
         """
         given = self._source.given
         # Neither the libraries' loading nor the repair of messages is thread-safe.
-        with libraries, View(self._source.root, self._load.holdings.files() if decoded else {}) as view:
+        with (
+            libraries,
+            View(self._source.root, self._load.holdings.files() if decoded else {}) as view,
+        ):
             repair = PathRepair(view.path, self._root, given, self._said)
             if models:
                 repair.silence(_PASSED)
