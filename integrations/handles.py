@@ -82,7 +82,7 @@ class Handle:
             return _loaded[key]
 
     def close(self) -> None:
-        """Give back the leases that this handle holds; again does nothing.
+        """Give back the leases that this handle holds; a second call does nothing.
 
         Pipelines loaded from it, here or in other processes, stay valid and shared. This process
         forgets its pipeline, which lives on as long as other code refers to it.

@@ -51,7 +51,7 @@ class Fill(msgspec.Struct, frozen=True, tag=True):
 
 
 class BytesRead(msgspec.Struct, frozen=True, tag=True):
-    """So many more bytes have been read."""
+    """This many more bytes have been read."""
 
     nbytes: int
 

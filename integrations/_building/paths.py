@@ -27,8 +27,8 @@ class PathRepair:
         view: the view's directory.
         root: the path of the source's directory, as the libraries would spell it.
         given: the source as the user named it; replaces the view's directory itself.
-        said: what an earlier build of the same pipeline logged, and this one must not repeat; what
-            this one logs is added.
+        said: what earlier builds of the same pipeline logged; this build does not repeat it, and
+            adds what it logs.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) ->
 
 
 def make_meta_model(model_class: Any, checkpoint: Checkpoint, dtype: Any) -> Any:
-    """Make a model of transformers without memory, as `from_pretrained` would."""
+    """Make a transformers model on the meta device, with the dtypes of `from_pretrained`."""
     import torch
 
     config = model_class.config_class.from_pretrained(checkpoint.folder)

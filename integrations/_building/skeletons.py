@@ -58,7 +58,9 @@ _DIGEST_NBYTES = 16
 
 
 def skeleton_path(source: Source, load: Load, torch_dtype: object, root: str) -> Path | None:
-    """Return the path of the skeleton of a pipeline's models; None if there must be none.
+    """Return the path of the skeleton of a pipeline's models.
+
+    None if torch's default device is not the CPU, or if a library is an editable install.
 
     The file's name is a digest of everything that the models may depend on.
 

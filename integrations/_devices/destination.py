@@ -73,10 +73,10 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
                 raise UnknownComponent(component, source.given, known)
 
     def require_no_limit(self, source: Source) -> None:
-        """Check that the weights may lie in segments, when they cannot take the ring.
+        """Check that no `max_host_memory` is given. For weights that cannot take the ring.
 
         Raises:
-            MemoryLimitExceeded: memory of the host is limited.
+            MemoryLimitExceeded: it is given.
         """
         if self.max_host_nbytes is not None:
             raise MemoryLimitExceeded(
@@ -138,7 +138,7 @@ def _values(device_map: object) -> Iterator[object]:
 
 
 def _require_device(device: object) -> None:
-    """Check that a value is a strategy or the name of a device, which may not exist here.
+    """Check that a value is a strategy or a device; this machine need not have the device.
 
     Raises:
         ArgumentError: it is neither.

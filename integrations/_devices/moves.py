@@ -45,7 +45,7 @@ class Allocation:
         """Bytes taken from its start, gaps included."""
 
     def has_room(self, nbytes: int) -> bool:
-        """Tell whether so many more bytes fit."""
+        """Tell whether this many more bytes fit."""
         return self.used_nbytes + nbytes <= self.memory.numel()
 
     def take(self, address: int, nbytes: int) -> torch.Tensor:
@@ -177,7 +177,7 @@ class Moves:
             self._others.setdefault(held.holder, {})[id(tensor)] = runtime
 
     def _target(self, tensor: torch.Tensor, runtime: Runtime, *, is_streamed: bool) -> torch.Tensor:
-        """Return the tensor of a device for a plain one; tied tensors have one on each device."""
+        """Return the device tensor that replaces a plain one; tied tensors share it."""
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, runtime)
         if key not in self._targets:
             nbytes = tensor.numel() * tensor.itemsize
@@ -187,7 +187,7 @@ class Moves:
         return self._targets[key]
 
     def _allocate(self, runtime: Runtime, nbytes: int, *, is_streamed: bool) -> Allocation:
-        """Return an allocation that has room for so many bytes."""
+        """Return an allocation that has room for this many bytes."""
         key = (runtime, is_streamed)
         is_large = nbytes >= _SLAB_NBYTES // 2
         if not is_large and key in self._slabs and self._slabs[key].has_room(nbytes):
@@ -208,12 +208,12 @@ def _by_torch(
     devices: dict[int, Runtime],
     copies: dict[tuple[int, Runtime], torch.Tensor],
 ) -> torch.Tensor:
-    """Return torch's copy of a tensor on its device; what several modules share stays one.
+    """Return torch's copy of a tensor on its device; a shared tensor is copied once.
 
     Args:
         tensor: returned as it is if it has no device.
         devices: by the `id` of a tensor.
-        copies: those made so far; gets this one.
+        copies: the copies made so far; this one is added.
     """
     runtime = devices.get(id(tensor))
     if runtime is None:

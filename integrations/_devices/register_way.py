@@ -96,7 +96,7 @@ def _copy(allocations: Sequence[Allocation], mapping: Mapping, fd: int) -> bool:
 
 
 def _finish(events: list[Event], runtimes: Iterable[Runtime]) -> None:
-    """Wait for a window's copies; if there are no events, one copy has failed."""
+    """Wait for a window's copies. No events mean that a copy failed: wait for the whole lane."""
     if not events:
         drain(runtimes, _LANE)
     for event in events:

@@ -26,10 +26,10 @@ class Event(Protocol):
 
 
 class Runtime(Protocol):
-    """One device. Several threads may use it, but each lane only one of them."""
+    """One device. Several threads may use it, but only one thread each lane."""
 
     device: torch.device
-    """With its index, where its kind has one."""
+    """The device; with its index, if devices of its kind have one."""
     name: str
     """The device's model, such as `NVIDIA H200`: calibration is remembered by it."""
 
@@ -65,7 +65,7 @@ class Runtime(Protocol):
             read_only: whether the pages are mapped for reading only.
 
         Returns:
-            Whether the driver did; if not, copies from there work too, and are slower.
+            Whether the driver pinned them. If not, copies from there still work, but are slower.
         """
 
     def unregister(self, address: int) -> None:

@@ -252,8 +252,8 @@ class Crew:
         """Yield what a runner sent before it ended, then its end.
 
         Args:
-            processes: it is one of them.
-            runner: which one.
+            processes: the crew's processes, the runner among them.
+            runner: the runner.
             ended: how it ended.
             is_innocent: whether its item is not to blame.
         """

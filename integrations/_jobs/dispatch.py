@@ -12,7 +12,7 @@ from typing import Any
 from shmload.errors import ItemKilled
 
 ATTEMPTS = 3
-"""An item is given up when so many runners have ended at it."""
+"""An item is given up when this many runners have ended while they worked on it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
     pid: int
     how: str
-    """`exit code 0` or the name of a signal."""
+    """Its exit code or a signal, such as `exit code 0` or `SIGKILL`."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):

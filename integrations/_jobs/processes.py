@@ -66,7 +66,7 @@ class Processes:
         self._selector.register(ours, selectors.EVENT_READ, runner)
 
     def identify(self, pid: int) -> None:
-        """Give the runner that was asked for first its pid and its pidfd, which has just come."""
+        """Set the pid, and the pidfd that has just come, of the runner that was asked for first."""
         runner = self._asked.popleft()
         runner.pid, runner.pidfd = pid, self.server.inbox.fds.pop(0)
         if not self.has(runner):  # dropped before it was forked

@@ -138,7 +138,7 @@ def _note_absent_components(error: Exception, pipe: "DiffusionPipeline") -> None
 
 @contextlib.contextmanager
 def limited_threads(threads: int) -> Iterator[None]:
-    """Have torch use so many threads within the block."""
+    """Have torch use this many threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

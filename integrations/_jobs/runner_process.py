@@ -48,7 +48,7 @@ class RunnerProcess:
         self.how: str | None = None
         """How it ended, or why it was killed; None before, and if that was not the item's fault."""
         self.since = time.monotonic()
-        """When it began with what it does now."""
+        """When it began its present work: to start, or an item."""
         self.active_at = self.since
         """When it last took or sent bytes."""
         self.ending_since = math.inf
@@ -85,10 +85,10 @@ class RunnerProcess:
                 pass
 
     def messages(self) -> Iterator[FromRunner]:
-        """Yield the messages that have arrived, and keep its state and times by them.
+        """Yield the messages that have arrived; update its state and times.
 
         Raises:
-            ProtocolError: it has sent something else.
+            ProtocolError: what it sent is not a message of this version.
         """
         while (frame := self.inbox.next_frame()) is not None:
             message = decode_from_runner(frame)

@@ -88,7 +88,7 @@ class ServerProcess:
         """Yield the messages that have arrived.
 
         Raises:
-            ProtocolError: it has sent something else.
+            ProtocolError: what it sent is not a message of this version.
         """
         while (frame := self.inbox.next_frame()) is not None:
             message = decode_from_server(frame)
@@ -101,7 +101,7 @@ class ServerProcess:
         self._child.kill()
 
     def close(self) -> str:
-        """End it, wait until it and its runners have ended, and return how; again is fine."""
+        """End it and its runners, wait for that, and return how it ended; a second call is fine."""
         with contextlib.suppress(OSError):
             # Closing alone would not reach it while a forked copy of this process has the socket.
             self.channel.shutdown(socket.SHUT_RDWR)

@@ -20,7 +20,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        IndexMalformed: the file is not one.
+        IndexMalformed: the file cannot be read, or is not a JSON object.
     """
     try:
         with open(open_source(path), "rb") as file:
@@ -36,7 +36,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def listed_components(index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield name, library and class of every component in a `model_index.json`."""
+    """Yield name, library and class of every component in a `model_index.json`.
+
+    Library and class are empty for a component that the index sets to null.
+    """
     for name, entry in index.items():
         is_pair = isinstance(entry, list) and len(entry) == 2
         if is_pair and not name.startswith("_") and all(isinstance(e, str) for e in entry):

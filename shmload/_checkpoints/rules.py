@@ -126,7 +126,7 @@ def _library_versions() -> tuple[str, ...]:
 
 
 def _remember(path: Path, rule: Rule) -> None:
-    """Write a rule's file in one step; if that fails, the class is asked again next time."""
+    """Write a rule's file in one step; if that fails, the next load derives the rule again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:

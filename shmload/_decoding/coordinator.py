@@ -89,7 +89,7 @@ class Coordinator:
             raise
 
     def close(self) -> None:
-        """Kill all workers; again is fine."""
+        """Kill all workers; a second call is fine."""
         with contextlib.ExitStack() as closing:
             while self._workers:
                 closing.callback(self._workers.pop().close)

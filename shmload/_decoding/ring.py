@@ -127,7 +127,7 @@ class Ring:
             self._free = [n * self.shape.slot_nbytes for n in range(self.shape.slots)]
 
     def close(self) -> None:
-        """Close the descriptors; again is fine."""
+        """Close the descriptors; a second call is fine."""
         with self._lock:
             fds = self.fd, self.wake_fd
             self.fd = self.wake_fd = -1

@@ -150,7 +150,7 @@ class WorkerProcess:
         return error
 
     def close(self) -> None:
-        """Kill the child and reap it; again is fine."""
+        """Kill the child and reap it; a second call is fine."""
         if self.pidfd < 0:
             return
         self._child.kill()

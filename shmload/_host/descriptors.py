@@ -37,7 +37,7 @@ class Descriptor:
         return fd
 
     def close(self) -> None:
-        """Close the descriptor; again does nothing."""
+        """Close the descriptor; a second call does nothing."""
         # Forget the number first: the kernel gives it to the next file that is opened, and a second
         # close, from another thread or after an interrupt, would close that one.
         fd = self.take()

@@ -20,9 +20,9 @@ _inherited = 0
 
 
 def limit_inherited_threads() -> None:
-    """Let torch use one thread in a forked child that may lack the others; again does nothing.
+    """Let torch use one thread in a forked child that may lack the others.
 
-    A child that has set a number of threads keeps it.
+    A child that has set a number of threads keeps it. A second call does nothing.
     """
     global _inherited
     inherited, _inherited = _inherited, 0

@@ -227,9 +227,9 @@ def is_touched(start: int, end: int) -> bool:
 
 
 def modified_nbytes(mapping: Mapping) -> int:
-    """Return how many bytes of a private mapping were written to, so are no longer the file's.
+    """Return how many bytes of a private mapping are not the file's any more: they were written to.
 
-    proc_pid_smaps(5) has it as `Anonymous`; where the kernel hides that, count all of the mapping.
+    proc_pid_smaps(5) has it as `Anonymous`. If the kernel hides that, return the mapping's size.
     """
     prefix = f"{mapping.start:08x}-{mapping.end:08x} "
     try:

@@ -125,7 +125,7 @@ class Child:
         return self.close()
 
     def close(self) -> str:
-        """Kill it if it runs, reap it, and return how it ended; again is fine."""
+        """Kill it if it runs, reap it, and return how it ended; a second call is fine."""
         if self.process.poll() is None:
             self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):

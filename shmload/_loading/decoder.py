@@ -44,7 +44,7 @@ class Decoder:
         self._service = find_service()
 
     def leaves_to_service(self, read_nbytes: int) -> bool:
-        """Tell whether the service decodes shards of so many bytes."""
+        """Tell whether the service decodes shards of this size."""
         return self._service is not None and not _is_little(read_nbytes)
 
     def reserve(self, *, segment_nbytes: int, read_nbytes: int) -> None:
@@ -124,7 +124,7 @@ class Decoder:
         self._is_cancelled.set()
 
     def close(self) -> None:
-        """End the workers and the connection; again does nothing."""
+        """End the workers and the connection; a second call does nothing."""
         with contextlib.ExitStack() as closing:
             if self._coordinator:
                 closing.callback(self._coordinator.close)
@@ -146,5 +146,5 @@ class Decoder:
 
 
 def _is_little(nbytes: int) -> bool:
-    """Tell whether the load's own thread decodes so many bytes faster than workers."""
+    """Tell whether the load's own thread decodes this many bytes faster than workers."""
     return nbytes <= settings().inline_nbytes

@@ -270,7 +270,7 @@ class Holdings:
     # Ending ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the shards, remove the parts, give all leases back; again does nothing."""
+        """Close the shards, remove the parts, give all leases back; a second call does nothing."""
         with contextlib.ExitStack() as closing:  # each of them, even if another raises
             while self._shards:
                 closing.callback(self._shards.pop().close)

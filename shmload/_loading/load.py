@@ -129,9 +129,8 @@ class Load:
     def _cancel(self) -> KeyboardInterrupt | None:
         """Stop the thread and wait for its end; return a Ctrl-C that came during the wait.
 
-        The caller raises it.
-
-        The thread uses what is closed next, so a Ctrl-C must not cut the wait short.
+        The caller raises it. The thread uses what is closed next, so a Ctrl-C must not cut the wait
+        short.
         """
         self._decoder.cancel()
         return self._work.join_undisturbed() if self._work else None

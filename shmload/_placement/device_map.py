@@ -203,7 +203,7 @@ def tied_units(component: Component, tie: Sequence[str]) -> list[str]:
 
 
 def merge(module: Module, path: str, devices: Devices) -> Devices:
-    """Return the fewest modules that are on one device each and together are all, in order."""
+    """Return the devices of the largest modules that are on one device each, in order."""
     used = {devices[join(path, unit)] for unit, _ in module.units()}
     if len(used) == 1:
         return {path: used.pop()}

@@ -88,7 +88,7 @@ class _Labelled:
 
 
 def _group(child: _Labelled) -> tuple[str, str]:
-    """Return the same key for numbered neighbours on one device."""
+    """Return a child's key for `groupby`: equal for numbered neighbours on one device."""
     if child.name.isdecimal() and len(child.used) == 1:
         return next(iter(child.used)), ""
     return "", child.path

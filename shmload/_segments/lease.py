@@ -43,7 +43,7 @@ class Lease:
             _look_again_at_the_end()
 
     def close(self) -> None:
-        """Release the lease; again does nothing."""
+        """Release the lease; a second call does nothing."""
         # Detach it instead of calling it: at exit a finalizer's call does nothing.
         if found := self._closing.detach():
             _, give_back, (fd, name), _ = found

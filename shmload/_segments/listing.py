@@ -176,7 +176,7 @@ def collect_garbage() -> list[str]:
 def find_garbage() -> list[str]:
     """Return the names that `collect_garbage` would remove; remove nothing.
 
-    Each segment's lock is held for a moment; a process that wants it then waits as long.
+    Holds each segment's lock for a moment; a process that wants the lock waits that long.
     """
     unused = (
         info.name

@@ -68,6 +68,6 @@ def part_names() -> Iterator[str]:
 
 
 def view_names() -> Iterator[str]:
-    """List the names of the views that are there now."""
+    """List the names of the views that exist now."""
     prefix = name_prefix() + _VIEW_INFIX
     return (name for name in shm_names() if name.startswith(prefix))

@@ -116,7 +116,7 @@ class View:
         self.close()
 
     def close(self) -> None:
-        """Remove the directory; again does nothing. What was mapped through it stays mapped."""
+        """Remove the directory; what was mapped through it stays mapped. May be called again."""
         # One by one: rmtree needs descriptors, and this process may have run out of them.
         while self._made:
             path = self._made.pop()

@@ -83,7 +83,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; again is fine. The service then closes the loans."""
+        """Close the connection; a second call is fine. The service then closes the loans."""
         self._inbox.close()
         self._channel.close()
 

@@ -87,7 +87,7 @@ class Endpoint:
             raise
 
     def close(self) -> None:
-        """Stop listening and release the lock; again is fine."""
+        """Stop listening and release the lock; a second call is fine."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             self.listener.close()

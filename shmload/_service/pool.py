@@ -84,7 +84,7 @@ class WorkerPool:
             raise
 
     def close(self) -> None:
-        """End the workers; again is fine. A later decode starts new ones."""
+        """End the workers; a second call is fine. A later decode starts new ones."""
         coordinator, self._coordinator = self._coordinator, None
         if coordinator:
             coordinator.close()

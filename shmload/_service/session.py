@@ -77,7 +77,7 @@ class Session:
             self.close()
 
     def close(self) -> None:
-        """Close all that the session owns; again is fine."""
+        """Close all that the session owns; a second call is fine."""
         self._forget_loans()
         self._release()
         self._inbox.close()

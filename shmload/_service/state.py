@@ -59,7 +59,7 @@ class ServiceState:
         return self._woken.fileno()
 
     def stop(self) -> None:
-        """Tell the service to end; again is fine. Safe in a signal handler."""
+        """Tell the service to end; a second call is fine. Safe in a signal handler."""
         self._stopping.set()
         with contextlib.suppress(OSError):
             self._wake.send(b"x", socket.MSG_DONTWAIT)
