@@ -10,7 +10,8 @@
         ...
 
 Guarantee: every item comes out once, with a result or an error, whichever processes end. A result
-depends on the item, its place among the others, and the weights, and on nothing else.
+depends on the item, its number, the weights, the seed, the number of threads and the kind of
+device; and on earlier items if the function changes the pipeline.
 """
 
 import os

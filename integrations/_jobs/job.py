@@ -167,7 +167,8 @@ class Job:
             function: as for `map`; returns tensors or numpy arrays by name.
             items: as for `map`, in the same order each time.
             folder: made if it does not exist.
-            key: returns an item's key, by which its result is found; None for its number.
+            key: returns an item's key, by which its result is found; None for its number as text of
+                eight digits: `00000007`.
             shard_items: how many items each results file (shard) holds.
             errors: what an error of the function does: `raise` ends the run with an `ItemFailed`;
                 `pass` goes on without the item, as without an item at which three processes have

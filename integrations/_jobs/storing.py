@@ -47,7 +47,7 @@ class Undone:
 
     Args:
         items: all items of the run; iterated once.
-        key: returns an item's key; None for its number.
+        key: returns an item's key; None for its number as text of eight digits.
         results: the folder; stays the caller's.
         on_done: called for each item whose result is stored already.
     """
