@@ -1,4 +1,4 @@
-"""The documentation's examples for data-prep jobs call existing functions, and two of them run."""
+"""The page's examples for data-prep jobs call existing functions, and three of them run."""
 
 import ast
 import inspect
@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from shmload.integrations import dataprep
+from shmload.integrations.results import Results
 
 PAGE = re.findall(
     r"^```python\n(.*?)^```",
@@ -64,6 +65,18 @@ def test_first_job_runs(saved, tmp_path):
     seen = []
     exec(code, {"__name__": "__main__", "paths": paths, "seen": seen})
     assert [latents.shape for latents in seen] == [(1, 4, 32, 32)] * 3
+
+
+def test_first_folder_is_written(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    picture = tmp_path / "cat.png"
+    Image.fromarray(np.full((20, 30, 3), 40, np.uint8)).save(picture)
+    define, _, _ = block_with("dataprep.map(encode, paths").partition("for latents")
+    code = define.replace("512, 512", "64, 64") + block_with("dataprep.write(encode_all, pictures")
+    code = code.replace("source=...", f"source={str(saved('stable-diffusion'))!r}")
+    code = code.replace("procs=4", "procs=0")
+    exec(code, {"__name__": "__main__", "pictures": [picture]})
+    assert Results("latents")["cat.png"]["latent"].shape == (1, 4, 32, 32)
 
 
 def test_results_are_read_as_shown(light_job, tmp_path, monkeypatch):
