@@ -66,9 +66,8 @@ def assert_right(found, source):
 def test_tensor_larger_than_the_ring_passes_in_pieces(large, configure, shm_names, shape, workers):
     configure(workers=workers)
     if shape.slot_nbytes == 4096:
-        large = large.with_name(
-            "model.safetensors"
-        )  # with one page per piece the large file takes too long
+        # With one page per piece the large file would take too long.
+        large = large.with_name("model.safetensors")
         large.write_bytes(checkpoint_of(100_000))
     assert_right(stream(large, LateDevice(), shape), large)
     assert shm_names() == []

@@ -119,9 +119,8 @@ def test_systemd_gets_its_message_and_gives_a_socket(service, child, tmp_path):
             assert notified.recv(100) == b"READY=1"
             assert status().pid == process.pid
             with connect(socket_path(), 60) as connection:
-                assert (
-                    peer_of(connection)[0] == process.pid
-                )  # not the process that opened the socket
+                # The service, not the process that opened the socket.
+                assert peer_of(connection)[0] == process.pid
             ask(Shutdown(), Stopping)
             assert notified.recv(100) == b"STOPPING=1"
             assert process.wait(60) == 0
