@@ -20,7 +20,8 @@ import msgspec
 from shmload._ipc.frames import MessageReader
 from shmload._segments.pieces import Run
 
-VERSION: Final = 1
+VERSION: Final = 2
+"""To be increased with every change of a message."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -17,9 +17,8 @@ class Access:
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._is_closed = False
-        self.lock = (
-            threading.RLock()
-        )  # not a Lock: a signal handler may close in the middle of a use
+        # Not a Lock: a signal handler may close in the middle of a use.
+        self.lock = threading.RLock()
         self.is_unsure = False
         """Whether an error or an interrupt has ended a use in the middle."""
 

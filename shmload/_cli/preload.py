@@ -21,7 +21,6 @@ import msgspec
 from shmload._checkpoints.dtypes import parse_dtype
 from shmload._ipc.child import Child, child_environment
 from shmload._segments.listing import segments
-from shmload._segments.removal import remove_leftovers
 from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError
 
@@ -30,12 +29,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 _END_TIMEOUT_S = 5.0  # after which a child that was asked to end is killed
 _ERROR_PREFIX = "shmload: "  # as the command line prints the errors of this package
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class ListedSource(msgspec.Struct, frozen=True):
     """A line of the list."""
 
     line: int
@@ -50,7 +48,7 @@ class _Report(msgspec.Struct, frozen=True):
     resident_nbytes: int
 
 
-def read_list(path: Path) -> list[Wanted]:
+def read_list(path: Path) -> list[ListedSource]:
     """Read a file of sources.
 
     Raises:
@@ -66,7 +64,7 @@ def read_list(path: Path) -> list[Wanted]:
                 dtype = words[1] if len(words) == 2 else None
                 if dtype is not None:
                     parse_dtype(dtype)
-                found.append(Wanted(number, os.path.expanduser(words[0]), dtype))
+                found.append(ListedSource(number, os.path.expanduser(words[0]), dtype))
         except UnicodeDecodeError as exc:
             raise ArgumentError(f"{path}, line {number}: it is not UTF-8") from exc
         except ValueError as exc:
@@ -74,13 +72,13 @@ def read_list(path: Path) -> list[Wanted]:
     return found
 
 
-def preload(wanted: Sequence[Wanted], state: "ServiceState") -> None:
+def preload(wanted: Sequence[ListedSource], state: "ServiceState") -> None:
     """Warm sources one after the other; log errors and go on with the next source.
 
     A child process warms each source as a client of this service, so the service never imports
     torch or the model libraries. Returns early when the service ends.
     """
-    made: dict[str, Wanted] = {}
+    made: dict[str, ListedSource] = {}
     for each in wanted:
         if state.is_stopping:
             return
@@ -91,7 +89,7 @@ def preload(wanted: Sequence[Wanted], state: "ServiceState") -> None:
             _report_evicted(made, each)
 
 
-def _warm(wanted: Wanted, state: "ServiceState") -> _Report | None:
+def _warm(wanted: ListedSource, state: "ServiceState") -> _Report | None:
     """Warm one source; None if that failed, which is logged, or if the service ends."""
     options = ["--dtype", wanted.dtype] if wanted.dtype else []
     with open(os.memfd_create("shmload-preload", os.MFD_CLOEXEC), "rb") as output:
@@ -112,16 +110,26 @@ def _warm(wanted: Wanted, state: "ServiceState") -> _Report | None:
             how = child.end(_END_TIMEOUT_S, ask=state.is_stopping)
         if child.process.returncode == 0:
             output.seek(0)  # the offset is the child's too
-            return msgspec.json.decode(output.read(), type=tuple[_Report])[0]
-    if state.is_stopping:
-        remove_leftovers()  # of the segment that it was building
-    else:
+            return _read_report(output.read(), wanted)
+    if not state.is_stopping:
         reason = error or f"its process ended ({how})"
         logger.error("line %d cannot be preloaded: %s", wanted.line, reason)
     return None
 
 
-def _log_lines(child: Child, wanted: Wanted, state: "ServiceState") -> str | None:
+def _read_report(output: bytes, wanted: ListedSource) -> _Report | None:
+    """Read what the child printed; None, which is logged, if it is not a report.
+
+    Libraries may print before it: the report begins at the last line that begins with `[`.
+    """
+    try:
+        return msgspec.json.decode(output[output.rfind(b"\n[") + 1 :], type=tuple[_Report])[0]
+    except msgspec.MsgspecError as exc:
+        logger.error("line %d: its process printed no report: %s", wanted.line, exc)
+        return None
+
+
+def _log_lines(child: Child, wanted: ListedSource, state: "ServiceState") -> str | None:
     """Log what a child logs, until it or the service ends; returns its error."""
     error = None
     pipe = child.process.stderr
@@ -152,7 +160,7 @@ def _lines(fd: int, wake_fd: int) -> Iterator[str]:
             return
 
 
-def _report_evicted(made: dict[str, Wanted], latest: Wanted) -> None:
+def _report_evicted(made: dict[str, ListedSource], latest: ListedSource) -> None:
     """Log which earlier sources were evicted for the latest one, and drop them from `made`."""
     lost = made.keys() - {info.name for info in segments()}
     gone = {made.pop(name) for name in lost}

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from shmload._cli.output import count_of
-from shmload._cli.preload import Wanted, preload, read_list
+from shmload._cli.preload import ListedSource, preload, read_list
 from shmload._segments.listing import segments
 from shmload._segments.removal import remove_leftovers
 from shmload._service.budget import budget_warnings, default_budget
@@ -85,7 +85,7 @@ class _PreloadList(click.Path):
 def serve_command(
     budget: int | None,
     workers: int | None,
-    wanted: Sequence[Wanted] | None,
+    wanted: Sequence[ListedSource] | None,
     metrics: tuple[str, int] | None,
 ) -> None:
     """Keep workers running and decoded weights resident, for all processes of this user.
@@ -105,6 +105,7 @@ def serve_command(
                 _serve_metrics(*metrics, state)
             serve(endpoint, state, lambda: _when_ready(endpoint, state, wanted or ()))
             _notify_systemd("STOPPING=1")
+        remove_leftovers()  # parts of a preload that the end cut short; no worker holds them now
     logger.info("ended; %s", count_of(len(segments()), "segment stays", "segments stay"))
 
 
@@ -143,7 +144,7 @@ def _open_endpoint(path: Path) -> Endpoint:
         raise
 
 
-def _when_ready(endpoint: Endpoint, state: ServiceState, wanted: Sequence[Wanted]) -> None:
+def _when_ready(endpoint: Endpoint, state: ServiceState, wanted: Sequence[ListedSource]) -> None:
     logger.info("serving at %s, budget %s", endpoint.path, format_nbytes(state.budget_nbytes))
     _notify_systemd("READY=1")
     if wanted:

@@ -1,5 +1,5 @@
 """Decoding: worker processes, and the coordinator that hands out pieces and watches them.
 
 Guarantee: a decode ends when every piece is complete, or with a typed error within a deadline. May
-import `_segments` and below, and `workers` for decodes that are too small for a process.
+import `workers` (its messages, and `fill` for decodes that are too small for a process) and below.
 """

@@ -211,9 +211,8 @@ class _Decoding:
     ) -> None:
         self._workers = workers
         self._ring = ring
-        self._slots: dict[
-            tuple[int, int], int
-        ] = {}  # slots of pieces handed out, by (shard, piece)
+        # Slots of pieces handed out, by (shard, piece).
+        self._slots: dict[tuple[int, int], int] = {}
         self._jobs = jobs
         self._on_bytes = on_bytes
         self._waiting = deque(_interleave([len(job.pieces) for job in jobs]))

@@ -155,5 +155,7 @@ class WorkerProcess:
             return
         self._child.kill()
         self.channel.close()
-        self._child.close()
-        os.close(self._output_fd)
+        try:
+            self._child.close()
+        finally:
+            os.close(self._output_fd)

@@ -1,5 +1,5 @@
 """The machine: system calls, what /proc tells, files, threads, forks, the garbage collector.
 
-Guarantee: every raw system call of shmload is here, and each errno becomes a typed error here. May
-import `errors`, `_settings` and `_wording`.
+Guarantee: names and locks in /dev/shm, and calls that Python's `os` lacks, are here only; their
+errno becomes a typed error here. May import `errors`, `_settings` and `_wording`.
 """

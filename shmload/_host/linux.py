@@ -1,4 +1,4 @@
-"""Every raw system call: shared memory names, locks, source files, room, process limits.
+"""System calls: shared memory names, locks, source files, room, process limits.
 
 Each function does one thing; errno becomes one of our errors here and nowhere else.
 """
@@ -227,10 +227,8 @@ def is_cached(fd: int, nbytes: int) -> bool:
             os.preadv(fd, [bytearray(1)], nbytes * place // 8, os.RWF_NOWAIT)
         except BlockingIOError:
             return False
-        except OSError:
-            return (
-                True  # a file system that cannot tell, such as tmpfs: reading ahead gains nothing
-            )
+        except OSError:  # a file system that cannot tell, such as tmpfs
+            return True  # reading ahead gains nothing there
     return True
 
 

@@ -28,7 +28,12 @@ def how_it_ended(code: int) -> str:
     Args:
         code: as `subprocess` and `os.waitstatus_to_exitcode` give it, negative for a signal.
     """
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {-code}"
 
 
 def child_environment() -> dict[str, str]:
@@ -193,6 +198,7 @@ def start_with_channel(
             stderr=stderr,
             pass_fds=[fd],
         )
+        undoing.callback(child.close)
         undoing.pop_all()
         os.close(fd)
     return child, ours

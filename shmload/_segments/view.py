@@ -121,7 +121,8 @@ class View:
         while self._made:
             path = self._made.pop()
             with contextlib.suppress(OSError):
-                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+                # The link first: to ask what it leads to could hang on a dead network disk.
+                path.rmdir() if not path.is_symlink() and path.is_dir() else path.unlink()
         shutil.rmtree(self.folder, ignore_errors=True)  # files that a library has put there
         self._lock.close()
 

@@ -4,7 +4,7 @@
        |  <- Welcome                        |     on connect
        |  Lend + two descriptors ->         |     one per shard: what its decode needs
        |  Decode ->                         |
-       |  <- BytesRead ...                   |     while workers fill the parts
+       |  <- BytesRead ...                  |     while workers fill the parts
        |  <- Decoded | Refused              |     the loans are closed
        |  any other request ->              |     one at a time
        |  <- its answer | Refused           |
@@ -23,7 +23,8 @@ from shmload._segments.pieces import Run
 from shmload._wording import printable
 from shmload.errors import ShmloadError
 
-VERSION: Final = 1
+VERSION: Final = 2
+"""To be increased with every change of a message."""
 
 _Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 """The size of a file, in bytes. The limit keeps sums of many within 64 bits."""

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from shmload._ipc.child import Child, child_environment, start_with_channel
+from shmload._ipc.child import Child, child_environment, how_it_ended, start_with_channel
 
 
 @pytest.fixture
@@ -25,6 +25,13 @@ def test_end_of_a_child_is_named(program):
     assert child.end(60, ask=False) == "exit code 3"
     assert child.has_exited
     assert child.close() == "exit code 3"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(0, "exit code 0"), (-signal.SIGSEGV, "SIGSEGV"), (-40, "signal 40")]
+)
+def test_every_end_has_a_name(code, said):
+    assert how_it_ended(code) == said
 
 
 def test_child_that_is_asked_to_end_does(program):

@@ -171,6 +171,28 @@ def test_preload_that_waits_for_another_builder_ends_with_the_service(service, s
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
+def test_preload_that_is_cut_short_leaves_no_part(service, shards, tmp_path, shm_names):
+    (planned,) = shmload.plan(shards[0], torch_dtype="bfloat16", keep=True).shards
+    part = Path("/dev/shm", f"{planned.segment}.part")
+    listing = tmp_path / "preload"
+    listing.write_text(f"{shards[0]} bfloat16\n")
+    with contextlib.closing(acquire(planned.segment)):
+        process = service("--workers", "1", "--preload", str(listing))
+        while "1 awaited" not in process.errors:
+            pass
+        (worker,) = (
+            pid
+            for pid in workers_of(process)
+            if b"shmload.workers.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        os.kill(worker, signal.SIGSTOP)  # what is decoded from now on is not finished
+    while not (part.exists() and part.stat().st_size):
+        pass
+    process.process.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+    assert shm_names() == []
+
+
 def test_preloading_process_that_is_killed_is_an_error_in_the_log(service, shards, tmp_path):
     (planned,) = shmload.plan(shards[0], torch_dtype="bfloat16", keep=True).shards
     listing = tmp_path / "preload"

@@ -6,7 +6,7 @@ import click.testing
 import pytest
 
 from shmload._cli.main import main
-from shmload._cli.preload import Wanted, read_list
+from shmload._cli.preload import ListedSource, read_list
 from shmload._cli.serve import _Address
 
 
@@ -79,7 +79,7 @@ def test_list_is_read_as_a_shell_would(tmp_path):
     path = tmp_path / "list"
     path.write_text("# all\n~/m bfloat16  # small\n\n'/my model'\norg/name half\r\n")
     assert read_list(path) == [
-        Wanted(2, str(Path.home() / "m"), "bfloat16"),
-        Wanted(4, "/my model", None),
-        Wanted(5, "org/name", "half"),
+        ListedSource(2, str(Path.home() / "m"), "bfloat16"),
+        ListedSource(4, "/my model", None),
+        ListedSource(5, "org/name", "half"),
     ]

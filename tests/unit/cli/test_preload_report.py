@@ -1,0 +1,19 @@
+"""What the service makes of the report that a preloading process prints."""
+
+import logging
+
+from shmload._cli import preload
+
+_SOURCE = preload.ListedSource(3, "model.safetensors", None)
+_REPORT = b'[\n  {"segments": ["a"], "resident_nbytes": 7}\n]\n'
+
+
+def test_lines_of_libraries_before_the_report_are_left_out():
+    report = preload._read_report(b"Using a [new] cache\n" + _REPORT, _SOURCE)
+    assert report == preload._Report(("a",), 7)
+
+
+def test_output_without_a_report_is_an_error_in_the_log(caplog):
+    with caplog.at_level(logging.ERROR, "shmload"):
+        assert preload._read_report(b"", _SOURCE) is None
+    assert "line 3: its process printed no report" in caplog.text

@@ -1,0 +1,55 @@
+"""A change of a message comes with another version: both ends of a wire may be of two releases."""
+
+import hashlib
+import json
+import typing
+
+import msgspec
+import pytest
+
+from shmload._service import protocol
+from shmload.workers import messages
+
+# The version and a digest of what it says. A changed message changes the digest: then increase
+# VERSION, and write both here.
+_KNOWN = {
+    "service": (2, "7c95fc07c8965211"),
+    "workers": (2, "e5fb95b8a0bc67ae"),
+}
+_WIRES = {
+    "service": (protocol.VERSION, protocol.Request | protocol.Answer),
+    "workers": (messages.VERSION, messages.ToWorker | messages.FromWorker),
+}
+
+
+@pytest.mark.parametrize("wire", _WIRES)
+def test_changed_message_has_another_version(wire):
+    version, union = _WIRES[wire]
+    assert (version, digest_of(union)) == _KNOWN[wire]
+
+
+def test_digest_tells_names_of_messages_and_fields_apart():
+    def message(name, field, kind=int):
+        return msgspec.defstruct(name, [(field, kind)], tag=True)
+
+    kinds = [message("A", "x"), message("B", "x"), message("A", "y"), message("A", "x", str)]
+    assert len({digest_of(kind | int) for kind in kinds}) == len(kinds)
+
+
+def digest_of(union):
+    """Return a digest of the messages of a union: their tags, fields and types."""
+    _, components = msgspec.json.schema_components(typing.get_args(union))
+    return hashlib.blake2b(
+        json.dumps(without_words(components), sort_keys=True).encode(), digest_size=8
+    ).hexdigest()
+
+
+def without_words(schema):
+    """Return a schema without its docstrings."""
+    match schema:
+        case dict():
+            return {k: without_words(v) for k, v in schema.items() if k != "description"}
+        case list():
+            return [*map(without_words, schema)]
+        case _:
+            return schema
