@@ -179,7 +179,8 @@ def view(
             floats get it.
         components: as for `warm`.
         variant: as for `warm`.
-        keep: leave the segments resident. False: new segments go with the last tensor over them.
+        keep: leave the segments resident. False: new segments go with the last tensor over them,
+            unless a service decoded them.
         workers: as for `warm`.
         verify: as for `warm`.
         progress: as for `warm`.
