@@ -8,11 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from comparing import as_bytes, reference
-from datasets.fingerprint import Hasher
 
 import shmload
 
@@ -175,9 +173,11 @@ print(datasets.fingerprint.Hasher.hash(handle), mapped._fingerprint, *embedding.
 
 
 def test_datasets_finds_what_it_has_mapped_again(copied, run, tmp_path, shm_names, monkeypatch):
+    from datasets import Dataset  # not while all tests are collected
+
     source, folder, log = copied("stable-diffusion"), tmp_path / "captions", tmp_path / "log"
     captions = ["a cat", "the red dog", "a boat", "fog"]
-    datasets.Dataset.from_dict({"caption": captions}).save_to_disk(folder)
+    Dataset.from_dict({"caption": captions}).save_to_disk(folder)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     first = run(EMBED, source, folder, log)
     pids = log.read_text().split()
@@ -193,6 +193,8 @@ def test_datasets_finds_what_it_has_mapped_again(copied, run, tmp_path, shm_name
 
 
 def test_hash_of_a_handle_is_that_of_what_it_stands_for(saved):
+    from datasets.fingerprint import Hasher
+
     source = saved("stable-diffusion")
     arguments = {"torch_dtype": {"vae": "bfloat16", "default": "float16"}}
     names = ["vae", "text_encoder"]

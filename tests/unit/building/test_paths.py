@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers.configuration_utils import FrozenDict
 
 from shmload.integrations._building.paths import PathRepair
 
@@ -23,6 +22,8 @@ class _Holder:
 
 
 def test_strings_are_repaired_wherever_they_are(repair):
+    from diffusers.configuration_utils import FrozenDict  # not while all tests are collected
+
     inner = _Holder(path=f"{_VIEW}/unet/config.json")
     frozen = FrozenDict({"_name_or_path": f"{_VIEW}/unet"})
     held = _Holder(
