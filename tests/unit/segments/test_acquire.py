@@ -81,6 +81,14 @@ def test_builder_that_dies_before_the_segment_has_its_name_is_replaced(name, shm
     assert shm_names() == []
 
 
+def test_bytes_of_a_builder_that_died_are_dropped(name):
+    builder = acquire(name)
+    builder.prepare(LAYOUT)
+    os.close(builder.take())
+    with acquire(name) as found:
+        assert os.fstat(found.fd).st_size == 0
+
+
 def test_name_that_is_another_segments_before_the_lock_is_taken_is_not_removed(name, before):
     build(name).close()
 
