@@ -52,6 +52,71 @@ def test_pieces_behind_the_one_that_killed_a_worker_are_not_lost(tmp_path, worke
     assert seen[-1] == (120_000_000, 120_000_000)
 
 
+def save_in_pieces(path, monkeypatch):
+    """Write a file that has 16 pieces in bfloat16; return its tensor."""
+    monkeypatch.setattr("shmload._segments.pieces.PIECE_NBYTES", 1 << 20)
+    wanted = torch.arange(8 << 20, dtype=torch.float32)
+    save_file({"a": wanted}, path)
+    return wanted
+
+
+@pytest.mark.timeout(30)
+def test_each_piece_may_lose_one_worker(tmp_path, workers_that, monkeypatch):
+    # Pieces that waited behind the lost one were never begun: that does not count as a try.
+    path = tmp_path / "model.safetensors"
+    wanted = save_in_pieces(path, monkeypatch)
+    tried = tmp_path / "tried"
+    tried.mkdir()
+    starts = workers_that(
+        f"""
+        real = fill.Filler.fill
+        def die_once(self, source, target, runs, report):
+            number = (runs[0].target_offset - 4096) >> 20
+            try:
+                if number % 8 == 0 or number == 1:
+                    os.close(os.open(f"{tried}/{{number}}", os.O_CREAT | os.O_EXCL))
+                    os.kill(os.getpid(), signal.SIGKILL)
+            except FileExistsError:
+                pass
+            return real(self, source, target, runs, report)
+        fill.Filler.fill = die_once
+        """
+    )
+    state = shmload.load_state_dict(path, torch.bfloat16, verify=True)
+    assert starts() == 4
+    assert torch.equal(state["a"], wanted.bfloat16())
+
+
+@pytest.mark.timeout(30)
+def test_piece_that_loses_two_workers_is_an_error_even_if_others_are_filled(
+    tmp_path, workers_that, monkeypatch
+):
+    path = tmp_path / "model.safetensors"
+    save_in_pieces(path, monkeypatch)
+    filled = tmp_path / "filled"
+    os.mkfifo(filled)
+    # A worker dies at the first piece, each time after others were filled.
+    starts = workers_that(
+        f"""
+        import select
+        filled = os.open({str(filled)!r}, os.O_RDWR)
+        real = fill.Filler.fill
+        def die_at_the_first(self, source, target, runs, report):
+            if runs[0].target_offset == 4096:
+                if select.select([filled], [], [], 1)[0]:
+                    os.read(filled, 1000)
+                os.kill(os.getpid(), signal.SIGKILL)
+            digest = real(self, source, target, runs, report)
+            os.write(filled, b"x")
+            return digest
+        fill.Filler.fill = die_at_the_first
+        """,
+        workers=2,
+    )
+    refusal(state_dict, path, shmload.WorkerDied, "SIGKILL", torch_dtype=torch.bfloat16)
+    assert 2 <= starts() <= 3
+
+
 @decoding_door
 def test_worker_killed_twice_is_an_error(checkpoint, workers_that, door):
     starts = workers_that(DIE)

@@ -1,5 +1,6 @@
 """`acquire` and `attach` return what a name refers to, even if another process acts in between."""
 
+import mmap
 import os
 
 import pytest
@@ -79,6 +80,17 @@ def test_builder_that_dies_before_the_segment_has_its_name_is_replaced(name, shm
     with waiting.wait(1.0) as found:
         assert isinstance(found, Part)
     assert shm_names() == []
+
+
+def test_builder_that_gives_up_is_replaced_even_while_its_part_is_mapped(name):
+    builder = acquire(name)
+    builder.prepare(LAYOUT)
+    waiting = acquire(name)
+    assert isinstance(waiting, Awaited)
+    with mmap.mmap(builder.fd, 0):  # has a duplicate of the descriptor, and so of the lock
+        builder.close()
+        with waiting.wait(1.0) as found:
+            assert isinstance(found, Part)
 
 
 def test_bytes_of_a_builder_that_died_are_dropped(name):
