@@ -1,4 +1,4 @@
-"""What all tests stand on: a world of their own, a check for leaks, saved pipelines, children.
+"""Fixtures of all tests: an environment of their own, a check for leaks, saved pipelines, children.
 
 The tests get a /dev/shm of their own where the kernel allows it (a mount namespace, which takes
 root). Else they share the machine's, and a load that runs beside them can disturb them.
@@ -7,15 +7,11 @@ root). Else they share the machine's, and a load that runs beside them can distu
 import contextlib
 import ctypes
 import gc
-import hashlib
 import os
-import selectors
 import shutil
 import signal
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -28,6 +24,8 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 import hypothesis
 import pytest
 import tqdm
+from children import Child
+from hub_caches import HubCache
 from serving import service  # noqa: F401 a fixture for all
 
 from shmload._settings import settings
@@ -50,8 +48,6 @@ _SHM = Path("/dev/shm")
 _PREFIX = "shmload-"
 # What decides how shmload and the libraries behave; other variables are set by imports.
 _VARIABLES = ("DIFFUSERS_", "HF_", "PYTHON", "SHMLOAD_", "TRANSFORMERS_")
-# Far above what any step takes; a child that says nothing for so long hangs.
-_CHILD_TIMEOUT_S = 60.0
 
 _has_own_shm = False
 
@@ -266,7 +262,7 @@ def evicts() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Save a tiny pipeline once per session; whoever wants to change it copies it first.
+    """Save a tiny pipeline once per session; a test that changes it copies it first (`copied`).
 
     `saved("wan")`, `saved("flux", "float16", variant="fp16", sharded=True)`
     """
@@ -300,32 +296,6 @@ def copied(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
-class HubCache:
-    """A hub cache as huggingface_hub lays it out, in which nothing was downloaded."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def add(self, repo_id: str, source: Path, revision: str = "a" * 40) -> Path:
-        """Put a directory there as a model, and return its snapshot."""
-        repo = self.root / f"models--{repo_id.replace('/', '--')}"
-        snapshot = repo / "snapshots" / revision
-        for path in sorted(path for path in source.rglob("*") if path.is_file()):
-            content = path.read_bytes()
-            # Large files are named by their sha256, the others by git's sha1.
-            digest = hashlib.sha256 if path.suffix == ".safetensors" else hashlib.sha1
-            blob = repo / "blobs" / digest(content).hexdigest()
-            blob.parent.mkdir(parents=True, exist_ok=True)
-            if not blob.exists():
-                blob.write_bytes(content)
-            link = snapshot / path.relative_to(source)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(os.path.relpath(blob, link.parent))
-        (repo / "refs").mkdir(exist_ok=True)
-        (repo / "refs" / "main").write_text(revision)
-        return snapshot
-
-
 @pytest.fixture
 def hub_cache(tmp_path: Path) -> HubCache:
     """An empty hub cache, to be given as `cache_dir=hub_cache.root`."""
@@ -333,69 +303,6 @@ def hub_cache(tmp_path: Path) -> HubCache:
 
 
 # Children -----------------------------------------------------------------------------------------
-
-
-class Child:
-    """A Python process that talks in lines; the parent never sleeps to wait for it.
-
-    The child prints `WORD rest` and reads lines from its stdin.
-    """
-
-    def __init__(self, code: str, *args: object, prefix: tuple[str, ...] = (), log: Path) -> None:
-        self._log = log
-        with log.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-W", "ignore", "-c", code, *map(str, args)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                bufsize=0,
-            )
-        self._received = b""
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def errors(self) -> str:
-        """What it wrote to stderr."""
-        return self._log.read_text(errors="replace")
-
-    def expect(self, word: str) -> str:
-        """Wait for the line that starts with `word`, and return the rest of it."""
-        line = self._read_line()
-        assert line.split(" ", 1)[0] == word, f"{line!r} instead of {word}; {self.errors}"
-        return line[len(word) + 1 :]
-
-    def say(self, line: str = "") -> None:
-        assert self.process.stdin
-        self.process.stdin.write(f"{line}\n".encode())
-
-    def wait(self) -> int:
-        """Wait for its end and return its exit code."""
-        return self.process.wait(_CHILD_TIMEOUT_S)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(_CHILD_TIMEOUT_S)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe
-            pipe.close()
-
-    def _read_line(self) -> str:
-        assert self.process.stdout
-        deadline = time.monotonic() + _CHILD_TIMEOUT_S
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._received:
-                ready = selector.select(deadline - time.monotonic())
-                assert ready, f"the child said nothing; {self.errors}"
-                got = os.read(self.process.stdout.fileno(), 1 << 16)
-                assert got, f"the child ended; {self.errors}"
-                self._received += got
-        line, _, self._received = self._received.partition(b"\n")
-        return line.decode()
 
 
 @pytest.fixture
