@@ -43,6 +43,17 @@ def second(cluster, has_own_shm):
     return cluster.ask(f"add_node({'size=4m' if has_own_shm else None!r})")
 
 
+@pytest.fixture(autouse=True)
+def _empty_nodes(request, evicts):
+    """Remove what a test leaves on the second node: `evicts` knows this process's /dev/shm only."""
+    cluster = request.getfixturevalue("cluster") if "second" in request.fixturenames else None
+    yield
+    if cluster:
+        for report in cluster.ask(call("cluster_segments")):
+            for info in report.report or ():
+                cluster.ask(call("evict_cluster", info.name))
+
+
 def call(function, *args, **kwargs):
     """Return the expression that calls a function of the driver."""
     arguments = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
