@@ -108,6 +108,8 @@ def options_for_uv(settings: dict[str, str]) -> list[str] | None:
     if settings.keys() - _HARMLESS - {"cert", *_SOURCES}:
         return None
     options = ["--index-strategy", "unsafe-best-match"]  # as pip: the best version of any index
+    if sys.dont_write_bytecode:  # else each process would compile the libraries for itself
+        options.append("--compile-bytecode")
     if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         options.append("--no-index")
     for key in ("index-url", "extra-index-url", "find-links"):

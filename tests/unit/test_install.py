@@ -6,6 +6,16 @@ from install import options_for_uv, parse_settings
 BEST = ["--index-strategy", "unsafe-best-match"]
 
 
+@pytest.fixture(autouse=True)
+def _writes_bytecode(monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+
+
+def test_uv_compiles_where_python_would_not_remember_what_it_compiles(monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    assert options_for_uv({}) == [*BEST, "--compile-bytecode"]
+
+
 def test_the_environment_wins_over_files_and_the_command_over_all_commands():
     listed = """:env:.index-url='https://env/simple'
 global.cert='/etc/certs.crt'
