@@ -17,7 +17,10 @@ import shmload
 # Do not import Ray here: it adds packages to the path, and skeletons depend on the path.
 if not importlib.util.find_spec("ray"):
     pytest.skip("there is no Ray", allow_module_level=True)
-pytestmark = pytest.mark.usefixtures("evicts")
+pytestmark = [
+    pytest.mark.usefixtures("evicts"),
+    pytest.mark.timeout(300),  # more than a cluster's own deadline, which says what is wrong
+]
 
 
 @pytest.fixture(scope="module")
