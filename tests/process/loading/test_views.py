@@ -51,6 +51,14 @@ def test_view_is_removed_whatever_happens_in_it(checkpoint, shm_names):
     assert shm_names() == []
 
 
+def test_files_that_a_library_writes_to_a_view_go_with_it(folder, shm_names):
+    with shmload.view(folder, torch_dtype=torch.bfloat16) as path:
+        (path / "cache").mkdir()
+        (path / "cache" / "model.lock").touch()
+    assert shm_names() == []
+    assert not (folder / "cache").exists()
+
+
 def test_views_of_one_source_do_not_disturb_each_other(checkpoint):
     with shmload.view(checkpoint, torch_dtype=torch.bfloat16, keep=True) as first:
         with shmload.view(checkpoint, torch_dtype=torch.bfloat16) as second:

@@ -126,6 +126,24 @@ def test_transformers_rule_leaves_what_stays_float32(tmp_path):
     assert "encoder.block.0.layer.0.SelfAttention.q.weight" in half.only
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_transformers_rule_leaves_what_stays_float32_under_every_dtype(
+    tmp_path, monkeypatch, dtype
+):
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    monkeypatch.setattr(CLIPTextModel, "_keep_in_fp32_modules_strict", ["final_layer_norm"])
+    config = CLIPTextConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    CLIPTextModel(config).save_pretrained(tmp_path)
+    clip = _checkpoint(tmp_path, "transformers", "CLIPTextModel", marker=str(tmp_path))
+    only = rule_for(clip, dtype).only
+    assert only
+    assert not any("final_layer_norm" in name for name in only)
+    assert any(name.endswith("layers.0.self_attn.q_proj.weight") for name in only)
+
+
 @pytest.mark.parametrize(
     ("library", "class_name"),
     [("diffusers", "NoSuchModel"), ("no_such_library", "Model"), ("transformers", "CLIPTokenizer")],

@@ -81,6 +81,16 @@ def test_messages_arrive_whole_however_they_are_cut(messages, data):
         assert (decode_to_worker if is_to_worker else decode_from_worker)(frame) == message
 
 
+def test_frame_may_be_as_long_as_the_limit_and_no_longer(pair):
+    ours, theirs = pair
+    inbox = Inbox(theirs, max_frame_nbytes=8)
+    ours.sendall(b"\0\0\0\x08eight it" + b"\0\0\0\x09nine")
+    assert inbox.receive()
+    assert inbox.next_frame() == b"eight it"
+    with pytest.raises(ProtocolError, match="claims 9 bytes"):
+        inbox.next_frame()
+
+
 @given(st.binary(max_size=100))
 def test_rubbish_is_a_protocol_error_on_both_sides(frame):
     for decode in (decode_to_worker, decode_from_worker):

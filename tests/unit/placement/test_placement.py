@@ -297,6 +297,15 @@ def test_full_device_of_an_explicit_map_is_an_error_with_what_is_there():
     assert "30.00 MiB on cuda:1 (transformer 30.00 MiB) exceed its 20.00 MiB" in str(caught.value)
 
 
+def test_device_has_room_for_its_weights_and_for_those_that_pass_through_it():
+    device_map = {"": 0, "text_encoder_2": "offload"}
+    place(flux(), device_map, limit_inventory({0: 34 * UNIT}))
+    with pytest.raises(DoesNotFit) as caught:
+        place(flux(), device_map, limit_inventory({0: 33 * UNIT}))
+    assert caught.value.needed == 34 * UNIT
+    assert "vae 1.00 MiB, 2.00 MiB at a time that wait elsewhere) exceed" in str(caught.value)
+
+
 def test_what_not_even_auto_can_place_names_what_would_help():
     with pytest.raises(DoesNotFit, match="take more or larger devices, a narrower dtype") as caught:
         place(flux(), "auto", parse_inventory("2x4MiB,cpu=4MiB,disk=0"))

@@ -17,6 +17,7 @@ from shmload._segments.names import part_name
 from shmload._segments.part import Part
 from shmload._segments.removal import remove_if_free
 from shmload._segments.segment import Segment, Stay, attach
+from shmload.errors import SegmentTimeout
 
 DIGEST = "1" * 32
 LAYOUT = lay_out(Header(tensors=(), metadata=None, data_offset=8), lambda tensor: tensor.dtype, {})
@@ -28,6 +29,19 @@ def build(name):
     assert isinstance(part, Part)
     part.prepare(LAYOUT)
     return part.publish(DIGEST, Stay.RESIDENT)
+
+
+class Clock:
+    """Stands in for the module `time`; only `sleep` takes time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
 
 
 @pytest.fixture
@@ -91,6 +105,27 @@ def test_builder_that_gives_up_is_replaced_even_while_its_part_is_mapped(name):
         builder.close()
         with waiting.wait(1.0) as found:
             assert isinstance(found, Part)
+
+
+def test_deadline_of_a_wait_is_the_same_when_another_process_takes_over(name, before, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(acquiring, "time", clock)
+    builder = acquire(name)
+    waiting = acquire(name)
+    assert isinstance(waiting, Awaited)
+    os.close(builder.take())
+    others = []
+
+    def take_over():
+        clock.now = 0.5
+        others.append(acquire(name))
+
+    before(acquiring, "acquire", take_over)
+    with waiting, pytest.raises(SegmentTimeout):
+        waiting.wait(1.0)
+    assert 1.0 <= clock.now < 1.1
+    for other in others:
+        other.close()
 
 
 def test_bytes_of_a_builder_that_died_are_dropped(name):
