@@ -43,6 +43,14 @@ def test_each_result_is_found_by_key_and_by_place(folder):
     assert results.read(0)["latent"][:2] == ("BF16", arrays_of(0)["latent"].shape)
 
 
+def test_keys_with_the_same_digest_are_told_apart(folder, monkeypatch):
+    monkeypatch.setattr("shmload.integrations._results.index.digest_key", lambda key: 1)
+    results = Results(folder)
+    for index in range(COUNT):
+        assert is_what_was_given(results[key_of(index)], index)
+    assert "nothing" not in results
+
+
 def test_what_is_not_there_is_a_key_or_index_error(folder):
     results = Results(folder)
     for key in ("nothing", "\ud800", ""):
