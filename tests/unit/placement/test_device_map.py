@@ -131,6 +131,14 @@ def test_map_that_cannot_work_is_refused_with_the_reason(device_map, reason):
     assert isinstance(caught.value, ValueError)
 
 
+def test_whole_module_with_modules_inside_its_submodules_is_not_cut():
+    inner = parent_of("ff", (leaf("in"), leaf("out")))
+    outer = parent_of("outer", (leaf("attn"), inner), is_whole=True)
+    with pytest.raises(DeviceMapMalformed, match=r"outer must stay whole, but outer\.ff\.out"):
+        _devices({"": 0, "outer.ff.out": 1}, (model("", outer),))
+    assert _devices({"": 0}, (model("", outer),)) == {"outer": "cuda:0"}
+
+
 def test_name_inside_a_whole_module_is_fine_where_nothing_is_cut():
     devices = _devices({"": 0, "transformer.transformer_blocks.0.ff": 0})
     assert set(devices.values()) == {"cuda:0"}
