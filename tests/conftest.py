@@ -29,6 +29,7 @@ import tqdm
 from children import Child
 from hub_caches import HubCache
 from serving import service  # noqa: F401 a fixture for all
+from warm_python import WarmPython
 
 from shmload._settings import settings
 
@@ -307,16 +308,31 @@ def hub_cache(tmp_path: Path) -> HubCache:
 # Children -----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="session")
+def warm_python(_own_environment: None) -> Iterator[WarmPython]:
+    """Run programs that need not import the libraries: `warm_python.run(path, *argv)`."""
+    python = WarmPython()
+    yield python
+    python.close()
+
+
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
-    """Start Python processes that are ended with the test: `child(code, *argv, prefix=(...))`."""
+def child(tmp_path: Path, warm_python: WarmPython) -> Iterator[Callable[..., Child]]:
+    """Start Python processes that are ended with the test: `child(code, *argv, prefix=(...))`.
+
+    `is_new=True` starts a new Python, for a program that shows what it imports.
+    """
     with contextlib.ExitStack() as stack:
         number = 0
 
-        def start(code: str, *args: object, prefix: tuple[str, ...] = ()) -> Child:
+        def start(
+            code: str, *args: object, prefix: tuple[str, ...] = (), is_new: bool = False
+        ) -> Child:
             nonlocal number
             number += 1
-            started = Child(code, *args, prefix=prefix, log=tmp_path / f"child-{number}.log")
+            log = tmp_path / f"child-{number}.log"
+            python = None if is_new else warm_python
+            started = Child(code, *args, prefix=prefix, python=python, log=log)
             stack.callback(started.end)
             return started
 

@@ -6,6 +6,7 @@ The code runs in a child; its exit code and stderr show a crash.
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from warm_python import FINALIZES
 from warming import TENSORS
 from watching import Watched, workers_of
 
@@ -31,6 +32,11 @@ def total(state):
     return sum(tensor.double().sum().item() for tensor in state.values())
 """
 LOAD = HOLDER + "state = eval(expression)\n"
+
+
+@pytest.fixture(autouse=True)
+def _finalizers(monkeypatch):
+    monkeypatch.setenv(FINALIZES, "1")
 
 
 @pytest.fixture

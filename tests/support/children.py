@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from warm_python import WarmPython
+
 # Far above what any step takes; a child that says nothing for so long hangs.
 _TIMEOUT_S = 60.0
 
@@ -15,18 +17,35 @@ class Child:
     """A Python process that talks in lines; the parent never sleeps to wait for it.
 
     The child prints `WORD rest` and reads lines from its stdin.
+
+    Args:
+        code: the source of its program.
+        args: its `sys.argv[1:]`.
+        prefix: a command that executes Python with the program, such as strace.
+        python: forks the program where there is no prefix; None starts a new Python.
+        log: a file for what it writes to stderr.
     """
 
-    def __init__(self, code: str, *args: object, prefix: tuple[str, ...] = (), log: Path) -> None:
+    def __init__(
+        self,
+        code: str,
+        *args: object,
+        prefix: tuple[str, ...] = (),
+        python: WarmPython | None = None,
+        log: Path,
+    ) -> None:
         self._log = log
         with log.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-W", "ignore", "-c", code, *map(str, args)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                bufsize=0,
-            )
+            if python is not None and not prefix:
+                self.process = python.start(code, args, stderr=errors)
+            else:
+                self.process = subprocess.Popen(
+                    [*prefix, sys.executable, "-W", "ignore", "-c", code, *map(str, args)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    bufsize=0,
+                )
         self._received = b""
 
     @property

@@ -30,7 +30,7 @@ def service(child, configure, tmp_path, evicts):
     configure(service="auto", socket=tmp_path / "run" / "service.sock", inline_nbytes=0, workers=1)
 
     def start(*arguments):
-        process = child(SERVE, *arguments)
+        process = child(SERVE, *arguments, is_new=True)  # without the libraries, as users have it
         process.expect("READY=1")
         return process
 

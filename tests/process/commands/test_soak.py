@@ -14,7 +14,7 @@ _SOAK = Path(__file__).parents[3] / "scripts" / "soak"
 def test_soak_finds_nothing(tmp_path, how):
     without = ["--without-service"] if how == "without" else []
     result = tmp_path / "result.json"
-    options = ["--seed", "1", "--seconds", "5", "--processes", "2", "--json", str(result)]
+    options = ["--seed", "1", "--seconds", "3", "--processes", "2", "--json", str(result)]
     run = subprocess.run(
         [sys.executable, str(_SOAK), *options, *without],
         capture_output=True,

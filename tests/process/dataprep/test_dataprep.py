@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -303,10 +301,8 @@ if __name__ == "__main__":
 """
 
 
-def test_function_of_a_spawned_program_goes_by_value(source, tmp_path):
+def test_function_of_a_spawned_program_goes_by_value(source, tmp_path, warm_python):
     program = tmp_path / "program.py"
     program.write_text(SPAWNED)
-    done = subprocess.run(
-        [sys.executable, program, source], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = warm_python.run(program, source)
     assert done.stdout == "0 2 4\n", done.stderr

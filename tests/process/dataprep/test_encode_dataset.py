@@ -1,8 +1,6 @@
 """scripts/encode_dataset.py encodes every picture and caption, despite kills and bad pictures."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from storing import content_of
 from shmload.integrations.results import Results
 
 COUNT = 30
+_SCRIPT = Path(encode_dataset.__file__)
 
 
 @pytest.fixture
@@ -38,30 +37,14 @@ def pictures(tmp_path):
 class Encoding:
     """Runs of the script."""
 
-    def __init__(self, *arguments):
+    def __init__(self, python, *arguments):
+        self.python = python
         self.arguments = [str(argument) for argument in arguments]
-
-    def start(self, out, *more):
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "ignore",
-                encode_dataset.__file__,
-                *self.arguments,
-                str(out),
-                *more,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
 
     def run(self, out, *more):
         """Run the script; return exit code, stdout and stderr."""
-        with self.start(out, *more) as process:
-            words, errors = process.communicate(timeout=100)
-        return process.returncode, words, errors
+        done = self.python.run(_SCRIPT, *self.arguments, out, *more)
+        return done.returncode, done.stdout, done.stderr
 
     def run_here(self, out):
         """Run without processes, which is faster; return exit code and stdout."""
@@ -72,13 +55,11 @@ class Encoding:
         """Kill the script while its processes block on a FIFO without a writer."""
         fifos = [replace_by_fifo(path) for path in waiting]
         before = journals(out)
-        with self.start(out, *more) as process:
+        with self.python.starting(_SCRIPT, *self.arguments, out, *more) as process:
             wait_for_growth(out, before)
             (server,) = children_of(process.pid)
             runners = children_of(server)
             assert len(runners) == len(waiting)
-            process.kill()
-            process.communicate()
         wait_until_ended(server, *runners)
         for path, aside in fifos:
             aside.rename(path)
@@ -108,9 +89,11 @@ def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_killed_and_resumed_it_gives_the_bytes_of_a_serial_run(saved, pictures, tmp_path):
+def test_killed_and_resumed_it_gives_the_bytes_of_a_serial_run(
+    saved, pictures, tmp_path, warm_python
+):
     options = ["--size", "32", "--shard-items", "8"]
-    encoding = Encoding(*options, saved("stable-diffusion"), pictures)
+    encoding = Encoding(warm_python, *options, saved("stable-diffusion"), pictures)
     code, words = encoding.run_here(tmp_path / "serial")
     assert code == 0, words
     assert f"{COUNT} pictures, {COUNT} of them in this run, 0 failed" in words
@@ -144,10 +127,12 @@ def test_killed_and_resumed_it_gives_the_bytes_of_a_serial_run(saved, pictures, 
     }
 
 
-def test_what_cannot_be_done_is_one_sentence(tmp_path, pipeline):
+def test_what_cannot_be_done_is_one_sentence(tmp_path, pipeline, warm_python):
     (tmp_path / "in").mkdir()
-    code, words, errors = Encoding(tmp_path / "none", tmp_path / "in").run(tmp_path / "out")
+    code, words, errors = Encoding(warm_python, tmp_path / "none", tmp_path / "in").run(
+        tmp_path / "out"
+    )
     assert (code, words) == (1, "")
     assert errors.startswith("encode_dataset: ")
     assert errors.count("\n") == 1
-    assert Encoding(pipeline, tmp_path / "nowhere").run(tmp_path / "out")[0] == 2
+    assert Encoding(warm_python, pipeline, tmp_path / "nowhere").run(tmp_path / "out")[0] == 2

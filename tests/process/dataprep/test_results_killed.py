@@ -89,7 +89,8 @@ def test_forked_child_neither_writes_nor_keeps_the_lock(child, folder):
 
 def test_storing_imports_no_torch(child):
     storing = child(
-        "import sys, shmload.integrations.results\nprint('TORCH', 'torch' in sys.modules)"
+        "import sys, shmload.integrations.results\nprint('TORCH', 'torch' in sys.modules)",
+        is_new=True,
     )
     assert storing.expect("TORCH") == "False"
     assert storing.wait() == 0

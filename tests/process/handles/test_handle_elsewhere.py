@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -60,7 +59,10 @@ def in_joblib(handle, method):
 
 def in_data_loader(handle, method):
     from torch.utils.data import DataLoader
-    loader = DataLoader(Looks(handle), batch_size=2, num_workers=2, multiprocessing_context=method)
+    number = {"fork": 2, "spawn": 1}[method]
+    loader = DataLoader(
+        Looks(handle), batch_size=2, num_workers=number, multiprocessing_context=method
+    )
     return [
         found for batch in loader
         for found in zip(batch["digest"], batch["latents"], batch["pid"].tolist(), strict=True)
@@ -95,23 +97,23 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path, warm_python):
     """Run a program from a file, a string or standard input; return its output."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(shmload.__file__).parents[1]))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
 
     def start(program, *args, given="file"):
         path = tmp_path / "program.py"
         path.write_text(program)
-        how = {"file": [path], "-c": ["-c", program], "stdin": ["-"]}[given]
-        ended = subprocess.run(
-            [sys.executable, "-W", "ignore", *how, *args],
-            input=program if given == "stdin" else None,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        if given == "stdin":
+            ended = subprocess.run(
+                [sys.executable, "-W", "ignore", "-", *args],
+                input=program,
+                capture_output=True,
+                text=True,
+                timeout=100,
+                check=False,
+            )
+        else:
+            ended = warm_python.run(path if given == "file" else program, *args)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 
@@ -128,10 +130,10 @@ def digest_of(vae):
         ("in_pool", "fork", "stdin"),
         ("in_pool", "spawn", "file"),
         ("in_pool", "forkserver", "file"),
-        ("in_executor", "spawn", "file"),
+        ("in_executor", "fork", "file"),
         ("in_joblib", "loky", "-c"),
         ("in_daemon", "fork", "file"),
-        ("in_data_loader", "fork", "-c"),
+        ("in_data_loader", "fork", "file"),
         ("in_data_loader", "spawn", "file"),
     ],
 )
@@ -172,6 +174,13 @@ print(datasets.fingerprint.Hasher.hash(handle), mapped._fingerprint, *embedding.
 """
 
 
+@pytest.fixture
+def own_hub(tmp_path, monkeypatch):
+    """Keep what `datasets` remembers out of the user's cache."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+
+
+@pytest.mark.usefixtures("own_hub")
 def test_datasets_finds_what_it_has_mapped_again(copied, run, tmp_path, shm_names, monkeypatch):
     from datasets import Dataset  # not while all tests are collected
 
@@ -186,6 +195,7 @@ def test_datasets_finds_what_it_has_mapped_again(copied, run, tmp_path, shm_name
     monkeypatch.setenv("PYTHONHASHSEED", "2")
     assert run(EMBED, source, folder, log) == first
     assert log.read_text().split() == pids  # nothing was computed twice
+    monkeypatch.delenv("PYTHONHASHSEED")
     os.utime(source / "vae" / "diffusion_pytorch_model.safetensors", ns=(1, 1))
     assert run(EMBED, source, folder, log) != first
     assert len(log.read_text().split()) == 8

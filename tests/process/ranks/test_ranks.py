@@ -121,7 +121,7 @@ def launch(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("launcher", "size"),
     [
-        ((*_TORCHRUN, "--nproc-per-node", "4"), 4),
+        ((*_TORCHRUN, "--nproc-per-node", "3"), 3),
         ((*_ACCELERATE, "--num_processes", "2"), 2),
     ],
     ids=["torchrun", "accelerate"],
@@ -203,8 +203,8 @@ def test_ranks_take_over_from_one_that_is_killed(saved, start_rank, shm_names):
     first.end()
     for rank in others:
         rank.expect("LOADED")
-    names = shm_names()
-    assert len(shmload.verify()) == len(names) == 4
+    names = shm_names()  # with the view of the killed rank, if it had begun to build
+    assert len(shmload.verify()) == 4
     for rank in others:
         rank.end()  # kill all ranks
     assert shm_names() == names
