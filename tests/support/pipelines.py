@@ -324,6 +324,7 @@ def _wan() -> Components:
             freq_dim=32,
             num_attention_heads=2,
             num_layers=2,
+            rope_max_seq_len=64,  # else each load computes a table of 1024 rows, for 0.05 s
             text_dim=64,
         ),
         "vae": diffusers.AutoencoderKLWan(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
