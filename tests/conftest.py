@@ -10,6 +10,7 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,8 +21,6 @@ from typing import Any
 # Read when huggingface_hub is imported, which test modules do before any fixture runs.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-# Read when torch is imported: its idle threads sleep instead of spinning on cores in demand.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hypothesis
 import pytest
@@ -310,30 +309,53 @@ def hub_cache(tmp_path: Path) -> HubCache:
 
 @pytest.fixture(scope="session")
 def warm_python(_own_environment: None) -> Iterator[WarmPython]:
-    """Run programs that need not import the libraries: `warm_python.run(path, *argv)`."""
+    """Run programs in forks of a process with the libraries: `warm_python.run(path, *argv)`."""
     python = WarmPython()
     yield python
     python.close()
 
 
 @pytest.fixture
-def child(tmp_path: Path, warm_python: WarmPython) -> Iterator[Callable[..., Child]]:
-    """Start Python processes that are ended with the test: `child(code, *argv, prefix=(...))`.
+def child(
+    tmp_path: Path, warm_python: WarmPython, _children_to_end: contextlib.ExitStack
+) -> Callable[..., Child]:
+    """Fork Python programs, which are ended with the test: `child(code, *argv)`."""
 
-    `is_new=True` starts a new Python, for a program that shows what it imports.
+    def start(code: str, *args: object) -> Child:
+        with _new_log(tmp_path).open("wb") as log:
+            process = warm_python.start(code, args, stderr=log)
+        return _children_to_end.enter_context(Child(process, log.name))
+
+    return start
+
+
+@pytest.fixture
+def new_child(tmp_path: Path, _children_to_end: contextlib.ExitStack) -> Callable[..., Child]:
+    """Start new Pythons, which are ended with the test: `new_child(code, *argv, prefix=(...))`.
+
+    For tests of what a program imports, and in which order it ends; and for programs that another
+    command executes, the prefix.
     """
+
+    def start(code: str, *args: object, prefix: tuple[str, ...] = ()) -> Child:
+        with _new_log(tmp_path).open("wb") as log:
+            process = subprocess.Popen(
+                [*prefix, sys.executable, "-W", "ignore", "-c", code, *map(str, args)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,
+            )
+        return _children_to_end.enter_context(Child(process, log.name))
+
+    return start
+
+
+@pytest.fixture
+def _children_to_end() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
-        number = 0
+        yield stack
 
-        def start(
-            code: str, *args: object, prefix: tuple[str, ...] = (), is_new: bool = False
-        ) -> Child:
-            nonlocal number
-            number += 1
-            log = tmp_path / f"child-{number}.log"
-            python = None if is_new else warm_python
-            started = Child(code, *args, prefix=prefix, python=python, log=log)
-            stack.callback(started.end)
-            return started
 
-        yield start
+def _new_log(folder: Path) -> Path:
+    return folder / f"child-{len(list(folder.glob('child-*.log')))}.log"

@@ -89,8 +89,9 @@ print("LOADED", flush=True)
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_process_ends_with_a_pipeline_alive(saved, child, evicts, shm_names, keep):
-    process = child(PIPELINE, saved("flux"), keep)
+def test_process_ends_with_a_pipeline_alive(saved, child, new_child, evicts, shm_names, keep):
+    start = new_child if keep else child  # with shmload imported first, and after the libraries
+    process = start(PIPELINE, saved("flux"), keep)
     process.expect("LOADED")
     assert process.wait() == 0
     assert "Traceback" not in process.errors

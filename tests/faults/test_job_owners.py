@@ -180,8 +180,8 @@ sys.exit(0)
 """
 
 
-def test_job_that_was_not_closed_ends_with_its_program(child, tmp_path, pipeline):
-    owner = child(OWNER + EXIT, "", pipeline, write_server(tmp_path / "server"))
+def test_job_that_was_not_closed_ends_with_its_program(new_child, tmp_path, pipeline):
+    owner = new_child(OWNER + EXIT, "", pipeline, write_server(tmp_path / "server"))
     pids = map(int, owner.expect("IDLE").split())
     assert owner.wait() == 0
     wait_until_ended(*pids)
@@ -277,8 +277,8 @@ print("LEFT", len(list(job.map(lambda pipe, item: item, range(100)))), flush=Tru
 """
 
 
-def test_forked_child_may_end_as_python_ends(child, tmp_path, pipeline):
-    owner = child(OWNER + LEFT, "", pipeline, write_server(tmp_path / "server"))
+def test_forked_child_may_end_as_python_ends(new_child, tmp_path, pipeline):
+    owner = new_child(OWNER + LEFT, "", pipeline, write_server(tmp_path / "server"))
     assert owner.expect("LEFT") == "100"
     assert owner.wait() == 0
     assert owner.errors == ""
@@ -296,9 +296,9 @@ with dataprep.Job(sys.argv[2], procs=2) as job:
 """
 
 
-def test_owner_may_have_no_standard_streams(child, tmp_path, pipeline):
+def test_owner_may_have_no_standard_streams(new_child, tmp_path, pipeline):
     without = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
     program = write_server(tmp_path / "server")
-    owner = child(OWNER + CLOSED, "", pipeline, program, tmp_path / "found", prefix=without)
+    owner = new_child(OWNER + CLOSED, "", pipeline, program, tmp_path / "found", prefix=without)
     owner.wait()
     assert (tmp_path / "found").read_text() == str(list(range(10)))

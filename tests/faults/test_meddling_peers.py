@@ -109,9 +109,9 @@ _OPENING = dict.fromkeys(
 )
 
 
-def test_peer_of_the_same_user_can_change_nothing(resident, child):
+def test_peer_of_the_same_user_can_change_nothing(resident, new_child):
     prefix = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
-    peer = child(PEER, resident, os.getpid(), os.geteuid(), prefix=prefix)
+    peer = new_child(PEER, resident, os.getpid(), os.geteuid(), prefix=prefix)
     assert json.loads(peer.expect("ANSWERS")) == _OPENING | {
         "write": "Bad file descriptor",
         "truncate by descriptor": "Invalid argument",

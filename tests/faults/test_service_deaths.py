@@ -128,8 +128,8 @@ def test_service_that_stands_still_is_named_with_what_ends_it(service, configure
     )
 
 
-def test_one_of_many_starts_serves(service, child):
-    processes = {child(SERVE) for _ in range(4)}
+def test_one_of_many_starts_serves(service, new_child):
+    processes = {new_child(SERVE) for _ in range(4)}
     waiting = {each.process.stdout: each for each in processes}
     ended = set()
     while len(ended) < 3:

@@ -34,11 +34,11 @@ except shmload.ShmloadError as exc:
 
 
 @pytest.fixture
-def inject(child):
+def inject(new_child):
     """Load a source in a process with a fault at its calls on some files."""
 
     def start(source, calls, what, *files, door="warm"):
-        return child(LOADER, door, source, prefix=tracing(calls, what, *files))
+        return new_child(LOADER, door, source, prefix=tracing(calls, what, *files))
 
     return start
 

@@ -2,12 +2,9 @@
 
 import os
 import selectors
-import subprocess
-import sys
 import time
 from pathlib import Path
-
-from warm_python import WarmPython
+from typing import Any, Self
 
 # Far above what any step takes; a child that says nothing for so long hangs.
 _TIMEOUT_S = 60.0
@@ -19,34 +16,20 @@ class Child:
     The child prints `WORD rest` and reads lines from its stdin.
 
     Args:
-        code: the source of its program.
-        args: its `sys.argv[1:]`.
-        prefix: a command that executes Python with the program, such as strace.
-        python: forks the program where there is no prefix; None starts a new Python.
-        log: a file for what it writes to stderr.
+        process: a `Popen`, or what is like it, with unbuffered pipes to stdin and from stdout.
+        log: the file that has what it writes to stderr.
     """
 
-    def __init__(
-        self,
-        code: str,
-        *args: object,
-        prefix: tuple[str, ...] = (),
-        python: WarmPython | None = None,
-        log: Path,
-    ) -> None:
-        self._log = log
-        with log.open("wb") as errors:
-            if python is not None and not prefix:
-                self.process = python.start(code, args, stderr=errors)
-            else:
-                self.process = subprocess.Popen(
-                    [*prefix, sys.executable, "-W", "ignore", "-c", code, *map(str, args)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    bufsize=0,
-                )
+    def __init__(self, process: Any, log: str) -> None:
+        self.process = process
+        self._log = Path(log)
         self._received = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.end()
 
     @property
     def pid(self) -> int:

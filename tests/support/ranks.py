@@ -4,7 +4,6 @@ For each rank of each test a fork takes 0.1 s, and the imports would take 3 s.
 """
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -72,7 +71,6 @@ class Ranks:
 def fork_ranks():
     """Run the jobs requested on stdin, one per line."""
     jobs = importlib.import_module(sys.argv[1])
-    gc.freeze()  # else a rank that collects garbage copies the pages of all these objects
     for line in sys.stdin:
         ask = json.loads(line)
         started = [

@@ -25,12 +25,12 @@ _DEADLINE_S = 30.0
 
 
 @pytest.fixture
-def service(child, configure, tmp_path, evicts):
+def service(new_child, configure, tmp_path, evicts):
     """Start a service and wait until it serves: `service("--budget", "1MB")`; loads then use it."""
     configure(service="auto", socket=tmp_path / "run" / "service.sock", inline_nbytes=0, workers=1)
 
     def start(*arguments):
-        process = child(SERVE, *arguments, is_new=True)  # without the libraries, as users have it
+        process = new_child(SERVE, *arguments)
         process.expect("READY=1")
         return process
 

@@ -1,7 +1,9 @@
 """Programs that are forked from a process that has imported the model libraries.
 
-A program that loads a pipeline spends 3 s of CPU time on imports; a fork takes 0.02 s. shmload is
-not imported before the fork, so each program starts it by itself.
+A program that loads a pipeline spends 3 to 5 s of CPU time on imports; a fork that does nothing
+takes 0.07 s (2 cores, November 2026). shmload is not imported before the fork, so each program
+starts it by itself. Programs share a hash seed, and the umask, limits and signal mask that the
+first of them found. They have no CUDA.
 """
 
 import atexit
@@ -27,7 +29,10 @@ _PROGRAM_TIMEOUT_S = 100.0
 # copies the pages of all modules. Without it, a program ends after its exit functions.
 FINALIZES = "TEST_FINALIZES"
 # Python and the libraries read these when they start.
-_READ_AT_START = ("ACCELERATE_", "DIFFUSERS_", "HF_", "MKL_", "OMP_", "PYTHON", "TRANSFORMERS_")
+_READ_AT_START = (
+    *("ACCELERATE_", "DIFFUSERS_", "GOMP_", "HF_", "KMP_", "MKL_", "OMP_", "PYTHON", "TOKENIZERS_"),
+    *("TORCH", "TRANSFORMERS_", "HOME", "TMPDIR", "XDG_"),
+)
 # What else shmload and the tests' programs import.
 _MODULES = ("accelerate", "diffusers.schedulers", "ml_dtypes", "msgspec", "xxhash")
 _MAX_NBYTES = 1 << 17
@@ -35,10 +40,11 @@ _SERVER = "import sys; sys.path.insert(0, sys.argv[1]); import warm_python; warm
 
 
 class WarmPython:
-    """Starts programs, by a process of its own that forks them."""
+    """Asks one process, which has imported the libraries, to fork each program."""
 
     def __init__(self):
-        self._variables = _read_at_start()
+        self._variables = _startup_variables()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 closed in `close`
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(_ANSWER_TIMEOUT_S)
         with theirs:
@@ -46,29 +52,31 @@ class WarmPython:
                 [sys.executable, "-W", "ignore", "-c", _SERVER, Path(__file__).parent],
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
+                stderr=self._errors,
             )
 
-    def start(self, program, arguments, *, stderr):
+    def start(self, program, arguments, *, stdout=subprocess.PIPE, stderr):
         """Start a program with the variables and the working directory of this process.
 
-        Where a variable was changed that only a start reads, a new Python is started.
+        If a variable has changed that the libraries read at import, this starts a new Python.
 
         Args:
             program: its file, a Path, or its code, as for `python -c`.
             arguments: its `sys.argv[1:]`.
-            stderr: a file for what it writes there.
+            stdout: a file for its output, or a pipe.
+            stderr: a file for its errors.
 
         Returns:
-            Its process, like `subprocess.Popen` with pipes to stdin and from stdout.
+            Its process, like `subprocess.Popen`; stdin is a pipe.
         """
         arguments = list(map(str, arguments))
-        if _read_at_start() == self._variables:
-            return Forked(self, program, arguments, stderr)
+        if _startup_variables() == self._variables:
+            return ForkedProgram(self, program, arguments, stdout, stderr)
         what = [program] if isinstance(program, Path) else ["-c", program]
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", *what, *arguments],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=stderr,
             bufsize=0,
         )
@@ -77,47 +85,53 @@ class WarmPython:
     def starting(self, program, *arguments):
         """Start a program; kill it at the end of the block.
 
-        It may write as much to stdout as a pipe holds. Its `stderr` is a file.
+        Yields:
+            Its process, and two files: what it writes to stdout and to stderr.
         """
-        with tempfile.TemporaryFile() as errors:
-            process = self.start(program, arguments, stderr=errors)
-            process.stderr = errors
-            with process.stdin, process.stdout:
+        with tempfile.TemporaryFile() as words, tempfile.TemporaryFile() as errors:
+            process = self.start(program, arguments, stdout=words, stderr=errors)
+            with process.stdin:
                 try:
-                    yield process
+                    yield process, words, errors
                 finally:
                     process.kill()
                     process.wait()
 
     def run(self, program, *arguments):
-        """Run a program as `subprocess.run(capture_output=True)` does."""
-        with self.starting(program, *arguments) as process:
-            code = process.wait(_PROGRAM_TIMEOUT_S)
-            words = process.stdout.read().decode()
-            process.stderr.seek(0)
-            return subprocess.CompletedProcess(program, code, words, process.stderr.read().decode())
+        """Run a program as `subprocess.run(capture_output=True, text=True)` does."""
+        with self.starting(program, *arguments) as (process, *files):
+            try:
+                code = process.wait(_PROGRAM_TIMEOUT_S)
+            except subprocess.TimeoutExpired as exc:
+                raise AssertionError("\n".join(map(_text_of, files))) from exc
+            return subprocess.CompletedProcess(program, code, *map(_text_of, files))
 
     def ask(self, question, fds=()):
-        socket.send_fds(self._channel, [json.dumps(question).encode()], fds)
-        answer = self._channel.recv(_MAX_NBYTES)
-        assert answer, "the process that forks has ended"
+        """Return the answer to a question; after an error there are no more answers."""
+        frame = json.dumps(question).encode()
+        assert len(frame) <= _MAX_NBYTES
+        try:
+            socket.send_fds(self._channel, [frame], fds)
+            answer = self._channel.recv(_MAX_NBYTES)
+        except BaseException:
+            self._channel.close()  # or the next question would get this answer
+            raise
+        assert answer, f"the process that forks has ended: {_text_of(self._errors)}"
         return json.loads(answer)
 
     def close(self):
-        self._channel.close()  # at which the process ends
-        self._process.wait(_ANSWER_TIMEOUT_S)
+        with self._errors:
+            pid = self._process.pid
+            left = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+            self._channel.close()  # at which the process ends
+            self._process.wait(_ANSWER_TIMEOUT_S)
+        assert not left, f"programs were left behind: {left}"
 
 
-class Forked:
+class ForkedProgram:
     """The process of a forked program, with the part of `subprocess.Popen` that tests use."""
 
-    def __init__(self, python, program, arguments, stderr):
-        self._python = python
-        self.returncode = None
-        stdin, ours = os.pipe()
-        self.stdin = os.fdopen(ours, "wb", buffering=0)
-        ours, stdout = os.pipe()
-        self.stdout = os.fdopen(ours, "rb", buffering=0)
+    def __init__(self, warm_python, program, arguments, stdout, stderr):
         is_file = isinstance(program, Path)
         wanted = {
             "code": program.read_text() if is_file else program,
@@ -126,11 +140,20 @@ class Forked:
             "directory": os.getcwd(),
             "environment": dict(os.environ),
         }
-        try:
-            self.pid = python.ask(wanted, [stdin, stdout, stderr.fileno()])
-        finally:
-            os.close(stdin)
-            os.close(stdout)
+        self._warm_python = warm_python
+        self.returncode = None
+        self.stdout = None
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            read_end, self.stdin = _make_pipe()
+            theirs.enter_context(read_end)
+            ours.enter_context(self.stdin)
+            if stdout == subprocess.PIPE:
+                self.stdout, stdout = _make_pipe()
+                ours.enter_context(self.stdout)
+                theirs.enter_context(stdout)
+            fds = [file.fileno() for file in (read_end, stdout, stderr)]
+            self.pid = warm_python.ask(wanted, fds)
+            ours.pop_all()
 
     def poll(self):
         return self._wait(0)
@@ -151,19 +174,32 @@ class Forked:
         self.send_signal(signal.SIGTERM)
 
     def _wait(self, timeout):
-        if self.returncode is not None:
-            return self.returncode
-        pidfd = os.pidfd_open(self.pid)
-        try:
-            has_ended = select.select([pidfd], [], [], timeout)[0]
-        finally:
-            os.close(pidfd)
-        if has_ended:
-            self.returncode = self._python.ask({"reap": self.pid})
+        if self.returncode is None and self._has_ended(timeout):
+            self.returncode = self._warm_python.ask({"reap": self.pid})
         return self.returncode
 
+    def _has_ended(self, timeout):
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            return poll.poll(None if timeout is None else timeout * 1000)
+        finally:
+            os.close(pidfd)
 
-def _read_at_start():
+
+def _make_pipe():
+    """Return the files of a pipe's two ends, unbuffered."""
+    read_end, write_end = os.pipe()
+    return os.fdopen(read_end, "rb", buffering=0), os.fdopen(write_end, "wb", buffering=0)
+
+
+def _text_of(file):
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _startup_variables():
     return {k: v for k, v in os.environ.items() if k.startswith(_READ_AT_START)}
 
 
@@ -171,8 +207,9 @@ def _read_at_start():
 
 
 def serve():
-    """Fork the programs asked for on stdin; in each fork, run the program."""
+    """Fork and reap the programs asked for on stdin; in each fork, run the program."""
     _import_libraries()
+    assert "shmload" not in sys.modules
     gc.freeze()  # else a program that collects garbage copies the pages of all these objects
     channel = socket.socket(fileno=os.dup(0))
     while True:
@@ -185,7 +222,6 @@ def serve():
         elif (answer := os.fork()) == 0:
             channel.close()
             _run(wanted, fds)
-            return
         for fd in fds:
             os.close(fd)
         channel.send(json.dumps(answer).encode())
@@ -227,13 +263,9 @@ def _run(wanted, fds):
             raise
         code = exc.code or 0
     if FINALIZES not in os.environ:
-        _end(code)
+        threading._shutdown()  # waits for threads that are not daemons
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
-
-
-def _end(code):
-    threading._shutdown()  # waits for threads that are not daemons
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -55,7 +55,7 @@ class Encoding:
         """Kill the script while its processes block on a FIFO without a writer."""
         fifos = [replace_by_fifo(path) for path in waiting]
         before = journals(out)
-        with self.python.starting(_SCRIPT, *self.arguments, out, *more) as process:
+        with self.python.starting(_SCRIPT, *self.arguments, out, *more) as (process, *_):
             wait_for_growth(out, before)
             (server,) = children_of(process.pid)
             runners = children_of(server)

@@ -87,10 +87,9 @@ def test_forked_child_neither_writes_nor_keeps_the_lock(child, folder):
             os.kill(int(pid), signal.SIGKILL)
 
 
-def test_storing_imports_no_torch(child):
-    storing = child(
-        "import sys, shmload.integrations.results\nprint('TORCH', 'torch' in sys.modules)",
-        is_new=True,
+def test_storing_imports_no_torch(new_child):
+    storing = new_child(
+        "import sys, shmload.integrations.results\nprint('TORCH', 'torch' in sys.modules)"
     )
     assert storing.expect("TORCH") == "False"
     assert storing.wait() == 0

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from comparing import as_bytes, reference
+from warm_python import FINALIZES
 
 import shmload
 
@@ -97,8 +98,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def run(tmp_path, warm_python):
+def run(tmp_path, warm_python, monkeypatch):
     """Run a program from a file, a string or standard input; return its output."""
+    monkeypatch.setenv(FINALIZES, "1")
 
     def start(program, *args, given="file"):
         path = tmp_path / "program.py"

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from warm_python import FINALIZES
 
 _PAGE = Path(__file__).parents[3] / "docs" / "handles.md"
 _SOURCE = "path/to/stable-diffusion"
@@ -31,6 +32,7 @@ def test_each_example_is_run_below():
 def test_example_runs(saved, tmp_path, monkeypatch, warm_python, shm_names, place):
     if "datasets" in examples()[place]:
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))  # it keeps what it computes there
+    monkeypatch.setenv(FINALIZES, "1")
     path = tmp_path / "example.py"
     path.write_text(examples()[place].replace(_SOURCE, str(saved("stable-diffusion"))))
     ended = warm_python.run(path)

@@ -203,8 +203,10 @@ def test_ranks_take_over_from_one_that_is_killed(saved, start_rank, shm_names):
     first.end()
     for rank in others:
         rank.expect("LOADED")
-    names = shm_names()  # with the view of the killed rank, if it had begun to build
-    assert len(shmload.verify()) == 4
+    names = shm_names()
+    segments = {info.name for info in shmload.verify()}
+    assert len(segments) == 4
+    assert len(set(names) - segments) <= 1  # the view of the killed rank, if it had begun to build
     for rank in others:
         rank.end()  # kill all ranks
     assert shm_names() == names

@@ -112,6 +112,14 @@ def test_process_whose_daemonic_children_end_with_it(source, child, shm_names, h
     assert shm_names() == []
 
 
+def test_daemonic_children_end_first_where_shmload_was_imported_first(source, new_child, shm_names):
+    process = new_child("import shmload\n" + MULTIPROCESSING, source, "open")
+    process.expect("USED")
+    process.say()
+    assert process.wait() == 0
+    assert shm_names() == []
+
+
 def test_forked_child_of_multiprocessing(source, child, shm_names):
     process = child(MULTIPROCESSING, source, "alone")
     process.expect("USED")

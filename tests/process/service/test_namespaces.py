@@ -24,13 +24,13 @@ sys.stdin.readline()
 
 
 @pytest.fixture
-def container(child):
+def container(new_child):
     """Start Python as a container's first process, in new namespaces."""
     if subprocess.run([*_APART, "true"], capture_output=True, timeout=60).returncode != 0:
         pytest.skip("this system does not let one make namespaces")
 
     def start(code, *arguments):
-        return child(code, *arguments, prefix=_APART)
+        return new_child(code, *arguments, prefix=_APART)
 
     return start
 

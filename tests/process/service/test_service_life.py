@@ -23,9 +23,9 @@ from shmload._service.protocol import Shutdown, Stopping
 from shmload.errors import ServiceUnavailable
 
 
-def test_second_start_says_that_one_is_running(service, child):
+def test_second_start_says_that_one_is_running(service, new_child):
     process = service()
-    other = child("from shmload._cli.main import main; main(['serve'])")
+    other = new_child("from shmload._cli.main import main; main(['serve'])")
     assert other.wait() == 1
     assert f"(process {process.pid})" in other.errors
     assert other.errors.count("\n") == 1
@@ -75,10 +75,10 @@ def test_setting_turns_it_off(service, checkpoint, configure):
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777])
-def test_directory_that_lets_others_in_is_refused(service, child, mode):
+def test_directory_that_lets_others_in_is_refused(service, new_child, mode):
     socket_path().parent.mkdir()
     socket_path().parent.chmod(mode)
-    process = child("from shmload._cli.main import main; main(['serve'])")
+    process = new_child("from shmload._cli.main import main; main(['serve'])")
     assert process.wait() == 1
     assert "lets others in; choose a directory of your own" in process.errors
     assert socket_path().parent.stat().st_mode & 0o777 == mode
@@ -230,12 +230,12 @@ def test_metrics_are_served(service, checkpoint):
     assert "shmload_misses_total 1.0" in lines
 
 
-def test_metrics_on_a_port_in_use_are_refused_in_one_line(service, child):
+def test_metrics_on_a_port_in_use_are_refused_in_one_line(service, new_child):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         arguments = ["serve", "--metrics", f"127.0.0.1:{other.getsockname()[1]}"]
-        process = child(f"from shmload._cli.main import main; main({arguments})")
+        process = new_child(f"from shmload._cli.main import main; main({arguments})")
         assert process.wait() == 1
     assert "metrics cannot be served at 127.0.0.1 port" in process.errors
     assert "Traceback" not in process.errors

@@ -194,10 +194,10 @@ print("LOADED", flush=True)
 """
 
 
-def test_process_that_loads_once_remembers_for_the_next(saved, child):
+def test_process_that_loads_once_remembers_for_the_next(saved, child, new_child):
     # Messages of the libraries' imports are not about the models.
     source = saved("stable-diffusion")
-    first = child(_LOAD, source)
+    first = new_child(_LOAD, source)
     first.expect("BUILDS")
     first.expect("LOADED")
     child(_LOAD, source).expect("LOADED")

@@ -177,8 +177,8 @@ def test_waiting_for_a_lock_ends_with_the_lock_or_the_deadline(fd, name):
     assert wait_lock(fd, exclusive=False, timeout_s=0.0)
 
 
-def test_killed_process_gives_its_lock_back(fd, name, child):
-    other = child(
+def test_killed_process_gives_its_lock_back(fd, name, new_child):
+    other = new_child(
         "import fcntl, sys\n"
         "file = open(sys.argv[1])\n"
         "fcntl.flock(file, fcntl.LOCK_EX)\n"
