@@ -21,6 +21,8 @@ from typing import Any
 # Read when huggingface_hub is imported, which test modules do before any fixture runs.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+# Read when torch is imported: its idle threads sleep instead of spinning on cores in demand.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hypothesis
 import pytest

@@ -160,11 +160,11 @@ def test_shard_that_is_no_file(folder, door, kind):
     assert isinstance(caught.value, shmload.ShardUnreadable | shmload.ShardMissing)
 
 
-def test_shard_that_may_not_be_read(checkpoint, child):
+def test_shard_that_may_not_be_read(checkpoint, new_child):
     checkpoint.chmod(0)
     # Drop root's capabilities, with which it reads every file.
     prefix = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
-    process = child(
+    process = new_child(
         "import sys, shmload\n"
         "for door in (shmload.warm, shmload.plan, shmload.load_state_dict):\n"
         "    try:\n"
