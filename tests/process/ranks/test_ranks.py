@@ -225,7 +225,8 @@ def test_ranks_wait_for_one_that_is_stopped_until_a_deadline(
     assert second.expect("REFUSED").startswith("SegmentTimeout ")
     assert second.wait() == 0
     first.end()
-    assert len(shmload.collect_garbage()) == 4
+    removed = shmload.collect_garbage()  # perhaps with the view in which it had begun to build
+    assert len([name for name in removed if name.endswith(".part")]) == 4
     assert shm_names() == []
 
 
