@@ -5,8 +5,8 @@ The code runs in a child; its exit code and stderr show a crash.
 
 import pytest
 import torch
+from forking_python import FINALIZES
 from safetensors.torch import load_file, save_file
-from warm_python import FINALIZES
 from warming import TENSORS
 from watching import Watched, workers_of
 

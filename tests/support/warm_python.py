@@ -6,11 +6,7 @@ starts it by itself. Programs share a hash seed, and the umask, limits and signa
 first of them found. They have no CUDA.
 """
 
-import atexit
-import builtins
 import contextlib
-import gc
-import importlib
 import json
 import os
 import select
@@ -19,24 +15,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
+
+from forking_python import MAX_NBYTES
 
 # Longer than the imports take on a busy machine.
 _ANSWER_TIMEOUT_S = 100.0
 _PROGRAM_TIMEOUT_S = 100.0
-# With this variable a program ends as Python does, with all finalizers. That takes 0.4 s, since it
-# copies the pages of all modules. Without it, a program ends after its exit functions.
-FINALIZES = "TEST_FINALIZES"
 # Python and the libraries read these when they start.
 _READ_AT_START = (
     *("ACCELERATE_", "DIFFUSERS_", "GOMP_", "HF_", "KMP_", "MKL_", "OMP_", "PYTHON", "TOKENIZERS_"),
     *("TORCH", "TRANSFORMERS_", "HOME", "TMPDIR", "XDG_"),
 )
-# What else shmload and the tests' programs import.
-_MODULES = ("accelerate", "diffusers.schedulers", "ml_dtypes", "msgspec", "xxhash")
-_MAX_NBYTES = 1 << 17
-_SERVER = "import sys; sys.path.insert(0, sys.argv[1]); import warm_python; warm_python.serve()"
+_SERVER = "import sys; sys.path.insert(0, sys.argv[1]); import forking_python as f; f.serve()"
 
 
 class WarmPython:
@@ -109,10 +100,10 @@ class WarmPython:
     def ask(self, question, fds=()):
         """Return the answer to a question; after an error there are no more answers."""
         frame = json.dumps(question).encode()
-        assert len(frame) <= _MAX_NBYTES
+        assert len(frame) <= MAX_NBYTES
         try:
             socket.send_fds(self._channel, [frame], fds)
-            answer = self._channel.recv(_MAX_NBYTES)
+            answer = self._channel.recv(MAX_NBYTES)
         except BaseException:
             self._channel.close()  # or the next question would get this answer
             raise
@@ -201,71 +192,3 @@ def _text_of(file):
 
 def _startup_variables():
     return {k: v for k, v in os.environ.items() if k.startswith(_READ_AT_START)}
-
-
-# The process that forks ---------------------------------------------------------------------------
-
-
-def serve():
-    """Fork and reap the programs asked for on stdin; in each fork, run the program."""
-    _import_libraries()
-    assert "shmload" not in sys.modules
-    gc.freeze()  # else a program that collects garbage copies the pages of all these objects
-    channel = socket.socket(fileno=os.dup(0))
-    while True:
-        frame, fds, _, _ = socket.recv_fds(channel, _MAX_NBYTES, 3)
-        if not frame:
-            return  # the tests have ended
-        wanted = json.loads(frame)
-        if "reap" in wanted:
-            answer = os.waitstatus_to_exitcode(os.waitpid(wanted["reap"], 0)[1])
-        elif (answer := os.fork()) == 0:
-            channel.close()
-            _run(wanted, fds)
-        for fd in fds:
-            os.close(fd)
-        channel.send(json.dumps(answer).encode())
-
-
-def _import_libraries():
-    """Import what the tests' pipelines consist of."""
-    import diffusers
-    import transformers
-
-    for name in ("FluxPipeline", "StableDiffusionPipeline", "StableDiffusionXLPipeline"):
-        getattr(diffusers, name)
-    for name in ("CLIPTextModel", "CLIPTokenizer", "T5EncoderModel", "T5TokenizerFast"):
-        getattr(transformers, name)
-    for name in _MODULES:
-        importlib.import_module(name)
-
-
-def _run(wanted, fds):
-    for target, fd in enumerate(fds):
-        os.dup2(fd, target)
-        os.close(fd)
-    os.chdir(wanted["directory"])
-    os.environ.clear()
-    os.environ.update(wanted["environment"])
-    path = wanted["path"]
-    sys.argv = [path or "-c", *wanted["arguments"]]
-    sys.path[:2] = [os.path.dirname(path) if path else ""]
-    main = vars(sys.modules["__main__"])
-    main.clear()
-    main.update(__name__="__main__", __builtins__=builtins, __spec__=None)
-    if path:
-        main["__file__"] = path
-    try:
-        exec(compile(wanted["code"], path or "<string>", "exec"), main)
-        code = 0
-    except SystemExit as exc:
-        if not isinstance(exc.code, int | None):
-            raise
-        code = exc.code or 0
-    if FINALIZES not in os.environ:
-        threading._shutdown()  # waits for threads that are not daemons
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)

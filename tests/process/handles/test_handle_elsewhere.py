@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from comparing import as_bytes, reference
-from warm_python import FINALIZES
+from forking_python import FINALIZES
 
 import shmload
 

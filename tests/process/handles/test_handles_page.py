@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from warm_python import FINALIZES
+from forking_python import FINALIZES
 
 _PAGE = Path(__file__).parents[3] / "docs" / "handles.md"
 _SOURCE = "path/to/stable-diffusion"
