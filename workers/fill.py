@@ -9,13 +9,16 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from shmload._checkpoints.dtypes import NBITS
 from shmload._segments.pieces import Run
-from shmload.workers.convert import Converter
 from shmload.workers.messages import Reason
+
+if TYPE_CHECKING:
+    from shmload.workers.convert import Converter
 
 # Bytes read at a time. Measured on an EPYC 9004 with 1 MiB of level-2 cache, read, fp32 to bf16,
 # digest and write: 64 KiB 2.2 GB/s, 256 KiB 2.4, 1 MiB 2.6, 4 MiB 2.6.
@@ -93,6 +96,9 @@ class Filler:
             return read
         key = (run.source, run.target)
         if key not in self._converters:
+            # Not at the top: numpy takes half of a worker's start, and many loads convert nothing.
+            from shmload.workers.convert import Converter
+
             self._converters[key] = Converter(*key, _BLOCK_NBYTES)
         written = self._target[: count * target_nbytes]
         self._converters[key].convert(read, written, count)

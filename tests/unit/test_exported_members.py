@@ -67,7 +67,7 @@ def test_import_is_light():
 def test_worker_is_light():
     code = (
         "import sys, shmload.workers.main\n"
-        "heavy = {'torch', 'diffusers', 'transformers', 'safetensors', 'huggingface_hub'}\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'safetensors', 'huggingface_hub', 'numpy'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run(
