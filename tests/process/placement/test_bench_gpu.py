@@ -1,9 +1,6 @@
 """`scripts/bench gpu` makes its pipelines and looks for a GPU before it measures."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,15 +33,9 @@ def test_pipelines_load_and_differ_only_in_dtype(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_no_gpu_is_one_sentence(tmp_path):
-    run = subprocess.run(
-        [sys.executable, str(_BENCH), "gpu", "--work", str(tmp_path)],
-        env={name: value for name, value in os.environ.items() if name != "BENCH_DEVICE"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def test_no_gpu_is_one_sentence(tmp_path, warm_python, monkeypatch):
+    monkeypatch.delenv("BENCH_DEVICE", raising=False)
+    run = warm_python.run(_BENCH, "gpu", "--work", tmp_path)
     assert run.returncode == 1
     assert run.stdout == ""
     (line,) = run.stderr.splitlines()
