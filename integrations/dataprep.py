@@ -48,7 +48,7 @@ def map(
         as_completed: see `Job.map`.
         errors: see `Job.map`.
         progress: see `Job.map`.
-        job_kwargs: as for `Job`: `components`, `procs`, `devices`, `torch_dtype`, ...
+        job_kwargs: as for `Job`: `components`, `procs`, `devices`, `dtype`, ...
 
     Yields:
         As `Job.map`.
@@ -87,7 +87,7 @@ def write(
         errors: see `Job.write`.
         facts: see `Job.write`.
         progress: see `Job.write`.
-        job_kwargs: as for `Job`: `components`, `procs`, `devices`, `torch_dtype`, ...
+        job_kwargs: as for `Job`: `components`, `procs`, `devices`, `dtype`, ...
 
     Raises:
         As `Job` and `Job.write`.

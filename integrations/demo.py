@@ -140,7 +140,7 @@ def _load_with_diffusers(source: str) -> Any:
 
 
 def _load_with_shmload(source: str) -> Any:
-    return shmload.load_pipeline(source, torch_dtype="bfloat16", keep=True)
+    return shmload.load_pipeline(source, dtype="bfloat16", keep=True)
 
 
 def _digest(pipe: Any) -> str:

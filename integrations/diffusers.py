@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 def load_pipeline(
     source: str | os.PathLike[str],
     *,
-    torch_dtype: object = None,
+    dtype: object = None,
     device_map: object = None,
     max_memory: Mapping[Any, object] | None = None,
     max_host_memory: float | str | None = None,
@@ -59,7 +59,7 @@ def load_pipeline(
 
     Args:
         source: a directory or a hub id, as for `DiffusionPipeline.from_pretrained`.
-        torch_dtype: a `torch.dtype`, its name, or a dict of these by component (with a `default`).
+        dtype: a `torch.dtype`, its name, or a dict of these by component (with a `default`).
             None means the same as for `from_pretrained`: float32 for models of diffusers, the
             checkpoint's own dtype for models of transformers.
         device_map: where the models go. None leaves them on the CPU. It may be one device; a
@@ -102,7 +102,7 @@ def load_pipeline(
     kwargs = from_pretrained_kwargs
     variant = kwargs.get("variant")
     wanted = Wanted.parse(
-        source, torch_dtype, components, variant, kwargs, is_pipeline=True, has_others=True
+        source, dtype, components, variant, kwargs, is_pipeline=True, has_others=True
     )
     # It asks for large reads instead of page faults. The workers read so in any case.
     kwargs.pop("disable_mmap", None)

@@ -50,7 +50,7 @@ def load_sharded(
         mesh: as for `shard`.
         blocks: as for `shard`.
         sharding: arguments for `fully_shard`.
-        load_kwargs: arguments for `load_pipeline`: `torch_dtype`, `variant` and so on. Among the
+        load_kwargs: arguments for `load_pipeline`: `dtype`, `variant` and so on. Among the
             ranks of a launcher one decodes and the others attach; elsewhere give `share=True`.
 
     Returns:

@@ -112,7 +112,8 @@ class Handle:
         recipe = self._recipe
         return {
             "pipeline": recipe.identity,
-            "torch_dtype": msgspec.json.encode(recipe.torch_dtype).decode(),
+            # Under its older name, or a folder of results that was begun before would not go on.
+            "torch_dtype": msgspec.json.encode(recipe.dtype).decode(),
             "components": "all" if recipe.components is None else ",".join(recipe.components),
         }
 
@@ -133,7 +134,7 @@ class Handle:
         cls,
         source: str | os.PathLike[str],
         *,
-        torch_dtype: object = None,
+        dtype: object = None,
         components: Collection[str] | None = None,
         variant: str | None = None,
         **hub_kwargs: Any,
@@ -142,7 +143,7 @@ class Handle:
 
         Args:
             source: as for `share`.
-            torch_dtype: as for `share`.
+            dtype: as for `share`.
             components: as for `share`.
             variant: as for `share`.
             hub_kwargs: as for `share`.
@@ -150,9 +151,7 @@ class Handle:
         Raises:
             SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
         """
-        wanted = Wanted.parse(
-            source, torch_dtype, components, variant, hub_kwargs, is_pipeline=True
-        )
+        wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, is_pipeline=True)
         found = find_source(wanted)
         _require_pipeline(found)
         return cls(Recipe.of(wanted, found))
@@ -174,7 +173,7 @@ class Handle:
         wanted = self._recipe.wanted
         pipe = load_pipeline(
             wanted.source,
-            torch_dtype=wanted.dtype,
+            dtype=wanted.dtype,
             components=wanted.components,
             variant=wanted.variant,
             share=True,
@@ -194,7 +193,7 @@ def _revive(text: str) -> Handle:
 def share(
     source: str | os.PathLike[str],
     *,
-    torch_dtype: object = None,
+    dtype: object = None,
     components: Collection[str] | None = None,
     variant: str | None = None,
     workers: int | None = None,
@@ -210,7 +209,7 @@ def share(
 
     Args:
         source: a pipeline's directory, or a hub id.
-        torch_dtype: as for `load_pipeline`.
+        dtype: as for `load_pipeline`.
         components: only these of the components with weights; None for all.
         variant: as for `from_pretrained`.
         workers: as for `warm`.
@@ -222,7 +221,7 @@ def share(
     Raises:
         As `warm`.
     """
-    wanted = Wanted.parse(source, torch_dtype, components, variant, hub_kwargs, is_pipeline=True)
+    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, is_pipeline=True)
     found, rules = find_with_rules(wanted)
     _require_pipeline(found)
     recipe = Recipe.of(wanted, found)

@@ -15,13 +15,13 @@ def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
 
 
 def describe_components(
-    source: Source, torch_dtype: object, only: Collection[str] | None
+    source: Source, dtype: object, only: Collection[str] | None
 ) -> tuple[Component, ...]:
     """Return the module trees of a pipeline's components, from `_building.module_trees`."""
     # Not at the top: a rule needs no torch.
     from shmload.integrations._building.module_trees import components_of
 
-    return components_of(source, torch_dtype, only)
+    return components_of(source, dtype, only)
 
 
 def download(repo_id: str, **kwargs: Any) -> str:

@@ -22,7 +22,7 @@ from ray.exceptions import RayError, RayTaskError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shmload._checkpoints.hub import find_source
-from shmload._checkpoints.wanted import Hub, Wanted
+from shmload._checkpoints.wanted import Hub, Wanted, chosen_dtype
 from shmload._loading.verbs import WarmReport, warm
 from shmload._segments.listing import SegmentInfo, evict, segments
 from shmload.errors import NodeFailed, NodeLost, NodeTimeout, SegmentNotFound, ShmloadError
@@ -54,7 +54,7 @@ class NodeReport(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
 def warm_cluster(
     source: str | os.PathLike[str],
     *,
-    torch_dtype: object = None,
+    dtype: object = None,
     components: Collection[str] | None = None,
     variant: str | None = None,
     nodes: Collection[str] | None = None,
@@ -68,7 +68,7 @@ def warm_cluster(
 
     Args:
         source: as for `warm`. A path that exists here is made absolute.
-        torch_dtype: as for `warm`.
+        dtype: as for `warm`.
         components: as for `warm`.
         variant: as for `warm`.
         nodes: ids of the nodes; None for all.
@@ -83,7 +83,7 @@ def warm_cluster(
     work = functools.partial(
         warm,
         _absolute(source),
-        torch_dtype=torch_dtype,
+        dtype=chosen_dtype(dtype, warm_kwargs.pop("torch_dtype", None)),
         components=components,
         variant=variant,
         progress=False,
@@ -218,7 +218,7 @@ class Stage:
         images.map_batches(
             Stage,
             fn_constructor_args=(encode, "/models/sd"),
-            fn_constructor_kwargs={"components": ["vae"], "torch_dtype": "bfloat16"},
+            fn_constructor_kwargs={"components": ["vae"], "dtype": "bfloat16"},
             compute=ray.data.ActorPoolStrategy(size=8),
             batch_size=16,
         )
@@ -229,7 +229,7 @@ class Stage:
         source: as for `load_pipeline`; a path must be absolute, and the same on every node.
         components: the models to load; the others are None. Components without weights, such as
             tokenizers and schedulers, are always loaded. None for all.
-        torch_dtype: as for `load_pipeline`.
+        dtype: as for `load_pipeline`.
         load_kwargs: other arguments for `load_pipeline`, such as `variant` or `device_map="cuda"`.
 
     Attributes:
@@ -246,12 +246,12 @@ class Stage:
         source: str | os.PathLike[str],
         *,
         components: Collection[str] | None = None,
-        torch_dtype: object = None,
+        dtype: object = None,
         **load_kwargs: Any,
     ) -> None:
         self._fn = fn
         self.pipe = load_pipeline(
-            source, components=components, torch_dtype=torch_dtype, share=True, **load_kwargs
+            source, components=components, dtype=dtype, share=True, **load_kwargs
         )
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

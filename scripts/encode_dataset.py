@@ -110,7 +110,7 @@ def main(
             out,
             source=pipeline,
             components=components,
-            torch_dtype=dtype,
+            dtype=dtype,
             procs=procs,
             devices=devices.split(",") if "," in devices else devices,
             threads=threads,

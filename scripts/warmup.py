@@ -45,7 +45,7 @@ def main(
         try:
             report = shmload.warm(
                 source,
-                torch_dtype=dtype_by_component(dtypes),
+                dtype=dtype_by_component(dtypes),
                 variant=variant,
                 components=components or None,
                 revision=revision,

@@ -23,7 +23,8 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     """The content of a handle: the arguments of a load, and a digest of the files."""
 
     source: str
-    torch_dtype: str | dict[str, str | None] | None = None
+    # Under its older name: handles cross processes with other versions of shmload.
+    dtype: str | dict[str, str | None] | None = msgspec.field(default=None, name="torch_dtype")
     components: tuple[str, ...] | None = None
     variant: str | None = None
     revision: str | None = None
@@ -39,7 +40,7 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         return cls(
             # The receiver of the handle may have another working directory.
             source=os.path.abspath(given) if os.path.exists(given) else given,
-            torch_dtype=_dtype_names(wanted.dtype),
+            dtype=_dtype_names(wanted.dtype),
             # Sorted: equal handles must have equal texts, and a set has no order.
             components=None if components is None else tuple(sorted(set(components))),
             variant=wanted.variant,
@@ -58,18 +59,18 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         )
         return Wanted(
             source=self.source,
-            dtype=self.torch_dtype,
+            dtype=self.dtype,
             components=self.components,
             variant=self.variant,
             hub=hub,
         )
 
 
-def _dtype_names(torch_dtype: object) -> Any:
+def _dtype_names(dtype: object) -> Any:
     """Return names in place of dtypes, alone or in a dict by component."""
-    if isinstance(torch_dtype, Mapping):
-        return {name: _dtype_names(dtype) for name, dtype in sorted(torch_dtype.items())}
-    return None if torch_dtype is None else TORCH_NAMES[parse_dtype(torch_dtype)]
+    if isinstance(dtype, Mapping):
+        return {name: _dtype_names(each) for name, each in sorted(dtype.items())}
+    return None if dtype is None else TORCH_NAMES[parse_dtype(dtype)]
 
 
 def identity_of(source: Source, components: Collection[str] | None) -> str:

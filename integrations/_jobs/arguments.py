@@ -26,7 +26,7 @@ def check_numbers(procs: int, threads: int, item_timeout_s: float | None) -> Non
 def handle_of(
     source: str | os.PathLike[str] | Handle,
     components: Collection[str] | None,
-    torch_dtype: object,
+    dtype: object,
     variant: str | None,
     hub_kwargs: dict[str, Any],
 ) -> Handle:
@@ -39,15 +39,15 @@ def handle_of(
     if not isinstance(source, Handle):
         return Handle.of(
             source,
-            torch_dtype=torch_dtype,
+            dtype=dtype,
             components=components,
             variant=variant,
             **hub_kwargs,
         )
-    if components is not None or torch_dtype is not None or variant is not None or hub_kwargs:
+    if components is not None or dtype is not None or variant is not None or hub_kwargs:
         raise ArgumentError(
-            "the source is a Handle, which says what to load: give neither components, "
-            "torch_dtype, variant nor arguments for the hub"
+            "the source is a Handle, which says what to load: give neither components, dtype, "
+            "variant nor arguments for the hub"
         )
     return source
 

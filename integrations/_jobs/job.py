@@ -35,10 +35,10 @@ class Job:
 
     Args:
         source: a pipeline's directory, a hub id, or a `Handle`. With a handle give none of
-            `components`, `torch_dtype`, `variant` and `hub_kwargs`: it knows them.
+            `components`, `dtype`, `variant` and `hub_kwargs`: it knows them.
         components: decode only these of the components with weights, the others are None; None for
             all.
-        torch_dtype: as for `load_pipeline`.
+        dtype: as for `load_pipeline`.
         variant: as for `from_pretrained`.
         procs: how many processes; 0 to call the function in this process, for debugging.
         devices: where the models go: `cpu`; one device for all; a list, whose entries the processes
@@ -61,7 +61,7 @@ class Job:
         source: str | os.PathLike[str] | Handle,
         *,
         components: Collection[str] | None = None,
-        torch_dtype: object = None,
+        dtype: object = None,
         variant: str | None = None,
         procs: int = 4,
         devices: str | Sequence[Any] = CPU,
@@ -72,7 +72,7 @@ class Job:
         **hub_kwargs: Any,
     ) -> None:
         check_numbers(procs, threads, item_timeout_s)
-        self.handle = handle_of(source, components, torch_dtype, variant, hub_kwargs)
+        self.handle = handle_of(source, components, dtype, variant, hub_kwargs)
         self._seed = operator.index(seed)
         self._threads = threads
         self._item_timeout_s = item_timeout_s

@@ -129,7 +129,7 @@ def _leaving(model: nn.Module, group: nn.Module, chosen: Collection[nn.Module]) 
         path = next(path for path, module in model.named_modules() if module is group)
         raise ArgumentError(
             f"{path or type(model).__name__} has parameters of {listed(sorted(map(str, dtypes)))}, "
-            "which FSDP2 cannot train in one group; load it with one torch_dtype, or call "
+            "which FSDP2 cannot train in one group; load it with one dtype, or call "
             "requires_grad_(False) on it"
         )
     return []  # parameters that are not trained may have several dtypes

@@ -146,7 +146,7 @@ def _loader(way: str, max_host_memory: str | None = None) -> Callable[[str], Any
 
         return lambda source: shmload.load_pipeline(
             source,
-            torch_dtype=torch.bfloat16,
+            dtype=torch.bfloat16,
             device_map="cuda",
             max_host_memory=max_host_memory,
             **_ABSENT,
@@ -215,7 +215,7 @@ def uploads(small: str, source: str) -> Numbers:
     placing._copy = timed
 
     def load_pipeline(source: str, **kwargs: Any) -> Any:
-        return shmload.load_pipeline(source, torch_dtype=torch.bfloat16, **kwargs, **_ABSENT)
+        return shmload.load_pipeline(source, dtype=torch.bfloat16, **kwargs, **_ABSENT)
 
     for pin in pins:
         load_pipeline(small, device_map="cuda", pin=pin)

@@ -72,7 +72,7 @@ def job(source: str, count: int) -> Numbers:
     from shmload.integrations import dataprep
 
     with (
-        dataprep.Job(source, components=MODELS, torch_dtype="bfloat16", procs=count) as made,
+        dataprep.Job(source, components=MODELS, dtype="bfloat16", procs=count) as made,
         tempfile.TemporaryDirectory() as folder,
     ):
         met = list(made.map(_meet, [(folder, count)] * count))
@@ -94,7 +94,7 @@ def one_more(source: str, count: int) -> Numbers:
     from shmload.integrations import dataprep
 
     with (
-        dataprep.Job(source, components=MODELS, torch_dtype="bfloat16", procs=count) as made,
+        dataprep.Job(source, components=MODELS, dtype="bfloat16", procs=count) as made,
         tempfile.TemporaryDirectory() as folder,
     ):
         known = {pid for pids in made.map(_meet, [(folder, count)] * count) for pid in pids}

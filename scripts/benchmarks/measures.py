@@ -34,7 +34,7 @@ StableDiffusionPipeline.from_pretrained({source!r}, torch_dtype=torch.bfloat16)
 """
 _SHMLOAD = """\
 import shmload
-shmload.load_pipeline({source!r}, torch_dtype="bfloat16")
+shmload.load_pipeline({source!r}, dtype="bfloat16")
 """
 
 

@@ -70,7 +70,7 @@ def _loader(way: str) -> Callable[[str], Any]:
     if way == "shmload":
         import shmload
 
-        return lambda source: shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
+        return lambda source: shmload.load_pipeline(source, dtype=torch.bfloat16)
     return lambda source: DiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
 
 
@@ -129,7 +129,7 @@ def many_tensors(*paths: str) -> Numbers:
     found: Numbers = {}
     for path in (paths[0], *paths):  # the first file twice: its first round pays for imports
         calls: dict[str, Callable[[], object]] = {
-            "plan_s": partial(shmload.plan, path, torch_dtype="bfloat16"),
+            "plan_s": partial(shmload.plan, path, dtype="bfloat16"),
             "cast_s": partial(shmload.load_state_dict, path, "bfloat16"),
             "same_s": partial(shmload.load_state_dict, path),
             "load_file_s": partial(safetensors.torch.load_file, path),
@@ -216,7 +216,7 @@ def warm(source: str, dtype: str, workers: int | None) -> Numbers:
 
     Coordinator.decode = timed  # type: ignore[method-assign]
     began = time.perf_counter()
-    report = shmload.warm(source, torch_dtype=dtype, workers=workers, progress=False)
+    report = shmload.warm(source, dtype=dtype, workers=workers, progress=False)
     call_s = time.perf_counter() - began
     return {
         "call_s": call_s,

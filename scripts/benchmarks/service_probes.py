@@ -59,7 +59,7 @@ def ticker_gap(source: str) -> Numbers:
     ticker = threading.Thread(target=tick)
     ticker.start()
     began = time.perf_counter()
-    report = shmload.warm(source, torch_dtype="bfloat16")
+    report = shmload.warm(source, dtype="bfloat16")
     load_s = time.perf_counter() - began
     is_done.set()
     ticker.join()

@@ -35,13 +35,13 @@ def load(path: str, dtype: str | None, *, keep: bool, verify: bool) -> Answer:
 
 
 def warm(path: str, dtype: str | None, *, verify: bool) -> Answer:
-    report = shmload.warm(path, torch_dtype=dtype, verify=verify, workers=2, progress=False)
+    report = shmload.warm(path, dtype=dtype, verify=verify, workers=2, progress=False)
     return {"read_nbytes": report.read_nbytes}
 
 
 def view(path: str, dtype: str | None, *, keep: bool) -> Answer:
     _held.clear()
-    with shmload.view(path, torch_dtype=dtype, keep=keep, workers=2, progress=False) as lent:
+    with shmload.view(path, dtype=dtype, keep=keep, workers=2, progress=False) as lent:
         for file in sorted(lent.glob("*.safetensors")) if lent.is_dir() else [lent]:
             _held.update(load_file(file))
     return {"tensors": digest_tensors(_held)}

@@ -86,7 +86,7 @@ def dtype_by_component(texts: Sequence[str]) -> str | dict[str, str] | None:
     """Read dtypes as a command line gives them: `bfloat16`, or `vae=float32` for one component.
 
     Returns:
-        What `torch_dtype` takes: None for no text, a name for all, or a dict by component.
+        What `dtype` takes: None for no text, a name for all, or a dict by component.
 
     Raises:
         ArgumentError: one is given twice.

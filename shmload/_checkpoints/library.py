@@ -22,7 +22,7 @@ class Library(Protocol):
         """Return the dtype rule of a checkpoint's class; `target` is a safetensors dtype."""
 
     def describe_components(
-        self, source: "Source", torch_dtype: object, only: Collection[str] | None
+        self, source: "Source", dtype: object, only: Collection[str] | None
     ) -> "tuple[Component, ...]":
         """Return the module trees of a pipeline's components, with sizes in bytes."""
 

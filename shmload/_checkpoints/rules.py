@@ -30,33 +30,33 @@ _LIBRARIES = ("torch", "diffusers", "transformers")
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
-def wanted_dtype(torch_dtype: object, component: str) -> str | None:
+def wanted_dtype(dtype: object, component: str) -> str | None:
     """Return the dtype that diffusers would pass to a component; None leaves it to the library.
 
     Args:
-        torch_dtype: a dtype, its name, None, or a dict of these by component with a `default`.
+        dtype: a dtype, its name, None, or a dict of these by component with a `default`.
         component: its name in the pipeline, or empty.
 
     Raises:
         UnknownDtype: a name is not that of a dtype.
     """
-    if isinstance(torch_dtype, Mapping):
+    if isinstance(dtype, Mapping):
         # DiffusionPipeline.from_pretrained: a dict without "default" gives float32.
-        torch_dtype = torch_dtype.get(component, torch_dtype.get("default", "float32"))
-    return None if torch_dtype is None else parse_dtype(torch_dtype)
+        dtype = dtype.get(component, dtype.get("default", "float32"))
+    return None if dtype is None else parse_dtype(dtype)
 
 
-def rule_for(checkpoint: Checkpoint, torch_dtype: object) -> Rule:
+def rule_for(checkpoint: Checkpoint, dtype: object) -> Rule:
     """Return the rule of a checkpoint, from memory or from the library that owns its class.
 
     Raises:
         UnknownDtype: a name is not that of a dtype.
     """
-    target = wanted_dtype(torch_dtype, checkpoint.component)
+    target = wanted_dtype(dtype, checkpoint.component)
     return _known_rule(checkpoint, target) or _ask_class(checkpoint, target)
 
 
-def likely_rule(checkpoint: Checkpoint, torch_dtype: object) -> Rule:
+def likely_rule(checkpoint: Checkpoint, dtype: object) -> Rule:
     """Return the probable rule of a checkpoint, without importing a library.
 
     It is the remembered rule, or else the one that most classes have. Decoding may begin with it,
@@ -65,7 +65,7 @@ def likely_rule(checkpoint: Checkpoint, torch_dtype: object) -> Rule:
     Raises:
         UnknownDtype: a name is not that of a dtype.
     """
-    target = wanted_dtype(torch_dtype, checkpoint.component)
+    target = wanted_dtype(dtype, checkpoint.component)
     return _known_rule(checkpoint, target) or _most_common_rule(checkpoint, target)
 
 
@@ -93,9 +93,9 @@ def _most_common_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
     return Rule(target=target)
 
 
-def forget_rule(checkpoint: Checkpoint, torch_dtype: object) -> None:
+def forget_rule(checkpoint: Checkpoint, dtype: object) -> None:
     """Drop a remembered rule that a loaded model contradicts."""
-    target = wanted_dtype(torch_dtype, checkpoint.component)
+    target = wanted_dtype(dtype, checkpoint.component)
     _memory_path(checkpoint, target).unlink(missing_ok=True)
 
 

@@ -7,6 +7,8 @@ from typing import Any, Self
 
 import msgspec
 
+from shmload.errors import ArgumentError
+
 
 class Hub(msgspec.Struct, frozen=True, kw_only=True):
     """Where in the hub, or in its cache, a source is; the arguments of `from_pretrained`."""
@@ -35,6 +37,20 @@ class Hub(msgspec.Struct, frozen=True, kw_only=True):
 _NAMES = frozenset(Hub.__struct_fields__)
 
 
+def chosen_dtype(dtype: object, torch_dtype: object) -> object:
+    """Return the dtype that a caller gave, under its name or under its older one.
+
+    Raises:
+        ArgumentError: it is given under both.
+    """
+    if dtype is not None and torch_dtype is not None:
+        raise ArgumentError(
+            "dtype and torch_dtype are both given; they are two names of one argument, so give "
+            "dtype only"
+        )
+    return torch_dtype if dtype is None else dtype
+
+
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """A source, and which components, variant and dtype of it."""
 
@@ -52,7 +68,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     def parse(
         cls,
         source: str | os.PathLike[str],
-        torch_dtype: object,
+        dtype: object,
         components: Collection[str] | None,
         variant: str | None,
         kwargs: dict[str, Any],
@@ -64,18 +80,19 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             source: as given.
-            torch_dtype: as given.
+            dtype: as given.
             components: as given.
             variant: as given.
-            kwargs: the arguments that the function does not name. `dtype`, the newer name in
-                diffusers, is removed and used if `torch_dtype` is None.
+            kwargs: the arguments that the function does not name. `torch_dtype`, the older name of
+                `dtype`, is removed and used.
             is_pipeline: the source is a pipeline, the root of its repository: no `subfolder`.
-            has_others: `kwargs` also has arguments for the library; all but `dtype` stay in it.
+            has_others: `kwargs` also has arguments for the library; they stay in it.
 
         Raises:
+            ArgumentError: the dtype is given under both of its names.
             TypeError: an argument is unknown.
         """
-        dtype = kwargs.pop("dtype", None) if torch_dtype is None else torch_dtype
+        dtype = chosen_dtype(dtype, kwargs.pop("torch_dtype", None))
         known = _NAMES - {"subfolder"} if is_pipeline else _NAMES
         unknown = kwargs.keys() - known
         if unknown and not has_others:

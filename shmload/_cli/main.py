@@ -96,12 +96,12 @@ def warm(
     A source is a pipeline's or component's directory, a safetensors file, or a hub id.
     """
     reports: list[object] = []
-    torch_dtype = dtype_by_component(dtypes)
+    dtype = dtype_by_component(dtypes)
     for source in sources:
         try:
             report = shmload.warm(
                 source,
-                torch_dtype=torch_dtype,
+                dtype=dtype,
                 workers=workers,
                 verify=verify,
                 pin=pin,
@@ -152,7 +152,7 @@ def plan(
     """
     found = shmload.plan(
         source,
-        torch_dtype=dtype_by_component(dtypes),
+        dtype=dtype_by_component(dtypes),
         keep=keep,
         inventory=inventory,
         device_map=device_map,

@@ -10,6 +10,7 @@ from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.wanted import chosen_dtype
 from shmload._host.collector import paused_gc
 from shmload._host.linux import reopen
 from shmload._loading.complete import complete_load
@@ -30,6 +31,7 @@ def load_state_dict(
     workers: int | None = None,
     verify: bool = False,
     progress: Callback | bool | None = None,
+    torch_dtype: object = None,
 ) -> "dict[str, torch.Tensor]":
     """Load one checkpoint's tensors, each a view of shared memory.
 
@@ -42,6 +44,7 @@ def load_state_dict(
         verify: recompute the digests of all segments, resident ones too.
         progress: a function that gets bytes done and bytes in all; True or False for a bar or
             none; None for a bar on a terminal.
+        torch_dtype: the older name of `dtype`.
 
     Returns:
         The tensors by name, with the checkpoint's shapes. Each has its own storage; in a segment
@@ -51,9 +54,10 @@ def load_state_dict(
         unless `keep` is True.
 
     Raises:
-        ArgumentError: the path is a whole pipeline.
+        ArgumentError: the path is a whole pipeline, or the dtype is given under both names.
         UnknownDtype, SourceNotFound, CheckpointError, CapacityError, WorkerError, SegmentError.
     """
+    dtype = chosen_dtype(dtype, torch_dtype)
     source = resolve(path, Path(path))
     if source.is_pipeline:
         raise ArgumentError(f"{path} is a pipeline; give one component's directory or file")

@@ -42,7 +42,7 @@ class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
 def warm(
     source: str | os.PathLike[str],
     *,
-    torch_dtype: object = None,
+    dtype: object = None,
     components: Collection[str] | None = None,
     variant: str | None = None,
     workers: int | None = None,
@@ -57,7 +57,7 @@ def warm(
 
     Args:
         source: the directory of a pipeline or component, a file of weights, or a hub id.
-        torch_dtype: the same as for the later `load_pipeline`: a dtype, its name, a dict of these
+        dtype: the same as for the later `load_pipeline`: a dtype, its name, a dict of these
             by component, or None.
         components: only these components; None for all.
         variant: as for `from_pretrained`, such as `fp16`.
@@ -73,7 +73,7 @@ def warm(
         SegmentError: this call has left nothing in shared memory.
     """
     began = time.monotonic()
-    wanted = Wanted.parse(source, torch_dtype, components, variant, hub_kwargs)
+    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs)
     found, rules = find_with_rules(wanted)
     if not found.checkpoints:
         raise SourceNotFound(source, f"it has no {format_names()} weights{variants_hint(found)}")
@@ -100,7 +100,7 @@ def warm(
 def plan(
     source: str | os.PathLike[str],
     *,
-    torch_dtype: object = None,
+    dtype: object = None,
     components: Collection[str] | None = None,
     variant: str | None = None,
     keep: bool = False,
@@ -119,7 +119,7 @@ def plan(
 
     Args:
         source: as for `warm`.
-        torch_dtype: as for `warm`.
+        dtype: as for `warm`.
         components: as for `warm`.
         variant: as for `warm`.
         keep: plan resident segments.
@@ -136,7 +136,7 @@ def plan(
         UnknownModule, DeviceMapMalformed: the device map does not fit the pipeline.
         DoesNotFit: the devices are too small; the message says what would fit.
     """
-    wanted = Wanted.parse(source, torch_dtype, components, variant, hub_kwargs)
+    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs)
     found, rules = find_with_rules(wanted)
     shards = []
     for checkpoint in found.checkpoints:
@@ -160,7 +160,7 @@ def plan(
 def view(
     source: str | os.PathLike[str],
     *,
-    torch_dtype: object = None,
+    dtype: object = None,
     components: Collection[str] | None = None,
     variant: str | None = None,
     keep: bool = False,
@@ -175,7 +175,7 @@ def view(
 
     Args:
         source: as for `warm`.
-        torch_dtype: as for `warm`. In a single file, or a directory without a known class, all
+        dtype: as for `warm`. In a single file, or a directory without a known class, all
             floats get it.
         components: as for `warm`.
         variant: as for `warm`.
@@ -193,7 +193,7 @@ def view(
     Raises:
         As `warm`.
     """
-    wanted = Wanted.parse(source, torch_dtype, components, variant, hub_kwargs)
+    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs)
     found, rules = find_with_rules(wanted)
     with (
         complete_load(

@@ -2,13 +2,14 @@
 
 import pytest
 
+import shmload
 from shmload._checkpoints.wanted import Hub, Wanted
 
 
-def parse(torch_dtype=None, /, **kwargs):
+def parse(dtype=None, /, **kwargs):
     """Parse some arguments; return the parsed value and the arguments that are left."""
     flags = {name: kwargs.pop(name, False) for name in ("is_pipeline", "has_others")}
-    return Wanted.parse("source", torch_dtype, ["vae"], "fp16", kwargs, **flags), kwargs
+    return Wanted.parse("source", dtype, ["vae"], "fp16", kwargs, **flags), kwargs
 
 
 def test_arguments_become_one_value():
@@ -25,14 +26,19 @@ def test_none_means_the_default():
     assert wanted.hub == Hub()
 
 
-def test_newer_name_of_the_dtype_is_taken_out():
-    wanted, left = parse(dtype="bf16", has_others=True)
+def test_older_name_of_the_dtype_is_taken_out():
+    wanted, left = parse(torch_dtype="bf16", has_others=True)
     assert (wanted.dtype, left) == ("bf16", {})
 
 
-def test_newer_name_is_unknown_beside_the_older():
-    with pytest.raises(TypeError, match="unknown argument 'dtype'"):
-        parse("bf16", dtype="bf16")
+def test_older_name_beside_the_dtype_is_refused():
+    for has_others in (False, True):
+        with pytest.raises(shmload.ArgumentError, match="dtype and torch_dtype are both given"):
+            parse("bf16", torch_dtype="bf16", has_others=has_others)
+
+
+def test_older_name_may_be_none_beside_the_dtype():
+    assert parse("bf16", torch_dtype=None)[0].dtype == "bf16"
 
 
 def test_first_unknown_argument_is_named():

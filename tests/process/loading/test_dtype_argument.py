@@ -1,0 +1,41 @@
+"""The dtype argument has one meaning under both of its names, in every function."""
+
+import pytest
+
+import shmload
+from shmload.integrations import dataprep, fsdp
+
+
+def _enter(source, **kwargs):
+    with shmload.view(source, **kwargs):
+        pass
+
+
+DOORS = {
+    "load_pipeline": shmload.load_pipeline,
+    "load_state_dict": shmload.load_state_dict,
+    "warm": shmload.warm,
+    "plan": shmload.plan,
+    "view": _enter,
+    "share": shmload.share,
+    "Handle.of": shmload.Handle.of,
+    "dataprep.Job": dataprep.Job,
+    "dataprep.map": lambda source, **kwargs: list(dataprep.map(len, [], source=source, **kwargs)),
+    "fsdp.load_sharded": lambda source, **kwargs: fsdp.load_sharded(source, "unet", **kwargs),
+}
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_both_names_are_refused_before_the_source_is_looked_at(door):
+    with pytest.raises(shmload.ArgumentError, match="dtype and torch_dtype are both given"):
+        door("no/such/source", dtype="bfloat16", torch_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("door", [shmload.warm, shmload.load_state_dict], ids=["warm", "state"])
+def test_both_names_mean_the_same(checkpoint, shm_names, door):
+    kept = {} if door is shmload.warm else {"keep": True}
+    held = [door(checkpoint, dtype="float16", **kept)]
+    names = shm_names()
+    held.append(door(checkpoint, torch_dtype="float16", **kept))
+    assert shm_names() == names
+    assert len(held) == 2
