@@ -106,7 +106,7 @@ def load_pipeline(
     )
     # It asks for large reads instead of page faults. The workers read so in any case.
     kwargs.pop("disable_mmap", None)
-    found = _find_pipeline(wanted, kwargs)
+    found, left_out = _find_pipeline(wanted, kwargs)
     destination = parse_destination(device_map, max_memory, max_host_memory, pin, kwargs)
     route = choose_route(
         found,
@@ -124,6 +124,7 @@ def load_pipeline(
             dtype=wanted.dtype,
             route=route,
             kwargs=kwargs,
+            left_out=left_out,
             workers=workers,
             verify=verify,
             progress=counter,
@@ -135,18 +136,22 @@ def load_pipeline(
         return attempt.by_segments(route.stay)
 
 
-def _find_pipeline(wanted: Wanted, kwargs: dict[str, Any]) -> Source:
-    """Find a pipeline; set the components with weights that are not wanted to None in `kwargs`."""
+def _find_pipeline(wanted: Wanted, kwargs: dict[str, Any]) -> tuple[Source, frozenset[str]]:
+    """Find a pipeline; return it with the components with weights that are not wanted.
+
+    These become None in `kwargs`.
+    """
     found = find_source(wanted, kwargs)
     if not found.is_pipeline:
         raise SourceNotFound(
             wanted.source,
             "not a pipeline (no model_index.json); use load_state_dict or view for it",
         )
-    if wanted.components is not None:
-        others = components_with_weights(found).difference(wanted.components, kwargs)
-        kwargs.update(dict.fromkeys(others))
-    return found
+    if wanted.components is None:
+        return found, frozenset()
+    others = components_with_weights(found).difference(wanted.components, kwargs)
+    kwargs.update(dict.fromkeys(others))
+    return found, frozenset(others)
 
 
 class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +162,8 @@ class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
     route: Route
     kwargs: dict[str, Any]
     """For `from_pretrained`."""
+    left_out: frozenset[str]
+    """Components that `kwargs` has as None because others were chosen."""
     workers: int | None
     verify: bool
     progress: Progress
@@ -218,5 +225,7 @@ class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
             place = functools.partial(
                 place_pipeline, destination=self.route.destination, load=load, ring=ring
             )
-        build = Build(self.source, rules, load, self.dtype, self.kwargs, place)
+        build = Build(
+            self.source, rules, load, self.dtype, self.kwargs, place, self.left_out
+        )
         return build.run(verify=self.verify)

@@ -9,7 +9,7 @@ show that the rules chose the right dtypes. If a check fails, the pipeline is bu
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _has_ever_warned = False
 # The beginning of diffusers' warning about models that are passed in.
 _PASSED = "You have passed a non-standard module"
+# The beginning of its warning about a pipeline without one; `components` left it out on purpose.
+_NO_CHECKER = "You have disabled the safety checker"
 # Arguments of from_pretrained that do not change its models.
 _NEUTRAL_KWARGS = frozenset(
     {
@@ -63,6 +65,7 @@ class Build:
         kwargs: the other arguments of `from_pretrained`.
         place: copies the pipeline to its devices, after or while the bytes are decoded; None to
             leave it on the CPU.
+        left_out: components that `kwargs` has as None because others were chosen.
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class Build:
         torch_dtype: object,
         kwargs: dict[str, Any],
         place: Callable[["DiffusionPipeline"], None] | None = None,
+        left_out: Collection[str] = (),
     ) -> None:
         self._source = source
+        self._left_out = left_out
         self._place = place
         self._rules = rules
         self._load = load
@@ -216,6 +221,8 @@ class Build:
             repair = PathRepair(view.path, self._root, given, self._said)
             if models:
                 repair.silence(_PASSED)
+            if "safety_checker" in self._left_out:
+                repair.silence(_NO_CHECKER)
             with repair.in_messages():
                 pipe = self._from_path(view.path, models or {})
             repair.repair(pipe, but=(models or {}).values())

@@ -48,7 +48,7 @@ class PathRepair:
         self._given = given
         self._said = said
         self._saying: set[tuple[str, int, str]] = set()
-        self._silenced: str | None = None
+        self._silenced: tuple[str, ...] = ()
 
     def text(self, text: str) -> str:
         """Repair a text that mentions paths."""
@@ -106,7 +106,7 @@ class PathRepair:
 
     def silence(self, beginning: str) -> None:
         """Hide the libraries' log messages with this beginning from all handlers."""
-        self._silenced = beginning
+        self._silenced += (beginning,)
 
     @contextlib.contextmanager
     def in_messages(self) -> Iterator[None]:
@@ -161,7 +161,7 @@ class PathRepair:
         message = self.text(original)
         if record.name.startswith(_LIBRARIES):
             key = (record.name, record.levelno, message)
-            if key in self._said or (self._silenced and message.startswith(self._silenced)):
+            if key in self._said or message.startswith(self._silenced):
                 record.levelno = -1  # below the level of any handler
             self._saying.add(key)
         if message != original:
