@@ -31,6 +31,8 @@ from shmload.workers.messages import (
     Fill,
     Filled,
     Open,
+    Ping,
+    Pong,
     Ready,
     Reason,
     ToWorker,
@@ -83,6 +85,8 @@ class _Worker:
                     os.close(fd)
             case Fill():
                 send(self._channel, self._fill(message))
+            case Ping():
+                send(self._channel, Pong())
 
     def _fill(self, fill: Fill) -> Filled | Failed:
         source, target = self._shards[fill.shard]

@@ -82,9 +82,16 @@ def preload(wanted: Sequence[ListedSource], state: "ServiceState") -> None:
     for each in wanted:
         if state.is_stopping:
             return
+        state.preloading.begin(each.source)
         report = _warm(each, state)
+        state.preloading.end(is_resident=report is not None)
         if report:
-            logger.info("preloaded %s: %s", each.source, format_nbytes(report.resident_nbytes))
+            logger.info(
+                "preloaded %s: %s",
+                each.source,
+                format_nbytes(report.resident_nbytes),
+                extra={"source": each.source, "nbytes": report.resident_nbytes},
+            )
             made.update(dict.fromkeys(report.segments, each))
             _report_evicted(made, each)
 

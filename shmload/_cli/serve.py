@@ -6,12 +6,14 @@ import os
 import re
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
+from shmload._cli.logs import LogFormat, log_steps
 from shmload._cli.output import count_of
 from shmload._cli.preload import ListedSource, preload, read_list
 from shmload._segments.listing import segments
@@ -23,7 +25,14 @@ from shmload._service.server import serve
 from shmload._service.state import ServiceState
 from shmload._settings import parse_nbytes, worker_count
 from shmload._wording import format_nbytes
-from shmload.errors import ArgumentError, ProtocolError, ServiceError, ServiceRunning, ServiceSilent
+from shmload.errors import (
+    ArgumentError,
+    ProtocolError,
+    ServiceError,
+    ServiceRunning,
+    ServiceSilent,
+    ShmloadError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -81,18 +90,46 @@ class _PreloadList(click.Path):
     type=_PreloadList(exists=True, dir_okay=False),
     help="File of sources to warm at the start, one per line: SOURCE [DTYPE].",
 )
-@click.option("--metrics", type=_Address(), help="Serve Prometheus metrics at this address.")
+@click.option(
+    "--metrics",
+    type=_Address(),
+    help="Serve /metrics for Prometheus, /healthz and /readyz at this address.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(get_args(LogFormat)),
+    default="text",
+    show_default=True,
+    help="How to log on stderr: lines for people, or one JSON object a line.",
+)
 def serve_command(
     budget: int | None,
     workers: int | None,
     wanted: Sequence[ListedSource] | None,
     metrics: tuple[str, int] | None,
+    log_format: LogFormat,
 ) -> None:
     """Keep workers running and decoded weights resident, for all processes of this user.
 
     Runs in the foreground until SIGTERM, SIGHUP or Ctrl-C. Resident segments stay.
     """
-    _log_with_times()
+    log_steps(log_format)
+    try:
+        _run(budget, workers, wanted or (), metrics)
+    except ShmloadError as exc:
+        if log_format == "text":
+            raise  # printed as for any command
+        logger.error("%s", exc, extra={"error": type(exc).__name__})
+        sys.exit(1)
+
+
+def _run(
+    budget: int | None,
+    workers: int | None,
+    wanted: Sequence[ListedSource],
+    metrics: tuple[str, int] | None,
+) -> None:
+    """Run the service from its start to its end."""
     with contextlib.closing(_open_endpoint(socket_path())) as endpoint:
         remove_leftovers()
         count = workers or worker_count(parent_is_busy=False)
@@ -101,19 +138,13 @@ def serve_command(
             _end_by_signals(state)
             for warning in budget_warnings(state.budget_nbytes, segments()):
                 logger.warning("%s", warning)
+            state.preloading.expect(len(wanted))
             if metrics:
-                _serve_metrics(*metrics, state)
-            serve(endpoint, state, lambda: _when_ready(endpoint, state, wanted or ()))
+                _serve_http(*metrics, state)
+            serve(endpoint, state, lambda: _when_ready(endpoint, state, wanted))
             _notify_systemd("STOPPING=1")
         remove_leftovers()  # parts of a preload that the end cut short; no worker holds them now
     logger.info("ended; %s", count_of(len(segments()), "segment stays", "segments stay"))
-
-
-def _log_with_times() -> None:
-    logging.getLogger("shmload").setLevel(logging.INFO)
-    form = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(form)
 
 
 def _end_by_signals(state: ServiceState) -> None:
@@ -122,12 +153,17 @@ def _end_by_signals(state: ServiceState) -> None:
             signal.signal(number, lambda *_: state.stop())
 
 
-def _serve_metrics(host: str, port: int, state: ServiceState) -> None:
-    from shmload._service.metrics import serve_metrics
+def _serve_http(host: str, port: int, state: ServiceState) -> None:
+    # Imported here: they take 50 ms, which a service without --metrics need not wait for.
+    from shmload._service.metrics import ServiceCollector
+    from shmload._service.web import make_app, serve_http
 
-    port = serve_metrics(host, port, state.status)
-    shown = f"[{host}]" if ":" in host else host
-    logger.info("metrics at http://%s:%d/metrics", shown, port)
+    app = make_app(
+        ServiceCollector(state), unhealthy=state.reasons_unhealthy, unready=state.reasons_unready
+    )
+    port = serve_http(host, port, app)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    logger.info("metrics at %s/metrics; also /healthz and /readyz", url, extra={"url": url})
 
 
 def _open_endpoint(path: Path) -> Endpoint:

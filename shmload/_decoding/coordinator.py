@@ -35,7 +35,7 @@ from shmload.errors import (
     WorkerFailed,
     WorkerStalled,
 )
-from shmload.workers.messages import BytesRead, Failed, Fill, Filled, FromWorker, Reason
+from shmload.workers.messages import BytesRead, Failed, Fill, Filled, FromWorker, Pong, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,32 @@ class Coordinator:
     def workers(self) -> int:
         """Number of worker processes; zero if it decodes in the caller's thread."""
         return len(self._workers)
+
+    def silent_workers(self, timeout_s: float) -> int:
+        """Ask all workers for a sign of life; not while a `decode` runs.
+
+        Args:
+            timeout_s: how long to wait for the answers.
+
+        Returns:
+            The number of workers that did not answer: they are starting, stopped or dead.
+        """
+        deadline = time.monotonic() + timeout_s
+        for worker in self._workers:
+            worker.ping()
+        awaited = {worker.channel.fileno(): worker for worker in self._workers}
+        poll = select.poll()
+        for fd in awaited:
+            poll.register(fd, select.POLLIN)
+        while awaited and (left_s := deadline - time.monotonic()) > 0:
+            for fd, events in poll.poll(left_s * 1000):
+                worker = awaited[fd]
+                with contextlib.suppress(ProtocolError, WorkerFailed, OSError):
+                    deque(worker.receive(), maxlen=0)
+                if not worker.owes_pong or events & select.POLLHUP:
+                    poll.unregister(fd)
+                    del awaited[fd]
+        return sum(worker.owes_pong for worker in self._workers)
 
     def decode(
         self,
@@ -270,6 +296,8 @@ class _Decoding:
 
     def _take(self, worker: WorkerProcess, message: FromWorker) -> None:
         match message:
+            case Pong():
+                return
             case BytesRead(nbytes):
                 self._on_bytes(nbytes)
             case Filled(shard, piece, digest):

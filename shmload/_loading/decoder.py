@@ -22,12 +22,14 @@ class Decoder:
     """Decodes for one load, until `close`.
 
     Args:
+        model: the name of what is loaded, by which the service counts.
         keep: the load's segments will be resident.
         workers: number of worker processes if no service decodes.
         progress: counts the bytes.
     """
 
-    def __init__(self, *, keep: bool, workers: int, progress: Progress) -> None:
+    def __init__(self, *, model: str, keep: bool, workers: int, progress: Progress) -> None:
+        self._model = model
         self._keep = keep
         self._workers = workers
         self._progress = progress
@@ -85,7 +87,7 @@ class Decoder:
         if self._service and self.leaves_to_service(read_nbytes):
             with self._without_service():
                 return self._service.decode(
-                    jobs, self._progress.add, self._is_cancelled.is_set
+                    self._model, jobs, self._progress.add, self._is_cancelled.is_set
                 ), True
             jobs = renew()
         workers = 0 if _is_little(read_nbytes) else self._workers
@@ -108,7 +110,7 @@ class Decoder:
         """Tell the service the names of the segments that were attached and decoded."""
         if self._service:
             with self._without_service():
-                self._service.note(found, made)
+                self._service.note(self._model, found, made)
 
     def settle(self) -> None:
         """Tell the service that the segments it reserved room for are resident now."""

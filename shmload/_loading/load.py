@@ -29,7 +29,7 @@ from shmload._segments.acquire import Awaited
 from shmload._segments.listing import check_digest
 from shmload._segments.segment import Stay
 from shmload._settings import settings, worker_count
-from shmload._wording import format_nbytes
+from shmload._wording import format_nbytes, printable
 from shmload.errors import ArgumentError, SegmentTimeout
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ class Load:
         if workers is not None and workers < 1:
             raise ArgumentError(f"workers is {workers}; it must be 1 or more, or None")
         self._decoder = Decoder(
+            model=printable(str(source.root)),
             keep=stay is Stay.RESIDENT,
             workers=workers or worker_count(parent_is_busy=parent_is_busy),
             progress=progress,

@@ -118,9 +118,20 @@ class Client:
         self.ask(Reserve(nbytes), Reserved)
 
     def decode(
-        self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
+        self,
+        model: str,
+        jobs: Sequence[Job],
+        on_bytes: OnBytes,
+        is_cancelled: Callable[[], bool],
     ) -> list[str]:
-        """Lend the jobs' descriptors and do what `Coordinator.decode` does."""
+        """Lend the jobs' descriptors and do what `Coordinator.decode` does.
+
+        Args:
+            model: the name of the model that the jobs are of, for people.
+            jobs: as for `Coordinator.decode`, like the rest.
+            on_bytes: called with bytes newly read.
+            is_cancelled: called several times a second; when true, the wait ends.
+        """
         done_before = 0
 
         def add(done: int, total: int) -> None:
@@ -139,15 +150,15 @@ class Client:
                 Lend(printable(str(job.path)), source, job.nbytes, job.pieces),
                 (job.source_fd, job.part_fd),
             )
-        answer = self.ask(Decode(), Decoded, on_progress=add, is_cancelled=is_cancelled)
+        answer = self.ask(Decode(model), Decoded, on_progress=add, is_cancelled=is_cancelled)
         # Each is written into a segment's header, which has room for exactly this format.
         if len(answer.digests) != len(jobs) or not all(map(_DIGEST.fullmatch, answer.digests)):
             raise ProtocolError("the service answered with digests that are not the segments'")
         return list(answer.digests)
 
-    def note(self, found: Sequence[str], made: Sequence[str]) -> None:
-        """Report the segments that the load found and those it decoded, resident or not."""
-        self.ask(Attached(tuple(found), tuple(made)), Noted)
+    def note(self, model: str, found: Sequence[str], made: Sequence[str]) -> None:
+        """Report the segments that a load of a model found and those it decoded."""
+        self.ask(Attached(model, tuple(found), tuple(made)), Noted)
 
     def _send(self, request: Request, fds: tuple[int, ...] = ()) -> None:
         self._channel.settimeout(self._timeout_s)

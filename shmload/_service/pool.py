@@ -6,8 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from shmload._decoding.coordinator import Coordinator, DecodeCancelled, Job, OnBytes
+from shmload.errors import WorkerError
 
 _POLL_S = 0.1
+# How long workers may take for a sign of life.
+_ANSWER_S = 1.0
 
 
 class WorkerPool:
@@ -24,6 +27,8 @@ class WorkerPool:
         self._queue: deque[object] = deque()
         self._decode_s = 0.0
         self._began_at: float | None = None
+        self._asking = threading.Lock()  # held while the workers are asked for a sign of life
+        self._is_asked = self._is_closed = False
 
     @property
     def waiting(self) -> int:
@@ -43,9 +48,13 @@ class WorkerPool:
             return self._decode_s + (time.monotonic() - began_at if began_at is not None else 0)
 
     def decode(
-        self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
+        self,
+        jobs: Sequence[Job],
+        on_bytes: OnBytes,
+        is_cancelled: Callable[[], bool],
+        on_begin: Callable[[], object] = bool,
     ) -> list[str]:
-        """Wait for this call's turn, then do what `Coordinator.decode` does."""
+        """Wait for this call's turn, call `on_begin`, then do what `Coordinator.decode` does."""
         turn = object()
         with self._changed:
             self._queue.append(turn)
@@ -54,6 +63,7 @@ class WorkerPool:
                 if is_cancelled():  # without the condition, since this call may take long
                     raise DecodeCancelled
             self._began_at = time.monotonic()
+            on_begin()
             try:
                 return self._decode(jobs, on_bytes, is_cancelled)
             finally:
@@ -68,23 +78,55 @@ class WorkerPool:
     def _is_turn_of(self, turn: object) -> bool:
         """Wait up to `_POLL_S` for a call's turn; returns whether it has come."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._queue[0] is turn, _POLL_S)
+            return self._changed.wait_for(
+                lambda: self._queue[0] is turn and not self._is_asked, _POLL_S
+            )
 
     def _decode(
         self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
     ) -> list[str]:
+        coordinator = self._renew()
+        try:
+            return coordinator.decode(jobs, on_bytes, is_cancelled)
+        except BaseException:
+            self._end_workers()  # they may still be filling pieces of this call
+            raise
+
+    def silent_workers(self) -> int:
+        """Return how many workers give no sign of life; takes up to `_ANSWER_S`.
+
+        Replaces workers that died while there was nothing to do. While decodes run, the answer is
+        0: a decode watches its workers itself.
+        """
+        with self._asking:
+            with self._changed:
+                if self._queue:
+                    return 0
+                self._is_asked = True
+            try:
+                return self.workers if self._is_closed else self._renew().silent_workers(_ANSWER_S)
+            except WorkerError:
+                return self.workers
+            finally:
+                with self._changed:
+                    self._is_asked = False
+                    self._changed.notify_all()
+
+    def _renew(self) -> Coordinator:
+        """Return the workers, new ones if some have died."""
         if self._coordinator and not self._coordinator.is_intact:
-            self.close()
+            self._end_workers()
         if self._coordinator is None:
             self._coordinator = Coordinator(self.workers)
-        try:
-            return self._coordinator.decode(jobs, on_bytes, is_cancelled)
-        except BaseException:
-            self.close()  # workers may still be filling pieces of this call
-            raise
+        return self._coordinator
 
     def close(self) -> None:
         """End the workers; a second call is fine. A later decode starts new ones."""
+        with self._asking:
+            self._is_closed = True
+            self._end_workers()
+
+    def _end_workers(self) -> None:
         coordinator, self._coordinator = self._coordinator, None
         if coordinator:
             coordinator.close()

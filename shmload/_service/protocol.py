@@ -23,7 +23,7 @@ from shmload._segments.pieces import Run
 from shmload._wording import printable
 from shmload.errors import ShmloadError
 
-VERSION: Final = 2
+VERSION: Final = 3
 """To be increased with every change of a message."""
 
 _Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -59,6 +59,9 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
 class Decode(msgspec.Struct, frozen=True, tag=True):
     """Decode all shards lent so far."""
 
+    model: str
+    """Path of the directory or file that their model is loaded from."""
+
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Reserve room in the budget; the service evicts the least recently used segments for it."""
@@ -69,6 +72,8 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 class Attached(msgspec.Struct, frozen=True, tag=True):
     """Report the segments that a load found and those it decoded, resident or not."""
 
+    model: str
+    """Path of the directory or file that their model is loaded from."""
     found: tuple[str, ...]
     made: tuple[str, ...]
 
@@ -110,6 +115,38 @@ class Holders(msgspec.Struct, frozen=True):
     """Process ids, without processes of other pid namespaces, which the service cannot see."""
 
 
+class Decoding(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode that runs or waits for the workers."""
+
+    model: str
+    done_nbytes: int
+    """Bytes of weights read so far."""
+    total_nbytes: int
+    """Bytes of weights that it reads."""
+    elapsed_s: float
+    """How long the workers have been at it, in seconds."""
+    is_waiting: bool
+    """Whether the workers are at an earlier decode."""
+
+
+class ModelUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a service has counted for a model since it started."""
+
+    model: str
+    hits: int
+    """Segments that loads found resident or got from another process."""
+    misses: int
+    """Segments that were decoded for loads, by the service or in the load's process."""
+    read_nbytes: int
+    """Bytes of weights that the service read."""
+    decodes: int
+    """Decodes by the service that ended well."""
+    failed: int
+    """Decodes by the service that ended with an error, or whose client left."""
+    decode_s: float
+    """Time that the service spent decoding, in seconds."""
+
+
 class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The service's status: the answer to `GetStatus`."""
 
@@ -130,11 +167,25 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     misses: int
     """Segments that were decoded for loads, by the service or in the load's process."""
     evictions: int
+    refusals: int
+    """Loads that were refused for lack of room."""
+    failed: int
+    """Decodes that ended with an error, or whose client left."""
     read_nbytes: int
     """Bytes of weights read since the service started."""
     decode_s: float
     """Time spent decoding, in seconds."""
     leases: tuple[Holders, ...]
+    decoding: tuple[Decoding, ...]
+    """What is being decoded, in the order in which it was asked for."""
+    models: tuple[ModelUse, ...]
+    """The counters of each model, the most recently used first; at most some hundred models."""
+    history: tuple[int, ...]
+    """Bytes of weights read in each of the latest spells, the latest last."""
+    spell_s: float
+    """Length of a spell of `history`, in seconds."""
+    room_nbytes: int
+    """Memory that is free for segments without evicting any, in bytes."""
 
 
 class Noted(msgspec.Struct, frozen=True, tag=True):

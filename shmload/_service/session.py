@@ -119,14 +119,14 @@ class Session:
             case Lend():
                 self._borrow(request)
                 return None
-            case Decode():
-                return self._decode()
+            case Decode(model):
+                return self._decode(model)
             case Reserve(nbytes):
                 evicted = self._state.reserve(nbytes)
                 self._reserved += nbytes
                 return Reserved(tuple(evicted))
-            case Attached(found, made):
-                self._state.note(found, made)
+            case Attached(model, found, made):
+                self._state.usage.note(model, hits=len(found), misses=len(made))
                 self._release()
                 return Noted()
             case GetStatus():
@@ -153,7 +153,7 @@ class Session:
             )
         )
 
-    def _decode(self) -> Decoded:
+    def _decode(self, model: str) -> Decoded:
         for job in self._lent:
             require_sound(job)
         total = sum(job.read_nbytes for job in self._lent)
@@ -165,7 +165,7 @@ class Session:
             self._progress.report(done, total)
 
         try:
-            digests = self._state.decode(self._lent, add, self._is_gone)
+            digests = self._state.decode(model, self._lent, add, self._is_gone)
         finally:
             self._forget_loans()
         return Decoded(tuple(digests))

@@ -19,6 +19,9 @@ from shmload._segments.removal import remove_if_free, remove_leftovers
 from shmload._service.budget import choose_victims, may_go
 from shmload._service.pool import WorkerPool
 from shmload._service.protocol import Holders, Status
+from shmload._service.readiness import Preloading
+from shmload._service.usage import SPELL_S, Usage
+from shmload._wording import format_nbytes
 from shmload.errors import CapacityError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +45,11 @@ class ServiceState:
         self._began_at = time.monotonic()
         self._lock = threading.Lock()
         self._reserved = 0
-        self._hits = self._misses = self._evictions = self._read_nbytes = 0
+        self._evictions = self._refusals = 0
+        self.usage = Usage()
+        """What was counted for each model."""
+        self.preloading = Preloading()
+        """How far the preload list is."""
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self._clients = 0
@@ -94,6 +101,14 @@ class ServiceState:
         Raises:
             CapacityError: leased and protected segments leave too little room.
         """
+        try:
+            return self._reserve(nbytes)
+        except CapacityError:
+            with self._lock:
+                self._refusals += 1
+            raise
+
+    def _reserve(self, nbytes: int) -> list[str]:
         evicted: list[str] = []
         deadline = time.monotonic() + _SETTLE_S
         while True:
@@ -121,7 +136,12 @@ class ServiceState:
             require_room(nbytes, evictable=sum(info.nbytes for info in found if may_go(info)))
             gone = [info for info in victims if remove_if_free(info.name)]
             for info in gone:
-                logger.info("evicted %s, of %s", info.name, info.source)
+                logger.info(
+                    "evicted %s, of %s",
+                    info.name,
+                    info.source,
+                    extra={"segment": info.name, "source": info.source, "nbytes": info.nbytes},
+                )
             self._evictions += len(gone)
             evicted += [info.name for info in gone]
             if len(gone) == len(victims):
@@ -134,23 +154,52 @@ class ServiceState:
         with self._lock:
             self._reserved -= nbytes
 
-    def note(self, found: Sequence[str], made: Sequence[str]) -> None:
-        """Count the segments that a load found and those it decoded."""
-        with self._lock:
-            self._hits += len(found)
-            self._misses += len(made)
-
     def decode(
-        self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
+        self,
+        model: str,
+        jobs: Sequence[Job],
+        on_bytes: OnBytes,
+        is_cancelled: Callable[[], bool],
     ) -> list[str]:
-        """Decode with the workers, after the decodes that came earlier."""
+        """Decode with the workers, after the decodes that came earlier.
 
-        def count(nbytes: int) -> None:
-            with self._lock:
-                self._read_nbytes += nbytes
-            on_bytes(nbytes)
+        Args:
+            model: the name of the model that the jobs are of.
+            jobs: as for `Coordinator.decode`, like the rest.
+            on_bytes: called with bytes newly read.
+            is_cancelled: called several times a second; when true, the decode ends.
+        """
+        with self.usage.decoding(model, sum(job.read_nbytes for job in jobs)) as running:
 
-        return self._pool.decode(jobs, count, is_cancelled)
+            def count(nbytes: int) -> None:
+                self.usage.add_read(running, nbytes)
+                on_bytes(nbytes)
+
+            digests = self._pool.decode(jobs, count, is_cancelled, running.begin)
+        logger.info(
+            "decoded %s: %s in %.1f s",
+            running.model,
+            format_nbytes(running.total_nbytes),
+            running.elapsed_s,
+            extra={
+                "model": running.model,
+                "nbytes": running.total_nbytes,
+                "elapsed_s": round(running.elapsed_s, 3),
+            },
+        )
+        return digests
+
+    def reasons_unhealthy(self) -> list[str]:
+        """Say why the service no longer serves clients; nothing if it does."""
+        return ["the service ends"] if self.is_stopping else []
+
+    def reasons_unready(self) -> list[str]:
+        """Say why loads should not come yet; nothing if they may. Takes up to a second or so."""
+        if self.is_stopping:
+            return self.reasons_unhealthy()
+        silent = self._pool.silent_workers()
+        reasons = [f"{silent} of {self._pool.workers} workers do not answer"] if silent else []
+        return [*reasons, *self.preloading.reasons()]
 
     def run_in_background(self, work: Callable[[], None]) -> None:
         """Run `work` in a thread; it must return soon after the service stops."""
@@ -173,12 +222,19 @@ class ServiceState:
                 is_decoding=self._pool.is_decoding,
                 waiting=self._pool.waiting,
                 clients=self._clients,
-                hits=self._hits,
-                misses=self._misses,
+                hits=self.usage.hits,
+                misses=self.usage.misses,
                 evictions=self._evictions,
-                read_nbytes=self._read_nbytes,
+                refusals=self._refusals,
+                failed=self.usage.failed,
+                read_nbytes=self.usage.read_nbytes,
                 decode_s=self._pool.decode_s,
                 leases=tuple(_leases(found)),
+                decoding=self.usage.running(),
+                models=self.usage.models(),
+                history=self.usage.history(),
+                spell_s=SPELL_S,
+                room_nbytes=max(0, room_nbytes()),
             )
 
 

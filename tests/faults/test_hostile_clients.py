@@ -68,8 +68,8 @@ def lent(tmp_path):
 def frames(lend):
     """Return a valid frame of each request, except the one that ends the service."""
     return [
-        *map(to_frame, (lend, Decode(), Reserve(1 << 20), GetStatus())),
-        to_frame(Attached(("a",), ("b",))),
+        *map(to_frame, (lend, Decode("m"), Reserve(1 << 20), GetStatus())),
+        to_frame(Attached("m", ("a",), ("b",))),
     ]
 
 
@@ -139,7 +139,7 @@ def test_damaged_loan_is_decoded_or_refused_by_its_own_error(service, lent):
             frame[rng.randrange(sound.index(b"source"), len(frame))] = rng.randrange(256)
         with raw_client() as client:
             fds = [lent["shard"], lent["part"]]
-            socket.send_fds(client, [frame + to_frame(Decode())], fds)
+            socket.send_fds(client, [frame + to_frame(Decode("m"))], fds)
             answers.add(getattr(answer_of(client), "kind", ""))
     assert answers <= {"", "ArgumentError", "ShardChanged", "ShardTruncated"}
     assert decode(lent) == wanted

@@ -8,11 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
-from serving import ask, status, wait_until, workers_of
+from serving import ask, status, stopped, wait_until, workers_of
 from warming import NBYTES, TENSORS, as_bf16, assert_same
 
 import shmload
@@ -220,14 +221,88 @@ def test_service_that_preloads_a_pipeline_imports_no_torch(service, saved, tmp_p
     assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
-def test_metrics_are_served(service, checkpoint):
+def page(process, path):
+    """Ask a service over HTTP; returns the status code and the text."""
+    (url,) = re.findall(r"metrics at (http://127.0.0.1:[0-9]+)/metrics", process.errors)
+    try:
+        with urllib.request.urlopen(url + path, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as exc:
+        with exc:
+            return exc.code, exc.read().decode()
+
+
+def wait_for_page(process, path, code):
+    """Ask again until a page's status code is this; returns its text."""
+    while (found := page(process, path))[0] != code:
+        assert process.process.poll() is None, process.errors
+    return found[1]
+
+
+def test_metrics_are_served_also_by_model(service, checkpoint):
     process = service("--metrics", "127.0.0.1:0")
     shmload.warm(checkpoint, torch_dtype="bfloat16")
-    (url,) = re.findall(r"metrics at (http://127.0.0.1:[0-9]+/metrics)", process.errors)
-    with urllib.request.urlopen(url, timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
+    shmload.warm(checkpoint, torch_dtype="bfloat16")
+    (use,) = status().models
+    lines = page(process, "/metrics")[1].splitlines()
     assert f"shmload_read_bytes_total {NBYTES:.1f}" in lines
     assert "shmload_misses_total 1.0" in lines
+    assert f'shmload_model_read_bytes_total{{model="{use.model}"}} {NBYTES:.1f}' in lines
+    assert f'shmload_model_misses_total{{model="{use.model}"}} 1.0' in lines
+    assert f'shmload_model_hits_total{{model="{use.model}"}} 1.0' in lines
+    assert f'shmload_model_decode_seconds_count{{model="{use.model}"}} 1.0' in lines
+    assert page(process, "/healthz") == (200, "ok\n")
+    assert page(process, "/")[0] == 404
+
+
+def test_service_is_ready_while_its_workers_answer(service):
+    process = service("--metrics", "127.0.0.1:0")
+    wait_for_page(process, "/readyz", 200)
+    (worker,) = workers_of(process)
+    with stopped(worker):
+        assert page(process, "/readyz") == (503, "1 of 1 workers do not answer\n")
+        assert page(process, "/healthz")[0] == 200
+    wait_for_page(process, "/readyz", 200)
+    os.kill(worker, signal.SIGKILL)
+    wait_for_page(process, "/readyz", 200)
+    assert workers_of(process) != [worker]
+
+
+def test_service_is_not_ready_while_it_preloads(service, shards, tmp_path):
+    (planned,) = shmload.plan(shards[0], torch_dtype="bfloat16", keep=True).shards
+    listing = tmp_path / "preload"
+    listing.write_text(f"{shards[0]} bfloat16\n")
+    with contextlib.closing(acquire(planned.segment)):
+        process = service("--metrics", "127.0.0.1:0", "--preload", str(listing))
+        while "1 awaited" not in process.errors:
+            pass
+        assert page(process, "/readyz") == (503, f"preloading, 0 of 1 done: {shards[0]}\n")
+    wait_for_page(process, "/readyz", 200)
+
+
+def test_log_is_json_on_request(service, checkpoint):
+    process = service("--log-format", "json")
+    shmload.warm(checkpoint, torch_dtype="bfloat16")
+    ask(Shutdown(), Stopping)
+    assert process.wait() == 0
+    lines = [json.loads(line) for line in process.errors.splitlines()]
+    assert {frozenset(line) for line in lines} == {
+        frozenset(("time", "level", "logger", "message", "fields"))
+    }
+    (decoded,) = (line for line in lines if line["message"].startswith("decoded "))
+    assert decoded["fields"]["nbytes"] == NBYTES
+    assert lines[-1]["message"] == "ended; 1 segment stays"
+
+
+def test_service_that_cannot_start_says_so_in_its_log(service, new_child):
+    service()
+    arguments = ["serve", "--log-format", "json"]
+    other = new_child(f"from shmload._cli.main import main; main({arguments})")
+    assert other.wait() == 1
+    (line,) = other.errors.splitlines()
+    found = json.loads(line)
+    assert found["level"] == "ERROR"
+    assert found["fields"] == {"error": "ServiceRunning"}
 
 
 def test_metrics_on_a_port_in_use_are_refused_in_one_line(service, new_child):

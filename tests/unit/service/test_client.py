@@ -29,7 +29,7 @@ def ask(monkeypatch, *answers, jobs=()):
         theirs.sendall(b"".join(a if isinstance(a, bytes) else to_frame(a) for a in answers))
         theirs.shutdown(socket.SHUT_WR)
         with Client(Path("socket")) as client:
-            return client.decode(jobs, lambda nbytes: None, bool)
+            return client.decode("m", jobs, lambda nbytes: None, bool)
 
 
 _WELCOME = Welcome(VERSION, 1)

@@ -1,0 +1,47 @@
+"""The service's log on stderr: lines for people, or one JSON object a line for programs.
+
+    {"time": "2026-11-22T10:05:00.123Z", "level": "INFO", "logger": "shmload._service.state",
+     "message": "evicted …", "fields": {"segment": "…", "nbytes": 1024}}
+
+Guarantee: in JSON each line is one object of these five keys, whatever a message or a field holds.
+"""
+
+import datetime
+import json
+import logging
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+
+# What every record has; what a call adds with `extra=` is a field.
+_OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as one JSON object on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, without its end."""
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        fields = {
+            name: value for name, value in vars(record).items() if name not in _OF_EVERY_RECORD
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        line = {
+            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "fields": fields,
+        }
+        return json.dumps(line, default=str)
+
+
+def log_steps(form: LogFormat) -> None:
+    """Have the root logger's handlers write what the service does, with times."""
+    logging.getLogger("shmload").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(JsonFormatter() if form == "json" else text)

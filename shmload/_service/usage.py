@@ -1,0 +1,213 @@
+"""What the service counts for each model: hits, misses, bytes read, decodes and their times.
+
+Guarantee: however many models there are, and whatever clients call them, at most `MAX_MODELS` are
+remembered; of more, those that were used least recently go. The sums over all models stay exact.
+"""
+
+import bisect
+import contextlib
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from shmload._service.protocol import Decoding, ModelUse
+
+MAX_MODELS = 200
+"""Number of models that are remembered."""
+_MAX_NAME_LENGTH = 200
+
+BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Upper bounds of the histogram of decode times, in seconds; one bucket more has the rest."""
+
+SPELL_S = 5.0
+"""Length of the spells that `Usage.history` counts by, in seconds."""
+_SPELLS = 60
+
+Clock = Callable[[], float]
+
+
+class _Counts:
+    """The counters of one model, or of all."""
+
+    def __init__(self) -> None:
+        self.hits = self.misses = self.read_nbytes = self.failed = 0
+        self.decode_s = self.done_s = 0.0
+        self.buckets = [0] * (len(BUCKETS_S) + 1)
+
+
+class ModelHistogram(msgspec.Struct, frozen=True):
+    """How long the decodes of one model took."""
+
+    model: str
+    buckets: tuple[int, ...]
+    """Number of decodes in each of `BUCKETS_S`, and beyond; a decode counts in one bucket."""
+    sum_s: float
+
+
+class RunningDecode:
+    """A decode from when it is asked for to its end."""
+
+    def __init__(self, model: str, total_nbytes: int, clock: Clock) -> None:
+        self.model = model
+        self.total_nbytes = total_nbytes
+        self.done_nbytes = 0
+        self._clock = clock
+        self._began_at: float | None = None
+
+    def begin(self) -> None:
+        """Note that the workers begin with it."""
+        self._began_at = self._clock()
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long the workers have been at it, in seconds; 0 while it waits for them."""
+        return 0.0 if self._began_at is None else self._clock() - self._began_at
+
+    def describe(self) -> Decoding:
+        """Return it as it stands now."""
+        return Decoding(
+            model=self.model,
+            done_nbytes=self.done_nbytes,
+            total_nbytes=self.total_nbytes,
+            elapsed_s=self.elapsed_s,
+            is_waiting=self._began_at is None,
+        )
+
+
+class Usage:
+    """The counters of a service; thread-safe.
+
+    Args:
+        clock: as `time.monotonic`, in seconds.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._all = _Counts()
+        self._models: OrderedDict[str, _Counts] = OrderedDict()
+        self._running: list[RunningDecode] = []
+        # Number of a spell since the clock's zero, and the bytes read in it; oldest first.
+        self._spells: deque[tuple[int, int]] = deque(maxlen=_SPELLS)
+
+    def note(self, model: str, *, hits: int, misses: int) -> None:
+        """Count segments that a load of a model found resident, and those that were decoded."""
+        with self._lock:
+            for counts in (self._all, self._counts_of(model)):
+                counts.hits += hits
+                counts.misses += misses
+
+    @contextlib.contextmanager
+    def decoding(self, model: str, total_nbytes: int) -> Iterator[RunningDecode]:
+        """List a decode inside the block, and count it at the end.
+
+        Args:
+            model: the model's name.
+            total_nbytes: what it will read, in bytes.
+
+        Yields:
+            The decode. Call its `begin` when the workers begin.
+        """
+        running = RunningDecode(_shorten(model), total_nbytes, self._clock)
+        with self._lock:
+            self._running.append(running)
+        is_done = False
+        try:
+            yield running
+            is_done = True
+        finally:
+            with self._lock:
+                self._running.remove(running)
+                for counts in (self._all, self._counts_of(model)):
+                    counts.decode_s += running.elapsed_s
+                    if is_done:
+                        counts.done_s += running.elapsed_s
+                        counts.buckets[bisect.bisect_left(BUCKETS_S, running.elapsed_s)] += 1
+                    else:
+                        counts.failed += 1
+
+    def add_read(self, running: RunningDecode, nbytes: int) -> None:
+        """Count bytes that a decode has read."""
+        spell = int(self._clock() // SPELL_S)
+        with self._lock:
+            running.done_nbytes += nbytes
+            for counts in (self._all, self._counts_of(running.model)):
+                counts.read_nbytes += nbytes
+            before = 0
+            if self._spells and self._spells[-1][0] == spell:
+                _, before = self._spells.pop()
+            self._spells.append((spell, before + nbytes))
+
+    def _counts_of(self, model: str) -> _Counts:
+        """Return a model's counters, as the most recently used ones."""
+        model = _shorten(model)
+        counts = self._models.setdefault(model, _Counts())
+        self._models.move_to_end(model)
+        if len(self._models) > MAX_MODELS:
+            self._models.popitem(last=False)
+        return counts
+
+    @property
+    def hits(self) -> int:
+        """Segments that loads found resident."""
+        return self._all.hits
+
+    @property
+    def misses(self) -> int:
+        """Segments that were decoded for loads."""
+        return self._all.misses
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes of weights read."""
+        return self._all.read_nbytes
+
+    @property
+    def failed(self) -> int:
+        """Decodes that ended with an error, or whose client left."""
+        return self._all.failed
+
+    def running(self) -> tuple[Decoding, ...]:
+        """Return the decodes that run or wait, in the order in which they were asked for."""
+        with self._lock:
+            return tuple(running.describe() for running in self._running)
+
+    def models(self) -> tuple[ModelUse, ...]:
+        """Return what was counted for each model, the most recently used first."""
+        with self._lock:
+            return tuple(
+                ModelUse(
+                    model=model,
+                    hits=counts.hits,
+                    misses=counts.misses,
+                    read_nbytes=counts.read_nbytes,
+                    decodes=sum(counts.buckets),
+                    failed=counts.failed,
+                    decode_s=counts.decode_s,
+                )
+                for model, counts in reversed(self._models.items())
+            )
+
+    def histograms(self) -> tuple[ModelHistogram, ...]:
+        """Return the decode times of each model that was decoded."""
+        with self._lock:
+            return tuple(
+                ModelHistogram(model, tuple(counts.buckets), counts.done_s)
+                for model, counts in self._models.items()
+                if any(counts.buckets)
+            )
+
+    def history(self) -> tuple[int, ...]:
+        """Return the bytes read in each of the latest spells of `SPELL_S`, the latest last."""
+        latest = int(self._clock() // SPELL_S)
+        with self._lock:
+            known = dict(self._spells)
+        return tuple(known.get(latest - back, 0) for back in reversed(range(_SPELLS)))
+
+
+def _shorten(model: str) -> str:
+    """Return a name that is not too long for a label; its end says most."""
+    return model if len(model) <= _MAX_NAME_LENGTH else "…" + model[1 - _MAX_NAME_LENGTH :]

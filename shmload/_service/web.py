@@ -1,0 +1,142 @@
+"""What the service says over HTTP: metrics for Prometheus, health and readiness for supervisors.
+
+    /metrics   numbers, in Prometheus's text format or OpenMetrics
+    /healthz   200 while the service serves clients, 503 once it ends
+    /readyz    200 once workers answer and the preload list is done; else 503, with the reasons
+    any other  404
+
+Guarantee: a client that is slow, silent or gone delays no other one.
+"""
+
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import make_wsgi_app
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from shmload.errors import ShmloadError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+logger = logging.getLogger(__name__)
+
+# How long a client may take for its request, and to read the answer.
+_TIMEOUT_S = 10.0
+_METHODS = ("GET", "HEAD")
+
+Reasons = Callable[[], Sequence[str]]
+"""Returns why the answer is no, each in words; nothing if it is yes. Called from any thread."""
+
+
+def make_app(metrics: Collector, *, unhealthy: Reasons, unready: Reasons) -> "WSGIApplication":
+    """Return the application that answers the requests.
+
+    Args:
+        metrics: collected at each request for them.
+        unhealthy: says why the service is not healthy.
+        unready: says why it is not ready.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(metrics)
+    pages = {
+        "/metrics": make_wsgi_app(registry),
+        "/healthz": _page_of(unhealthy),
+        "/readyz": _page_of(unready),
+    }
+
+    def answer(environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
+        page = pages.get(environ["PATH_INFO"])
+        if page is None:
+            return _say(start, "404 Not Found", f"there is {', '.join(pages)}\n")
+        if environ["REQUEST_METHOD"] not in _METHODS:
+            allowed = ("Allow", ", ".join(_METHODS))
+            return _say(start, "405 Method Not Allowed", "ask with GET\n", allowed)
+        body = page({**environ, "REQUEST_METHOD": "GET"}, start)
+        return body if environ["REQUEST_METHOD"] == "GET" else []
+
+    return answer
+
+
+def serve_http(host: str, port: int, app: "WSGIApplication") -> int:
+    """Serve an application from a new thread, until the process ends.
+
+    Args:
+        host: name or address.
+        port: 0 for any free port.
+        app: answers each request, in a thread of its own.
+
+    Returns:
+        The port in use.
+
+    Raises:
+        ShmloadError: the host has no such address, or the port is taken.
+    """
+    try:
+        server = _Server(host, port)
+    except OSError as exc:
+        raise ShmloadError(
+            f"metrics cannot be served at {host} port {port}: {exc.strerror or exc}; "
+            "choose another with --metrics"
+        ) from exc
+    server.set_app(app)
+    threading.Thread(target=server.serve_forever, name="shmload-http", daemon=True).start()
+    return int(server.server_port)
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Serves each connection in a thread of its own."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, *_, address = found[0]
+        super().__init__((str(address[0]), int(address[1])), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind without asking for the host's full name, which may take long without a DNS."""
+        self.server_name, self.server_port = str(self.server_address[0]), 0
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_port = int(self.server_address[1])
+        self.setup_environ()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Log an error of a connection; most often the client has left."""
+        logger.debug("a request over HTTP failed: %s", sys.exception())
+
+
+class _Handler(WSGIRequestHandler):
+    """Reads a request within a deadline, and logs none."""
+
+    timeout = _TIMEOUT_S
+
+    def log_message(self, *args: object) -> None:
+        """Log nothing: a supervisor asks every few seconds."""
+
+
+def _page_of(reasons: Reasons) -> "WSGIApplication":
+    def answer(environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
+        found = reasons()
+        if found:
+            return _say(start, "503 Service Unavailable", "".join(f"{each}\n" for each in found))
+        return _say(start, "200 OK", "ok\n")
+
+    return answer
+
+
+def _say(
+    start: "StartResponse", status: str, text: str, *headers: tuple[str, str]
+) -> Iterable[bytes]:
+    body = text.encode("utf-8", "backslashreplace")
+    kind = ("Content-Type", "text/plain; charset=utf-8")
+    start(status, [kind, ("Content-Length", str(len(body))), *headers])
+    return [body]

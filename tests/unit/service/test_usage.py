@@ -1,0 +1,114 @@
+"""What the service counts for each model, and that it forgets models rather than grow."""
+
+import contextlib
+
+import pytest
+
+from shmload._service.usage import BUCKETS_S, MAX_MODELS, SPELL_S, Usage
+
+
+class Clock:
+    """A clock that the test sets, in seconds."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def usage(clock):
+    return Usage(clock)
+
+
+def use_of(usage, model):
+    (found,) = (use for use in usage.models() if use.model == model)
+    return found
+
+
+def test_hits_and_misses_are_counted_by_model(usage):
+    usage.note("org/a", hits=2, misses=1)
+    usage.note("org/b", hits=0, misses=3)
+    usage.note("org/a", hits=1, misses=0)
+    assert (use_of(usage, "org/a").hits, use_of(usage, "org/a").misses) == (3, 1)
+    assert (use_of(usage, "org/b").hits, use_of(usage, "org/b").misses) == (0, 3)
+    assert (usage.hits, usage.misses) == (3, 4)
+
+
+def test_decode_is_listed_while_it_waits_and_runs_and_counted_at_its_end(usage, clock):
+    with usage.decoding("org/a", 100) as running:
+        (waiting,) = usage.running()
+        assert (waiting.is_waiting, waiting.elapsed_s) == (True, 0)
+        clock.now += 7
+        running.begin()
+        usage.add_read(running, 40)
+        clock.now += 2
+        (now,) = usage.running()
+        assert (now.model, now.is_waiting) == ("org/a", False)
+        assert (now.done_nbytes, now.total_nbytes, now.elapsed_s) == (40, 100, 2)
+    assert usage.running() == ()
+    use = use_of(usage, "org/a")
+    assert (use.decodes, use.failed, use.read_nbytes, use.decode_s) == (1, 0, 40, 2)
+
+
+def test_decode_that_fails_is_no_decode_time(usage, clock):
+    with contextlib.suppress(OSError), usage.decoding("org/a", 100) as running:
+        running.begin()
+        clock.now += 2
+        raise OSError
+    use = use_of(usage, "org/a")
+    assert (use.decodes, use.failed, use.decode_s) == (0, 1, 2)
+    assert usage.histograms() == ()
+    assert usage.running() == ()
+
+
+def test_decode_times_fall_into_buckets_whose_bounds_belong_to_them(usage, clock):
+    for seconds in (BUCKETS_S[0], BUCKETS_S[1], BUCKETS_S[-1] + 1):
+        with usage.decoding("m", 1) as running:
+            clock.now = 0
+            running.begin()
+            clock.now = seconds
+    (histogram,) = usage.histograms()
+    assert histogram.buckets == (1, 1, *[0] * (len(BUCKETS_S) - 2), 1)
+    assert histogram.sum_s == sum((BUCKETS_S[0], BUCKETS_S[1], BUCKETS_S[-1] + 1))
+
+
+def test_models_that_were_used_least_recently_are_forgotten_and_sums_stay(usage):
+    usage.note("first", hits=1, misses=0)
+    usage.note("second", hits=1, misses=0)
+    for number in range(MAX_MODELS - 2):
+        usage.note(f"model {number}", hits=1, misses=0)
+    usage.note("first", hits=1, misses=0)
+    usage.note("last", hits=1, misses=0)
+    found = [use.model for use in usage.models()]
+    assert len(found) == MAX_MODELS
+    assert found[:2] == ["last", "first"]
+    assert "second" not in found
+    assert usage.hits == MAX_MODELS + 2
+
+
+def test_long_name_keeps_its_end(usage):
+    usage.note("/a" * 5000 + "/model", hits=1, misses=0)
+    (use,) = usage.models()
+    assert use.model.startswith("…")
+    assert use.model.endswith("/a/model")
+    assert len(use.model) == 200
+
+
+def test_history_has_the_bytes_of_each_spell(usage, clock):
+    with usage.decoding("m", 100) as running:
+        for nbytes in (10, 20):
+            usage.add_read(running, nbytes)
+        clock.now += 2 * SPELL_S
+        usage.add_read(running, 5)
+        clock.now += SPELL_S
+    history = usage.history()
+    assert len(history) == 60
+    assert history[-4:] == (30, 0, 5, 0)
+    clock.now += 1000 * SPELL_S
+    assert set(usage.history()) == {0}

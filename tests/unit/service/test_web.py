@@ -1,0 +1,152 @@
+"""The pages over HTTP: metrics in the format, health, readiness, and 404 for all else."""
+
+from wsgiref.util import setup_testing_defaults
+from wsgiref.validate import validator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from shmload._service.metrics import ServiceCollector
+from shmload._service.readiness import Preloading
+from shmload._service.usage import BUCKETS_S, MAX_MODELS
+from shmload._service.web import make_app
+
+
+@pytest.fixture
+def state(monkeypatch):
+    """A service's state whose workers are not started."""
+    from shmload._service import pool, state
+
+    class Nobody:
+        is_intact = True
+        workers = 1
+
+        def silent_workers(self, timeout_s):
+            return 0
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(pool, "Coordinator", lambda count: Nobody())
+    made = state.ServiceState(1, 1 << 30)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ask(state):
+    """Ask for a path; returns the status code and the text."""
+    app = validator(
+        make_app(
+            ServiceCollector(state),
+            unhealthy=state.reasons_unhealthy,
+            unready=state.reasons_unready,
+        )
+    )
+
+    def get(path, method="GET"):
+        environ = {
+            "PATH_INFO": path,
+            "REQUEST_METHOD": method,
+            "QUERY_STRING": "",
+            "SCRIPT_NAME": "",
+        }
+        setup_testing_defaults(environ)
+        said = []
+        answer = app(environ, lambda status, headers, *rest: said.append(status))
+        body = b"".join(answer)
+        answer.close()
+        return int(said[0].split()[0]), body.decode()
+
+    return get
+
+
+def samples(ask):
+    """Return the value of each sample, by its name and labels, as Prometheus would read it."""
+    code, text = ask("/metrics")
+    assert code == 200
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_every_metric_has_its_help_and_type(ask, state):
+    state.usage.note("m", hits=1, misses=0)
+    _, text = ask("/metrics")
+    names = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP ")}
+    typed = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")}
+    assert names == typed
+    assert all(name.startswith("shmload_") for name in names)
+    assert len(names) > 20
+
+
+@pytest.mark.parametrize("model", ["org/a", 'a "b" \\c', "two\nlines", "{}=,#", "名前", ""])
+def test_counters_of_a_model_arrive_whatever_its_name(ask, state, model):
+    state.usage.note(model, hits=3, misses=1)
+    found = samples(ask)
+    assert found["shmload_model_hits_total", ("model", model)] == 3
+    assert found["shmload_model_misses_total", ("model", model)] == 1
+    assert found["shmload_hits_total",] == 3
+
+
+def test_decode_times_are_a_histogram(ask, state):
+    for _ in range(3):
+        with state.usage.decoding("m", 10) as running:
+            running.begin()
+    found = samples(ask)
+    bounds = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
+    counts = [
+        found["shmload_model_decode_seconds_bucket", ("le", bound), ("model", "m")]
+        for bound in bounds
+    ]
+    assert counts == [3] * len(bounds)
+    assert found["shmload_model_decode_seconds_count", ("model", "m")] == 3
+
+
+def test_number_of_series_is_bounded(ask, state):
+    for number in range(3 * MAX_MODELS):
+        with state.usage.decoding(f"model {number}", 1) as running:
+            running.begin()
+    found = samples(ask)
+    models = {dict(labels).get("model") for _, *labels in found} - {None}
+    assert len(models) == MAX_MODELS
+
+
+def test_health_ends_with_the_service(ask, state):
+    assert ask("/healthz") == (200, "ok\n")
+    state.stop()
+    assert ask("/healthz") == (503, "the service ends\n")
+    assert ask("/readyz") == (503, "the service ends\n")
+
+
+def test_service_is_ready_once_the_preload_list_is_done(ask, state):
+    assert ask("/readyz") == (200, "ok\n")
+    state.preloading.expect(2)
+    assert ask("/readyz") == (503, "preloading, 0 of 2 done\n")
+    state.preloading.begin("org/a")
+    assert ask("/readyz") == (503, "preloading, 0 of 2 done: org/a\n")
+    state.preloading.end(is_resident=True)
+    state.preloading.begin("org/b")
+    state.preloading.end(is_resident=False)
+    assert ask("/readyz") == (200, "ok\n")
+    assert samples(ask)["shmload_failed_preloads",] == 1
+
+
+def test_preloading_names_what_failed():
+    preloading = Preloading()
+    preloading.begin("org/a")
+    preloading.end(is_resident=False)
+    assert preloading.failed == ("org/a",)
+
+
+@pytest.mark.parametrize("path", ["/", "", "/metrics/", "/health", "/favicon.ico", "/metrics/x"])
+def test_other_paths_are_not_found(ask, path):
+    assert ask(path) == (404, "there is /metrics, /healthz, /readyz\n")
+
+
+def test_only_questions_are_answered(ask):
+    assert ask("/healthz", "HEAD") == (200, "")
+    assert ask("/metrics", "HEAD") == (200, "")
+    assert ask("/healthz", "POST")[0] == 405
