@@ -71,11 +71,14 @@ def write(
     key: Callable[[Any], str] | None = None,
     shard_items: int = 1000,
     errors: Errors = "raise",
+    retry_failed: bool = False,
     facts: Mapping[str, str] | None = None,
     progress: bool | None = None,
     **job_kwargs: Any,
 ) -> ResultsReport:
     """Call a function on every item, in several processes, and store what it returns in a folder.
+
+    If nothing is left to do, no process starts and no library is imported.
 
     Args:
         function: as for `Job.write`.
@@ -85,6 +88,7 @@ def write(
         key: see `Job.write`.
         shard_items: see `Job.write`.
         errors: see `Job.write`.
+        retry_failed: see `Job.write`.
         facts: see `Job.write`.
         progress: see `Job.write`.
         job_kwargs: as for `Job`: `components`, `procs`, `devices`, `dtype`, ...
@@ -92,7 +96,7 @@ def write(
     Raises:
         As `Job` and `Job.write`.
     """
-    with Job(source, **job_kwargs) as job:
+    with Job(source, **{"start": False} | job_kwargs) as job:
         return job.write(
             function,
             items,
@@ -100,6 +104,7 @@ def write(
             key=key,
             shard_items=shard_items,
             errors=errors,
+            retry_failed=retry_failed,
             facts=facts,
             progress=progress,
         )

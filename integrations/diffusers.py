@@ -225,7 +225,5 @@ class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
             place = functools.partial(
                 place_pipeline, destination=self.route.destination, load=load, ring=ring
             )
-        build = Build(
-            self.source, rules, load, self.dtype, self.kwargs, place, self.left_out
-        )
+        build = Build(self.source, rules, load, self.dtype, self.kwargs, place, self.left_out)
         return build.run(verify=self.verify)

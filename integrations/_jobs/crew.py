@@ -43,13 +43,20 @@ class Crew:
         devices: of the runners, one each.
         threads: of each, for torch.
         preload: modules that the fork server imports beside the libraries.
+        start: start the fork server now, or else at the first `begin`.
 
     Raises:
         JobFailed: no process can be started.
     """
 
     def __init__(
-        self, handle: Handle, devices: Sequence[str], threads: int, preload: Sequence[str]
+        self,
+        handle: Handle,
+        devices: Sequence[str],
+        threads: int,
+        preload: Sequence[str],
+        *,
+        start: bool = True,
     ) -> None:
         self.devices = devices
         self._handle = handle
@@ -61,8 +68,9 @@ class Crew:
         self._begin: Begin | None = None
         self._failed_starts = 0
         self._processes: Processes | None = None
-        """None while there are none: after an error, an interrupt or `close`."""
-        self._start()
+        """None while there are none: before the start, after an error, an interrupt or `close`."""
+        if start:
+            self._start()
 
     @property
     def runners(self) -> Mapping[int, RunnerProcess]:

@@ -49,6 +49,7 @@ class Job:
         seed: of random numbers, together with an item's place; an integer of less than 64 bits.
         item_timeout_s: a process without a result for so many seconds counts as hung: it is
             killed, and its item done again. None for never.
+        start: start the processes now; False: when an item first needs them.
         hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`.
 
     Raises:
@@ -69,6 +70,7 @@ class Job:
         preload: Sequence[str] = (),
         seed: int = 0,
         item_timeout_s: float | None = 3600.0,
+        start: bool = True,
         **hub_kwargs: Any,
     ) -> None:
         check_numbers(procs, threads, item_timeout_s)
@@ -82,7 +84,7 @@ class Job:
         self._kinds = ",".join(sorted(kinds))
         self._crew = None
         if procs:
-            self._crew = Crew(self.handle, chosen, threads, preload)
+            self._crew = Crew(self.handle, chosen, threads, preload, start=start)
             self._closing = weakref.finalize(self, self._crew.close)
         elif set(chosen) != {CPU}:
             raise ArgumentError("procs is 0: the models of this process stay on the CPU")
@@ -154,6 +156,7 @@ class Job:
         key: Callable[[Any], str] | None = None,
         shard_items: int = 1000,
         errors: Errors = "raise",
+        retry_failed: bool = False,
         facts: Mapping[str, str] | None = None,
         progress: bool | None = None,
     ) -> ResultsReport:
@@ -172,7 +175,9 @@ class Job:
             shard_items: how many items each results file (shard) holds.
             errors: what an error of the function does: `raise` ends the run with an `ItemFailed`;
                 `pass` goes on without the item, as without an item at which three processes have
-                ended. The index lists such items, and the next call tries them again.
+                ended. The index lists such items with their errors.
+            retry_failed: try items again that failed in an earlier call; otherwise they stay
+                failed, and cost nothing.
             facts: what else the results depend on, such as a size; the next call must give the
                 same.
             progress: as for `map`.
@@ -190,7 +195,9 @@ class Job:
             raise ArgumentError(f"facts has {min(taken)!r}, which says something else already")
         known |= dict(facts or {})
         with (
-            ResultFolder(folder, shard_items=shard_items, facts=known) as results,
+            ResultFolder(
+                folder, shard_items=shard_items, facts=known, retry_failed=retry_failed
+            ) as results,
             ItemBar(items, progress) as bar,
         ):
             undone = Undone(items, key, results, bar.update)

@@ -143,8 +143,10 @@ def map_here(
     """
     from shmload.integrations._jobs.runner import call_function, limited_threads
 
-    pipe = handle.load()
+    pipe = None
     for item in items:
+        if pipe is None:  # not earlier: there may be no item
+            pipe = handle.load()
         value: Any
         try:
             with limited_threads(threads):

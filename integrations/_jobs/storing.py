@@ -43,13 +43,13 @@ class Storing:
 
 
 class Undone:
-    """The items of a run whose results are not stored yet, with their keys.
+    """The items of a run that are not settled yet, with their keys.
 
     Args:
         items: all items of the run; iterated once.
         key: returns an item's key; None for its number as text of eight digits.
         results: the folder; stays the caller's.
-        on_done: called for each item whose result is stored already.
+        on_done: called for each item that is settled already.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Undone:
         for index, value in enumerate(self._items):
             self.count = index + 1
             key = self._key(value) if self._key else f"{index:08}"
-            if self._results.is_done(index, key):
+            if self._results.is_settled(index, key):
                 self._on_done()
             else:
                 self.keys[index] = key

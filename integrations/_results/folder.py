@@ -38,7 +38,9 @@ class ResultsReport(msgspec.Struct, frozen=True, kw_only=True):
     added: int
     """How many results were added in this run; the others were there already."""
     failed: int
-    """How many failed; the index says why, and the next run tries them again."""
+    """How many failed, in this run or before; the index says why."""
+    failed_before: int
+    """How many of these failed in an earlier run, and were not tried again."""
     shards: int
     """How many results files there are."""
     nbytes: int
@@ -52,6 +54,8 @@ class ResultFolder:
         folder: made if it does not exist.
         shard_items: how many items a results file (shard) has, at most 10,000.
         facts: what the results depend on beside the items: weights, dtype, seed, ...
+        retry_failed: items that failed in an earlier run are to be done again. Without it they
+            stay failed, each with its error, unless they are added or fail again.
 
     Raises:
         ArgumentError: an argument is not valid.
@@ -67,6 +71,7 @@ class ResultFolder:
         *,
         shard_items: int = 1000,
         facts: Mapping[str, str],
+        retry_failed: bool = False,
     ) -> None:
         if not 0 < shard_items <= _MAX_SHARD_ITEMS:
             raise ArgumentError(f"shard_items is {shard_items}; give 1 to {_MAX_SHARD_ITEMS:,}")
@@ -76,7 +81,7 @@ class ResultFolder:
             if not (isinstance(name, str) and isinstance(value, str)):
                 raise ArgumentError(f"the fact {name!r} is {value!r}; both must be text")
         self._facts = dict(facts)
-        self._items = ItemTable(self.folder, shard_items)
+        self._items = ItemTable(self.folder, shard_items, retry_failed=retry_failed)
         self._added = 0
         self._has_index = False
         with accessing(self.folder):
@@ -116,6 +121,23 @@ class ResultFolder:
             file, place = self._locate(index, key)
             return file.is_done(place)
 
+    def is_settled(self, index: int, key: str) -> bool:
+        """Tell whether nothing is left to do for an item.
+
+        Its result is stored, or it has failed: in this run, or earlier without `retry_failed`.
+
+        Args:
+            index: the item's number, from 0.
+            key: its name.
+
+        Raises:
+            ArgumentError, DuplicateKey, ResultsMismatch, ResultsCorrupt, ResultsInaccessible: as
+                for `is_done`.
+        """
+        with accessing(self.folder):
+            file, place = self._locate(index, key)
+            return file.is_settled_at(place)
+
     def add(self, index: int, key: str, arrays: Mapping[str, Array]) -> None:
         """Store an item's result. On return it survives kill -9 of this process.
 
@@ -136,7 +158,7 @@ class ResultFolder:
         self._append(result(index, key, arrays, self._size))
 
     def fail(self, index: int, key: str, error: str) -> None:
-        """Store an item's error. A later run tries the item again.
+        """Store an item's error. A later run with `retry_failed` tries the item again.
 
         Args:
             index: the item's number, from 0.
@@ -152,7 +174,7 @@ class ResultFolder:
     def finish(self, count: int) -> ResultsReport:
         """Write the results files and the index that are missing, once every item is settled.
 
-        An item is settled if its result is stored, or if it has failed in this run.
+        An item is settled as `is_settled` says.
 
         Args:
             count: how many items there are.
@@ -167,13 +189,15 @@ class ResultFolder:
         beyond = [number for number in self._there | self._items.numbers if number >= files]
         if beyond:
             self._refuse_more(min(beyond) * self._size, count)
-        nbytes = failed = 0
+        nbytes = failed = failed_before = 0
         with accessing(self.folder):
             for number in range(files):
                 file = self._items.file(number)
                 self._complete(file, min(self._size, count - file.first), count)
                 nbytes += file.path.stat().st_size
-                failed += file.failures()
+                now, before = file.failures()
+                failed += now + before
+                failed_before += before
             if not self._has_index:
                 write_index(self.folder, [file_name(number) for number in range(files)])
                 self._has_index = True
@@ -182,6 +206,7 @@ class ResultFolder:
             items=count,
             added=self._added,
             failed=failed,
+            failed_before=failed_before,
             shards=files,
             nbytes=nbytes,
         )

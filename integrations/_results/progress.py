@@ -23,7 +23,7 @@ from shmload.integrations._results.journal import Buffer, Head, Journal
 from shmload.integrations._results.keys import digest_key
 from shmload.integrations._results.names import FORMAT, file_name, journal_name
 
-_MISSING, _DONE, _FAILED = range(3)
+_MISSING, _DONE, _FAILED, _FAILED_BEFORE = range(4)
 
 
 class FileProgress:
@@ -33,13 +33,14 @@ class FileProgress:
         folder: of all results.
         number: of the file.
         size: how many items a file has, at most.
+        retry_failed: items that failed in an earlier run count as missing.
 
     Raises:
         ResultsCorrupt: a file is not what was written.
         OSError: a file cannot be read.
     """
 
-    def __init__(self, folder: Path, number: int, size: int) -> None:
+    def __init__(self, folder: Path, number: int, size: int, *, retry_failed: bool) -> None:
         self.number = number
         self.first = number * size
         self.path = folder / file_name(number)
@@ -47,6 +48,9 @@ class FileProgress:
         """Each item's key as a number; 0 if it is not known."""
         self._states = bytearray(size)
         self._settled = 0
+        self._retry_failed = retry_failed
+        self._failed_in_file: frozenset[int] = frozenset()
+        """Places of the items that the file had as failed when it was looked at."""
         self._journal_path = folder / journal_name(number)
         self._journal: Journal | None = None
         # Offset of each item's record in the journal; 0 if it has none. Empty without a journal.
@@ -56,7 +60,7 @@ class FileProgress:
 
     @property
     def is_settled(self) -> bool:
-        """Tell whether every item is done, or has failed in this run."""
+        """Tell whether every item is done, or has failed and is not tried again."""
         return self._settled == len(self._states)
 
     @property
@@ -68,13 +72,17 @@ class FileProgress:
         """Tell whether an item's result is stored."""
         return self._states[place] == _DONE
 
+    def is_settled_at(self, place: int) -> bool:
+        """Tell whether an item is done, or has failed and is not tried again."""
+        return self._states[place] != _MISSING
+
     def missing(self, count: int) -> int:
         """Return the first place below `count` whose item is neither done nor failed, or -1."""
         return self._states.find(_MISSING, 0, count)
 
-    def failures(self) -> int:
-        """Return how many items failed in this run."""
-        return self._states.count(_FAILED)
+    def failures(self) -> tuple[int, int]:
+        """Return how many items failed in this run, and how many failed before and stay so."""
+        return self._states.count(_FAILED), self._states.count(_FAILED_BEFORE)
 
     def append(self, place: int, head: Head, contents: Sequence[Buffer]) -> None:
         """Store an item's result, or its error, in the journal.
@@ -127,15 +135,14 @@ class FileProgress:
             contents = FORMAT.read_contents(self.path)
             if contents.first != self.first or len(contents.keys) > len(self.keys):
                 raise ResultsCorrupt(self.path, "it holds the items of another results file", AGAIN)
+            self._failed_in_file = frozenset(index - self.first for index in contents.errors)
             for place, key in enumerate(contents.keys):
                 self.keys[place] = digest_key(key)
-                if self.first + place not in contents.errors:
-                    self._settle(place, _DONE)
+                self._recall(place, is_error=place in self._failed_in_file)
         if self._journal_path.exists():
-            in_file = self._settled
             self._open_journal()
             self.release()
-            if self._has_file and self._settled == in_file:
+            if self._has_file and not any(self._offsets):
                 self._remove_journal()
 
     def _open_journal(self) -> None:
@@ -149,12 +156,20 @@ class FileProgress:
             raise ResultsCorrupt(
                 self._journal_path, "it holds items of another results file", AGAIN
             )
-        if self._has_file and not self._offsets[place] and self.is_done(place):
-            return
+        if self._has_file and not self._offsets[place]:
+            is_same_failure = head.error is not None and place in self._failed_in_file
+            if self.is_done(place) or is_same_failure:
+                return
         self.keys[place] = digest_key(head.key)
         self._offsets[place] = offset
-        if head.error is None:
+        self._recall(place, is_error=head.error is not None)
+
+    def _recall(self, place: int, *, is_error: bool) -> None:
+        """Note what became of an item in an earlier run."""
+        if not is_error:
             self._settle(place, _DONE)
+        elif not self._retry_failed:
+            self._settle(place, _FAILED_BEFORE)
 
     def _settle(self, place: int, state: int) -> None:
         self._settled += self._states[place] == _MISSING

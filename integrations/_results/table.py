@@ -15,10 +15,12 @@ class ItemTable:
     Args:
         folder: of the results; the caller has its lock.
         size: how many items a results file has, at most.
+        retry_failed: items that failed in an earlier run count as missing.
     """
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, *, retry_failed: bool) -> None:
         self._folder = folder
+        self._retry_failed = retry_failed
         self._size = size
         self._files: dict[int, FileProgress] = {}
         self._open_journals: dict[int, FileProgress] = {}
@@ -65,7 +67,7 @@ class ItemTable:
         """
         file = self._files.get(number)
         if file is None:
-            file = FileProgress(self._folder, number, self._size)
+            file = FileProgress(self._folder, number, self._size, retry_failed=self._retry_failed)
             for place, digest in enumerate(file.keys):
                 if digest and not self._keys.add(digest):
                     key = file.key_of(place) or ""

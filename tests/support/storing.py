@@ -30,8 +30,8 @@ def arrays_of(index):
     }
 
 
-def run(folder, order, *, failing=(), stored=None, facts=FACTS):
-    """Compute and store items that are not stored yet, as a job does, in the order given.
+def run(folder, order, *, failing=(), stored=None, facts=FACTS, retry_failed=True):
+    """Compute and store items that are not settled yet, as a job does, in the order given.
 
     Args:
         folder: of the results.
@@ -39,12 +39,15 @@ def run(folder, order, *, failing=(), stored=None, facts=FACTS):
         failing: the items that fail.
         stored: items that an earlier run reported as stored; computing one again is an error.
         facts: of the run.
+        retry_failed: do items again that failed in an earlier run.
     """
     stored = set() if stored is None else stored
-    with ResultFolder(folder, shard_items=SHARD_ITEMS, facts=facts) as results:
+    with ResultFolder(
+        folder, shard_items=SHARD_ITEMS, facts=facts, retry_failed=retry_failed
+    ) as results:
         for index in order:
             key = key_of(index)
-            if results.is_done(index, key):
+            if results.is_settled(index, key):
                 continue
             assert index not in stored
             if index in failing:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from comparing import reference
-from light_jobs import write_server
+from light_jobs import notes, write_server
 from safetensors.torch import load_file
 from storing import content_of
 
@@ -206,6 +206,22 @@ def test_what_is_finished_is_found_without_loading_anything(light_job, folder):
     assert content_of(folder) == before
 
 
+@pytest.mark.parametrize("procs", [0, 2])
+def test_where_nothing_is_left_to_do_no_process_starts(light_server, pipeline, folder, procs):
+    def one_fails(pipe, item):
+        return squares(pipe, 1 // item)
+
+    arguments = {"source": pipeline, "errors": "pass"}
+    light_server()
+    dataprep.write(one_fails, range(3), folder, **arguments)
+    program = light_server()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shmload.Handle, "load", lambda handle: pytest.fail("it loads"))
+        made = dataprep.write(one_fails, range(3), folder, procs=procs, **arguments)
+    assert (made.items, made.added, made.failed, made.failed_before) == (3, 0, 1, 1)
+    assert notes(program) == []
+
+
 def test_more_items_may_come_later(light_job, pipeline, tmp_path, folder, log):
     def work(pipe, item):
         log.note(item)
@@ -258,6 +274,8 @@ def test_error_that_is_passed_over_stands_in_the_index(light_job, pipeline, tmp_
     log.take()
     (tmp_path / "mark").touch()
     made = job.write(work, range(COUNT), folder, shard_items=8, errors="pass")
+    assert (log.take(), made.failed, made.failed_before) == ([], 1, 1)
+    made = job.write(work, range(COUNT), folder, shard_items=8, errors="pass", retry_failed=True)
     assert log.take() == [12]
     assert (made.added, made.failed) == (1, 0)
     assert_clean(folder, pipeline, tmp_path)

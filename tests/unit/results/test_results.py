@@ -27,6 +27,7 @@ from storing import (
     unfinished,
 )
 
+from shmload.integrations._results.progress import FileProgress
 from shmload.integrations.results import Array, ResultFolder
 
 
@@ -314,6 +315,47 @@ def test_failed_item_is_in_the_index_and_tried_again(tmp_path, serial):
     assert not list(tmp_path.glob("*.journal"))
     assert run(tmp_path, range(COUNT)).added == 1
     assert content_of(tmp_path) == serial
+
+
+def test_item_that_failed_stays_so_until_it_is_to_be_tried_again(tmp_path, serial):
+    run(tmp_path, range(COUNT), failing={1, 9})
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    report = run(tmp_path, range(COUNT), retry_failed=False)
+    assert (report.failed, report.failed_before, report.added) == (2, 2, 0)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    report = run(tmp_path, range(COUNT), failing={9})
+    assert (report.failed, report.failed_before, report.added) == (1, 0, 1)
+    assert run(tmp_path, range(COUNT)).failed == 0
+    assert content_of(tmp_path) == serial
+
+
+def test_killed_at_each_step_items_that_failed_stay_so(tmp_path):
+    run(tmp_path / "whole", range(COUNT), failing={2, 5, 9})
+    wanted = content_of(tmp_path / "whole")
+    for at in range(1000):
+        folder = tmp_path / str(at)
+        with pytest.MonkeyPatch.context() as patch:
+            Mortality(patch, at, part=30)
+            stored = set()
+            if not is_killed(run, folder, range(COUNT), failing={2, 5, 9}, stored=stored):
+                break
+        report = run(folder, range(COUNT), failing={2, 5, 9}, stored=stored, retry_failed=False)
+        assert report.failed == 3
+        assert content_of(folder) == wanted
+    assert at > 35
+
+
+@pytest.mark.parametrize("retry_failed", [False, True])
+def test_result_of_an_item_that_had_failed_is_not_lost_in_a_kill(tmp_path, retry_failed):
+    run(tmp_path, range(COUNT), failing={1, 2})
+    arguments = {"shard_items": SHARD_ITEMS, "facts": FACTS, "retry_failed": retry_failed}
+    with ResultFolder(tmp_path, **arguments) as results, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileProgress, "commit", lambda *_: None)
+        results.add(1, key_of(1), arrays_of(1))
+    with ResultFolder(tmp_path, **arguments) as results:
+        assert results.is_done(1, key_of(1))
+        assert results.is_settled(2, key_of(2)) is not retry_failed
+    assert run(tmp_path, range(COUNT), stored={1}, retry_failed=False).failed_before == 1
 
 
 def test_item_that_failed_can_be_added_in_the_same_run(tmp_path, serial):

@@ -134,7 +134,10 @@ def test_missing_item_is_named(folder):
 
 def test_item_that_failed_before_must_be_tried_again(folder):
     run(folder, range(COUNT), failing={2})
-    with opened(folder) as results, pytest.raises(shmload.ArgumentError, match="item 2 of 10"):
+    with (
+        opened(folder, retry_failed=True) as results,
+        pytest.raises(shmload.ArgumentError, match="item 2 of 10"),
+    ):
         results.finish(COUNT)
 
 
