@@ -24,7 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.wanted import Hub, Wanted, chosen_dtype
 from shmload._loading.verbs import WarmReport, warm
-from shmload._segments.listing import SegmentInfo, evict, segments
+from shmload._segments.listing import SegmentInfo, segments
+from shmload._segments.upkeep import evict
 from shmload.errors import NodeFailed, NodeLost, NodeTimeout, SegmentNotFound, ShmloadError
 from shmload.integrations.diffusers import load_pipeline
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from shmload._loading.state_dict import load_state_dict
     from shmload._loading.verbs import WarmReport, plan, view, warm
     from shmload._placement.placement import Placement
-    from shmload._segments.listing import SegmentInfo, collect_garbage, evict, segments, verify
+    from shmload._segments.grouping import Model
+    from shmload._segments.listing import SegmentInfo, segments
+    from shmload._segments.models import models
+    from shmload._segments.upkeep import collect_garbage, evict, verify
     from shmload.integrations.diffusers import load_pipeline
     from shmload.integrations.handles import Handle, share
     from shmload.integrations.placing import to_device
@@ -26,20 +29,22 @@ if TYPE_CHECKING:
 _HOMES = {
     "Action": "shmload._loading.plan",
     "Handle": "shmload.integrations.handles",
+    "Model": "shmload._segments.grouping",
     "Placement": "shmload._placement.placement",
     "Plan": "shmload._loading.plan",
     "SegmentInfo": "shmload._segments.listing",
     "ShardPlan": "shmload._loading.plan",
     "WarmReport": "shmload._loading.verbs",
-    "collect_garbage": "shmload._segments.listing",
-    "evict": "shmload._segments.listing",
+    "collect_garbage": "shmload._segments.upkeep",
+    "evict": "shmload._segments.upkeep",
     "load_pipeline": "shmload.integrations.diffusers",
     "load_state_dict": "shmload._loading.state_dict",
+    "models": "shmload._segments.models",
     "plan": "shmload._loading.verbs",
     "segments": "shmload._segments.listing",
     "share": "shmload.integrations.handles",
     "to_device": "shmload.integrations.placing",
-    "verify": "shmload._segments.listing",
+    "verify": "shmload._segments.upkeep",
     "view": "shmload._loading.verbs",
     "warm": "shmload._loading.verbs",
 }
@@ -47,6 +52,7 @@ _HOMES = {
 __all__ = [
     "Action",
     "Handle",
+    "Model",
     "Placement",
     "Plan",
     "SegmentInfo",
@@ -56,6 +62,7 @@ __all__ = [
     "evict",
     "load_pipeline",
     "load_state_dict",
+    "models",
     "plan",
     "segments",
     "share",

@@ -12,6 +12,23 @@ def format_nbytes(nbytes: float) -> str:
     return f"{nbytes:.2f} TiB"
 
 
+def format_age(elapsed_s: float) -> str:
+    """Write how long ago something was, such as `12 s`, `5 min`, `3 h` or `2 days`."""
+    elapsed_s = max(0.0, elapsed_s)  # the clock may have been set back
+    if elapsed_s < 60:
+        return f"{elapsed_s:.0f} s"
+    if elapsed_s < 3600:
+        return f"{elapsed_s // 60:.0f} min"
+    if elapsed_s < 48 * 3600:
+        return f"{elapsed_s // 3600:.0f} h"
+    return f"{elapsed_s // 86400:.0f} days"
+
+
+def count_of(number: int, one: str, several: str | None = None) -> str:
+    """Write a number with its noun, such as `1 segment` or `2 segments`."""
+    return f"{number} {one if number == 1 else several or one + 's'}"
+
+
 def printable(text: str) -> str:
     """Escape characters that UTF-8 cannot encode: lone surrogates, from bytes in a path."""
     return text.encode("utf-8", "backslashreplace").decode()

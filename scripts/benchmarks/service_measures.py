@@ -229,7 +229,7 @@ def _status(bench: Bench, variables: dict[str, str]) -> dict[str, float]:
         capture_output=True,
         text=True,
     )
-    found: dict[str, float] = json.loads(done.stdout)
+    found: dict[str, float] = json.loads(done.stdout)["service"]
     return found
 
 

@@ -26,7 +26,7 @@ def doctor_command(context: click.Context, source: str | None, as_json: bool) ->
         if not as_json:
             _print(finding)  # now: the next check may take seconds
     if as_json:
-        print_json(findings)
+        print_json("doctor", findings=findings)
     if any(finding.state == "bad" for finding in findings):
         context.exit(1)
 

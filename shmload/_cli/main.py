@@ -5,19 +5,17 @@ Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage.
 
 import logging
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
-from shmload._cli import doctor, placement, serve, service
-from shmload._cli.output import as_json_option, count_of, is_of_output, print_json, print_table
-from shmload._segments.listing import SegmentInfo
-from shmload._wording import format_nbytes
-from shmload.errors import ArgumentError, SegmentBusy, ShmloadError, UnknownComponent
+from shmload._cli import doctor, placement, residents, serve, service
+from shmload._cli.output import as_json_option, is_of_output, print_json, print_table
+from shmload._wording import count_of, format_nbytes
+from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
 
 
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +124,7 @@ def warm(
                 f"{format_nbytes(report.read_nbytes)} read in {report.elapsed_s:.1f} s"
             )
     if as_json:
-        print_json(reports)
+        print_json("warm", reports=reports)
     if any(isinstance(report, dict) for report in reports):
         sys.exit(1)
 
@@ -159,7 +157,7 @@ def plan(
         **_given(where),
     )
     if as_json:
-        print_json(found)
+        print_json("plan", plan=found)
         return
     if found.placement:
         placement.print_placement(found.placement)
@@ -184,74 +182,6 @@ def plan(
     )
 
 
-@main.command("ls")
-@as_json_option
-def list_segments(as_json: bool) -> None:
-    """List resident segments."""
-    found = shmload.segments()
-    if as_json:
-        print_json(found)
-        return
-    now = time.time()
-    rows = [
-        (
-            info.name,
-            format_nbytes(info.nbytes),
-            info.conversion,
-            _state(info),
-            f"{(now - info.created_at) / 60:.0f} min",
-            info.source if info.is_current else f"{info.source} (changed since)",
-        )
-        for info in found
-    ]
-    print_table(("SEGMENT", "SIZE", "DTYPE", "STATE", "AGE", "SOURCE"), rows, right=(1, 4))
-    click.echo(_amount(found))
-
-
-@main.command("rm")
-@click.argument("patterns", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="Remove all segments of this user.")
-@as_json_option
-def remove(patterns: tuple[str, ...], everything: bool, as_json: bool) -> None:
-    """Remove segments by name, or by the path of their source or a directory above it."""
-    if bool(patterns) == everything:
-        raise click.UsageError("give names or sources, or --all")
-    before = shmload.segments()
-    chosen = patterns or tuple(info.name for info in before)
-    busy: SegmentBusy | None = None
-    try:
-        removed = shmload.evict(*chosen) if chosen else []
-    except SegmentBusy as exc:
-        busy, removed = exc, [info for info in before if info.name in exc.removed]
-    if as_json:
-        print_json(removed)
-    else:
-        click.echo(f"removed {_amount(removed)}")
-    if busy:
-        raise busy
-
-
-@main.command("gc")
-def collect() -> None:
-    """Remove unusable segments: leftovers of killed processes, and segments of changed sources."""
-    removed = shmload.collect_garbage()
-    for name in removed:
-        click.echo(name)
-    click.echo(f"removed {len(removed)}")
-
-
-@main.command()
-@click.argument("patterns", nargs=-1)
-@as_json_option
-def verify(patterns: tuple[str, ...], as_json: bool) -> None:
-    """Recompute the digests of segments, given by name or source; of all if none is given."""
-    checked = shmload.verify(*patterns)
-    if as_json:
-        print_json(checked)
-    else:
-        click.echo(f"sound: {_amount(checked)}")
-
-
 @main.command()
 @click.argument("output", default="demo-output", type=click.Path(file_okay=False))
 def demo(output: str) -> None:
@@ -264,6 +194,10 @@ def demo(output: str) -> None:
 def add_service_commands() -> None:
     """Add the commands of the other modules."""
     for command in (
+        residents.list_command,
+        residents.remove_command,
+        residents.collect_command,
+        residents.verify_command,
         serve.serve_command,
         service.status_command,
         service.top_command,
@@ -271,19 +205,6 @@ def add_service_commands() -> None:
         doctor.doctor_command,
     ):
         main.add_command(command)
-
-
-def _amount(found: Sequence[SegmentInfo]) -> str:
-    """Write the number of segments and their total size."""
-    return f"{count_of(len(found), 'segment')}, {format_nbytes(sum(info.nbytes for info in found))}"
-
-
-def _state(info: SegmentInfo) -> str:
-    """Write what keeps a segment from being evicted, or `idle`."""
-    states = [
-        word for word, is_so in (("in use", info.is_leased), ("pinned", info.is_pinned)) if is_so
-    ]
-    return ", ".join(states) or "idle"
 
 
 def _given(where: dict[str, Any]) -> dict[str, Any]:

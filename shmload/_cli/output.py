@@ -3,12 +3,18 @@
 import contextlib
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
 
 import click
 import msgspec
+
+from shmload._tables import Page, Table
+
+SCHEMA_VERSION = 1
+"""Of all answers with --json: raised when a field goes or gets another meaning."""
 
 as_json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON for a program to read."
@@ -31,24 +37,28 @@ def is_of_output(exc: OSError) -> bool:
     return True
 
 
-def count_of(number: int, one: str, several: str | None = None) -> str:
-    """Write a number with its noun, such as `1 segment` or `2 segments`."""
-    return f"{number} {one if number == 1 else several or one + 's'}"
+def print_json(command: str, **fields: object) -> None:
+    """Print a command's answer as JSON; docs/json.md describes the fields of each command.
 
-
-def print_json(value: object) -> None:
-    built = msgspec.to_builtins(value, enc_hook=str)
+    Args:
+        command: the command's name.
+        fields: what it answers.
+    """
+    answer = {"schema_version": SCHEMA_VERSION, "command": command, **fields}
+    built = msgspec.to_builtins(answer, enc_hook=str)
     click.echo(json.dumps(built, indent=2))  # click flushes, so a failed write raises here
+
+
+def print_page(page: Page) -> None:
+    """Print tables: on a terminal in colours and no wider than that, else complete."""
+    given = os.environ.get("COLUMNS", "")
+    is_limited = sys.stdout.isatty() or given.isdecimal()
+    width = shutil.get_terminal_size().columns if is_limited else None
+    click.echo(page.text(width, color=True))  # click drops the colours unless it is a terminal
 
 
 def print_table(
     titles: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
 ) -> None:
-    table = [tuple(titles), *map(tuple, rows)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(titles))]
-    for row in table:
-        cells = (
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        click.echo("  ".join(cells).rstrip())
+    """Print one table."""
+    print_page(Page((Table(titles=tuple(titles), rows=list(rows), right=tuple(right)),)))

@@ -48,6 +48,12 @@ class _Report(msgspec.Struct, frozen=True):
     resident_nbytes: int
 
 
+class _Answer(msgspec.Struct, frozen=True):
+    """What `shmload warm --json` prints."""
+
+    reports: tuple[_Report]
+
+
 def read_list(path: Path) -> list[ListedSource]:
     """Read a file of sources.
 
@@ -127,10 +133,10 @@ def _warm(wanted: ListedSource, state: "ServiceState") -> _Report | None:
 def _read_report(output: bytes, wanted: ListedSource) -> _Report | None:
     """Read what the child printed; None, which is logged, if it is not a report.
 
-    Libraries may print before it: the report begins at the last line that begins with `[`.
+    Libraries may print before it: the answer begins at the last line that begins with `{`.
     """
     try:
-        return msgspec.json.decode(output[output.rfind(b"\n[") + 1 :], type=tuple[_Report])[0]
+        return msgspec.json.decode(output[output.rfind(b"\n{") + 1 :], type=_Answer).reports[0]
     except msgspec.MsgspecError as exc:
         logger.error("line %d: its process printed no report: %s", wanted.line, exc)
         return None

@@ -14,7 +14,6 @@ from typing import Any, get_args
 import click
 
 from shmload._cli.logs import LogFormat, log_steps
-from shmload._cli.output import count_of
 from shmload._cli.preload import ListedSource, preload, read_list
 from shmload._segments.listing import segments
 from shmload._segments.removal import remove_leftovers
@@ -24,7 +23,7 @@ from shmload._service.endpoint import Endpoint, socket_path
 from shmload._service.server import serve
 from shmload._service.state import ServiceState
 from shmload._settings import parse_nbytes, worker_count
-from shmload._wording import format_nbytes
+from shmload._wording import count_of, format_nbytes
 from shmload.errors import (
     ArgumentError,
     ProtocolError,

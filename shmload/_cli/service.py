@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import click
 
-from shmload._cli.output import as_json_option, count_of, print_json, print_table
+from shmload._cli.output import as_json_option, print_json, print_page
+from shmload._segments.models import models
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import GetStatus, Shutdown, Status, Stopping
-from shmload._wording import format_nbytes
+from shmload._wording import count_of, format_nbytes
+from shmload.errors import ServiceUnavailable
 
 _TOP_INTERVAL_S = 1.0
 
@@ -19,18 +21,30 @@ _TOP_INTERVAL_S = 1.0
 @click.command("status")
 @as_json_option
 def status_command(as_json: bool) -> None:
-    """Show the status of the running service."""
-    with Client(socket_path()) as client:
-        found = client.ask(GetStatus(), Status)
+    """Show the status of the running service, and what is resident.
+
+    The exit code is 1 if no service answers. With --json what is resident is printed even then.
+    """
+    try:
+        with Client(socket_path()) as client:
+            found = client.ask(GetStatus(), Status)
+    except ServiceUnavailable:
+        if as_json:
+            _print_status(None)
+        raise
     if as_json:
-        print_json(found)
+        _print_status(found)
     else:
         click.echo("\n".join(_describe(found)))
-        rows = [
-            (lease.segment, " ".join(map(str, lease.pids)) or "unknown") for lease in found.leases
-        ]
-        if rows:
-            print_table(("SEGMENT IN USE", "PROCESSES"), rows)
+        listed = models()
+        if listed or listed.decoding:
+            click.echo()
+            print_page(listed.page())
+
+
+def _print_status(status: Status | None) -> None:
+    listed = models()
+    print_json("status", service=status, models=listed, decoding=listed.decoding)
 
 
 @click.command("top")
@@ -53,10 +67,14 @@ def top_command() -> None:
 
 
 @click.command("shutdown")
-def shutdown_command() -> None:
+@as_json_option
+def shutdown_command(as_json: bool) -> None:
     """End the running service. Resident segments stay."""
     with Client(socket_path()) as client:
         client.ask(Shutdown(), Stopping)
+    if as_json:
+        print_json("shutdown", pid=client.pid)
+        return
     click.echo(f"the service (process {client.pid}) ends")
 
 

@@ -47,7 +47,7 @@ from shmload._host.procfs import (
     huge_page_policy,
     machine_free_nbytes,
 )
-from shmload._segments.listing import find_garbage
+from shmload._segments.upkeep import find_garbage
 from shmload._service.client import Client
 from shmload._service.endpoint import connect, service_pid, socket_path
 from shmload._service.protocol import GetStatus, Status

@@ -93,6 +93,18 @@ def lock_holders(locks: Path = Path("/proc/locks")) -> dict[Inode, set[int]]:
     return holders
 
 
+# Processes ----------------------------------------------------------------------------------------
+
+
+def command_of(pid: int) -> tuple[str, ...]:
+    """Return a process's command line (proc_pid_cmdline(5)); empty if it is gone or hidden."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return ()
+    return tuple(word.decode(errors="replace") for word in words if word)
+
+
 # The kernel ---------------------------------------------------------------------------------------
 
 

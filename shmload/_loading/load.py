@@ -26,8 +26,8 @@ from shmload._loading.plan import Action
 from shmload._loading.progress import Progress
 from shmload._loading.shard import OpenShard
 from shmload._segments.acquire import Awaited
-from shmload._segments.listing import check_digest
 from shmload._segments.segment import Stay
+from shmload._segments.upkeep import check_digest
 from shmload._settings import settings, worker_count
 from shmload._wording import format_nbytes, printable
 from shmload.errors import ArgumentError, SegmentTimeout

@@ -1,31 +1,26 @@
-"""Listing, verifying and evicting segments, and collecting garbage.
+"""Listing segments.
 
 The names in /dev/shm are the only registry; each segment's header says what it holds.
 """
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.header import Header
 from shmload._checkpoints.identity import identify
 from shmload._host.linux import SHM_DIR, inode_of, is_named, shm_open, try_lock
 from shmload._host.procfs import lock_holders
-from shmload._segments.digest import digest_data
-from shmload._segments.metadata import Metadata, parse_metadata, read_digest
-from shmload._segments.names import part_names, segment_names
-from shmload._segments.removal import give_back, is_free, remove_if_free, remove_leftovers
-from shmload._segments.segment import Segment, attach, is_protected, is_shared
-from shmload._segments.view import dead_views
-from shmload._wording import printable
-from shmload.errors import (
-    ArgumentError,
-    SegmentBusy,
-    SegmentCorrupt,
-    SegmentError,
-    SegmentNotFound,
-)
+from shmload._segments.metadata import Metadata, parse_metadata
+from shmload._segments.names import segment_names, short_id
+from shmload._segments.segment import Segment, is_protected, is_shared
+from shmload._tables import Listing, Page, Table
+from shmload._wording import count_of, format_age, format_nbytes
+from shmload.errors import SegmentCorrupt, SegmentError
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +49,43 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is protected: the service never evicts it to make room."""
     is_shared: bool = False
     """Whether it is removed with its last lease."""
+    dtype: str = ""
+    """torch's name of the dtype that its floats got; if it is `raw`, of most of its bytes."""
+    identity: str = ""
+    """The shard's `Identity.key` when it was decoded; the same for copies of one file."""
 
 
-def segments() -> list[SegmentInfo]:
+class Segments(Listing[SegmentInfo]):
+    """The resident segments, as a list that is printed as a table."""
+
+    def page(self) -> Page:
+        """Return a row for each segment, and the totals."""
+        rows = [
+            (
+                short_id(info.name),
+                format_nbytes(info.nbytes),
+                info.dtype or info.conversion,
+                _state(info),
+                format_age(time.time() - info.used_at),
+                info.source if info.is_current else f"{info.source} (changed since)",
+            )
+            for info in self
+        ]
+        titles = ("SEGMENT", "SIZE", "DTYPE", "STATE", "LAST USED", "SOURCE")
+        return Page((Table(titles=titles, rows=rows, right=(1,)), amount_of(self)))
+
+
+def amount_of(found: Sequence[SegmentInfo]) -> str:
+    """Write the number of segments and their total size."""
+    nbytes = format_nbytes(sum(info.nbytes for info in found))
+    return f"{count_of(len(found), 'segment')}, {nbytes}"
+
+
+def segments() -> Segments:
     """List this user's resident segments, oldest first.
 
-    A segment that is evicted during the listing is left out.
+    A segment that is evicted during the listing is left out. Printed, and in a notebook, the list
+    is the table of `shmload ls --long`.
     """
     found = []
     for name in segment_names():
@@ -72,75 +98,7 @@ def segments() -> list[SegmentInfo]:
                     info = _describe(segment)
                     if is_named(fd, name):
                         found.append(info)
-    return sorted(found, key=lambda info: (info.created_at, info.name))
-
-
-def verify(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
-    """Recompute the digests of resident segments; reads all their bytes.
-
-    Args:
-        patterns: names of segments, or paths of sources, as for `evict`; none means all.
-
-    Returns:
-        The segments that were checked; all are sound.
-
-    Raises:
-        SegmentCorrupt: a segment's bytes are not those that were decoded; names the first.
-        SegmentNotFound: a pattern matches nothing.
-    """
-    return list(verify_each(*patterns))
-
-
-def verify_each(*patterns: str | os.PathLike[str]) -> Iterator[SegmentInfo]:
-    """Do what `verify` does, one segment at a time; yield each that is sound."""
-    for info in _select(patterns):
-        segment = attach(info.name)
-        if segment:
-            try:
-                check_digest(segment)
-            finally:
-                give_back(segment)
-        yield info
-
-
-def check_digest(segment: Segment) -> None:
-    """Recompute one segment's digest, on all cores.
-
-    Raises:
-        SegmentCorrupt: it differs from the one in the header.
-    """
-    header = segment.read_header()
-    wanted = read_digest(header.metadata)
-    got = digest_data(segment.fd, header)
-    if got != wanted:
-        raise SegmentCorrupt(segment.name, f"its digest is {got} and should be {wanted}")
-
-
-def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
-    """Remove segments that no process is attached to.
-
-    Args:
-        patterns: each a segment's name, or the path of a shard or of a directory above it.
-
-    Returns:
-        The segments that were removed.
-
-    Raises:
-        ArgumentError: no pattern is given.
-        SegmentNotFound: a pattern matches nothing.
-        SegmentBusy: some are leased; the others are removed.
-    """
-    if not patterns:
-        raise ArgumentError("evict() needs the names or sources of what to remove")
-    removed: list[SegmentInfo] = []
-    busy: list[SegmentInfo] = []
-    for info in _select(patterns):
-        (removed if remove_if_free(info.name) else busy).append(info)
-    if busy:
-        known = holders(info.name for info in busy)
-        pids = {info.name: known.get(info.name, set()) for info in busy}
-        raise SegmentBusy(pids, (info.name for info in removed))
-    return removed
+    return Segments(sorted(found, key=lambda info: (info.created_at, info.name)))
 
 
 def holders(names: Iterable[str]) -> dict[str, set[int]]:
@@ -158,37 +116,12 @@ def holders(names: Iterable[str]) -> dict[str, set[int]]:
     return found
 
 
-def collect_garbage() -> list[str]:
-    """Remove what can never be used again.
-
-    These are parts whose builder died, views whose process died, and segments that no process is
-    attached to and that were shared, or whose shard has changed or is gone.
-
-    Returns:
-        The names that were removed.
-    """
-    removed = [
-        info.name for info in segments() if not info.is_current and remove_if_free(info.name)
-    ]
-    return [*removed, *remove_leftovers()]
-
-
-def find_garbage() -> list[str]:
-    """Return the names that `collect_garbage` would remove; remove nothing.
-
-    Holds each segment's lock for a moment; a process that wants the lock waits that long.
-    """
-    unused = (
-        info.name
-        for info in segments()
-        if not info.is_leased and (info.is_shared or not info.is_current)
-    )
-    return [*unused, *filter(is_free, part_names()), *dead_views()]
-
-
 def _describe(segment: Segment) -> SegmentInfo:
+    dtype = ""
     try:
-        metadata = parse_metadata(segment.read_header().metadata)
+        header = segment.read_header()
+        metadata = parse_metadata(header.metadata)
+        dtype = main_dtype(header, metadata.conversion)
     except (SegmentCorrupt, ValueError):
         metadata = Metadata(conversion="corrupt")
     try:
@@ -209,33 +142,28 @@ def _describe(segment: Segment) -> SegmentInfo:
         used_at=found.st_mtime,
         is_pinned=is_protected(found),
         is_shared=is_shared(found),
+        dtype=dtype,
+        identity=metadata.identity,
     )
 
 
-def _select(patterns: tuple[str | os.PathLike[str], ...]) -> list[SegmentInfo]:
-    found = segments()
-    if not patterns:
-        return found
-    chosen = {}
-    for pattern in patterns:
-        matching = [info for info in found if _matches(info, os.fspath(pattern))]
-        if not matching:
-            raise SegmentNotFound(os.fspath(pattern))
-        chosen.update({info.name: info for info in matching})
-    return list(chosen.values())
+def main_dtype(header: Header, conversion: str) -> str:
+    """Return torch's name of the dtype that a segment's floats got, or of most of its bytes.
+
+    Args:
+        header: of the segment.
+        conversion: as in its metadata.
+    """
+    target = conversion.partition("/")[0]
+    if target not in TORCH_NAMES:  # raw: the tensors are as the file has them
+        nbytes: dict[str, int] = {}
+        for tensor in header.tensors:
+            nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
+        target = max(nbytes, key=lambda dtype: nbytes[dtype], default="")
+    return TORCH_NAMES.get(target, target)
 
 
-def _matches(info: SegmentInfo, pattern: str) -> bool:
-    """Tell whether a pattern is a segment's name, or its shard's path or a directory above it."""
-    if info.name == pattern:
-        return True
-    if not pattern or not info.source:  # an empty path would be the current directory
-        return False
-    for resolve in (os.path.abspath, os.path.realpath):
-        try:
-            path, source = printable(resolve(pattern)), resolve(info.source)
-        except ValueError:  # no file has a zero byte in its name
-            return False
-        if source == path or source.startswith(path + os.sep):
-            return True
-    return False
+def _state(info: SegmentInfo) -> str:
+    """Write what keeps a segment from being evicted, or `idle`."""
+    states = (("in use", info.is_leased), ("pinned", info.is_pinned))
+    return ", ".join(word for word, is_so in states if is_so) or "idle"

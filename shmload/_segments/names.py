@@ -19,6 +19,7 @@ FORMAT_VERSION = 1
 """Raised whenever a segment's layout or conversion changes: old segments are then not found."""
 
 _KEY_NBYTES = 15
+_SHORT_NCHARS = 8
 _PART_SUFFIX = ".part"
 _VIEW_INFIX = "view-"
 
@@ -33,6 +34,11 @@ def segment_name(identity: Identity, conversion: str) -> str:
     text = f"{FORMAT_VERSION}\n{identity.key}\n{conversion}"
     key = hashlib.blake2b(text.encode(), digest_size=_KEY_NBYTES).hexdigest()
     return f"{name_prefix()}{key}"
+
+
+def short_id(segment: str) -> str:
+    """Return the beginning of a segment's key, which tells it apart and can be typed."""
+    return segment.removeprefix(name_prefix())[:_SHORT_NCHARS]
 
 
 def part_name(segment: str) -> str:

@@ -53,6 +53,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   └── NodeFailed
     └── SegmentError
         ├── SegmentNotFound (KeyError)
+        ├── AmbiguousName (ValueError)
         ├── SegmentBusy
         ├── SegmentCorrupt
         ├── SegmentUntrusted
@@ -79,6 +80,7 @@ from shmload.errors.jobs import (
     ResultsUnfinished,
 )
 from shmload.errors.loading import (
+    AmbiguousName,
     ArgumentError,
     CapacityError,
     CheckpointError,
@@ -121,6 +123,7 @@ from shmload.errors.service import (
 )
 
 __all__ = [
+    "AmbiguousName",
     "ArgumentError",
     "CapacityError",
     "CheckpointError",

@@ -269,10 +269,33 @@ class SegmentError(ShmloadError):
 
 
 class SegmentNotFound(SegmentError, KeyError):
-    """No resident segment matches."""
+    """No resident model or segment matches.
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"no resident segment matches {what!r}; `shmload ls` lists them")
+    Args:
+        what: the name, id or path.
+        known: what it might have been meant for.
+    """
+
+    def __init__(self, what: str, known: Sequence[str] = ()) -> None:
+        super().__init__(
+            f"no resident model or segment matches {what!r}{nearest(what, known) or ';'} "
+            "`shmload ls` lists them"
+        )
+
+
+class AmbiguousName(SegmentError, ValueError):
+    """A part of a name fits several resident models.
+
+    Attributes:
+        candidates: the names, or ids, that it fits.
+    """
+
+    def __init__(self, what: str, candidates: Iterable[str]) -> None:
+        self.candidates = tuple(candidates)
+        super().__init__(
+            f"{what!r} fits several: {', '.join(self.candidates)}; give more of the name, or an id "
+            "from `shmload ls --long`"
+        )
 
 
 class SegmentBusy(SegmentError):

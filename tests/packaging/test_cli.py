@@ -48,14 +48,17 @@ def test_warm_twice_says_already_resident(checkpoint):
 def test_listing_as_json_is_what_the_api_says(checkpoint):
     _shmload("warm", checkpoint)
     listed = json.loads(_shmload("ls", "--json").stdout)
-    mine = [entry for entry in listed if entry["source"] == str(checkpoint)]
-    assert [entry["name"] for entry in mine] == list(shmload.warm(checkpoint).segments)
-    assert str(checkpoint) in _shmload("ls").stdout
+    (mine,) = (entry for entry in listed["models"] if entry["source"] == str(checkpoint))
+    assert mine["name"] == "model.safetensors"
+    names = [entry["name"] for entry in mine["segments"]]
+    assert names == list(shmload.warm(checkpoint).segments)
+    assert "model.safetensors" in _shmload("ls").stdout
+    assert str(checkpoint) in _shmload("ls", "--long").stdout
 
 
 def test_plan_names_what_would_be_done(checkpoint):
     planned = json.loads(_shmload("plan", checkpoint, "--dtype", "fp16", "--json").stdout)
-    (shard,) = planned["shards"]
+    (shard,) = planned["plan"]["shards"]
     assert (shard["action"], shard["conversion"], shard["tensors"]) == ("decode", "F16", 2)
     assert "decode" in _shmload("plan", checkpoint, "--dtype", "fp16").stdout
 
@@ -78,8 +81,8 @@ def test_verify_and_gc(checkpoint):
     [
         (("warm", "/no/such/model"), "/no/such/model: no such file or directory"),
         (("plan", "/no/such/model"), "/no/such/model: no such file or directory"),
-        (("rm", "/no/such/model"), "no resident segment matches '/no/such/model'"),
-        (("verify", "nothing"), "no resident segment matches 'nothing'"),
+        (("rm", "/no/such/model"), "no resident model or segment matches '/no/such/model'"),
+        (("verify", "nothing"), "no resident model or segment matches 'nothing'"),
     ],
 )
 def test_failure_is_one_line_and_exit_code_one(arguments, sentence):
@@ -98,7 +101,7 @@ def test_wrong_dtype_names_the_known_ones(checkpoint):
 
 def test_doctor_examines_the_source_and_fails_for_what_is_bad():
     done = _shmload("doctor", "/no/such/model", "--json", expected=1)
-    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert found["source"]["state"] == "bad"
     assert "no such file" in found["source"]["detail"]
     assert "ls -lL /no/such/model" in _shmload("doctor", "/no/such/model", expected=1).stdout

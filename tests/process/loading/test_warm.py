@@ -211,7 +211,7 @@ def test_command_goes_on_after_a_bad_source(checkpoint, tmp_path):
     run = subprocess.run(
         [*command, str(checkpoint)], capture_output=True, text=True, timeout=60, check=False
     )
-    failed, warmed = json.loads(run.stdout)
+    failed, warmed = json.loads(run.stdout)["reports"]
     assert run.returncode == 1
     assert "no such file" in failed["error"]
     assert len(warmed["segments"]) == 1

@@ -231,10 +231,10 @@ def test_printed_map_can_be_pasted(saved, run_plan):
 
 def test_json_has_the_placement(saved, run_plan):
     shown = run_plan(saved("wan"), "--inventory", "1GiB", "--json")
-    found = json.loads(shown.stdout)
+    found = json.loads(shown.stdout)["plan"]
     assert found["placement"]["device_map"]["transformer"] == "cuda:0"
     assert found["shards"]
-    assert "placement" not in json.loads(run_plan(saved("wan"), "--json").stdout)
+    assert "placement" not in json.loads(run_plan(saved("wan"), "--json").stdout)["plan"]
 
 
 @pytest.mark.parametrize(

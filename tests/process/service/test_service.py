@@ -131,11 +131,10 @@ def test_remove_says_what_went_and_who_keeps_the_rest(service, shards):
     (kept,) = names_of(shards[:1])
     wait_until(lambda found: len(found.leases) == 1)
     listed = run_command("ls").stdout
-    states = [line.split("BF16")[1].split("0 min")[0].strip() for line in listed.splitlines()[1:3]]
-    assert states == [
-        "in use",
-        "pinned",
-    ]
+    lines = [line.split() for line in listed.splitlines()]
+    assert lines[0] == ["MODEL", "DTYPE", "SIZE", "USED", "BY", "LAST", "USED", "PINNED"]
+    assert lines[1][:5] == ["0.safetensors", "bfloat16", "1.00", "MiB", str(os.getpid())]
+    assert (lines[1][-2:], lines[2][-1]) == (["now", "-"], "yes")
     done = run_command("rm", "--all")
     assert done.returncode == 1
     assert done.stdout.startswith("removed 1 segment,")

@@ -324,4 +324,4 @@ def test_status_can_be_read_by_people_and_programs(service, checkpoint):
     assert f"process {process.pid}" in text
     assert "0 hits, 1 miss, 0 evictions" in text
     found = subprocess.run([*command, "--json"], check=True, capture_output=True, timeout=60).stdout
-    assert json.loads(found)["misses"] == 1
+    assert json.loads(found)["service"]["misses"] == 1

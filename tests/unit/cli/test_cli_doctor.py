@@ -37,7 +37,7 @@ def test_findings_are_aligned_with_their_remedies_below(run):
 def test_json_is_a_list_of_findings(run):
     code, output = run(HEALTH, WARNING, arguments=["--json"])
     assert code == 0
-    assert json.loads(output) == [
+    assert json.loads(output)["findings"] == [
         {"name": "kernel", "state": "ok", "detail": "Linux 6.8", "remedy": None},
         {"name": "huge pages", "state": "warn", "detail": "huge=never", "remedy": "sudo mount"},
     ]

@@ -5,11 +5,11 @@ import logging
 from shmload._cli import preload
 
 _SOURCE = preload.ListedSource(3, "model.safetensors", None)
-_REPORT = b'[\n  {"segments": ["a"], "resident_nbytes": 7}\n]\n'
+_REPORT = b'{\n  "reports": [{"segments": ["a"], "resident_nbytes": 7}]\n}\n'
 
 
 def test_lines_of_libraries_before_the_report_are_left_out():
-    report = preload._read_report(b"Using a [new] cache\n" + _REPORT, _SOURCE)
+    report = preload._read_report(b"Using a {new} cache\n" + _REPORT, _SOURCE)
     assert report == preload._Report(("a",), 7)
 
 

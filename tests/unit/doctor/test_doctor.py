@@ -12,8 +12,8 @@ from shmload._doctor import doctor
 from shmload._doctor.checks import Finding
 from shmload._doctor.doctor import diagnose
 from shmload._host.linux import SHM_DIR, shm_open, try_lock
-from shmload._segments.listing import collect_garbage, find_garbage
 from shmload._segments.names import name_prefix, part_name
+from shmload._segments.upkeep import collect_garbage, find_garbage
 
 # Leftovers ----------------------------------------------------------------------------------------
 

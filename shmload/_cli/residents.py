@@ -1,0 +1,106 @@
+"""The commands on what is resident: `shmload ls`, `rm`, `gc` and `verify`."""
+
+from collections.abc import Sequence
+
+import click
+
+import shmload
+from shmload._cli.output import as_json_option, print_json, print_page
+from shmload._segments.listing import SegmentInfo, Segments, amount_of
+from shmload._segments.models import find_models
+from shmload._segments.selection import select
+from shmload._segments.upkeep import find_garbage
+from shmload._tables import printing
+from shmload._wording import count_of
+from shmload.errors import SegmentBusy
+
+_dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Only say what would be removed; remove nothing."
+)
+
+
+@click.command("ls")
+@click.option("--long", "is_long", is_flag=True, help="Show ids, and the segments of each model.")
+@as_json_option
+def list_command(is_long: bool, as_json: bool) -> None:
+    """List resident models, and what is being decoded."""
+    found = shmload.models()
+    if as_json:
+        print_json("ls", models=found, decoding=found.decoding)
+        return
+    print_page(found.table(with_ids=is_long))
+    if is_long and found:
+        click.echo()
+        once = {info.name: info for model in found for info in model.segments}
+        print_page(Segments(once.values()).page())
+
+
+@click.command("rm")
+@click.argument("patterns", nargs=-1, metavar="[NAME|ID|PATH]...")
+@click.option("--all", "everything", is_flag=True, help="Remove everything of this user.")
+@_dry_run_option
+@as_json_option
+def remove_command(
+    patterns: tuple[str, ...], everything: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Remove models by name, by id, or by the path of their files or a directory above.
+
+    A part of a name is enough if no other model has it. What a process uses stays, and the exit
+    code is then 1. What another resident model shares stays too.
+    """
+    if bool(patterns) == everything:
+        raise click.UsageError("give names, ids or paths, or --all")
+    before = shmload.segments()
+    chosen = select(patterns, before, spare_shared=True)
+    busy: SegmentBusy | None = None
+    if dry_run:
+        removed = [info for info in chosen if not info.is_leased]
+        stays = [info.name for info in chosen if info.is_leased]
+    else:
+        try:
+            removed = shmload.evict(*(info.name for info in chosen)) if chosen else []
+        except SegmentBusy as exc:
+            busy, removed = exc, [info for info in chosen if info.name in exc.removed]
+        stays = list(busy.names) if busy else []
+    if as_json:
+        print_json("rm", removed=removed, in_use=stays, dry_run=dry_run)
+    else:
+        click.echo(_removal(removed, before, "would remove" if dry_run else "removed"))
+        if dry_run and stays:
+            click.echo(f"in use, so they stay: {count_of(len(stays), 'segment')}")
+    if busy:
+        raise busy
+
+
+@click.command("gc")
+@_dry_run_option
+@as_json_option
+def collect_command(dry_run: bool, as_json: bool) -> None:
+    """Remove unusable segments: leftovers of killed processes, and segments of changed sources."""
+    removed = find_garbage() if dry_run else shmload.collect_garbage()
+    if as_json:
+        print_json("gc", removed=removed, dry_run=dry_run)
+        return
+    for name in removed:
+        click.echo(name)
+    click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)}")
+
+
+@click.command("verify")
+@click.argument("patterns", nargs=-1, metavar="[NAME|ID|PATH]...")
+@as_json_option
+def verify_command(patterns: tuple[str, ...], as_json: bool) -> None:
+    """Recompute the digests of models, given as for `shmload rm`; of all if none is given."""
+    checked = shmload.verify(*patterns)
+    if as_json:
+        print_json("verify", sound=checked)
+    else:
+        click.echo(f"sound: {amount_of(checked)}")
+
+
+def _removal(removed: Sequence[SegmentInfo], before: Sequence[SegmentInfo], did: str) -> str:
+    """Write what was removed: its amount, and the models that it was part of."""
+    gone = {info.name for info in removed}
+    models = (m for m in find_models(before) if any(info.name in gone for info in m.segments))
+    names = ", ".join(dict.fromkeys(printing(model.full_name) for model in models))
+    return f"{did} {amount_of(removed)}{f': {names}' if names else ''}"

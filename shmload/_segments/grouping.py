@@ -1,0 +1,178 @@
+"""Groups segments into models: functions of their arguments alone.
+
+A segment belongs to the source that it was decoded from. Where a shard of a source is resident in
+several dtypes, each dtype is a model. A segment belongs to several models where these have the same
+file, or where it is the only one of its shard.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from shmload._segments.listing import SegmentInfo
+from shmload._segments.roots import Root, tell_apart
+from shmload._segments.users import User
+
+_ID_NBYTES = 4
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """The resident segments of one source in one dtype."""
+
+    name: str
+    """The hub id, or as many last folders of the source as tell it apart; a file's own name."""
+    id: str
+    """Eight hexadecimal digits, the same as long as its source and dtype are."""
+    dtype: str
+    """torch's name of the dtype of its weights; several with commas, the largest share first."""
+    components: tuple[str, ...]
+    """Its resident components, the largest first; empty for a model without components."""
+    nbytes: int
+    """Size of its segments in bytes, with those that it shares."""
+    source: str
+    """Path of the directory or file that it is loaded from."""
+    segments: tuple[SegmentInfo, ...]
+    shared_with: tuple[str, ...]
+    """The other models that have some of the same segments."""
+    used_by: tuple[User, ...]
+    """The processes that are attached, as far as this one can see them."""
+    is_leased: bool
+    """Whether some process is attached, seen or not."""
+    created_at: float
+    """When its first segment was decoded, in seconds since the epoch."""
+    used_at: float
+    """When it was last decoded or attached, in seconds since the epoch."""
+    is_pinned: bool
+    """Whether the service evicts none of its segments to make room."""
+    pinned_segments: int
+    """How many of its segments the service never evicts."""
+    is_current: bool
+    """Whether the files on disk are still those that were decoded."""
+
+    @property
+    def full_name(self) -> str:
+        """Its name and dtype, for messages."""
+        return f"{self.name} ({self.dtype})" if self.dtype else self.name
+
+
+class _Draft(msgspec.Struct, frozen=True):
+    """Which segments make a model."""
+
+    home: Root
+    dtype: str
+    """Empty if the source is resident in one dtype only."""
+    segments: tuple[SegmentInfo, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(info.name for info in self.segments)
+
+
+def group_segments(
+    found: Sequence[SegmentInfo],
+    roots: Mapping[str, Root],
+    shards: Mapping[str, Mapping[str, str]],
+    users: Mapping[str, tuple[User, ...]],
+) -> list[Model]:
+    """Group segments into models, in the order of their first segments.
+
+    Args:
+        found: the segments.
+        roots: where each shard's model lies, by the shard's path.
+        shards: the component of each file that a model has now, by the model's path and then by the
+            file's `Identity.key`. A model that is not named has the files it was decoded from.
+        users: the processes that are attached, by segment.
+    """
+    groups: dict[tuple[str, bool], list[SegmentInfo]] = {}
+    homes: dict[str, Root] = {}
+    for info in found:
+        home = roots.get(info.source) or Root(path=info.source or info.name)
+        homes[home.path] = home
+        groups.setdefault((home.path, info.is_current), []).append(info)
+    drafts = []
+    for (path, is_current), own in groups.items():
+        others = shards.get(path, {}) if is_current else {}
+        mine = {info.name for info in own}
+        also = [info for info in found if info.identity in others and info.name not in mine]
+        drafts += _divide(homes[path], own, also)
+    drafts = [draft for draft in drafts if not any(draft.names < each.names for each in drafts)]
+    names = tell_apart({draft.home.path: draft.home for draft in drafts}.values())
+    made = [_make(draft, names[draft.home.path], shards, users) for draft in drafts]
+    return [_with_shared(model, made) for model in made]
+
+
+def _divide(home: Root, own: Sequence[SegmentInfo], also: Sequence[SegmentInfo]) -> list[_Draft]:
+    """Divide the segments of one source by dtype, if some shard is there in several.
+
+    Args:
+        home: the source.
+        own: the segments that were decoded from it.
+        also: the segments of files that it shares with other sources.
+    """
+    dtypes: dict[str, set[str]] = {}
+    for info in own:
+        dtypes.setdefault(info.identity or info.name, set()).add(info.dtype)
+    divided = [d for several in dtypes.values() if len(several) > 1 for d in sorted(several)]
+    drafts = []
+    for dtype in dict.fromkeys(divided) or [""]:
+        held = [
+            info
+            for info in own
+            if not dtype or info.dtype == dtype or len(dtypes[info.identity or info.name]) == 1
+        ]
+        wanted = {info.dtype for info in held}
+        held += (info for info in also if info.dtype in wanted)
+        drafts.append(_Draft(home, dtype, tuple(held)))
+    return drafts
+
+
+def _make(
+    draft: _Draft,
+    name: str,
+    shards: Mapping[str, Mapping[str, str]],
+    users: Mapping[str, tuple[User, ...]],
+) -> Model:
+    home, held = draft.home, draft.segments
+    components: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    inside = shards.get(home.path, {})
+    for info in held:
+        component = home.component_of(info.source) or inside.get(info.identity, "")
+        components[component] = components.get(component, 0) + info.nbytes
+        dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.nbytes
+    by_pid = {user.pid: user for info in held for user in users.get(info.name, ())}
+    dtype = ", ".join(each for each in _largest_first(dtypes) if each)
+    key = f"{home.path}\0{draft.dtype or dtype}\0{held[0].is_current}"
+    return Model(
+        name=name,
+        id=hashlib.blake2b(key.encode(), digest_size=_ID_NBYTES).hexdigest(),
+        dtype=dtype,
+        components=tuple(each for each in _largest_first(components) if each),
+        nbytes=sum(info.nbytes for info in held),
+        source=home.path,
+        segments=held,
+        shared_with=(),
+        used_by=tuple(by_pid[pid] for pid in sorted(by_pid)),
+        is_leased=any(info.is_leased for info in held),
+        created_at=min(info.created_at for info in held),
+        used_at=max(info.used_at for info in held),
+        is_pinned=all(info.is_pinned for info in held),
+        pinned_segments=sum(info.is_pinned for info in held),
+        is_current=held[0].is_current,
+    )
+
+
+def _largest_first(nbytes: Mapping[str, int]) -> list[str]:
+    return sorted(nbytes, key=lambda name: (-nbytes[name], name))
+
+
+def _with_shared(model: Model, models: Sequence[Model]) -> Model:
+    """Add the other models that have some of the same segments."""
+    mine = {info.name for info in model.segments}
+    shared = tuple(
+        other.full_name if other.name == model.name else other.name
+        for other in models
+        if other is not model and any(info.name in mine for info in other.segments)
+    )
+    return msgspec.structs.replace(model, shared_with=shared) if shared else model

@@ -1,0 +1,117 @@
+"""The resident models, and what is being decoded, as a list and as the table of `shmload ls`."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from shmload._segments.grouping import Model, group_segments
+from shmload._segments.listing import SegmentInfo, amount_of, segments
+from shmload._segments.roots import find_roots, shards_below
+from shmload._segments.unfinished import Decoding, find_decoding
+from shmload._segments.users import find_users, name_users
+from shmload._tables import Cell, Listing, Page, Table
+from shmload._wording import count_of, format_age, format_nbytes
+
+
+class Models(Listing[Model]):
+    """Resident models, as a list that is printed as a table.
+
+    Attributes:
+        decoding: what was being decoded when they were listed.
+    """
+
+    def __init__(self, found: Iterable[Model] = (), decoding: Sequence[Decoding] = ()) -> None:
+        super().__init__(found)
+        self.decoding = tuple(decoding)
+
+    def page(self) -> Page:
+        """Return a row for each model and each decode, and the totals."""
+        return self.table()
+
+    def table(self, *, with_ids: bool = False) -> Page:
+        """Return the page.
+
+        Args:
+            with_ids: begin each row with the model's id.
+        """
+        blocks: list[Table | str] = [_table_of(self, with_ids)] if self else []
+        if self.decoding:
+            blocks += [*([""] if self else []), _table_of_decodes(self.decoding)]
+        return Page((*blocks, *([""] if self.decoding else []), self.totals()))
+
+    def totals(self) -> str:
+        """Write how many models are resident, their size, and how much is being decoded."""
+        once = {info.name: info for model in self for info in model.segments}
+        text = f"{count_of(len(self), 'model')}, {amount_of(list(once.values()))}"
+        if self.decoding:
+            done = format_nbytes(sum(each.done_nbytes for each in self.decoding))
+            nbytes = format_nbytes(sum(each.nbytes for each in self.decoding))
+            text += f"; being decoded: {done} of {nbytes}"
+        return text
+
+
+def models() -> Models:
+    """List this user's resident models, the oldest first, and what is being decoded.
+
+    Printed, and in a notebook, the list is the table of `shmload ls`.
+    """
+    return Models(find_models(segments()), find_decoding())
+
+
+def find_models(found: Sequence[SegmentInfo]) -> list[Model]:
+    """Group segments into models; look up where they lie on disk and which processes use them."""
+    roots = find_roots(info.source for info in found if info.source)
+    by_path = {root.path: root for root in roots.values()}
+    # Only where there are several sources can they share files.
+    shards = {path: shards_below(root) for path, root in by_path.items()} if by_path else {}
+    return group_segments(found, roots, shards, find_users(info.name for info in found))
+
+
+def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
+    now = time.time()
+    listed = list(found)
+    titles = ["MODEL", "DTYPE", "SIZE", "USED BY", "LAST USED", "PINNED", "COMPONENTS"]
+    rows = [_row(model, now) for model in listed]
+    is_shown = [True] * len(titles)
+    is_shown[titles.index("PINNED")] = any(model.pinned_segments for model in listed)
+    is_shown[titles.index("COMPONENTS")] = any(model.components for model in listed)
+    if with_ids:
+        titles, is_shown = ["ID", *titles], [True, *is_shown]
+        rows = [[model.id, *row] for model, row in zip(listed, rows, strict=True)]
+    kept = [title for title, shown in zip(titles, is_shown, strict=True) if shown]
+    return Table(
+        titles=tuple(kept),
+        rows=[[cell for cell, shown in zip(row, is_shown, strict=True) if shown] for row in rows],
+        right=(kept.index("SIZE"),),
+        cut=kept.index("MODEL"),
+    )
+
+
+def _row(model: Model, now: float) -> list[str | Cell]:
+    users = name_users(model.used_by) or ("unknown" if model.is_leased else "-")
+    components = ", ".join(model.components)
+    pinned = "yes" if model.is_pinned else "partly" if model.pinned_segments else "-"
+    return [
+        Cell(model.name, "bold") if model.is_current else Cell(f"{model.name} (changed)", "yellow"),
+        model.dtype or "-",
+        format_nbytes(model.nbytes),
+        Cell(users, "green" if model.is_leased else ""),
+        "now" if model.is_leased else format_age(now - model.used_at),
+        pinned,
+        Cell(components or "-", short=str(len(model.components)) if components else "-"),
+    ]
+
+
+def _table_of_decodes(found: Iterable[Decoding]) -> Table:
+    rows = [
+        (
+            Cell(each.name, "bold"),
+            each.dtype or "-",
+            format_nbytes(each.done_nbytes),
+            format_nbytes(each.nbytes),
+            Cell(f"{format_nbytes(each.bytes_per_s)}/s", "green"),
+            name_users(each.built_by) or "unknown",
+        )
+        for each in found
+    ]
+    titles = ("BEING DECODED", "DTYPE", "DONE", "SIZE", "RATE", "BY")
+    return Table(titles=titles, rows=rows, right=(2, 3, 4), cut=0)

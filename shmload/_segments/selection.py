@@ -1,0 +1,116 @@
+"""Chooses resident segments by what a person calls them.
+
+a segment's name                                      that segment
+the path of a file, or of a directory above it        what was decoded from there
+a model's name, such as `org/name`                    that model, in every dtype
+an id, or its first four digits or more               that model or segment
+a part of a model's name that no other model has      that model, in every dtype
+"""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+from shmload._segments.grouping import Model
+from shmload._segments.listing import SegmentInfo, segments
+from shmload._segments.models import find_models
+from shmload._segments.names import name_prefix
+from shmload._wording import printable
+from shmload.errors import AmbiguousName, SegmentNotFound
+
+_ID = re.compile(r"[0-9a-f]{4,30}")
+
+
+def select(
+    patterns: Sequence[str | os.PathLike[str]],
+    found: Sequence[SegmentInfo] | None = None,
+    *,
+    spare_shared: bool = False,
+) -> list[SegmentInfo]:
+    """Choose resident segments; each once.
+
+    Args:
+        patterns: as above; none means all.
+        found: the segments to choose from; None for all that are resident.
+        spare_shared: of a model that is chosen by its name or id, leave out what a model that is
+            not chosen has too.
+
+    Raises:
+        SegmentNotFound: a pattern matches nothing.
+        AmbiguousName: a part of a name is in several models' names, or the beginning of an id in
+            several ids.
+    """
+    found = segments() if found is None else found
+    if not patterns:
+        return list(found)
+    chosen: dict[str, SegmentInfo] = {}
+    named: dict[str, Model] = {}
+    models: list[Model] | None = None
+    for given in patterns:
+        pattern = os.fspath(given)
+        matching = [info for info in found if is_below(info, pattern)]
+        if not matching:
+            models = find_models(found) if models is None else models
+            match = match_name(pattern, models, found)
+            if isinstance(match, SegmentInfo):
+                matching = [match]
+            else:
+                named |= {model.id: model for model in match}
+        chosen |= {info.name: info for info in matching}
+    others = [model for model in models or () if model.id not in named]
+    kept = {info.name for model in others for info in model.segments} if spare_shared else set()
+    for model in named.values():
+        own = [info for info in model.segments if info.name not in kept]
+        chosen |= {info.name: info for info in own or model.segments}
+    return list(chosen.values())
+
+
+def match_name(
+    pattern: str, models: Sequence[Model], found: Iterable[SegmentInfo]
+) -> list[Model] | SegmentInfo:
+    """Return the models, all of one name, or the segment that a name or id means.
+
+    Raises:
+        SegmentNotFound, AmbiguousName: as `select`.
+    """
+    exact = [model for model in models if pattern == model.name]
+    if exact:
+        return exact
+    if _ID.fullmatch(pattern):
+        by_id = [model for model in models if model.id.startswith(pattern)]
+        by_key = [info for info in found if info.name.startswith(name_prefix() + pattern)]
+        if len(by_id) + len(by_key) > 1:
+            ids = (*(model.id for model in by_id), *(info.name for info in by_key))
+            raise AmbiguousName(pattern, ids)
+        if by_id or by_key:
+            return by_id or by_key[0]
+    fitting = [model for model in models if pattern and pattern.casefold() in model.name.casefold()]
+    names = sorted({model.name for model in fitting})
+    if len(names) > 1:
+        raise AmbiguousName(pattern, names)
+    if not fitting:
+        raise SegmentNotFound(pattern, known_names(models))
+    return fitting
+
+
+def known_names(models: Iterable[Model]) -> list[str]:
+    """Return what may be typed for models: names, their last folders, and paths."""
+    texts = [(model.name, model.name.rpartition("/")[2], model.source) for model in models]
+    return list(dict.fromkeys(text for several in texts for text in several))
+
+
+def is_below(info: SegmentInfo, pattern: str) -> bool:
+    """Tell whether a pattern is a segment's name, or its shard's path or a directory above it."""
+    if info.name == pattern:
+        return True
+    if not pattern or not info.source:  # an empty path would be the current directory
+        return False
+    pattern = os.path.expanduser(pattern)
+    for resolve in (os.path.abspath, os.path.realpath):
+        try:
+            path, source = printable(resolve(pattern)), resolve(info.source)
+        except ValueError:  # no file has a zero byte in its name
+            return False
+        if source == path or source.startswith(path + os.sep):
+            return True
+    return False

@@ -1,0 +1,115 @@
+"""Verifying and removing segments, and collecting garbage."""
+
+import os
+from collections.abc import Iterator
+
+from shmload._segments.digest import digest_data
+from shmload._segments.listing import SegmentInfo, holders, segments
+from shmload._segments.metadata import read_digest
+from shmload._segments.names import part_names
+from shmload._segments.removal import give_back, is_free, remove_if_free, remove_leftovers
+from shmload._segments.segment import Segment, attach
+from shmload._segments.selection import select
+from shmload._segments.view import dead_views
+from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt
+
+
+def verify(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
+    """Recompute the digests of resident segments; reads all their bytes.
+
+    Args:
+        patterns: as for `evict`; none means all.
+
+    Returns:
+        The segments that were checked; all are sound.
+
+    Raises:
+        SegmentCorrupt: a segment's bytes are not those that were decoded; names the first.
+        SegmentNotFound, AmbiguousName: as `evict`.
+    """
+    return list(verify_each(*patterns))
+
+
+def verify_each(*patterns: str | os.PathLike[str]) -> Iterator[SegmentInfo]:
+    """Do what `verify` does, one segment at a time; yield each that is sound."""
+    for info in select(patterns):
+        segment = attach(info.name)
+        if segment:
+            try:
+                check_digest(segment)
+            finally:
+                give_back(segment)
+        yield info
+
+
+def check_digest(segment: Segment) -> None:
+    """Recompute one segment's digest, on all cores.
+
+    Raises:
+        SegmentCorrupt: it differs from the one in the header.
+    """
+    header = segment.read_header()
+    wanted = read_digest(header.metadata)
+    got = digest_data(segment.fd, header)
+    if got != wanted:
+        raise SegmentCorrupt(segment.name, f"its digest is {got} and should be {wanted}")
+
+
+def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
+    """Remove models or segments that no process is attached to.
+
+    Segments that a named model shares with another resident model stay.
+
+    Args:
+        patterns: each the name of a model (as `models()` has it) or a part of it that no other
+            model has, the id of a model or segment, a segment's name, or the path of a file or of a
+            directory above it.
+
+    Returns:
+        The segments that were removed.
+
+    Raises:
+        ArgumentError: no pattern is given.
+        SegmentNotFound: a pattern matches nothing.
+        AmbiguousName: a pattern is a part of several models' names.
+        SegmentBusy: some are leased; the others are removed.
+    """
+    if not patterns:
+        raise ArgumentError("evict() needs the names or sources of what to remove")
+    removed: list[SegmentInfo] = []
+    busy: list[SegmentInfo] = []
+    for info in select(patterns, spare_shared=True):
+        (removed if remove_if_free(info.name) else busy).append(info)
+    if busy:
+        known = holders(info.name for info in busy)
+        pids = {info.name: known.get(info.name, set()) for info in busy}
+        raise SegmentBusy(pids, (info.name for info in removed))
+    return removed
+
+
+def collect_garbage() -> list[str]:
+    """Remove what can never be used again.
+
+    These are parts whose builder died, views whose process died, and segments that no process is
+    attached to and that were shared, or whose shard has changed or is gone.
+
+    Returns:
+        The names that were removed.
+    """
+    removed = [
+        info.name for info in segments() if not info.is_current and remove_if_free(info.name)
+    ]
+    return [*removed, *remove_leftovers()]
+
+
+def find_garbage() -> list[str]:
+    """Return the names that `collect_garbage` would remove; remove nothing.
+
+    Holds each segment's lock for a moment; a process that wants the lock waits that long.
+    """
+    unused = (
+        info.name
+        for info in segments()
+        if not info.is_leased and (info.is_shared or not info.is_current)
+    )
+    return [*unused, *filter(is_free, part_names()), *dead_views()]

@@ -1,0 +1,54 @@
+"""The processes that use segments."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
+
+from shmload._host.procfs import command_of
+from shmload._segments.listing import holders
+
+
+class User(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that uses a model."""
+
+    pid: int
+    command: str
+    """Its command line; empty if the kernel hides it."""
+    program: str
+    """The program in it without its directory: a script or module rather than `python`."""
+
+
+def find_users(names: Iterable[str]) -> dict[str, tuple[User, ...]]:
+    """Return the processes that are attached to segments or build parts, by name."""
+    known = holders(names)
+    users = {pid: describe_user(pid, command_of(pid)) for pid in set().union(*known.values())}
+    return {name: tuple(users[pid] for pid in sorted(pids)) for name, pids in known.items()}
+
+
+def describe_user(pid: int, command: Sequence[str]) -> User:
+    """Describe a process by the words of its command line."""
+    program = command[0].rpartition("/")[2] if command else ""
+    if program.startswith("python"):
+        program = _python_program(command[1:]) or program
+    return User(pid=pid, command=" ".join(command), program=program)
+
+
+def name_users(users: Collection[User]) -> str:
+    """Write the first user for a table, and how many more there are; empty for none."""
+    if not users:
+        return ""
+    first = min(users, key=lambda user: user.pid)
+    more = f" +{len(users) - 1}" if len(users) > 1 else ""
+    return f"{first.pid} {first.program}".rstrip() + more
+
+
+def _python_program(words: Sequence[str]) -> str:
+    """Return the module or script that Python runs; empty if it runs neither."""
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        if word == "-m":
+            return following
+        if word == "-c":
+            return ""
+        if not word.startswith("-"):
+            return word.rpartition("/")[2]
+    return ""

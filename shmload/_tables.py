@@ -1,0 +1,172 @@
+"""Tables for people: one writer, as text for terminals and as HTML for notebooks.
+
+Guarantee: what a file or a process is called cannot change the table around it. Characters that do
+not print are escaped in text, and so are those that mean something in HTML.
+"""
+
+import html
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+_STYLES = {"bold": "\x1b[1m", "green": "\x1b[32m", "yellow": "\x1b[33m", "dim": "\x1b[2m"}
+_RESET = "\x1b[0m"
+_GAP = "  "
+_LEAST_WIDTH = 12  # of a column that is cut to fit; less would tell nothing
+
+
+class Cell(NamedTuple):
+    """A cell with a style, or with a shorter text for narrow terminals."""
+
+    text: str
+    style: str = ""
+    """`bold`, `green`, `yellow`, `dim` or empty; shown on terminals only."""
+    short: str = ""
+    """What may stand there instead where the table is too wide; empty if nothing."""
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """A table with a line of titles."""
+
+    titles: tuple[str, ...]
+    rows: Sequence[Sequence[str | Cell]]
+    right: tuple[int, ...] = ()
+    """Columns of numbers, which end at the right."""
+    cut: int | None = None
+    """The column whose texts lose their beginning if the table is still too wide."""
+
+    def lines(self, width: int | None = None, *, color: bool = False) -> Iterator[str]:
+        """Yield its lines.
+
+        Args:
+            width: of the terminal, in characters; None for no limit.
+            color: use the styles, as escape sequences of terminals.
+        """
+        rows = [[_as_cell(cell) for cell in row] for row in self.rows]
+        texts = self._fit([[cell.text for cell in row] for row in rows], rows, width)
+        widths = _widths([self.titles, *texts])
+        yield self._line(self.titles, widths, ["bold" if color else ""] * len(widths))
+        for cells, row in zip(rows, texts, strict=True):
+            yield self._line(row, widths, [cell.style if color else "" for cell in cells])
+
+    def html(self) -> str:
+        """Return it as an HTML table."""
+        head = "".join(self._html_cell("th", n, title) for n, title in enumerate(self.titles))
+        body = "".join(
+            "<tr>"
+            + "".join(self._html_cell("td", n, _as_cell(cell).text) for n, cell in enumerate(row))
+            + "</tr>"
+            for row in self.rows
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _html_cell(self, tag: str, column: int, text: str) -> str:
+        side = "right" if column in self.right else "left"
+        return f'<{tag} style="text-align: {side}">{html.escape(printing(text))}</{tag}>'
+
+    def _fit(
+        self, texts: list[list[str]], rows: list[list[Cell]], width: int | None
+    ) -> list[list[str]]:
+        """Return the texts, shortened as far as the width demands it."""
+        if width is None or self._nchars(texts) <= width:
+            return texts
+        # The last column first: what has a short form says the same in fewer words.
+        for column in reversed(range(len(self.titles))):
+            for row, cells in zip(texts, rows, strict=True):
+                row[column] = cells[column].short or row[column]
+            if self._nchars(texts) <= width:
+                return texts
+        if self.cut is not None:
+            widest = _widths([self.titles, *texts])[self.cut]
+            room = max(_LEAST_WIDTH, widest - (self._nchars(texts) - width))
+            for row in texts:
+                row[self.cut] = _without_beginning(row[self.cut], room)
+        return texts
+
+    def _nchars(self, texts: list[list[str]]) -> int:
+        widths = _widths([self.titles, *texts])
+        return sum(widths) + len(_GAP) * (len(widths) - 1)
+
+    def _line(self, row: Sequence[str], widths: Sequence[int], styles: Sequence[str]) -> str:
+        cells = []
+        for column, (text, width, style) in enumerate(zip(row, widths, styles, strict=True)):
+            shown = printing(text)
+            padded = shown.rjust(width) if column in self.right else shown.ljust(width)
+            if column == len(widths) - 1:
+                padded = padded.rstrip()
+            cells.append(f"{_STYLES[style]}{padded}{_RESET}" if style else padded)
+        return _GAP.join(cells).rstrip()
+
+
+class Page(NamedTuple):
+    """Tables and lines of text, one below the other."""
+
+    blocks: tuple[Table | str, ...]
+
+    def text(self, width: int | None = None, *, color: bool = False) -> str:
+        """Return the page as text, without a newline at its end; arguments as for a table."""
+        lines: list[str] = []
+        for block in self.blocks:
+            match block:
+                case Table():
+                    lines += block.lines(width, color=color)
+                case str():
+                    lines.append(block)
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        """Return the page as HTML."""
+        return "".join(
+            block.html() if isinstance(block, Table) else f"<pre>{html.escape(block)}</pre>"
+            for block in self.blocks
+            if block
+        )
+
+
+class Printable:
+    """A value that is printed as a page, and shown as one in a notebook."""
+
+    __slots__ = ()
+
+    def page(self) -> Page:
+        """Return what the command line prints."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.page().text()
+
+    def _repr_html_(self) -> str:
+        return self.page().html()
+
+
+_Item = TypeVar("_Item")
+
+
+class Listing(list[_Item], Printable):
+    """A list that is printed as a table."""
+
+
+def printing(text: str) -> str:
+    """Escape the characters of a text that do not print, such as newlines."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def _as_cell(cell: str | Cell) -> Cell:
+    return cell if isinstance(cell, Cell) else Cell(cell)
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(printing(text)) for text in column) for column in zip(*rows, strict=True)]
+
+
+def _without_beginning(text: str, room: int) -> str:
+    """Cut a text to a number of characters; a name keeps its last folder if that fits."""
+    if len(text) <= room:
+        return text
+    last = f"…/{text.rpartition('/')[2]}"
+    return last if "/" in text and len(last) <= room else "…" + text[1 - room :]

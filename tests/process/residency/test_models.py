@@ -1,0 +1,181 @@
+"""Models are listed, named and chosen as a person would do it."""
+
+import os
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from warming import CHILD, begun
+
+import shmload
+from shmload._cli.main import main
+from shmload._segments.unfinished import find_decoding
+
+
+def save(folder, *components, seed=0):
+    """Save a pipeline's directory of one tensor for each component."""
+    for number, component in enumerate(components):
+        (folder / component).mkdir(parents=True)
+        save_file(
+            {"weight": torch.full((1000,), float(number + seed))},
+            folder / component / "model.safetensors",
+        )
+        (folder / component / "config.json").write_text("{}")
+    (folder / "model_index.json").write_text("{}")
+    return folder
+
+
+def warm(folder, dtype="bfloat16"):
+    for component in sorted(folder.iterdir()):
+        if component.is_dir():
+            shmload.warm(component, torch_dtype=dtype)
+
+
+@pytest.fixture
+def pipelines(tmp_path, evicts):
+    """Two pipelines, of which the second one's VAE is a hard link to the first one's."""
+    first = save(tmp_path / "stable-diffusion", "unet", "vae")
+    second = save(tmp_path / "stable-video", "unet", seed=7)
+    (second / "vae").mkdir()
+    (second / "vae" / "config.json").write_text("{}")
+    os.link(first / "vae" / "model.safetensors", second / "vae" / "model.safetensors")
+    return first, second
+
+
+def names_of(found):
+    return [(model.name, model.dtype, model.components) for model in found]
+
+
+@pytest.mark.fast
+def test_models_are_listed_with_what_they_share(pipelines):
+    for folder in pipelines:
+        warm(folder)
+    first, second = shmload.models()
+    assert names_of((first, second)) == [
+        ("stable-diffusion", "bfloat16", ("unet", "vae")),
+        ("stable-video", "bfloat16", ("unet", "vae")),
+    ]
+    assert first.shared_with == ("stable-video",)
+    assert len(shmload.segments()) == 3
+    assert str(shmload.models()).splitlines()[-1].startswith("2 models, 3 segments, ")
+    assert "<td" in shmload.models()._repr_html_()
+
+
+def test_model_in_use_names_its_process(pipelines):
+    state = shmload.load_state_dict(
+        pipelines[0] / "unet" / "model.safetensors", "bfloat16", keep=True
+    )
+    (model,) = shmload.models()
+    assert (model.is_leased, [user.pid for user in model.used_by]) == (True, [os.getpid()])
+    assert model.used_by[0].program in str(shmload.models())
+    del state
+    (model,) = shmload.models()
+    assert (model.is_leased, model.used_by) == (False, ())
+
+
+# Names --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["stable-diffusion", "diff", "DIFFUSION", "id", "~"])
+def test_model_is_removed_by_what_a_person_calls_it(pipelines, pattern, monkeypatch):
+    for folder in pipelines:
+        warm(folder)
+    if pattern == "id":
+        pattern = shmload.models()[0].id[:6]
+    if pattern == "~":
+        monkeypatch.setenv("HOME", str(pipelines[0].parent))
+        pattern = "~/stable-diffusion/unet"
+    removed = shmload.evict(pattern)
+    # The VAE stays: the other model has it too.
+    assert [info.source for info in removed] == [str(pipelines[0] / "unet" / "model.safetensors")]
+    assert names_of(shmload.models()) == [("stable-video", "bfloat16", ("unet", "vae"))]
+
+
+def test_part_of_several_names_is_refused_with_all_of_them(pipelines):
+    for folder in pipelines:
+        warm(folder)
+    with pytest.raises(shmload.AmbiguousName, match="stable-diffusion, stable-video") as caught:
+        shmload.evict("stable")
+    assert caught.value.candidates == ("stable-diffusion", "stable-video")
+    assert len(shmload.segments()) == 3
+
+
+@pytest.mark.parametrize("name", ["stable-difusion", "stabel-diffusion"])
+def test_near_miss_is_suggested(pipelines, name):
+    warm(pipelines[0])
+    with pytest.raises(shmload.SegmentNotFound, match="did you mean 'stable-diffusion'\\?"):
+        shmload.verify(name)
+
+
+def test_mistyped_path_is_suggested(pipelines):
+    warm(pipelines[0])
+    with pytest.raises(shmload.SegmentNotFound, match=f"did you mean '{pipelines[0]}'"):
+        shmload.verify(str(pipelines[0])[:-1] + "m")
+
+
+def test_name_means_the_model_in_every_dtype_and_its_id_in_one(pipelines):
+    for dtype in ("bfloat16", "float16"):
+        warm(pipelines[0], dtype)
+    narrow, other = shmload.models()
+    assert (narrow.dtype, other.dtype) == ("bfloat16", "float16")
+    assert {info.dtype for info in shmload.evict(other.id)} == {"float16"}
+    assert names_of(shmload.models()) == [("stable-diffusion", "bfloat16", ("unet", "vae"))]
+    warm(pipelines[0], "float16")
+    assert len(shmload.evict("stable-diffusion")) == 4
+
+
+# The command line ---------------------------------------------------------------------------------
+
+
+def run(capsys, *arguments):
+    main(arguments, standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_dry_run_removes_nothing(pipelines, capsys):
+    warm(pipelines[0])
+    assert run(capsys, "rm", "--dry-run", "stable").startswith("would remove 2 segments, ")
+    state = shmload.load_state_dict(pipelines[0] / "unet" / "model.safetensors", "bfloat16")
+    assert "in use, so they stay: 1 segment" in run(capsys, "rm", "--dry-run", "--all")
+    del state
+    changed = pipelines[0] / "vae" / "model.safetensors"
+    changed.write_bytes(changed.read_bytes())
+    assert run(capsys, "gc", "--dry-run").endswith("would remove 1\n")
+    assert len(shmload.segments()) == 2
+    assert run(capsys, "gc").endswith("removed 1\n")
+    assert run(capsys, "rm", "stable").endswith("stable-diffusion (bfloat16)\n")
+
+
+def test_listing_fits_80_columns_and_has_no_colours_off_a_terminal(pipelines, capsys, monkeypatch):
+    for folder in pipelines:
+        warm(folder)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run(capsys, "ls")
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "\x1b" not in shown
+    titles = ["MODEL", "DTYPE", "SIZE", "USED BY", "LAST USED", "COMPONENTS"]
+    assert re.split("  +", shown.splitlines()[0]) == titles
+
+
+# What is being decoded ----------------------------------------------------------------------------
+
+
+def test_decode_is_listed_with_its_rate_and_its_process(checkpoint, child):
+    process = child(CHILD, "warm", checkpoint)
+    begun(process)
+    process.expect("AT")
+    (decoding,) = find_decoding()
+    assert (decoding.name, decoding.dtype) == ("model.safetensors", "bfloat16")
+    assert 0 < decoding.done_nbytes <= decoding.nbytes
+    assert decoding.elapsed_s > 0
+    assert decoding.bytes_per_s == pytest.approx(decoding.done_nbytes / decoding.elapsed_s)
+    assert [user.pid for user in decoding.built_by] == [process.pid]
+    shown = str(shmload.models())
+    assert "BEING DECODED" in shown
+    assert "being decoded: " in shown.splitlines()[-1]
+    assert process.pid in {int(word) for word in shown.split() if word.isdigit()}
+    process.process.kill()
+    process.process.wait()
+    assert find_decoding() == []
+    shmload.collect_garbage()
