@@ -25,6 +25,7 @@ from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
 from shmload.errors import MemoryLimitExceeded, SharedMemoryFull, SourceNotFound
 from shmload.integrations._building.early import begin_early
+from shmload.integrations._building.keywords import require_taken
 from shmload.integrations._building.route import Route, choose_route, parse_destination
 from shmload.integrations._devices.hollow import BytesNeeded
 from shmload.integrations._devices.ways import Pin
@@ -102,11 +103,19 @@ def load_pipeline(
     kwargs = from_pretrained_kwargs
     variant = kwargs.get("variant")
     wanted = Wanted.parse(
-        source, dtype, components, variant, kwargs, is_pipeline=True, has_others=True
+        source,
+        dtype,
+        components,
+        variant,
+        kwargs,
+        function=load_pipeline,
+        is_pipeline=True,
+        has_others=True,
     )
     # It asks for large reads instead of page faults. The workers read so in any case.
     kwargs.pop("disable_mmap", None)
     found, left_out = _find_pipeline(wanted, kwargs)
+    require_taken(kwargs, found, load_pipeline)
     destination = parse_destination(device_map, max_memory, max_host_memory, pin, kwargs)
     route = choose_route(
         found,

@@ -151,7 +151,9 @@ class Handle:
         Raises:
             SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
         """
-        wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, is_pipeline=True)
+        wanted = Wanted.parse(
+            source, dtype, components, variant, hub_kwargs, function=cls.of, is_pipeline=True
+        )
         found = find_source(wanted)
         _require_pipeline(found)
         return cls(Recipe.of(wanted, found))
@@ -221,7 +223,9 @@ def share(
     Raises:
         As `warm`.
     """
-    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, is_pipeline=True)
+    wanted = Wanted.parse(
+        source, dtype, components, variant, hub_kwargs, function=share, is_pipeline=True
+    )
     found, rules = find_with_rules(wanted)
     _require_pipeline(found)
     recipe = Recipe.of(wanted, found)

@@ -22,7 +22,7 @@ from ray.exceptions import RayError, RayTaskError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shmload._checkpoints.hub import find_source
-from shmload._checkpoints.wanted import Hub, Wanted, chosen_dtype
+from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub, Wanted, chosen_dtype, require_known
 from shmload._loading.verbs import WarmReport, warm
 from shmload._segments.listing import SegmentInfo, segments
 from shmload._segments.upkeep import evict
@@ -80,11 +80,16 @@ def warm_cluster(
     Returns:
         One report for each node, in Ray's order. Its error is what `warm` raised there, such as a
         `CapacityError`; or a `NodeError`: the node died, missed the deadline, or failed otherwise.
+
+    Raises:
+        ArgumentError: an argument is unknown, or the dtype is given under both of its names.
     """
+    dtype = chosen_dtype(dtype, warm_kwargs.pop("torch_dtype", None))
+    require_known(warm_kwargs, warm_cluster, HUB_ARGUMENTS | {"workers", "verify", "pin"})
     work = functools.partial(
         warm,
         _absolute(source),
-        dtype=chosen_dtype(dtype, warm_kwargs.pop("torch_dtype", None)),
+        dtype=dtype,
         components=components,
         variant=variant,
         progress=False,

@@ -34,12 +34,21 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return a hint for an error: the known name most like this one; empty if none is."""
+def nearest_name(name: str, known: Sequence[str]) -> str | None:
+    """Return the known name most like this one, whose capitals do not count; None if none is."""
     import difflib  # 2 ms, which an import of shmload or a worker's start does not pay
 
-    found = difflib.get_close_matches(name, known, 1) if not name.isdecimal() else []
-    return f"; did you mean {found[0]!r}?" if found else ""
+    if name.isdecimal():
+        return None
+    by_lower = {each.lower(): each for each in reversed(known)}
+    found = difflib.get_close_matches(name.lower(), by_lower, 1)
+    return by_lower[found[0]] if found else None
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return a hint for an error: the known name most like this one; empty if none is."""
+    near = nearest_name(name, known)
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def listed(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
+from shmload._checkpoints.wanted import PIPELINE_ARGUMENTS, require_known
 from shmload._placement.inventory import CPU
 from shmload.errors import ArgumentError, ItemError, ItemFailed
 from shmload.integrations._jobs.arguments import check_numbers, devices_of, handle_of
@@ -73,6 +74,7 @@ class Job:
         start: bool = True,
         **hub_kwargs: Any,
     ) -> None:
+        require_known(hub_kwargs, Job, PIPELINE_ARGUMENTS | {"torch_dtype"})
         check_numbers(procs, threads, item_timeout_s)
         self.handle = handle_of(source, components, dtype, variant, hub_kwargs)
         self._seed = operator.index(seed)

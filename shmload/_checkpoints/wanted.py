@@ -1,13 +1,14 @@
 """What a caller wants loaded: one value, parsed once from the arguments of a public function."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from shmload.errors import ArgumentError
+from shmload._checkpoints.paths import expand_home
+from shmload.errors import ArgumentError, UnknownArgument
 
 
 class Hub(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +35,10 @@ class Hub(msgspec.Struct, frozen=True, kw_only=True):
         return {name: value for name, value in given.items() if value != defaults[name]}
 
 
-_NAMES = frozenset(Hub.__struct_fields__)
+HUB_ARGUMENTS = frozenset(Hub.__struct_fields__)
+PIPELINE_ARGUMENTS = HUB_ARGUMENTS - {"subfolder"}
+"""A pipeline is the root of its repository."""
+_OLDER_DTYPE = "torch_dtype"
 
 
 def chosen_dtype(dtype: object, torch_dtype: object) -> object:
@@ -49,6 +53,32 @@ def chosen_dtype(dtype: object, torch_dtype: object) -> object:
             "dtype only"
         )
     return torch_dtype if dtype is None else dtype
+
+
+def require_known(
+    kwargs: Collection[str], function: Callable[..., Any], known: Collection[str]
+) -> None:
+    """Refuse a keyword argument that nothing takes.
+
+    Args:
+        kwargs: the names that a function got beside those in its signature.
+        function: the function. An error names it, and suggests the names in its signature too.
+        known: the names that are taken.
+
+    Raises:
+        UnknownArgument: a name is not known.
+    """
+    for name in sorted(set(kwargs).difference(known)):
+        raise UnknownArgument(name, [function.__qualname__], named_arguments(function).union(known))
+
+
+def named_arguments(function: Callable[..., Any]) -> set[str]:
+    """Return the names of the arguments in a function's signature, and the dtype's older name."""
+    import inspect  # only for an error: importing it takes longer than the rest of this module
+
+    parameters = inspect.signature(function).parameters.values()
+    names = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
+    return names | {_OLDER_DTYPE} if "dtype" in names else names
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,31 +103,36 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         variant: str | None,
         kwargs: dict[str, Any],
         *,
+        function: Callable[..., Any],
         is_pipeline: bool = False,
         has_others: bool = False,
     ) -> Self:
         """Read the arguments of a public function.
 
         Args:
-            source: as given.
+            source: as given; a leading `~` is replaced.
             dtype: as given.
             components: as given.
             variant: as given.
             kwargs: the arguments that the function does not name. `torch_dtype`, the older name of
                 `dtype`, is removed and used.
+            function: the function, for errors.
             is_pipeline: the source is a pipeline, the root of its repository: no `subfolder`.
             has_others: `kwargs` also has arguments for the library; they stay in it.
 
         Raises:
             ArgumentError: the dtype is given under both of its names.
-            TypeError: an argument is unknown.
+            UnknownArgument: an argument is unknown.
         """
-        dtype = chosen_dtype(dtype, kwargs.pop("torch_dtype", None))
-        known = _NAMES - {"subfolder"} if is_pipeline else _NAMES
-        unknown = kwargs.keys() - known
-        if unknown and not has_others:
-            raise TypeError(f"unknown argument {min(unknown)!r}")
+        dtype = chosen_dtype(dtype, kwargs.pop(_OLDER_DTYPE, None))
+        known = PIPELINE_ARGUMENTS if is_pipeline else HUB_ARGUMENTS
+        if not has_others:
+            require_known(kwargs, function, known)
         given = {name: kwargs[name] for name in known if kwargs.get(name) is not None}
         return cls(
-            source=source, dtype=dtype, components=components, variant=variant, hub=Hub(**given)
+            source=expand_home(source),
+            dtype=dtype,
+            components=components,
+            variant=variant,
+            hub=Hub(**given),
         )

@@ -73,7 +73,7 @@ def warm(
         SegmentError: this call has left nothing in shared memory.
     """
     began = time.monotonic()
-    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs)
+    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=warm)
     found, rules = find_with_rules(wanted)
     if not found.checkpoints:
         raise SourceNotFound(source, f"it has no {format_names()} weights{variants_hint(found)}")
@@ -136,7 +136,7 @@ def plan(
         UnknownModule, DeviceMapMalformed: the device map does not fit the pipeline.
         DoesNotFit: the devices are too small; the message says what would fit.
     """
-    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs)
+    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=plan)
     found, rules = find_with_rules(wanted)
     shards = []
     for checkpoint in found.checkpoints:
@@ -193,7 +193,7 @@ def view(
     Raises:
         As `warm`.
     """
-    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs)
+    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=view)
     found, rules = find_with_rules(wanted)
     with (
         complete_load(

@@ -5,6 +5,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
 
     ShmloadError
     ├── ArgumentError (ValueError)
+    │   ├── UnknownArgument (TypeError)
     │   ├── UnknownDtype
     │   ├── UnknownComponent
     │   ├── UnknownModule
@@ -105,6 +106,7 @@ from shmload.errors.loading import (
     ShmloadError,
     SourceChanged,
     SourceNotFound,
+    UnknownArgument,
     UnknownComponent,
     UnknownDtype,
     UnknownModule,
@@ -171,6 +173,7 @@ __all__ = [
     "SocketUnusable",
     "SourceChanged",
     "SourceNotFound",
+    "UnknownArgument",
     "UnknownComponent",
     "UnknownDtype",
     "UnknownModule",

@@ -34,12 +34,26 @@ class ArgumentError(ShmloadError, ValueError):
     """An argument has a value that cannot work."""
 
 
+class UnknownArgument(ArgumentError, TypeError):
+    """A keyword argument is given that nothing takes."""
+
+    def __init__(self, name: str, functions: Sequence[str], known: Iterable[str]) -> None:
+        self.name = name
+        first, *others = functions
+        rest = f", nor has {' or '.join(others)}" if others else ""
+        super().__init__(f"{first} has no argument {name!r}{rest}{nearest(name, sorted(known))}")
+
+
 class UnknownDtype(ArgumentError):
     """A dtype name is not one that torch and safetensors share."""
 
     def __init__(self, dtype: object, known: Iterable[str]) -> None:
         self.dtype = dtype
-        super().__init__(f"unknown dtype {dtype!r}; use one of {', '.join(known)}")
+        known = list(known)
+        name = str(dtype).removeprefix("torch.")
+        super().__init__(
+            f"unknown dtype {dtype!r}; use one of {', '.join(known)}{nearest(name, known)}"
+        )
 
 
 class UnknownComponent(ArgumentError):
@@ -304,16 +318,28 @@ class SegmentBusy(SegmentError):
     Attributes:
         names: names of the segments that are leased.
         removed: names of the other segments of this request, which were removed.
+        variables: names of this process's variables that hold some of them; None if this process
+            holds none.
     """
 
-    def __init__(self, pids: Mapping[str, Collection[int]], removed: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        pids: Mapping[str, Collection[int]],
+        removed: Iterable[str] = (),
+        variables: Sequence[str] | None = None,
+    ) -> None:
         self.names = tuple(pids)
         self.removed = tuple(removed)
         held = (f"{name} by {name_processes(by)}" for name, by in pids.items())
+        self.variables = None if variables is None else tuple(variables)
         rest = f" ({len(self.removed)} removed)" if self.removed else ""
-        super().__init__(
-            f"still attached: {', '.join(held)}; end that process, or evict later{rest}"
-        )
+        remedy = "end that process, or evict later"
+        if self.variables:
+            # Pipelines refer to themselves: without a collection a dropped one stays for a while.
+            remedy = f"here that is by `del {', '.join(self.variables)}` and `gc.collect()`"
+        elif self.variables is not None:
+            remedy = "here drop what was loaded from it, then call `gc.collect()`"
+        super().__init__(f"still attached: {', '.join(held)}; {remedy}{rest}")
 
 
 class SegmentCorrupt(SegmentError):

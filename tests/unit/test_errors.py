@@ -13,6 +13,7 @@ from shmload import errors
 
 ERRORS = [
     shmload.ItemKilled(3, "picture.png", ["SIGKILL"] * 3),
+    shmload.UnknownArgument("kept", ["load_pipeline", "from_pretrained"], ["keep"]),
     shmload.UnknownDtype("int3", ["int8"]),
     shmload.UnknownModule("a.b", "a", "b", ["c"]),
     shmload.SourceNotFound("there", "no such file"),

@@ -199,7 +199,7 @@ def test_change_of_what_is_not_loaded_makes_no_difference(source, name):
 
 @pytest.mark.parametrize("make", [shmload.share, shmload.Handle.of])
 def test_part_of_a_repository_is_no_pipeline(source, make):
-    with pytest.raises(TypeError, match="unknown argument 'subfolder'"):
+    with pytest.raises(shmload.UnknownArgument, match="has no argument 'subfolder'"):
         make(source, subfolder="vae")
 
 

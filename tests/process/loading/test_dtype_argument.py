@@ -31,6 +31,14 @@ def test_both_names_are_refused_before_the_source_is_looked_at(door):
         door("no/such/source", dtype="bfloat16", torch_dtype="bfloat16")
 
 
+@pytest.mark.parametrize(
+    "door", [door for name, door in DOORS.items() if name != "load_state_dict"]
+)
+def test_mistyped_name_is_refused_with_the_nearest(door, saved):
+    with pytest.raises(TypeError, match=r"has no argument 'dtpye'.*; did you mean 'dtype'\?"):
+        door(saved("stable-diffusion"), dtpye="bfloat16")
+
+
 @pytest.mark.parametrize("door", [shmload.warm, shmload.load_state_dict], ids=["warm", "state"])
 def test_both_names_mean_the_same(checkpoint, shm_names, door):
     kept = {} if door is shmload.warm else {"keep": True}

@@ -78,6 +78,14 @@ def test_other_arguments_reach_the_library(saved, kwargs):
     assert_equal(got, wanted)
 
 
+def test_mistyped_keyword_is_refused_before_a_weight_is_read(saved, shm_names):
+    source = saved("stable-diffusion")
+    for name in ("torch_dtpye", "kept"):
+        with pytest.raises(shmload.UnknownArgument, match=f"has no argument {name!r}.*did you"):
+            shmload.load_pipeline(source, progress=pytest.fail, share=True, **{name: True})
+    assert shm_names() == []
+
+
 def test_float64_is_equal(saved):
     source = saved("flux")
     got = shmload.load_pipeline(source, torch_dtype=torch.float64)

@@ -200,12 +200,6 @@ def test_dtype_of_an_unknown_component_is_an_error(saved):
         dtype_by_component(["bfloat16", "vae=float32", "float16"])
 
 
-def test_newer_name_of_the_dtype_is_known(checkpoint):
-    assert shmload.plan(checkpoint, dtype="bfloat16").shards[0].conversion == "BF16"
-    with pytest.raises(TypeError, match="unknown argument 'dytpe'"):
-        shmload.plan(checkpoint, dytpe="bfloat16")
-
-
 def test_command_goes_on_after_a_bad_source(checkpoint, tmp_path):
     command = [sys.executable, "-m", "shmload", "warm", "--json", str(tmp_path / "missing")]
     run = subprocess.run(

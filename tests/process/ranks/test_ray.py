@@ -133,12 +133,12 @@ def test_errors_of_each_node_are_those_that_warm_raises(cluster, first, second, 
     assert [report.error.name for report in unknown] == ["unet"] * 2
 
 
-def test_failure_that_is_no_error_of_shmload_is_told_with_its_traceback(cluster, first, checkpoint):
-    (report,) = cluster.ask(call("warm_cluster", str(checkpoint), nodes=[first], wrokers=2))
+def test_failure_that_is_no_error_of_shmload_is_told_with_its_traceback(cluster, first, saved):
+    (report,) = cluster.ask(call("warm_cluster", str(saved("wan")), nodes=[first], components=3))
     assert type(report.error) is shmload.NodeFailed
     assert first[:12] in str(report.error)
-    assert "TypeError: unknown argument 'wrokers'" in str(report.error)
-    assert ", in parse\n" in report.error.__notes__[0]
+    assert "TypeError: 'int' object is not iterable" in str(report.error)
+    assert ", in resolve\n" in report.error.__notes__[0]
 
 
 def test_node_that_is_not_done_in_time_is_reported_and_stopped(cluster, first, checkpoint, child):

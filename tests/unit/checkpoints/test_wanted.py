@@ -9,7 +9,9 @@ from shmload._checkpoints.wanted import Hub, Wanted
 def parse(dtype=None, /, **kwargs):
     """Parse some arguments; return the parsed value and the arguments that are left."""
     flags = {name: kwargs.pop(name, False) for name in ("is_pipeline", "has_others")}
-    return Wanted.parse("source", dtype, ["vae"], "fp16", kwargs, **flags), kwargs
+    return Wanted.parse(
+        "source", dtype, ["vae"], "fp16", kwargs, function=shmload.warm, **flags
+    ), kwargs
 
 
 def test_arguments_become_one_value():
@@ -42,7 +44,7 @@ def test_older_name_may_be_none_beside_the_dtype():
 
 
 def test_first_unknown_argument_is_named():
-    with pytest.raises(TypeError, match="unknown argument 'a'"):
+    with pytest.raises(shmload.UnknownArgument, match="has no argument 'a'"):
         parse(b=1, a=1, revision="main")
 
 
@@ -54,6 +56,6 @@ def test_arguments_of_others_stay():
 
 def test_pipeline_has_no_subfolder():
     assert parse(subfolder="vae")[0].hub.subfolder == "vae"
-    with pytest.raises(TypeError, match="unknown argument 'subfolder'"):
+    with pytest.raises(shmload.UnknownArgument, match="has no argument 'subfolder'"):
         parse(subfolder="vae", is_pipeline=True)
     assert parse(subfolder="vae", is_pipeline=True, has_others=True)[0].hub == Hub()

@@ -1,0 +1,109 @@
+"""Refuses keywords that nothing takes, before a weight is decoded.
+
+`from_pretrained` only warns about such a keyword and ignores it, so a mistyped dtype would give
+float32. Taken are the arguments of `DiffusionPipeline.from_pretrained` in any supported version,
+and those of the pipeline's constructor: components and flags. The constructor is asked only about
+other names than `model_index.json` has, because importing diffusers takes 3 s.
+
+In doubt a keyword is let through, and the library decides: a class may load in its own way.
+"""
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+from shmload._checkpoints.indexes import read_json
+from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.wanted import named_arguments
+from shmload.errors import UnknownArgument
+
+# What from_pretrained and download read from their keywords, or document, in diffusers 0.35 to
+# 0.42. A test compares this with their source.
+LIBRARY_KEYWORDS = frozenset(
+    {
+        "cache_dir",
+        "custom_pipeline",
+        "custom_revision",
+        "dduf_file",
+        "device_map",
+        "disable_mmap",
+        "force_download",
+        "from_flax",
+        "load_connected_pipeline",
+        "local_files_only",
+        "low_cpu_mem_usage",
+        "max_memory",
+        "mirror",
+        "offload_folder",
+        "offload_state_dict",
+        "output_loading_info",
+        "provider",
+        "provider_options",
+        "proxies",
+        "quantization_config",
+        "revision",
+        "sess_options",
+        "token",
+        "trust_remote_code",
+        "use_flashpack",
+        "use_onnx",
+        "use_safetensors",
+        "variant",
+    }
+)
+# With these, other classes than the source's take keywords.
+_CHANGE_THE_CLASS = ("custom_pipeline", "load_connected_pipeline")
+
+
+def require_taken(
+    kwargs: dict[str, Any], source: Source, function: Callable[..., Any], pipeline_class: Any = None
+) -> None:
+    """Refuse a keyword that neither shmload, the library nor the pipeline takes.
+
+    Args:
+        kwargs: what a function got beside the arguments in its signature.
+        source: the pipeline.
+        function: the function, for errors.
+        pipeline_class: the class to build; None for the one that the source names.
+
+    Raises:
+        UnknownArgument: with the nearest name that is taken.
+    """
+    listed = LIBRARY_KEYWORDS.union(source.components)
+    if kwargs.keys() <= listed or any(map(kwargs.get, _CHANGE_THE_CLASS)):
+        return
+    listed = listed.union(read_json(source.root / "model_index.json"))
+    unknown = kwargs.keys() - listed
+    chosen = (pipeline_class or _class_of(source)) if unknown else None
+    taken = _arguments_of(chosen)
+    if taken is None:
+        return
+    for name in sorted(unknown - taken):
+        known = {each for each in (*listed, *taken) if not each.startswith("_")}
+        raise UnknownArgument(
+            name,
+            [function.__qualname__, f"{chosen.__name__}.from_pretrained"],
+            known | named_arguments(function),
+        )
+
+
+def _class_of(source: Source) -> Any:
+    """Return the class that a source names; None if it brings its own code."""
+    import diffusers
+
+    return getattr(diffusers, source.class_name, None) if source.class_name else None
+
+
+def _arguments_of(pipeline_class: Any) -> Collection[str] | None:
+    """Return the names that a pipeline's constructor takes; None if others may be taken too."""
+    if pipeline_class is None:
+        return None
+    from diffusers import DiffusionPipeline
+
+    own = getattr(pipeline_class.from_pretrained, "__func__", None)
+    if own is not DiffusionPipeline.from_pretrained.__func__:  # type: ignore[attr-defined]
+        return None  # such as the AutoPipeline classes, which choose the class by the keywords
+    parameters = inspect.signature(pipeline_class.__init__).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return None
+    return parameters.keys() - {"self"}
