@@ -74,11 +74,13 @@ def require_taken(
         return
     listed = listed.union(read_json(source.root / "model_index.json"))
     unknown = kwargs.keys() - listed
-    chosen = (pipeline_class or _class_of(source)) if unknown else None
+    if not unknown:
+        return
+    chosen = pipeline_class or _class_of(source)
     taken = _arguments_of(chosen)
     if taken is None:
         return
-    for name in sorted(unknown - taken):
+    for name in sorted(unknown.difference(taken)):
         known = {each for each in (*listed, *taken) if not each.startswith("_")}
         raise UnknownArgument(
             name,
@@ -101,7 +103,7 @@ def _arguments_of(pipeline_class: Any) -> Collection[str] | None:
     from diffusers import DiffusionPipeline
 
     own = getattr(pipeline_class.from_pretrained, "__func__", None)
-    if own is not DiffusionPipeline.from_pretrained.__func__:  # type: ignore[attr-defined]
+    if own is not DiffusionPipeline.from_pretrained.__func__:
         return None  # such as the AutoPipeline classes, which choose the class by the keywords
     parameters = inspect.signature(pipeline_class.__init__).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
