@@ -190,7 +190,7 @@ def decode(lent, *, source="shard", part="part", nbytes=_NBYTES, pieces=_PIECES)
         pieces=pieces,
     )
     with Client(socket_path()) as client:
-        return client.decode([job], lambda nbytes: None, bool)
+        return client.decode("m", [job], lambda nbytes: None, bool)
 
 
 def test_loan_of_the_wrong_kind_is_refused_by_its_own_error(service, lent):

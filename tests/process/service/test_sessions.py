@@ -168,7 +168,7 @@ class Beats:
 def test_client_that_waits_for_its_decode_is_shown_life(served, state, monkeypatch):
     beats = Beats()
 
-    def wait(jobs, on_bytes, is_cancelled):
+    def wait(model, jobs, on_bytes, is_cancelled):
         while not beats.are_enough.is_set():
             assert not is_cancelled()
         return []
@@ -185,7 +185,7 @@ def test_client_that_leaves_ends_the_wait_for_its_decode(served, state, monkeypa
     def leave(done, total):
         raise Left
 
-    def wait(jobs, on_bytes, is_cancelled):
+    def wait(model, jobs, on_bytes, is_cancelled):
         while not is_cancelled():
             pass
         raise DecodeCancelled
