@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from shmload._decoding.coordinator import Coordinator, Job
 from shmload._decoding.ring import Ring
 from shmload._loading.progress import Progress
+from shmload._segments.roots import Root
 from shmload._service.client import Client, find_service
 from shmload._settings import settings
 from shmload.errors import ServiceUnavailable
@@ -22,13 +23,13 @@ class Decoder:
     """Decodes for one load, until `close`.
 
     Args:
-        model: the name of what is loaded, by which the service counts.
+        model: what is loaded, by which the service counts.
         keep: the load's segments will be resident.
         workers: number of worker processes if no service decodes.
         progress: counts the bytes.
     """
 
-    def __init__(self, *, model: str, keep: bool, workers: int, progress: Progress) -> None:
+    def __init__(self, *, model: Root, keep: bool, workers: int, progress: Progress) -> None:
         self._model = model
         self._keep = keep
         self._workers = workers

@@ -11,6 +11,7 @@ The load owns its descriptors, parts and workers until `close`, which runs whate
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -26,6 +27,7 @@ from shmload._loading.plan import Action
 from shmload._loading.progress import Progress
 from shmload._loading.shard import OpenShard
 from shmload._segments.acquire import Awaited
+from shmload._segments.roots import Root, find_roots
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import check_digest
 from shmload._settings import settings, worker_count
@@ -70,7 +72,7 @@ class Load:
         if workers is not None and workers < 1:
             raise ArgumentError(f"workers is {workers}; it must be 1 or more, or None")
         self._decoder = Decoder(
-            model=printable(str(source.root)),
+            model=_root_of(source),
             keep=stay is Stay.RESIDENT,
             workers=workers or worker_count(parent_is_busy=parent_is_busy),
             progress=progress,
@@ -221,3 +223,10 @@ class Load:
         """Return the jobs of some shards for decoding again, without the service."""
         self.holdings.renew_parts(shards)
         return self.holdings.jobs(shards)
+
+
+def _root_of(source: Source) -> Root:
+    """Return the model that a source is, as the listings name it after its segments' shards."""
+    shards = (path for checkpoint in source.checkpoints for path in checkpoint.shards)
+    path = printable(os.path.abspath(next(shards, source.root)))
+    return find_roots([path])[path]

@@ -14,6 +14,7 @@ from typing import Self, TypeVar
 
 from shmload._decoding.coordinator import Job, OnBytes
 from shmload._ipc.frames import Inbox, send
+from shmload._segments.roots import Root
 from shmload._service.endpoint import connect, service_pid, socket_path
 from shmload._service.protocol import (
     VERSION,
@@ -119,7 +120,7 @@ class Client:
 
     def decode(
         self,
-        model: str,
+        model: Root,
         jobs: Sequence[Job],
         on_bytes: OnBytes,
         is_cancelled: Callable[[], bool],
@@ -127,7 +128,7 @@ class Client:
         """Lend the jobs' descriptors and do what `Coordinator.decode` does.
 
         Args:
-            model: the name of the model that the jobs are of, for people.
+            model: the model that the jobs are of, by which the service counts.
             jobs: as for `Coordinator.decode`, like the rest.
             on_bytes: called with bytes newly read.
             is_cancelled: called several times a second; when true, the wait ends.
@@ -156,7 +157,7 @@ class Client:
             raise ProtocolError("the service answered with digests that are not the segments'")
         return list(answer.digests)
 
-    def note(self, model: str, found: Sequence[str], made: Sequence[str]) -> None:
+    def note(self, model: Root, found: Sequence[str], made: Sequence[str]) -> None:
         """Report the segments that a load of a model found and those it decoded."""
         self.ask(Attached(model, tuple(found), tuple(made)), Noted)
 

@@ -1,7 +1,7 @@
 """The service's metrics for Prometheus.
 
-Guarantee: labels are names of models only, of at most `usage.MAX_MODELS` models. So the number of
-series is bounded, whatever clients do.
+Guarantee: labels are names and paths of models only, of at most `usage.MAX_MODELS` models. So the
+number of series is bounded, whatever clients do.
 """
 
 import itertools
@@ -49,7 +49,7 @@ _OF_MODEL = (
     ("shmload_model_failed_decodes", "failed", "Decodes of a model that did not end well."),
 )
 
-_LABELS = ("model",)
+_LABELS = ("model", "source")
 
 
 class ServiceCollector(Collector):
@@ -75,7 +75,7 @@ class ServiceCollector(Collector):
         for name, attribute, text in _OF_MODEL:
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             for use in status.models:
-                counter.add_metric([use.model], getattr(use, attribute))
+                counter.add_metric([use.model, use.source], getattr(use, attribute))
             yield counter
         yield _histogram(self._state.usage.histograms())
 
@@ -93,5 +93,6 @@ def _histogram(found: Iterable[ModelHistogram]) -> Metric:
     bounds = [*map(str, BUCKETS_S), "+Inf"]
     for each in found:
         counts = itertools.accumulate(each.buckets)
-        metric.add_metric([each.model], list(zip(bounds, counts, strict=True)), each.sum_s)
+        labels = [each.model, each.source]
+        metric.add_metric(labels, list(zip(bounds, counts, strict=True)), each.sum_s)
     return metric

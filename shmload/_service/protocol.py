@@ -20,6 +20,7 @@ import msgspec
 from shmload import errors
 from shmload._ipc.frames import MessageReader
 from shmload._segments.pieces import Run
+from shmload._segments.roots import Root
 from shmload._wording import printable
 from shmload.errors import ShmloadError
 
@@ -59,8 +60,8 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
 class Decode(msgspec.Struct, frozen=True, tag=True):
     """Decode all shards lent so far."""
 
-    model: str
-    """Path of the directory or file that their model is loaded from."""
+    model: Root
+    """The model that they are of."""
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
@@ -72,8 +73,8 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 class Attached(msgspec.Struct, frozen=True, tag=True):
     """Report the segments that a load found and those it decoded, resident or not."""
 
-    model: str
-    """Path of the directory or file that their model is loaded from."""
+    model: Root
+    """The model that they are of."""
     found: tuple[str, ...]
     made: tuple[str, ...]
 
@@ -119,6 +120,9 @@ class Decoding(msgspec.Struct, frozen=True, kw_only=True):
     """A decode that runs or waits for the workers."""
 
     model: str
+    """The model's name, which other models may have too."""
+    source: str
+    """Path of the directory or file that it is loaded from."""
     done_nbytes: int
     """Bytes of weights read so far."""
     total_nbytes: int
@@ -133,6 +137,9 @@ class ModelUse(msgspec.Struct, frozen=True, kw_only=True):
     """What a service has counted for a model since it started."""
 
     model: str
+    """The model's name, which other models may have too."""
+    source: str
+    """Path of the directory or file that it is loaded from."""
     hits: int
     """Segments that loads found resident or got from another process."""
     misses: int

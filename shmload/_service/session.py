@@ -17,6 +17,7 @@ import msgspec
 
 from shmload._decoding.coordinator import DecodeCancelled, Job
 from shmload._ipc.frames import Inbox, send, to_frame
+from shmload._segments.roots import Root
 from shmload._service.endpoint import require_same_user, socket_path
 from shmload._service.loans import require_sound
 from shmload._service.protocol import (
@@ -153,7 +154,7 @@ class Session:
             )
         )
 
-    def _decode(self, model: str) -> Decoded:
+    def _decode(self, model: Root) -> Decoded:
         for job in self._lent:
             require_sound(job)
         total = sum(job.read_nbytes for job in self._lent)

@@ -16,6 +16,7 @@ from shmload._decoding.coordinator import Job, OnBytes
 from shmload._segments.capacity import require_room, room_nbytes
 from shmload._segments.listing import SegmentInfo, holders, segments
 from shmload._segments.removal import remove_if_free, remove_leftovers
+from shmload._segments.roots import Root
 from shmload._service.budget import choose_victims, may_go
 from shmload._service.pool import WorkerPool
 from shmload._service.protocol import Holders, Status
@@ -156,7 +157,7 @@ class ServiceState:
 
     def decode(
         self,
-        model: str,
+        model: Root,
         jobs: Sequence[Job],
         on_bytes: OnBytes,
         is_cancelled: Callable[[], bool],
@@ -164,7 +165,7 @@ class ServiceState:
         """Decode with the workers, after the decodes that came earlier.
 
         Args:
-            model: the name of the model that the jobs are of.
+            model: the model that the jobs are of.
             jobs: as for `Coordinator.decode`, like the rest.
             on_bytes: called with bytes newly read.
             is_cancelled: called several times a second; when true, the decode ends.
@@ -178,11 +179,12 @@ class ServiceState:
             digests = self._pool.decode(jobs, count, is_cancelled, running.begin)
         logger.info(
             "decoded %s: %s in %.1f s",
-            running.model,
+            running.name,
             format_nbytes(running.total_nbytes),
             running.elapsed_s,
             extra={
-                "model": running.model,
+                "model": running.name,
+                "source": model.path,
                 "nbytes": running.total_nbytes,
                 "elapsed_s": round(running.elapsed_s, 3),
             },

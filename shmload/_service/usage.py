@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from shmload._segments.roots import Root
 from shmload._service.protocol import Decoding, ModelUse
 
 MAX_MODELS = 200
 """Number of models that are remembered."""
 _MAX_NAME_LENGTH = 200
+_MAX_PATH_LENGTH = 4096  # PATH_MAX
 
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds of the histogram of decode times, in seconds; one bucket more has the rest."""
@@ -33,6 +35,7 @@ class _Counts:
     """The counters of one model, or of all."""
 
     def __init__(self) -> None:
+        self.name = ""
         self.hits = self.misses = self.read_nbytes = self.failed = 0
         self.decode_s = self.done_s = 0.0
         self.buckets = [0] * (len(BUCKETS_S) + 1)
@@ -42,6 +45,7 @@ class ModelHistogram(msgspec.Struct, frozen=True):
     """How long the decodes of one model took."""
 
     model: str
+    source: str
     buckets: tuple[int, ...]
     """Number of decodes in each of `BUCKETS_S`, and beyond; a decode counts in one bucket."""
     sum_s: float
@@ -50,8 +54,10 @@ class ModelHistogram(msgspec.Struct, frozen=True):
 class RunningDecode:
     """A decode from when it is asked for to its end."""
 
-    def __init__(self, model: str, total_nbytes: int, clock: Clock) -> None:
+    def __init__(self, model: Root, total_nbytes: int, clock: Clock) -> None:
         self.model = model
+        self.name = _name_of(model)
+        """What the model is called."""
         self.total_nbytes = total_nbytes
         self.done_nbytes = 0
         self._clock = clock
@@ -69,7 +75,8 @@ class RunningDecode:
     def describe(self) -> Decoding:
         """Return it as it stands now."""
         return Decoding(
-            model=self.model,
+            model=self.name,
+            source=_shorten(self.model.path, _MAX_PATH_LENGTH),
             done_nbytes=self.done_nbytes,
             total_nbytes=self.total_nbytes,
             elapsed_s=self.elapsed_s,
@@ -88,12 +95,13 @@ class Usage:
         self._clock = clock
         self._lock = threading.Lock()
         self._all = _Counts()
+        # By the path of the model's source.
         self._models: OrderedDict[str, _Counts] = OrderedDict()
         self._running: list[RunningDecode] = []
         # Number of a spell since the clock's zero, and the bytes read in it; oldest first.
         self._spells: deque[tuple[int, int]] = deque(maxlen=_SPELLS)
 
-    def note(self, model: str, *, hits: int, misses: int) -> None:
+    def note(self, model: Root, *, hits: int, misses: int) -> None:
         """Count segments that a load of a model found resident, and those that were decoded."""
         with self._lock:
             for counts in (self._all, self._counts_of(model)):
@@ -101,17 +109,17 @@ class Usage:
                 counts.misses += misses
 
     @contextlib.contextmanager
-    def decoding(self, model: str, total_nbytes: int) -> Iterator[RunningDecode]:
+    def decoding(self, model: Root, total_nbytes: int) -> Iterator[RunningDecode]:
         """List a decode inside the block, and count it at the end.
 
         Args:
-            model: the model's name.
+            model: the model.
             total_nbytes: what it will read, in bytes.
 
         Yields:
             The decode. Call its `begin` when the workers begin.
         """
-        running = RunningDecode(_shorten(model), total_nbytes, self._clock)
+        running = RunningDecode(model, total_nbytes, self._clock)
         with self._lock:
             self._running.append(running)
         is_done = False
@@ -141,11 +149,12 @@ class Usage:
                 _, before = self._spells.pop()
             self._spells.append((spell, before + nbytes))
 
-    def _counts_of(self, model: str) -> _Counts:
+    def _counts_of(self, model: Root) -> _Counts:
         """Return a model's counters, as the most recently used ones."""
-        model = _shorten(model)
-        counts = self._models.setdefault(model, _Counts())
-        self._models.move_to_end(model)
+        source = _shorten(model.path, _MAX_PATH_LENGTH)
+        counts = self._models.setdefault(source, _Counts())
+        counts.name = _name_of(model)
+        self._models.move_to_end(source)
         if len(self._models) > MAX_MODELS:
             self._models.popitem(last=False)
         return counts
@@ -180,7 +189,8 @@ class Usage:
         with self._lock:
             return tuple(
                 ModelUse(
-                    model=model,
+                    model=counts.name,
+                    source=source,
                     hits=counts.hits,
                     misses=counts.misses,
                     read_nbytes=counts.read_nbytes,
@@ -188,15 +198,15 @@ class Usage:
                     failed=counts.failed,
                     decode_s=counts.decode_s,
                 )
-                for model, counts in reversed(self._models.items())
+                for source, counts in reversed(self._models.items())
             )
 
     def histograms(self) -> tuple[ModelHistogram, ...]:
         """Return the decode times of each model that was decoded."""
         with self._lock:
             return tuple(
-                ModelHistogram(model, tuple(counts.buckets), counts.done_s)
-                for model, counts in self._models.items()
+                ModelHistogram(counts.name, source, tuple(counts.buckets), counts.done_s)
+                for source, counts in self._models.items()
                 if any(counts.buckets)
             )
 
@@ -208,6 +218,11 @@ class Usage:
         return tuple(known.get(latest - back, 0) for back in reversed(range(_SPELLS)))
 
 
-def _shorten(model: str) -> str:
-    """Return a name that is not too long for a label; its end says most."""
-    return model if len(model) <= _MAX_NAME_LENGTH else "…" + model[1 - _MAX_NAME_LENGTH :]
+def _name_of(model: Root) -> str:
+    """Return a model's shortest name, which does not change when other models come."""
+    return _shorten(next(model.names()), _MAX_NAME_LENGTH)
+
+
+def _shorten(text: str, length: int) -> str:
+    """Return a text that is not too long for a label; the end of a name or path says most."""
+    return text if len(text) <= length else "…" + text[1 - length :]

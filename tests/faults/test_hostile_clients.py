@@ -12,6 +12,7 @@ import shmload
 from shmload._decoding.coordinator import Job
 from shmload._ipc.frames import Inbox, to_frame
 from shmload._segments.pieces import Run
+from shmload._segments.roots import Root
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import (
@@ -29,6 +30,7 @@ from shmload._service.protocol import (
 )
 
 _NBYTES = 4096
+_MODEL = Root(path="/the/model")
 _PIECES = ((Run(0, 0, _NBYTES, "U8", "U8"),),)
 
 
@@ -68,8 +70,8 @@ def lent(tmp_path):
 def frames(lend):
     """Return a valid frame of each request, except the one that ends the service."""
     return [
-        *map(to_frame, (lend, Decode("m"), Reserve(1 << 20), GetStatus())),
-        to_frame(Attached("m", ("a",), ("b",))),
+        *map(to_frame, (lend, Decode(_MODEL), Reserve(1 << 20), GetStatus())),
+        to_frame(Attached(_MODEL, ("a",), ("b",))),
     ]
 
 
@@ -139,7 +141,7 @@ def test_damaged_loan_is_decoded_or_refused_by_its_own_error(service, lent):
             frame[rng.randrange(sound.index(b"source"), len(frame))] = rng.randrange(256)
         with raw_client() as client:
             fds = [lent["shard"], lent["part"]]
-            socket.send_fds(client, [frame + to_frame(Decode("m"))], fds)
+            socket.send_fds(client, [frame + to_frame(Decode(_MODEL))], fds)
             answers.add(getattr(answer_of(client), "kind", ""))
     assert answers <= {"", "ArgumentError", "ShardChanged", "ShardTruncated"}
     assert decode(lent) == wanted
@@ -190,7 +192,7 @@ def decode(lent, *, source="shard", part="part", nbytes=_NBYTES, pieces=_PIECES)
         pieces=pieces,
     )
     with Client(socket_path()) as client:
-        return client.decode("m", [job], lambda nbytes: None, bool)
+        return client.decode(_MODEL, [job], lambda nbytes: None, bool)
 
 
 def test_loan_of_the_wrong_kind_is_refused_by_its_own_error(service, lent):

@@ -244,13 +244,15 @@ def test_metrics_are_served_also_by_model(service, checkpoint):
     shmload.warm(checkpoint, torch_dtype="bfloat16")
     shmload.warm(checkpoint, torch_dtype="bfloat16")
     (use,) = status().models
+    assert (use.model, use.source) == (checkpoint.name, str(checkpoint))
+    of_model = f'model="{use.model}",source="{use.source}"'
     lines = page(process, "/metrics")[1].splitlines()
     assert f"shmload_read_bytes_total {NBYTES:.1f}" in lines
     assert "shmload_misses_total 1.0" in lines
-    assert f'shmload_model_read_bytes_total{{model="{use.model}"}} {NBYTES:.1f}' in lines
-    assert f'shmload_model_misses_total{{model="{use.model}"}} 1.0' in lines
-    assert f'shmload_model_hits_total{{model="{use.model}"}} 1.0' in lines
-    assert f'shmload_model_decode_seconds_count{{model="{use.model}"}} 1.0' in lines
+    assert f"shmload_model_read_bytes_total{{{of_model}}} {NBYTES:.1f}" in lines
+    assert f"shmload_model_misses_total{{{of_model}}} 1.0" in lines
+    assert f"shmload_model_hits_total{{{of_model}}} 1.0" in lines
+    assert f"shmload_model_decode_seconds_count{{{of_model}}} 1.0" in lines
     assert page(process, "/healthz") == (200, "ok\n")
     assert page(process, "/")[0] == 404
 

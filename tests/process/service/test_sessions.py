@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from shmload._decoding.coordinator import DecodeCancelled
+from shmload._segments.roots import Root
 from shmload._service import server as server_module
 from shmload._service.client import Client
 from shmload._service.endpoint import Endpoint
@@ -175,7 +176,7 @@ def test_client_that_waits_for_its_decode_is_shown_life(served, state, monkeypat
 
     monkeypatch.setattr(state, "decode", wait)
     with Client(served) as client:
-        client.ask(Decode("m"), Decoded, on_progress=beats)
+        client.ask(Decode(Root(path="m")), Decoded, on_progress=beats)
 
 
 def test_client_that_leaves_ends_the_wait_for_its_decode(served, state, monkeypatch):
@@ -192,6 +193,6 @@ def test_client_that_leaves_ends_the_wait_for_its_decode(served, state, monkeypa
 
     monkeypatch.setattr(state, "decode", wait)
     with pytest.raises(Left), Client(served) as client:
-        client.ask(Decode("m"), Decoded, on_progress=leave)
+        client.ask(Decode(Root(path="m")), Decoded, on_progress=leave)
     while state.status().clients:
         pass

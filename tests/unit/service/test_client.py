@@ -7,6 +7,7 @@ import pytest
 
 from shmload._decoding.coordinator import Job
 from shmload._ipc.frames import to_frame
+from shmload._segments.roots import Root
 from shmload._service import client as client_module
 from shmload._service.client import Client
 from shmload._service.protocol import (
@@ -29,7 +30,7 @@ def ask(monkeypatch, *answers, jobs=()):
         theirs.sendall(b"".join(a if isinstance(a, bytes) else to_frame(a) for a in answers))
         theirs.shutdown(socket.SHUT_WR)
         with Client(Path("socket")) as client:
-            return client.decode("m", jobs, lambda nbytes: None, bool)
+            return client.decode(Root(path="m"), jobs, lambda nbytes: None, bool)
 
 
 _WELCOME = Welcome(VERSION, 1)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import shmload
 from shmload._ipc.frames import Inbox, send, to_frame
 from shmload._segments.pieces import Run
+from shmload._segments.roots import Root
 from shmload._service.protocol import (
     Answer,
     Attached,
@@ -134,7 +135,7 @@ def test_every_cut_and_every_changed_byte_is_a_message_or_a_protocol_error(decod
 @settings(max_examples=300)
 @given(
     st.binary(max_size=60),
-    st.sampled_from([b"", b"\x81\xa4type", body(Attached("m", (), ("a",)))[:-3]]),
+    st.sampled_from([b"", b"\x81\xa4type", body(Attached(Root(path="m"), (), ("a",)))[:-3]]),
 )
 def test_rubbish_is_a_message_or_a_protocol_error(rubbish, begin):
     for decode, kinds in ((decode_request, REQUESTS), (decode_answer, ANSWERS)):
@@ -142,7 +143,7 @@ def test_rubbish_is_a_message_or_a_protocol_error(rubbish, begin):
             assert isinstance(decode(begin + rubbish), kinds)
 
 
-_HEAD = body(Attached("m", (), ("a",)))[:-3]  # up to the array
+_HEAD = body(Attached(Root(path="m"), (), ("a",)))[:-3]  # up to the array
 HUGE = 0xFFFFFFFF.to_bytes(4, "big")
 WRONG = {
     "nothing": b"",
@@ -227,7 +228,7 @@ def test_descriptors_of_a_large_frame_come_once(memfds):
 
 
 def test_unexpected_descriptors_are_refused_and_closed(memfds):
-    frame = to_frame(Attached("m", (), ("a" * 1000,)))
+    frame = to_frame(Attached(Root(path="m"), (), ("a" * 1000,)))
     with pair() as (ours, theirs), contextlib.closing(Inbox(theirs)) as inbox:
         with pytest.raises(ProtocolError, match="descriptors"):  # noqa: PT012
             for byte in frame[:-1]:

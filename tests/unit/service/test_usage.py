@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from shmload._segments.roots import Root
 from shmload._service.usage import BUCKETS_S, MAX_MODELS, SPELL_S, Usage
 
 
@@ -27,21 +28,21 @@ def usage(clock):
 
 
 def use_of(usage, model):
-    (found,) = (use for use in usage.models() if use.model == model)
+    (found,) = (use for use in usage.models() if use.source == model)
     return found
 
 
 def test_hits_and_misses_are_counted_by_model(usage):
-    usage.note("org/a", hits=2, misses=1)
-    usage.note("org/b", hits=0, misses=3)
-    usage.note("org/a", hits=1, misses=0)
+    usage.note(Root(path="org/a"), hits=2, misses=1)
+    usage.note(Root(path="org/b"), hits=0, misses=3)
+    usage.note(Root(path="org/a"), hits=1, misses=0)
     assert (use_of(usage, "org/a").hits, use_of(usage, "org/a").misses) == (3, 1)
     assert (use_of(usage, "org/b").hits, use_of(usage, "org/b").misses) == (0, 3)
     assert (usage.hits, usage.misses) == (3, 4)
 
 
 def test_decode_is_listed_while_it_waits_and_runs_and_counted_at_its_end(usage, clock):
-    with usage.decoding("org/a", 100) as running:
+    with usage.decoding(Root(path="org/a"), 100) as running:
         (waiting,) = usage.running()
         assert (waiting.is_waiting, waiting.elapsed_s) == (True, 0)
         clock.now += 7
@@ -49,7 +50,7 @@ def test_decode_is_listed_while_it_waits_and_runs_and_counted_at_its_end(usage, 
         usage.add_read(running, 40)
         clock.now += 2
         (now,) = usage.running()
-        assert (now.model, now.is_waiting) == ("org/a", False)
+        assert (now.source, now.is_waiting) == ("org/a", False)
         assert (now.done_nbytes, now.total_nbytes, now.elapsed_s) == (40, 100, 2)
     assert usage.running() == ()
     use = use_of(usage, "org/a")
@@ -57,7 +58,7 @@ def test_decode_is_listed_while_it_waits_and_runs_and_counted_at_its_end(usage, 
 
 
 def test_decode_that_fails_is_no_decode_time(usage, clock):
-    with contextlib.suppress(OSError), usage.decoding("org/a", 100) as running:
+    with contextlib.suppress(OSError), usage.decoding(Root(path="org/a"), 100) as running:
         running.begin()
         clock.now += 2
         raise OSError
@@ -69,7 +70,7 @@ def test_decode_that_fails_is_no_decode_time(usage, clock):
 
 def test_decode_times_fall_into_buckets_whose_bounds_belong_to_them(usage, clock):
     for seconds in (BUCKETS_S[0], BUCKETS_S[1], BUCKETS_S[-1] + 1):
-        with usage.decoding("m", 1) as running:
+        with usage.decoding(Root(path="m"), 1) as running:
             clock.now = 0
             running.begin()
             clock.now = seconds
@@ -79,29 +80,35 @@ def test_decode_times_fall_into_buckets_whose_bounds_belong_to_them(usage, clock
 
 
 def test_models_that_were_used_least_recently_are_forgotten_and_sums_stay(usage):
-    usage.note("first", hits=1, misses=0)
-    usage.note("second", hits=1, misses=0)
+    usage.note(Root(path="first"), hits=1, misses=0)
+    usage.note(Root(path="second"), hits=1, misses=0)
     for number in range(MAX_MODELS - 2):
-        usage.note(f"model {number}", hits=1, misses=0)
-    usage.note("first", hits=1, misses=0)
-    usage.note("last", hits=1, misses=0)
-    found = [use.model for use in usage.models()]
+        usage.note(Root(path=f"model {number}"), hits=1, misses=0)
+    usage.note(Root(path="first"), hits=1, misses=0)
+    usage.note(Root(path="last"), hits=1, misses=0)
+    found = [use.source for use in usage.models()]
     assert len(found) == MAX_MODELS
     assert found[:2] == ["last", "first"]
     assert "second" not in found
     assert usage.hits == MAX_MODELS + 2
 
 
+def test_model_is_called_by_its_hub_id_or_last_folder(usage):
+    usage.note(Root(path="/hub/x/snapshots/1", hub_id="org/a", revision="1"), hits=1, misses=0)
+    usage.note(Root(path="/models/flux"), hits=1, misses=0)
+    found = {use.source: use.model for use in usage.models()}
+    assert found == {"/hub/x/snapshots/1": "org/a", "/models/flux": "flux"}
+
+
 def test_long_name_keeps_its_end(usage):
-    usage.note("/a" * 5000 + "/model", hits=1, misses=0)
+    usage.note(Root(path="/a" * 5000 + "/" + "b" * 300), hits=1, misses=0)
     (use,) = usage.models()
-    assert use.model.startswith("…")
-    assert use.model.endswith("/a/model")
-    assert len(use.model) == 200
+    assert use.model == "…" + "b" * 199
+    assert (use.source[0], len(use.source)) == ("…", 4096)
 
 
 def test_history_has_the_bytes_of_each_spell(usage, clock):
-    with usage.decoding("m", 100) as running:
+    with usage.decoding(Root(path="m"), 100) as running:
         for nbytes in (10, 20):
             usage.add_read(running, nbytes)
         clock.now += 2 * SPELL_S

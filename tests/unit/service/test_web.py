@@ -6,6 +6,7 @@ from wsgiref.validate import validator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from shmload._segments.roots import Root
 from shmload._service.metrics import ServiceCollector
 from shmload._service.readiness import Preloading
 from shmload._service.usage import BUCKETS_S, MAX_MODELS
@@ -73,7 +74,7 @@ def samples(ask):
 
 
 def test_every_metric_has_its_help_and_type(ask, state):
-    state.usage.note("m", hits=1, misses=0)
+    state.usage.note(Root(path="m"), hits=1, misses=0)
     _, text = ask("/metrics")
     names = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP ")}
     typed = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")}
@@ -82,35 +83,35 @@ def test_every_metric_has_its_help_and_type(ask, state):
     assert len(names) > 20
 
 
-@pytest.mark.parametrize("model", ["org/a", 'a "b" \\c', "two\nlines", "{}=,#", "名前", ""])
+@pytest.mark.parametrize("model", ["org/a", 'a "b" \\c', "two\nlines", "{}=,#", "名前"])
 def test_counters_of_a_model_arrive_whatever_its_name(ask, state, model):
-    state.usage.note(model, hits=3, misses=1)
+    state.usage.note(Root(path=f"/{model}", hub_id=model), hits=3, misses=1)
     found = samples(ask)
-    assert found["shmload_model_hits_total", ("model", model)] == 3
-    assert found["shmload_model_misses_total", ("model", model)] == 1
+    assert found["shmload_model_hits_total", ("model", model), ("source", f"/{model}")] == 3
+    assert found["shmload_model_misses_total", ("model", model), ("source", f"/{model}")] == 1
     assert found["shmload_hits_total",] == 3
 
 
 def test_decode_times_are_a_histogram(ask, state):
     for _ in range(3):
-        with state.usage.decoding("m", 10) as running:
+        with state.usage.decoding(Root(path="m"), 10) as running:
             running.begin()
     found = samples(ask)
     bounds = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
+    labels = (("model", "m"), ("source", "m"))
     counts = [
-        found["shmload_model_decode_seconds_bucket", ("le", bound), ("model", "m")]
-        for bound in bounds
+        found["shmload_model_decode_seconds_bucket", ("le", bound), *labels] for bound in bounds
     ]
     assert counts == [3] * len(bounds)
-    assert found["shmload_model_decode_seconds_count", ("model", "m")] == 3
+    assert found["shmload_model_decode_seconds_count", *labels] == 3
 
 
 def test_number_of_series_is_bounded(ask, state):
     for number in range(3 * MAX_MODELS):
-        with state.usage.decoding(f"model {number}", 1) as running:
+        with state.usage.decoding(Root(path=f"model {number}"), 1) as running:
             running.begin()
     found = samples(ask)
-    models = {dict(labels).get("model") for _, *labels in found} - {None}
+    models = {dict(labels).get("source") for _, *labels in found} - {None}
     assert len(models) == MAX_MODELS
 
 
