@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage.
 """
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import click
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._cli import doctor, placement, residents, serve, service
-from shmload._cli.output import as_json_option, is_of_output, print_json, print_table
+from shmload._cli.output import as_json_option, is_of_output, print_json, print_page
 from shmload._wording import count_of, format_nbytes
 from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
 
@@ -62,8 +63,11 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(shmload.__version__, package_name="shmload")
 @click.option("-v", "--verbose", is_flag=True, help="Log each step.")
-def main(verbose: bool) -> None:
+@click.pass_context
+def main(context: click.Context, verbose: bool) -> None:
     """Load diffusion pipelines through shared memory."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        context.color = False
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s"
     )
@@ -157,29 +161,10 @@ def plan(
         **_given(where),
     )
     if as_json:
-        print_json("plan", plan=found)
-        return
-    if found.placement:
-        placement.print_placement(found.placement)
-        return
-    rows = [
-        (
-            shard.component or "-",
-            shard.path.name,
-            shard.action.value,
-            shard.conversion,
-            str(shard.tensors),
-            format_nbytes(shard.read_nbytes),
-            format_nbytes(shard.segment_nbytes),
-        )
-        for shard in found.shards
-    ]
-    titles = ("COMPONENT", "SHARD", "ACTION", "DTYPE", "TENSORS", "FILE", "SEGMENT")
-    print_table(titles, rows, right=(4, 5, 6))
-    click.echo(
-        f"shared memory: {format_nbytes(found.decode_nbytes)} to be taken, "
-        f"{format_nbytes(found.resident_nbytes)} resident"
-    )
+        sums = {"decode_nbytes": found.decode_nbytes, "resident_nbytes": found.resident_nbytes}
+        print_json("plan", plan=found, **sums)
+    else:
+        print_page(found.page())
 
 
 @main.command()

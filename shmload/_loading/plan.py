@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.rule import RAW, Rule
@@ -15,6 +16,8 @@ from shmload._placement.placement import Placement
 from shmload._segments.layout import Layout, lay_out, needs_conversion
 from shmload._segments.metadata import make_metadata
 from shmload._segments.names import segment_name
+from shmload._tables import Page, Printable, Table
+from shmload._wording import format_nbytes
 
 
 class Action(enum.Enum):
@@ -46,8 +49,8 @@ class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the segment, in bytes; 0 for a link."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What `load_pipeline` or `warm` would do with a source."""
+class Plan(Printable, msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What `load_pipeline` or `warm` would do; printed, the tables of `shmload plan`."""
 
     source: str
     shards: tuple[ShardPlan, ...]
@@ -63,6 +66,36 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def resident_nbytes(self) -> int:
         """Size of the segments that are resident, in bytes."""
         return sum(s.segment_nbytes for s in self.shards if s.action is Action.ATTACH)
+
+    def page(self) -> Page:
+        """Return a row for each shard and the sums; or the placement, if devices were asked for."""
+        if self.placement:
+            return self.placement.page()
+        rows = [
+            (
+                shard.component or "-",
+                shard.path.name,
+                shard.action.value,
+                _dtype_in_words(shard.conversion),
+                str(shard.tensors),
+                format_nbytes(shard.read_nbytes),
+                format_nbytes(shard.segment_nbytes),
+            )
+            for shard in self.shards
+        ]
+        titles = ("COMPONENT", "SHARD", "ACTION", "DTYPE", "TENSORS", "FILE", "SEGMENT")
+        sums = (
+            f"shared memory: {format_nbytes(self.decode_nbytes)} to be taken, "
+            f"{format_nbytes(self.resident_nbytes)} resident"
+        )
+        return Page((Table(titles=titles, rows=rows, right=(4, 5, 6), cut=1), sums))
+
+
+def _dtype_in_words(conversion: str) -> str:
+    """Write a shard's conversion for a table."""
+    target, _, exceptions = conversion.partition("/")
+    name = TORCH_NAMES.get(target, "as stored")
+    return f"{name} in part" if exceptions else name
 
 
 class PlannedShard(msgspec.Struct, frozen=True, kw_only=True):

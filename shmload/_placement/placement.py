@@ -11,29 +11,20 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from shmload._placement.device_map import Devices, expand, merge, parse_device_map
+from shmload._placement.device_use import DeviceUse
 from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory
 from shmload._placement.modules import Component, join
+from shmload._placement.pages import placement_page
 from shmload._placement.shortest_map import shorten
 from shmload._placement.strategies import WHOLE_STRATEGIES, nbytes_by_device, place_auto, rooms_of
 from shmload._placement.table import WAITING, TableRow, table_rows
+from shmload._tables import Page, Printable
 from shmload._wording import format_nbytes
 from shmload.errors import DoesNotFit
 
 
-class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The weights on one device."""
-
-    device: str
-    nbytes: int
-    """Size of the weights that are there, in bytes."""
-    passing_nbytes: int
-    """The most that comes there at a time of weights on `offload` or `disk`, in bytes."""
-    limit_nbytes: int | None
-    """How many bytes may lie there at most; None if the inventory has no limit."""
-
-
-class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where every module of a pipeline is."""
+class Placement(Printable, msgspec.Struct, frozen=True, kw_only=True):
+    """Where every module of a pipeline is; printed, the tables of `shmload plan`."""
 
     components: dict[str, str | dict[str, str]]
     """By component: its device, or the device of each of its modules by path, complete and
@@ -47,6 +38,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The same as `components`, as the rows of a table for people."""
     device_map: dict[str, str]
     """The shortest device map that gives this placement again."""
+
+    def page(self) -> Page:
+        """Return tables of the modules and of the devices, and the device map as Python code."""
+        return placement_page(self.parts, self.devices, self.device_map)
 
 
 def place(components: Sequence[Component], device_map: object, inventory: Inventory) -> Placement:

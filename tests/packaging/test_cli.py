@@ -60,7 +60,9 @@ def test_plan_names_what_would_be_done(checkpoint):
     planned = json.loads(_shmload("plan", checkpoint, "--dtype", "fp16", "--json").stdout)
     (shard,) = planned["plan"]["shards"]
     assert (shard["action"], shard["conversion"], shard["tensors"]) == ("decode", "F16", 2)
-    assert "decode" in _shmload("plan", checkpoint, "--dtype", "fp16").stdout
+    shown = _shmload("plan", checkpoint, "--dtype", "fp16").stdout
+    assert "decode" in shown
+    assert f"{shmload.plan(checkpoint, dtype='fp16')}\n" == shown
 
 
 def test_remove_by_source(checkpoint):
