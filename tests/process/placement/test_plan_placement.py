@@ -181,6 +181,18 @@ def test_plan_names_every_component(saved):
 
 
 @pytest.mark.libraries
+def test_printed_placement_is_the_table_of_the_command_line(saved, capsys):
+    found = shmload.plan(saved("flux"), dtype="bfloat16", inventory="1GiB")
+    main(
+        ["plan", str(saved("flux")), "--dtype", "bfloat16", "--inventory", "1GiB"],
+        standalone_mode=False,
+    )
+    assert f"{found.placement}\n" == f"{found}\n" == capsys.readouterr().out
+    assert found.placement._repr_html_().count("<table>") == 2
+    assert "text_encoder_2" in found._repr_html_()
+
+
+@pytest.mark.libraries
 def test_plan_divides_a_transformer_between_its_blocks(saved):
     sizes = {name: c.nbytes for name, c in _components(saved("flux"), "bfloat16").items()}
     limit = sizes["transformer"] - 1
