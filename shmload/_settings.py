@@ -56,7 +56,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a worker may take to start, in seconds."""
 
     wait_timeout_s: float = 600.0
-    """How long to wait for a segment that another process is decoding, in seconds."""
+    """How long to wait for a segment that another process is decoding, or for room in the service's
+    budget that running loads may give back, in seconds."""
 
     service: ServiceUse = "auto"
     """Whether a service decodes. `auto`: if one runs; `off`: never; `require`: an error without

@@ -88,7 +88,10 @@ def _describe(status: Status) -> Iterator[str]:
         f"{format_nbytes(status.budget_nbytes)} in {count_of(status.segments, 'segment')}, "
         f"{status.pinned} pinned, {len(status.leases)} in use"
     )
-    yield f"workers    {status.workers}, {state}, {count_of(status.waiting, 'load')} waiting"
+    yield (
+        f"workers    {status.workers}, {state}, {count_of(status.waiting, 'load')} waiting, "
+        f"{status.waiting_for_room} for room"
+    )
     yield (
         f"served     {count_of(status.hits, 'hit')}, "
         f"{count_of(status.misses, 'miss', 'misses')}, {count_of(status.evictions, 'eviction')}"

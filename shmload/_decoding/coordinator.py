@@ -139,6 +139,7 @@ class Coordinator:
         on_bytes: OnBytes,
         is_cancelled: Callable[[], bool] = bool,
         ring: Ring | None = None,
+        stall_timeout_s: float | None = None,
     ) -> list[str]:
         """Fill all parts; blocks until they are complete.
 
@@ -148,6 +149,8 @@ class Coordinator:
             is_cancelled: called several times a second; when true, the decode ends.
             ring: if given, pieces go to its slots instead of the parts, each when a slot is free.
                 Needs workers, and no piece may be larger than a slot.
+            stall_timeout_s: how long a worker may make no progress, in seconds; None for what the
+                settings say.
 
         Returns:
             The digest of each job's segment, in order, as 32 hexadecimal digits.
@@ -159,7 +162,10 @@ class Coordinator:
             DecodeCancelled: `is_cancelled` was true before the end.
         """
         if self._workers:
-            digests = _Decoding(self._workers, jobs, on_bytes, ring).run(is_cancelled)
+            if stall_timeout_s is None:
+                stall_timeout_s = settings().stall_timeout_s
+            decoding = _Decoding(self._workers, jobs, on_bytes, ring, stall_timeout_s)
+            digests = decoding.run(is_cancelled)
         else:
             digests = [_decode_here(job, on_bytes, is_cancelled) for job in jobs]
         for job in jobs:
@@ -234,8 +240,10 @@ class _Decoding:
         jobs: Sequence[Job],
         on_bytes: OnBytes,
         ring: Ring | None,
+        stall_timeout_s: float,
     ) -> None:
         self._workers = workers
+        self._stall_timeout_s = stall_timeout_s
         self._ring = ring
         # Slots of pieces handed out, by (shard, piece).
         self._slots: dict[tuple[int, int], int] = {}
@@ -352,11 +360,11 @@ class _Decoding:
             if not worker.is_ready and now - worker.active_at > settings().start_timeout_s:
                 worker.close()
                 raise WorkerFailed(f"a worker was not ready in {settings().start_timeout_s:g} s")
-            is_silent = now - worker.active_at > settings().stall_timeout_s
+            is_silent = now - worker.active_at > self._stall_timeout_s
             # Its messages may still be unread if feeding another worker has taken that long.
             if worker.tasks and is_silent and not worker.has_news():
                 path = self._jobs[worker.tasks[0].shard].path
-                self._replace(worker, WorkerStalled(path, settings().stall_timeout_s))
+                self._replace(worker, WorkerStalled(path, self._stall_timeout_s))
 
     def _replace(self, worker: WorkerProcess, error: ShmloadError) -> None:
         """Replace a broken worker, or raise `error` if its piece was tried before."""

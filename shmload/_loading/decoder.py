@@ -6,6 +6,7 @@ Guarantee: if the service goes away, the load goes on without it, unless the set
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from shmload._decoding.coordinator import Coordinator, Job
@@ -14,13 +15,17 @@ from shmload._loading.progress import Progress
 from shmload._segments.roots import Root
 from shmload._service.client import Client, find_service
 from shmload._settings import settings
+from shmload._wording import format_nbytes
 from shmload.errors import ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 
+# A wait that is shorter is not worth a message, in seconds.
+_QUIET_S = 1.0
+
 
 class Decoder:
-    """Decodes for one load, until `close`.
+    """Decodes for one load, until `close` and `leave_service`.
 
     Args:
         model: what is loaded, by which the service counts.
@@ -58,13 +63,17 @@ class Decoder:
             read_nbytes: size of their shards. Small ones are decoded here; unless the load keeps
                 its segments, these take nothing from the budget.
 
+        It waits while loads that run may give room back.
+
         Raises:
             CapacityError: the budget has no room for them.
         """
         stays = self._keep or not _is_little(read_nbytes)
         if self._service and segment_nbytes and stays:
             with self._without_service():
-                self._service.reserve(segment_nbytes)
+                self._service.reserve(
+                    segment_nbytes, _WaitForRoom(segment_nbytes), self._is_cancelled.is_set
+                )
 
     def decode(
         self, jobs: Sequence[Job], renew: Callable[[], Sequence[Job]]
@@ -115,7 +124,9 @@ class Decoder:
 
     def settle(self) -> None:
         """Tell the service that the segments it reserved room for are resident now."""
-        self.note([], [])
+        if self._service:
+            with self._without_service():
+                self._service.settle()
 
     @property
     def is_cancelled(self) -> bool:
@@ -127,12 +138,15 @@ class Decoder:
         self._is_cancelled.set()
 
     def close(self) -> None:
-        """End the workers and the connection; a second call does nothing."""
-        with contextlib.ExitStack() as closing:
-            if self._coordinator:
-                closing.callback(self._coordinator.close)
-            if self._service:
-                closing.callback(self._service.close)
+        """End the workers; a second call does nothing. `leave_service` ends the connection."""
+        if self._coordinator:
+            self._coordinator.close()
+
+    def leave_service(self) -> None:
+        """End the connection; a second call does nothing."""
+        service, self._service = self._service, None
+        if service:
+            service.close()
 
     @contextlib.contextmanager
     def _without_service(self) -> Iterator[None]:
@@ -146,6 +160,29 @@ class Decoder:
             if self._service:
                 self._service.close()
             self._service = None
+
+
+class _WaitForRoom:
+    """Says once, after a moment, that a load waits for room in the service's budget.
+
+    Args:
+        nbytes: size of its segments, in bytes.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._began_at = time.monotonic()
+        self._is_said = False
+
+    def __call__(self, ahead: int) -> None:
+        if not self._is_said and time.monotonic() - self._began_at >= _QUIET_S:
+            self._is_said = True
+            logger.warning(
+                "waiting for %s of room in the service's budget: other loads fill it, and %d wait "
+                "ahead (`shmload status`)",
+                format_nbytes(self._nbytes),
+                ahead,
+            )
 
 
 def _is_little(nbytes: int) -> bool:

@@ -120,10 +120,19 @@ class Load:
         if self._work:
             self._work.wait()
 
+    def leave_service(self) -> None:
+        """Tell the service that the load is over; call it if segments stay in use for long.
+
+        While the load lasts, other loads wait for the room that it may give back.
+        """
+        self._decoder.leave_service()
+
     def close(self) -> None:
         """End the load: stop the thread and workers, remove the parts, give all leases back."""
         interrupt = self._cancel()
-        with contextlib.ExitStack() as closing:  # both, even if one raises
+        with contextlib.ExitStack() as closing:  # all, even if one raises
+            # Last: until then the service knows that this load gives its leases back soon.
+            closing.callback(self.leave_service)
             closing.callback(self.holdings.close)
             closing.callback(self._decoder.close)
         if interrupt:

@@ -206,4 +206,5 @@ def view(
         ) as load,
         View(found.root, load.holdings.files()) as lent,
     ):
+        load.leave_service()
         yield lent.path

@@ -1,12 +1,24 @@
-"""The budget for resident segments, and which ones to evict: plain functions on values."""
+"""The service's budget for resident segments: its default, and warnings of one that cannot be kept.
 
-from collections.abc import Iterable, Iterator, Sequence
+What goes to stay within it is decided in `_segments.eviction`.
+"""
+
+from collections.abc import Iterable, Iterator
 
 from shmload._host.linux import shm_total_nbytes
 from shmload._host.procfs import cgroup_limit_nbytes
+from shmload._segments.eviction import Budget
 from shmload._segments.listing import SegmentInfo
 from shmload._wording import format_nbytes
-from shmload.errors import SharedMemoryFull
+
+
+def service_budget(nbytes: int) -> Budget:
+    """Return a service's budget of so many bytes."""
+    return Budget(
+        nbytes,
+        "the service's budget",
+        ("raise `shmload serve --budget`", "load without the service, with SHMLOAD_SERVICE=off"),
+    )
 
 
 def default_budget() -> int:
@@ -39,56 +51,3 @@ def _limits() -> dict[str, int]:
     """Return the limits for all segments together, in bytes, by name."""
     limits = {"/dev/shm": shm_total_nbytes(), "the memory control group": cgroup_limit_nbytes()}
     return {name: limit for name, limit in limits.items() if limit is not None}
-
-
-def choose_victims(
-    resident: Iterable[SegmentInfo], nbytes: int, budget: int, room: int
-) -> list[SegmentInfo]:
-    """Choose what to evict so that `nbytes` more fit into the budget and into memory.
-
-    Args:
-        resident: all segments.
-        nbytes: size of the new segments, in bytes.
-        budget: in bytes.
-        room: memory that is free without evicting anything, in bytes.
-
-    Returns:
-        Segments that are neither leased nor protected, least recently used first, and no more than
-        needed. Whether memory then suffices is known only once they are removed.
-
-    Raises:
-        SharedMemoryFull: evicting all of them would still exceed the budget.
-    """
-    found = list(resident)
-    over = sum(info.nbytes for info in found) + nbytes - budget
-    excess = max(over, nbytes - room)
-    victims: list[SegmentInfo] = []
-    freed = 0
-    for info in sorted(filter(may_go, found), key=lambda info: (info.used_at, info.name)):
-        if freed >= excess:
-            break
-        victims.append(info)
-        freed += info.nbytes
-    if freed < over:
-        available = max(0, nbytes - (over - freed))
-        raise SharedMemoryFull(nbytes, available, "the service's budget", _remedy(found))
-    return victims
-
-
-def may_go(info: SegmentInfo) -> bool:
-    """Tell whether a segment may be evicted to make room."""
-    return not (info.is_leased or info.is_pinned)
-
-
-def _remedy(found: Sequence[SegmentInfo]) -> str:
-    """Return what the user can do about segments that cannot be evicted."""
-    leased = sum(info.is_leased for info in found)
-    protected = sum(info.is_pinned and not info.is_leased for info in found)
-    ways = []
-    if leased:
-        ways.append(f"end the users of the {leased} in use (`shmload status`)")
-    if protected:
-        ways.append(f"remove some of the {protected} pinned with `shmload rm`")
-    ways.append("raise `shmload serve --budget`")
-    ways.append("load without the service, with SHMLOAD_SERVICE=off")
-    return ", or ".join(ways)

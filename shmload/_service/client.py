@@ -29,7 +29,9 @@ from shmload._service.protocol import (
     Request,
     Reserve,
     Reserved,
+    Settle,
     Stat,
+    Waiting,
     Welcome,
     decode_answer,
     revive,
@@ -45,6 +47,8 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _A = TypeVar("_A", bound=Answer)
 
 OnProgress = Callable[[int, int], None]
+OnWait = Callable[[int], None]
+"""Called with the number of loads ahead, each time that the service says that there is no room."""
 
 
 class Client:
@@ -94,6 +98,7 @@ class Client:
         kind: type[_A],
         *,
         on_progress: OnProgress | None = None,
+        on_wait: OnWait | None = None,
         is_cancelled: Callable[[], bool] = bool,
     ) -> _A:
         """Send a request and wait for its answer.
@@ -103,6 +108,7 @@ class Client:
             kind: type of the answer.
             on_progress: called with bytes read and bytes in all. With it the answer may take any
                 time, as long as the service sends signs of life.
+            on_wait: see `OnWait`. With it the answer may take any time, likewise.
             is_cancelled: called several times a second; when true, the wait ends.
 
         Raises:
@@ -112,11 +118,20 @@ class Client:
         """
         self._send(request)
         timeout_s = self._timeout_s if on_progress is None else settings().stall_timeout_s
-        return self._receive(kind, timeout_s, on_progress, is_cancelled)
+        return self._receive(kind, timeout_s, on_progress, on_wait, is_cancelled)
 
-    def reserve(self, nbytes: int) -> None:
-        """Reserve room for `nbytes` of segments, or raise `CapacityError`."""
-        self.ask(Reserve(nbytes), Reserved)
+    def reserve(self, nbytes: int, on_wait: OnWait, is_cancelled: Callable[[], bool]) -> None:
+        """Reserve room for `nbytes` of segments; wait while loads that run may give some back.
+
+        Raises:
+            CapacityError: there is none, and none will come within `wait_timeout_s`.
+        """
+        request = Reserve(nbytes, settings().wait_timeout_s)
+        self.ask(request, Reserved, on_wait=on_wait, is_cancelled=is_cancelled)
+
+    def settle(self) -> None:
+        """Say that segments fill the room that was reserved."""
+        self.ask(Settle(), Noted)
 
     def decode(
         self,
@@ -151,14 +166,18 @@ class Client:
                 Lend(printable(str(job.path)), source, job.nbytes, job.pieces),
                 (job.source_fd, job.part_fd),
             )
-        answer = self.ask(Decode(model), Decoded, on_progress=add, is_cancelled=is_cancelled)
+        request = Decode(model, settings().stall_timeout_s)
+        answer = self.ask(request, Decoded, on_progress=add, is_cancelled=is_cancelled)
         # Each is written into a segment's header, which has room for exactly this format.
         if len(answer.digests) != len(jobs) or not all(map(_DIGEST.fullmatch, answer.digests)):
             raise ProtocolError("the service answered with digests that are not the segments'")
         return list(answer.digests)
 
     def note(self, model: Root, found: Sequence[str], made: Sequence[str]) -> None:
-        """Report the segments that a load of a model found and those it decoded."""
+        """Report the segments that a load of a model found and those it decoded.
+
+        The load has all of them now, and ends soon.
+        """
         self.ask(Attached(model, tuple(found), tuple(made)), Noted)
 
     def _send(self, request: Request, fds: tuple[int, ...] = ()) -> None:
@@ -175,6 +194,7 @@ class Client:
         kind: type[_A],
         timeout_s: float,
         on_progress: OnProgress | None = None,
+        on_wait: OnWait | None = None,
         is_cancelled: Callable[[], bool] = bool,
     ) -> _A:
         deadline = time.monotonic() + timeout_s
@@ -187,6 +207,8 @@ class Client:
                 match answer:
                     case BytesRead(done, total) if on_progress:
                         on_progress(done, total)
+                    case Waiting(ahead) if on_wait:
+                        on_wait(ahead)
                     case Refused():
                         raise revive(answer)
                     case _:

@@ -52,6 +52,7 @@ class WorkerPool:
         jobs: Sequence[Job],
         on_bytes: OnBytes,
         is_cancelled: Callable[[], bool],
+        stall_timeout_s: float,
         on_begin: Callable[[], object] = bool,
     ) -> list[str]:
         """Wait for this call's turn, call `on_begin`, then do what `Coordinator.decode` does."""
@@ -65,7 +66,7 @@ class WorkerPool:
             self._began_at = time.monotonic()
             on_begin()
             try:
-                return self._decode(jobs, on_bytes, is_cancelled)
+                return self._decode(jobs, on_bytes, is_cancelled, stall_timeout_s)
             finally:
                 with self._changed:
                     self._decode_s += time.monotonic() - self._began_at
@@ -83,11 +84,15 @@ class WorkerPool:
             )
 
     def _decode(
-        self, jobs: Sequence[Job], on_bytes: OnBytes, is_cancelled: Callable[[], bool]
+        self,
+        jobs: Sequence[Job],
+        on_bytes: OnBytes,
+        is_cancelled: Callable[[], bool],
+        stall_timeout_s: float,
     ) -> list[str]:
         coordinator = self._renew()
         try:
-            return coordinator.decode(jobs, on_bytes, is_cancelled)
+            return coordinator.decode(jobs, on_bytes, is_cancelled, stall_timeout_s=stall_timeout_s)
         except BaseException:
             self._end_workers()  # they may still be filling pieces of this call
             raise

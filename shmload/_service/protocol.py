@@ -6,6 +6,9 @@
        |  Decode ->                         |
        |  <- BytesRead ...                  |     while workers fill the parts
        |  <- Decoded | Refused              |     the loans are closed
+       |  Reserve ->                        |
+       |  <- Waiting ...                    |     while other loads may give room back
+       |  <- Reserved | Refused             |
        |  any other request ->              |     one at a time
        |  <- its answer | Refused           |
        |  (end of file)                     |     from either side: the loans are closed
@@ -29,6 +32,8 @@ VERSION: Final = 3
 
 _Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 """The size of a file, in bytes. The limit keeps sums of many within 64 bits."""
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+"""A duration, in seconds."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -62,16 +67,27 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
 
     model: Root
     """The model that they are of."""
+    stall_timeout_s: _Seconds
+    """How long a worker may make no progress before it is replaced, in seconds."""
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Reserve room in the budget; the service evicts the least recently used segments for it."""
 
     nbytes: _Nbytes
+    timeout_s: _Seconds
+    """How long to wait for room that other loads may give back, in seconds."""
+
+
+class Settle(msgspec.Struct, frozen=True, tag=True):
+    """End the reservation: segments fill the room now. The load may wait for other loads next."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """Report the segments that a load found and those it decoded, resident or not."""
+    """Report the segments that a load found and those it decoded, resident or not.
+
+    It has all of them now: its reservation ends, and the load ends soon.
+    """
 
     model: Root
     """The model that they are of."""
@@ -99,6 +115,13 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
 
     digests: tuple[str, ...]
     """Each segment's digest, in the order of the loans."""
+
+
+class Waiting(msgspec.Struct, frozen=True, tag=True):
+    """There is no room yet, but loads that run may give some back."""
+
+    ahead: int
+    """Number of loads that wait for room and came earlier."""
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
@@ -167,6 +190,10 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     is_decoding: bool
     waiting: int
     """Decodes that wait for the workers to be free."""
+    waiting_for_room: int
+    """Loads that wait for room in the budget."""
+    reserved_nbytes: int
+    """Room in the budget that loads have reserved for what they decode, in bytes."""
     clients: int
     """Connections, not counting the one that asks."""
     hits: int
@@ -196,7 +223,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Noted(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Attached`: the client's reservation ends, as its segments are resident."""
+    """The answer to `Settle` and `Attached`."""
 
 
 class Stopping(msgspec.Struct, frozen=True, tag=True):
@@ -217,8 +244,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     notes: tuple[str, ...] = ()
 
 
-Request = Lend | Decode | Reserve | Attached | GetStatus | Shutdown
-Answer = Welcome | BytesRead | Decoded | Reserved | Noted | Status | Stopping | Refused
+Request = Lend | Decode | Reserve | Settle | Attached | GetStatus | Shutdown
+Answer = Welcome | BytesRead | Decoded | Waiting | Reserved | Noted | Status | Stopping | Refused
 
 decode_request = MessageReader[Request](Request, "a client")
 decode_answer = MessageReader[Answer](

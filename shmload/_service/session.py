@@ -33,12 +33,15 @@ from shmload._service.protocol import (
     Request,
     Reserve,
     Reserved,
+    Settle,
     Shutdown,
     Stopping,
+    Waiting,
     Welcome,
     decode_request,
     refuse,
 )
+from shmload._service.reservations import Claim
 from shmload._settings import settings
 from shmload.errors import PeerRefused, ProtocolError, ServiceUnavailable, ShmloadError
 
@@ -59,8 +62,8 @@ class Session:
         self._state = state
         self._inbox = Inbox(connection)
         self._lent: list[Job] = []
-        self._reserved = 0
         self._progress = ProgressStream(connection)
+        self._claim = Claim()
 
     def run(self) -> None:
         """Serve until the client leaves or breaks the protocol, or the service ends."""
@@ -68,8 +71,9 @@ class Session:
             require_same_user(self._connection)
             self._connection.settimeout(settings().service_timeout_s)
             send(self._connection, Welcome(VERSION, os.getpid()))
-            while (request := self._next_request()) is not None:
-                self._serve(request)
+            with self._state.reservations.claim() as self._claim:
+                while (request := self._next_request()) is not None:
+                    self._serve(request)
         except (PeerRefused, ProtocolError) as exc:
             logger.warning("a client was put out: %s", exc)
         except OSError as exc:  # it has left, or does not read
@@ -80,7 +84,6 @@ class Session:
     def close(self) -> None:
         """Close all that the session owns; a second call is fine."""
         self._forget_loans()
-        self._release()
         self._inbox.close()
         self._connection.close()
 
@@ -120,15 +123,16 @@ class Session:
             case Lend():
                 self._borrow(request)
                 return None
-            case Decode(model):
-                return self._decode(model)
-            case Reserve(nbytes):
-                evicted = self._state.reserve(nbytes)
-                self._reserved += nbytes
-                return Reserved(tuple(evicted))
+            case Decode(model, stall_timeout_s):
+                return self._decode(model, stall_timeout_s)
+            case Reserve():
+                return self._reserve(request)
+            case Settle():
+                self._state.reservations.settle(self._claim)
+                return Noted()
             case Attached(model, found, made):
                 self._state.usage.note(model, hits=len(found), misses=len(made))
-                self._release()
+                self._state.reservations.finish(self._claim)
                 return Noted()
             case GetStatus():
                 status = self._state.status()
@@ -154,7 +158,21 @@ class Session:
             )
         )
 
-    def _decode(self, model: Root) -> Decoded:
+    def _reserve(self, request: Reserve) -> Reserved:
+        said = None
+
+        def wait(ahead: int) -> None:
+            nonlocal said
+            if ahead != said:
+                said = ahead
+                self._progress.report(Waiting(ahead))
+            if self._is_gone():
+                raise DecodeCancelled
+
+        evicted = self._state.reserve(self._claim, request.nbytes, request.timeout_s, wait)
+        return Reserved(tuple(evicted))
+
+    def _decode(self, model: Root, stall_timeout_s: float) -> Decoded:
         for job in self._lent:
             require_sound(job)
         total = sum(job.read_nbytes for job in self._lent)
@@ -163,10 +181,10 @@ class Session:
         def add(nbytes: int) -> None:
             nonlocal done
             done += nbytes
-            self._progress.report(done, total)
+            self._progress.report(BytesRead(done, total))
 
         try:
-            digests = self._state.decode(model, self._lent, add, self._is_gone)
+            digests = self._state.decode(model, self._lent, add, self._is_gone, stall_timeout_s)
         finally:
             self._forget_loans()
         return Decoded(tuple(digests))
@@ -182,11 +200,6 @@ class Session:
             os.close(job.source_fd)
             os.close(job.part_fd)
 
-    def _release(self) -> None:
-        """Give back the client's reservation."""
-        self._state.release(self._reserved)
-        self._reserved = 0
-
 
 class ProgressStream:
     """Sends progress without waiting for the client; skips reports while its socket is full.
@@ -198,7 +211,7 @@ class ProgressStream:
         self._connection = connection
         self._lock = threading.Lock()
         self._unsent = b""
-        self._latest = BytesRead(0, 0)
+        self._latest: BytesRead | Waiting = BytesRead(0, 0)
         self._sent_at = 0.0
         self._took_at = time.monotonic()
 
@@ -208,9 +221,9 @@ class ProgressStream:
         waited_s = time.monotonic() - self._took_at
         return bool(self._unsent) and waited_s > settings().service_timeout_s
 
-    def report(self, done: int, total: int) -> None:
+    def report(self, latest: BytesRead | Waiting) -> None:
         with self._lock:
-            self._latest = BytesRead(done, total)
+            self._latest = latest
             self._send()
 
     def beat(self) -> None:

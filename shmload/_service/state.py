@@ -13,22 +13,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shmload._decoding.coordinator import Job, OnBytes
-from shmload._segments.capacity import require_room, room_nbytes
+from shmload._segments.capacity import room_nbytes
+from shmload._segments.eviction import evict_for, require_possible
 from shmload._segments.listing import SegmentInfo, holders, segments
-from shmload._segments.removal import remove_if_free, remove_leftovers
 from shmload._segments.roots import Root
-from shmload._service.budget import choose_victims, may_go
+from shmload._service.budget import service_budget
 from shmload._service.pool import WorkerPool
 from shmload._service.protocol import Holders, Status
 from shmload._service.readiness import Preloading
+from shmload._service.reservations import Claim, OnWait, Reservations
 from shmload._service.usage import SPELL_S, Usage
 from shmload._wording import format_nbytes
 from shmload.errors import CapacityError
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_S = 0.5
-_SETTLE_POLL_S = 0.05
 _JOIN_TIMEOUT_S = 10.0
 
 
@@ -41,12 +40,13 @@ class ServiceState:
     """
 
     def __init__(self, workers: int, budget_nbytes: int) -> None:
-        self.budget_nbytes = budget_nbytes
+        self._budget = service_budget(budget_nbytes)
         self._pool = WorkerPool(workers)
         self._began_at = time.monotonic()
         self._lock = threading.Lock()
-        self._reserved = 0
         self._evictions = self._refusals = 0
+        self.reservations = Reservations(self)
+        """What loads have reserved in the budget."""
         self.usage = Usage()
         """What was counted for each model."""
         self.preloading = Preloading()
@@ -55,6 +55,11 @@ class ServiceState:
         self._wake, self._woken = socket.socketpair()
         self._clients = 0
         self._background: list[threading.Thread] = []
+
+    @property
+    def budget_nbytes(self) -> int:
+        """Limit for resident segments, in bytes."""
+        return self._budget.nbytes
 
     @property
     def is_stopping(self) -> bool:
@@ -93,67 +98,25 @@ class ServiceState:
             with self._lock:
                 self._clients -= 1
 
-    def reserve(self, nbytes: int) -> list[str]:
-        """Make room in the budget and in memory; returns the names of evicted segments.
-
-        Retries for `_SETTLE_S` if only leased segments could go: a worker releases a filled segment
-        slightly after its client is told, and a process that lists segments holds each briefly.
-
-        Raises:
-            CapacityError: leased and protected segments leave too little room.
-        """
+    def reserve(self, claim: Claim, nbytes: int, timeout_s: float, on_wait: OnWait) -> list[str]:
+        """Do what `Reservations.reserve` does, and count the refusals."""
         try:
-            return self._reserve(nbytes)
+            return self.reservations.reserve(claim, nbytes, timeout_s, on_wait)
         except CapacityError:
             with self._lock:
                 self._refusals += 1
             raise
 
-    def _reserve(self, nbytes: int) -> list[str]:
-        evicted: list[str] = []
-        deadline = time.monotonic() + _SETTLE_S
-        while True:
-            try:
-                with self._lock:
-                    found = segments()
-                    self._make_room(nbytes, found, evicted)
-                    self._reserved += nbytes
-            except CapacityError:
-                is_settled = not any(info.is_leased for info in found)
-                if is_settled or time.monotonic() > deadline:
-                    raise
-            else:
-                return evicted
-            time.sleep(_SETTLE_POLL_S)
-
-    def _make_room(self, nbytes: int, found: list[SegmentInfo], evicted: list[str]) -> None:
-        """Evict enough for `nbytes` more, or nothing if that is impossible."""
-        while True:
-            budget = self.budget_nbytes - self._reserved
-            room = room_nbytes()
-            if room < nbytes and remove_leftovers():
-                room = room_nbytes()
-            victims = choose_victims(found, nbytes, budget, room)
-            require_room(nbytes, evictable=sum(info.nbytes for info in found if may_go(info)))
-            gone = [info for info in victims if remove_if_free(info.name)]
-            for info in gone:
-                logger.info(
-                    "evicted %s, of %s",
-                    info.name,
-                    info.source,
-                    extra={"segment": info.name, "source": info.source, "nbytes": info.nbytes},
-                )
-            self._evictions += len(gone)
-            evicted += [info.name for info in gone]
-            if len(gone) == len(victims):
-                break
-            found = segments()  # another process attached one of the victims
-        require_room(nbytes)
-
-    def release(self, nbytes: int) -> None:
-        """Give back reserved room, because it is used now or not needed."""
+    def make_room(self, nbytes: int, reserved: int) -> list[str]:
+        """Do what `evict_for` does, within the budget; return the names of what went."""
+        evicted = evict_for(nbytes, self._budget, reserved)
         with self._lock:
-            self._reserved -= nbytes
+            self._evictions += len(evicted)
+        return [info.name for info in evicted]
+
+    def require_possible(self, nbytes: int, reserved: int) -> None:
+        """Check that `nbytes` would fit if the loads that run gave back all they have."""
+        require_possible(nbytes, self._budget, reserved)
 
     def decode(
         self,
@@ -161,6 +124,7 @@ class ServiceState:
         jobs: Sequence[Job],
         on_bytes: OnBytes,
         is_cancelled: Callable[[], bool],
+        stall_timeout_s: float,
     ) -> list[str]:
         """Decode with the workers, after the decodes that came earlier.
 
@@ -169,6 +133,7 @@ class ServiceState:
             jobs: as for `Coordinator.decode`, like the rest.
             on_bytes: called with bytes newly read.
             is_cancelled: called several times a second; when true, the decode ends.
+            stall_timeout_s: how long a worker may make no progress, in seconds.
         """
         with self.usage.decoding(model, sum(job.read_nbytes for job in jobs)) as running:
 
@@ -176,7 +141,7 @@ class ServiceState:
                 self.usage.add_read(running, nbytes)
                 on_bytes(nbytes)
 
-            digests = self._pool.decode(jobs, count, is_cancelled, running.begin)
+            digests = self._pool.decode(jobs, count, is_cancelled, stall_timeout_s, running.begin)
         logger.info(
             "decoded %s: %s in %.1f s",
             running.name,
@@ -212,6 +177,7 @@ class ServiceState:
     def status(self) -> Status:
         """Return the status."""
         found = segments()
+        reserved_nbytes = self.reservations.nbytes  # not under the lock, which `make_room` takes
         with self._lock:
             return Status(
                 pid=os.getpid(),
@@ -223,6 +189,8 @@ class ServiceState:
                 workers=self._pool.workers,
                 is_decoding=self._pool.is_decoding,
                 waiting=self._pool.waiting,
+                waiting_for_room=self.reservations.waiting,
+                reserved_nbytes=reserved_nbytes,
                 clients=self._clients,
                 hits=self.usage.hits,
                 misses=self.usage.misses,

@@ -70,7 +70,7 @@ def lent(tmp_path):
 def frames(lend):
     """Return a valid frame of each request, except the one that ends the service."""
     return [
-        *map(to_frame, (lend, Decode(_MODEL), Reserve(1 << 20), GetStatus())),
+        *map(to_frame, (lend, Decode(_MODEL, 60.0), Reserve(1 << 20, 0), GetStatus())),
         to_frame(Attached(_MODEL, ("a",), ("b",))),
     ]
 
@@ -111,7 +111,7 @@ def test_service_outlives_any_garbage(service, lent):
     wait_until_alone(process, before)
     assert "Traceback" not in process.errors
     with Client(socket_path()) as client:
-        assert client.ask(Reserve(1), Reserved) == Reserved(())
+        assert client.ask(Reserve(1, 0), Reserved) == Reserved(())
 
 
 def answer_of(client):
@@ -141,7 +141,7 @@ def test_damaged_loan_is_decoded_or_refused_by_its_own_error(service, lent):
             frame[rng.randrange(sound.index(b"source"), len(frame))] = rng.randrange(256)
         with raw_client() as client:
             fds = [lent["shard"], lent["part"]]
-            socket.send_fds(client, [frame + to_frame(Decode(_MODEL))], fds)
+            socket.send_fds(client, [frame + to_frame(Decode(_MODEL, 60.0))], fds)
             answers.add(getattr(answer_of(client), "kind", ""))
     assert answers <= {"", "ArgumentError", "ShardChanged", "ShardTruncated"}
     assert decode(lent) == wanted
@@ -157,7 +157,7 @@ def test_absurd_reservation_is_refused_by_its_own_error(service, checkpoint, evi
     shmload.warm(checkpoint, torch_dtype="bfloat16")
     with Client(socket_path()) as client:
         with pytest.raises(shmload.SharedMemoryFull):
-            client.ask(Reserve(1 << 50), Reserved)
+            client.ask(Reserve(1 << 50, 0), Reserved)
         assert client.ask(GetStatus(), Status).segments == 1
     assert "Traceback" not in process.errors
 

@@ -24,10 +24,10 @@ class GoneService:
         self.may_go = threading.Event()
         self.lent = []
 
-    def reserve(self, nbytes):
+    def reserve(self, nbytes, on_wait, is_cancelled):
         pass
 
-    def decode(self, jobs, on_bytes, is_cancelled):
+    def decode(self, model, jobs, on_bytes, is_cancelled):
         self.lent = [os.dup(job.part_fd) for job in jobs]
         assert self.may_go.wait(60)
         raise ServiceUnavailable("nowhere", "it went away")

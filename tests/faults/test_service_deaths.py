@@ -14,6 +14,7 @@ from weight import VALUES, assert_right
 
 import shmload
 from shmload._service.endpoint import socket_path
+from shmload._service.protocol import BytesRead
 from shmload._service.session import ProgressStream, has_hung_up
 
 _LOAD = """
@@ -114,6 +115,15 @@ def test_service_that_stops_in_the_middle_is_given_up(
             assert float(client.expect("SUM")) == float(VALUES.bfloat16().double().sum())
 
 
+def test_its_workers_heed_the_deadline_of_the_load(service, shard, configure):
+    process = service("--workers", "1")
+    shmload.warm(shard, torch_dtype="float16")  # the worker is ready
+    configure(stall_timeout_s=0.5)  # the service itself has the default, which is a minute
+    with stopped(*workers_of(process)):
+        shmload.warm(shard, torch_dtype="bfloat16")
+    assert "a worker was lost (WorkerStalled)" in process.errors
+
+
 @pytest.mark.parametrize("command", ["status", "shutdown", "serve"])
 def test_service_that_stands_still_is_named_with_what_ends_it(service, configure, command):
     process = service()
@@ -203,7 +213,7 @@ def test_telling_a_client_that_has_left_is_no_failure():
     with ours:
         stream = ProgressStream(ours)
         theirs.close()
-        stream.report(1, 2)
+        stream.report(BytesRead(1, 2))
         assert has_hung_up(ours)
 
 

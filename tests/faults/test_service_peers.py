@@ -70,7 +70,7 @@ def test_client_that_reads_nothing_does_not_hold_up_others(service, shard):
     with raw_client() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         client.sendall(b"".join([to_frame(GetStatus())] * 2000))
-        client.sendall(to_frame(Reserve(1)))
+        client.sendall(to_frame(Reserve(1, 0)))
         assert_right(shmload.load_state_dict(shard, "bfloat16"))
 
 

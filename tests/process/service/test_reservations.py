@@ -8,10 +8,12 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
+from serving import ask, status, stopped, wait_until, workers_of
 
 import shmload
+from shmload._loading import decoder
+from shmload._segments import eviction
 from shmload._segments.acquire import acquire
-from shmload._service import state as state_module
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import Reserve, Reserved
@@ -34,9 +36,13 @@ def shards(tmp_path):
     return paths
 
 
-def ask(request, kind):
-    with Client(socket_path()) as client:
-        return client.ask(request, kind, on_progress=lambda done, total: None)
+@pytest.fixture
+def files(tmp_path):
+    """Six files, each of 1 MiB in bfloat16."""
+    paths = [tmp_path / f"file{number}.safetensors" for number in range(6)]
+    for number, path in enumerate(paths):
+        save_file({"weight": torch.full((1 << 19,), float(number))}, path)
+    return paths
 
 
 def names_of(source):
@@ -46,7 +52,7 @@ def names_of(source):
 
 def has_room(nbytes):
     try:
-        ask(Reserve(nbytes), Reserved)
+        ask(Reserve(nbytes, 0), Reserved)
     except SharedMemoryFull:
         return False
     return True
@@ -72,9 +78,107 @@ def test_what_is_resident_is_not_reserved_too(service, shards):
 def test_segment_that_is_only_looked_at_may_go(shards, evicts, monkeypatch):
     shmload.warm(shards[0], torch_dtype="bfloat16")
     (info,) = shmload.segments()
-    listings = [[msgspec.structs.replace(info, is_leased=True)]]
+    looks = iter([True] * 3)
     monkeypatch.setattr(
-        state_module, "segments", lambda: listings.pop() if listings else shmload.segments()
+        eviction,
+        "segments",
+        lambda: [
+            msgspec.structs.replace(info, is_leased=next(looks, False))
+            for info in shmload.segments()
+        ],
     )
-    with contextlib.closing(ServiceState(1, _SEGMENT)) as state:
-        assert state.reserve(_SEGMENT) == [info.name]
+    with contextlib.closing(ServiceState(1, _SEGMENT)) as state, state.reservations.claim() as one:
+        assert state.reservations.reserve(one, _SEGMENT, 60) == [info.name]
+
+
+# Waiting for room ---------------------------------------------------------------------------------
+
+
+def warm_in_thread(path, errors):
+    def warm():
+        try:
+            shmload.warm(path, torch_dtype="bfloat16")
+        except shmload.ShmloadError as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=warm)
+    thread.start()
+    return thread
+
+
+def test_loads_wait_for_the_room_of_those_that_run(service, files):
+    process = service("--budget", str(5 * _SEGMENT // 2))
+    errors = []
+    with stopped(*workers_of(process)):
+        warming = [warm_in_thread(path, errors) for path in files]
+        wait_until(lambda found: found.waiting_for_room == len(files) - 2)
+        assert status().reserved_nbytes == 2 * _SEGMENT
+    for thread in warming:
+        thread.join()
+    assert errors == []
+    assert status().misses == len(files)
+    assert sum(info.nbytes for info in shmload.segments()) == 2 * _SEGMENT
+
+
+def test_waiting_load_takes_the_service_for_alive_and_says_that_it_waits(
+    service, files, configure, caplog, monkeypatch
+):
+    monkeypatch.setattr(decoder, "_QUIET_S", 0)
+    configure(service="require", service_timeout_s=1)
+    service("--budget", str(_SEGMENT))
+    errors, is_past = [], threading.Event()
+    clock = threading.Timer(1.5, is_past.set)
+    with Client(socket_path()) as other:
+        other.ask(Reserve(_SEGMENT, 0), Reserved)
+        warming = warm_in_thread(files[0], errors)
+        wait_until(lambda found: found.waiting_for_room)
+        clock.start()
+        assert is_past.wait(60)
+        assert warming.is_alive()
+        other.settle()
+    warming.join()
+    assert errors == []
+    assert "waiting for 1.00 MiB of room in the service's budget" in caplog.text
+
+
+def test_what_can_never_fit_does_not_wait(service, files):
+    service("--budget", str(2 * _SEGMENT))
+    with Client(socket_path()) as other:
+        other.ask(Reserve(_SEGMENT, 60), Reserved)
+        with Client(socket_path()) as big, pytest.raises(SharedMemoryFull):
+            big.ask(Reserve(3 * _SEGMENT, 60), Reserved)
+
+
+def test_waiting_load_leaves_the_queue_when_it_is_killed(service, files, child):
+    service("--budget", str(_SEGMENT))
+    code = "import sys, shmload; shmload.warm(sys.argv[1], torch_dtype='bfloat16')"
+    with Client(socket_path()) as other:
+        other.ask(Reserve(_SEGMENT, 0), Reserved)
+        waiting = child(code, files[0])
+        wait_until(lambda found: found.waiting_for_room == 1)
+        waiting.process.kill()
+        wait_until(lambda found: found.waiting_for_room == 0)
+    ask(Reserve(_SEGMENT, 60), Reserved)
+    assert waiting.wait() != 0
+
+
+def test_end_of_the_service_ends_the_wait(service, files):
+    process = service("--budget", str(_SEGMENT))
+    errors = []
+    with Client(socket_path()) as other:
+        other.ask(Reserve(_SEGMENT, 0), Reserved)
+        warming = warm_in_thread(files[0], errors)
+        wait_until(lambda found: found.waiting_for_room == 1)
+        process.process.terminate()
+        warming.join()  # it has decoded without the service
+    assert errors == []
+    assert process.wait() == 0
+
+
+def test_view_that_is_in_use_does_not_let_others_wait(service, files):
+    service("--budget", str(_SEGMENT))
+    with (
+        shmload.view(files[0], torch_dtype="bfloat16"),
+        pytest.raises(SharedMemoryFull, match="the 1 in use"),
+    ):
+        shmload.warm(files[1], torch_dtype="bfloat16")

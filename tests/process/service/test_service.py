@@ -200,9 +200,7 @@ def test_what_exceeds_the_budget_is_refused_before_a_byte_is_read(service, shard
 def test_room_is_reserved_for_one_client_only(service, shards):
     service("--budget", str(3 * _SEGMENT))
     with Client(socket_path()) as first:
-        first.ask(Reserve(2 * _SEGMENT), Reserved)
+        first.ask(Reserve(2 * _SEGMENT, 0), Reserved)
         with Client(socket_path()) as second, pytest.raises(SharedMemoryFull):
-            second.ask(Reserve(2 * _SEGMENT), Reserved)
-    while status().clients:  # another thread notices the first client's end
-        pass
-    ask(Reserve(3 * _SEGMENT), Reserved)
+            second.ask(Reserve(2 * _SEGMENT, 0), Reserved)
+    ask(Reserve(3 * _SEGMENT, 60), Reserved)

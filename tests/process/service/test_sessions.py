@@ -169,14 +169,14 @@ class Beats:
 def test_client_that_waits_for_its_decode_is_shown_life(served, state, monkeypatch):
     beats = Beats()
 
-    def wait(model, jobs, on_bytes, is_cancelled):
+    def wait(model, jobs, on_bytes, is_cancelled, stall_timeout_s):
         while not beats.are_enough.is_set():
             assert not is_cancelled()
         return []
 
     monkeypatch.setattr(state, "decode", wait)
     with Client(served) as client:
-        client.ask(Decode(Root(path="m")), Decoded, on_progress=beats)
+        client.ask(Decode(Root(path="m"), 60.0), Decoded, on_progress=beats)
 
 
 def test_client_that_leaves_ends_the_wait_for_its_decode(served, state, monkeypatch):
@@ -186,13 +186,13 @@ def test_client_that_leaves_ends_the_wait_for_its_decode(served, state, monkeypa
     def leave(done, total):
         raise Left
 
-    def wait(model, jobs, on_bytes, is_cancelled):
+    def wait(model, jobs, on_bytes, is_cancelled, stall_timeout_s):
         while not is_cancelled():
             pass
         raise DecodeCancelled
 
     monkeypatch.setattr(state, "decode", wait)
     with pytest.raises(Left), Client(served) as client:
-        client.ask(Decode(Root(path="m")), Decoded, on_progress=leave)
+        client.ask(Decode(Root(path="m"), 60.0), Decoded, on_progress=leave)
     while state.status().clients:
         pass

@@ -14,7 +14,7 @@ class Workers:
     def __init__(self, may_end):
         self._may_end = may_end
 
-    def decode(self, jobs, on_bytes, is_cancelled):
+    def decode(self, jobs, on_bytes, is_cancelled, stall_timeout_s):
         assert self._may_end.wait(60)
         return []
 
@@ -29,7 +29,7 @@ def test_waiting_client_does_not_hold_up_the_decode(monkeypatch):
     outcomes = []
 
     def decode_first():
-        pool.decode([], int, bool)
+        pool.decode([], int, bool, 60)
         is_over.set()
 
     def ask():
@@ -41,6 +41,6 @@ def test_waiting_client_does_not_hold_up_the_decode(monkeypatch):
     first.start()
     while not pool.is_decoding:
         pass
-    assert pool.decode([], int, ask) == []
+    assert pool.decode([], int, ask, 60) == []
     first.join()
     assert outcomes == [True]

@@ -45,8 +45,8 @@ def values(kind):
             return st.integers(least, most)
         case msgspec.inspect.BoolType():
             return st.booleans()
-        case msgspec.inspect.FloatType():
-            return st.floats(allow_nan=False)
+        case msgspec.inspect.FloatType(ge=least):
+            return st.floats(least, allow_nan=False)
         case msgspec.inspect.StrType():
             return st.text(max_size=8)
         case msgspec.inspect.NoneType():

@@ -24,8 +24,8 @@ def test_client_that_takes_no_progress_is_not_waited_for(ends, configure):
     stream = ProgressStream(ends[0])
     began = time.monotonic()
     while not stream.is_stuck:
-        stream.report(1, 2)
-    stream.report(1, 2)
+        stream.report(BytesRead(1, 2))
+    stream.report(BytesRead(1, 2))
     assert time.monotonic() - began < 30
 
 
@@ -33,7 +33,7 @@ def test_next_request_begins_at_nothing(ends, monkeypatch):
     monkeypatch.setattr(session, "_HEARTBEAT_S", -1.0)
     ours, theirs = ends
     stream, inbox = ProgressStream(ours), Inbox(theirs)
-    stream.report(7, 9)
+    stream.report(BytesRead(7, 9))
     stream.finish()
     stream.beat()
     inbox.receive()

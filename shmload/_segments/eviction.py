@@ -1,0 +1,142 @@
+"""Which segments go to make room: the least recently used first; leased and pinned ones never."""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from shmload._segments.capacity import require_room, room_nbytes
+from shmload._segments.listing import SegmentInfo, segments
+from shmload._segments.removal import remove_if_free, remove_leftovers
+from shmload.errors import SharedMemoryFull
+
+logger = logging.getLogger(__name__)
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """A limit for resident segments."""
+
+    nbytes: int
+    """What may be resident, in bytes."""
+    name: str
+    """What sets it, for errors."""
+    ways: tuple[str, ...]
+    """How a user can get around it, for errors."""
+
+
+def choose_victims(
+    resident: Iterable[SegmentInfo],
+    nbytes: int,
+    room: int,
+    budget: Budget | None = None,
+    reserved: int = 0,
+) -> list[SegmentInfo]:
+    """Choose what to evict so that `nbytes` more fit into the budget and into memory.
+
+    Args:
+        resident: all segments.
+        nbytes: size of the new segments, in bytes.
+        room: memory that is free without evicting anything, in bytes.
+        budget: limit for resident segments; None for memory alone.
+        reserved: how much of the budget is for other segments to come, in bytes.
+
+    Returns:
+        Segments that are neither leased nor pinned, least recently used first, and no more than
+        needed. Whether memory then suffices is known only once they are removed.
+
+    Raises:
+        SharedMemoryFull: evicting all of them would still exceed the budget.
+    """
+    found = list(resident)
+    over = 0
+    if budget:
+        over = sum(info.nbytes for info in found) + reserved + nbytes - budget.nbytes
+    excess = max(over, nbytes - room)
+    victims: list[SegmentInfo] = []
+    freed = 0
+    for info in sorted(filter(may_go, found), key=lambda info: (info.used_at, info.name)):
+        if freed >= excess:
+            break
+        victims.append(info)
+        freed += info.nbytes
+    if budget and freed < over:
+        available = max(0, nbytes - (over - freed))
+        raise SharedMemoryFull(nbytes, available, budget.name, _remedy(found, budget.ways))
+    return victims
+
+
+def may_go(info: SegmentInfo) -> bool:
+    """Tell whether a segment may be evicted to make room."""
+    return not (info.is_leased or info.is_pinned)
+
+
+def _remedy(found: Sequence[SegmentInfo], ways: Iterable[str]) -> str:
+    """Return what the user can do about segments that cannot be evicted."""
+    leased = sum(info.is_leased for info in found)
+    protected = sum(info.is_pinned and not info.is_leased for info in found)
+    own = []
+    if leased:
+        own.append(f"end the users of the {leased} in use (`shmload status`)")
+    if protected:
+        own.append(f"let some of the {protected} pinned go with `shmload unpin`")
+    return ", or ".join([*own, *ways])
+
+
+def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> list[SegmentInfo]:
+    """Evict enough for `nbytes` of new segments, or nothing if that is impossible.
+
+    Args:
+        nbytes: size of the new segments, in bytes.
+        budget: as for `choose_victims`.
+        reserved: as for `choose_victims`.
+
+    Returns:
+        The segments that were removed.
+
+    Raises:
+        CapacityError: leased and pinned segments, or other processes, leave too little room.
+    """
+    evicted: list[SegmentInfo] = []
+    taken: set[str] = set()
+    while True:
+        found = [_leased(info) if info.name in taken else info for info in segments()]
+        room = room_nbytes()
+        if room < nbytes and remove_leftovers():
+            room = room_nbytes()
+        victims = choose_victims(found, nbytes, room, budget, reserved)
+        require_room(nbytes, evictable=sum(info.nbytes for info in found if may_go(info)))
+        gone = [info for info in victims if remove_if_free(info.name)]
+        for info in gone:
+            logger.info(
+                "evicted %s, of %s",
+                info.name,
+                info.source,
+                extra={"segment": info.name, "source": info.source, "nbytes": info.nbytes},
+            )
+        evicted += gone
+        if len(gone) == len(victims):
+            require_room(nbytes)
+            return evicted
+        # A process has attached one of the victims meanwhile.
+        taken |= {info.name for info in victims} - {info.name for info in gone}
+
+
+def require_possible(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> None:
+    """Check that `nbytes` would fit if no process used a segment and no load ran.
+
+    Args:
+        nbytes: size of the new segments, in bytes.
+        budget: as for `choose_victims`.
+        reserved: what the loads that run would give back, in bytes.
+
+    Raises:
+        CapacityError: they would not.
+    """
+    found = [msgspec.structs.replace(info, is_leased=False) for info in segments()]
+    evictable = sum(info.nbytes for info in found if may_go(info)) + reserved
+    choose_victims(found, nbytes, nbytes, budget)
+    require_room(nbytes, evictable=evictable)
+
+
+def _leased(info: SegmentInfo) -> SegmentInfo:
+    return msgspec.structs.replace(info, is_leased=True)

@@ -1,0 +1,165 @@
+"""Loads wait for room in order of arrival, and are refused only if nothing could make room."""
+
+import threading
+
+import pytest
+
+from shmload._service import reservations as module
+from shmload._service.reservations import Reservations
+from shmload.errors import SharedMemoryFull
+
+
+class Memory:
+    """A memory of so many units; `held` are in use for good unless a test frees them."""
+
+    def __init__(self, units):
+        self.units = units
+        self.held = 0
+
+    def make_room(self, nbytes, reserved):
+        if self.held + reserved + nbytes > self.units:
+            raise SharedMemoryFull(nbytes, self.units - self.held - reserved, "test", "")
+        return []
+
+    def require_possible(self, nbytes, reserved):
+        if nbytes > self.units:
+            raise SharedMemoryFull(nbytes, self.units, "test", "")
+
+
+class Waiter(threading.Thread):
+    """A thread that wants room, and keeps it until `done` is set."""
+
+    def __init__(self, reservations, nbytes, timeout_s=60):
+        super().__init__()
+        self._reservations = reservations
+        self._wanted = nbytes, timeout_s
+        self.waits, self.has_room, self.done = (threading.Event() for _ in range(3))
+        self.error = None
+        self.start()
+
+    def run(self):
+        with self._reservations.claim() as claim:
+            try:
+                self._reservations.reserve(claim, *self._wanted, lambda ahead: self.waits.set())
+            except SharedMemoryFull as exc:
+                self.error = exc
+                return
+            self.has_room.set()
+            assert self.done.wait(60)
+
+    def end(self):
+        self.done.set()
+        self.join()
+
+
+@pytest.fixture
+def memory():
+    return Memory(10)
+
+
+@pytest.fixture
+def reservations(memory):
+    return Reservations(memory)
+
+
+def test_large_one_is_not_overtaken_by_small_ones(reservations):
+    running = [Waiter(reservations, 5) for _ in range(2)]
+    for each in running:
+        assert each.has_room.wait(60)
+    large = Waiter(reservations, 9)
+    assert large.waits.wait(60)
+    small = Waiter(reservations, 2)
+    assert small.waits.wait(60)
+    running[0].end()  # room for the small one, which came later
+    large.waits.clear()
+    small.waits.clear()
+    assert small.waits.wait(60)
+    assert not small.has_room.is_set()
+    running[1].end()
+    assert large.has_room.wait(60)
+    large.end()
+    assert small.has_room.wait(60)
+    small.end()
+
+
+def test_small_one_goes_ahead_if_nothing_runs_and_the_large_one_cannot(reservations, memory):
+    memory.held = 5
+    large = Waiter(reservations, 9)
+    assert large.waits.wait(60)
+    small = Waiter(reservations, 2)
+    assert small.has_room.wait(60)
+    memory.held = 0
+    small.end()
+    assert large.has_room.wait(60)
+    large.end()
+
+
+def test_nothing_that_runs_is_a_refusal(reservations, memory):
+    memory.held = 5
+    waiting = [Waiter(reservations, 9) for _ in range(2)]
+    for each in waiting:
+        each.join(60)
+        assert each.error.available == 5
+
+
+def test_load_that_waits_for_others_does_not_count_as_running(reservations, memory):
+    with reservations.claim() as claim:
+        reservations.reserve(claim, 5, 60)
+        memory.held = 5
+        reservations.settle(claim)  # its segments are in use; it waits for a part of the next one
+        with reservations.claim() as other, pytest.raises(SharedMemoryFull):
+            reservations.reserve(other, 9, 60)
+
+
+def test_load_that_ends_soon_is_waited_for(reservations, memory, monkeypatch):
+    monkeypatch.setattr(module, "_SETTLE_S", 0.0)
+    with reservations.claim() as claim:
+        reservations.reserve(claim, 5, 60)
+        memory.held = 5
+        reservations.finish(claim)
+        other = Waiter(reservations, 9)
+        assert other.waits.wait(60)
+        memory.held = 0
+    assert other.has_room.wait(60)
+    other.end()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_wait_has_a_deadline(reservations, is_first):
+    with reservations.claim() as claim, reservations.claim() as other:
+        reservations.reserve(claim, 5, 60)
+        ahead = None if is_first else Waiter(reservations, 9)
+        assert is_first or ahead.waits.wait(60)
+        with pytest.raises(SharedMemoryFull, match="SHMLOAD_WAIT_TIMEOUT_S"):
+            reservations.reserve(other, 8, 0)
+        reservations.settle(claim)
+        if ahead:
+            assert ahead.has_room.wait(60)
+            ahead.end()
+
+
+def test_what_ends_the_wait_leaves_the_queue(reservations):
+    class Gone(Exception):
+        pass
+
+    def leave(ahead):
+        raise Gone
+
+    with reservations.claim() as claim:
+        reservations.reserve(claim, 10, 60)
+        with reservations.claim() as other, pytest.raises(Gone):
+            reservations.reserve(other, 1, 60, leave)
+        assert reservations.waiting == 0
+        assert reservations.nbytes == 10
+
+
+def test_what_can_never_fit_is_refused_at_once_behind_others(reservations):
+    with reservations.claim() as claim, reservations.claim() as other:
+        reservations.reserve(claim, 10, 60)
+        waiting = Waiter(reservations, 10)
+        assert waiting.waits.wait(60)
+        with pytest.raises(SharedMemoryFull):
+            reservations.reserve(other, 11, 60, pytest.fail)
+        reservations.settle(claim)
+    assert waiting.has_room.wait(60)
+    waiting.end()
