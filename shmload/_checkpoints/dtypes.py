@@ -77,7 +77,9 @@ FLOATS = frozenset(
 # Floats whose every value float32 holds exactly.
 WITHIN_F32 = FLOATS - {"F64", "F32"}
 
-_BY_TORCH_NAME = {name: dtype for dtype, name in TORCH_NAMES.items() if dtype in FLOATS}
+# The usual ones first: errors list them in this order.
+_USUAL = ("BF16", "F16", "F32", "F64")
+_BY_TORCH_NAME = {TORCH_NAMES[dtype]: dtype for dtype in (*_USUAL, *sorted(FLOATS - {*_USUAL}))}
 _SHORT_NAMES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16", "half": "F16"}
 _SHORT_NAMES |= {"float": "F32", "double": "F64", "float8_e4m3": "F8_E4M3"}
 
@@ -118,5 +120,5 @@ def parse_dtype(dtype: object) -> str:
     if found is None and name in FLOATS:
         found = name
     if found is None:
-        raise UnknownDtype(dtype, _BY_TORCH_NAME)
+        raise UnknownDtype(dtype, _BY_TORCH_NAME, ("bf16", "fp16", "fp32"))
     return found

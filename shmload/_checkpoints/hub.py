@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from shmload._checkpoints.library import library
+from shmload._checkpoints.paths import not_found
 from shmload._checkpoints.resolve import Source, resolve
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
@@ -48,7 +49,7 @@ def find_source(wanted: Wanted, passed: Collection[str] = ()) -> Source:
     except OSError as exc:  # a name too long, a directory that may not be entered
         raise SourceNotFound(given, exc.strerror or str(exc)) from exc
     if not _HUB_ID.fullmatch(str(given)):
-        raise SourceNotFound(given, "no such file or directory")
+        raise not_found(given, "no such file or directory")
     return _find_in_hub(wanted, resolve_in)
 
 
@@ -67,7 +68,7 @@ def _find_in_hub(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source
 def _find_cached(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source:
     root = _cached_root(str(wanted.source), wanted.hub)
     if root is None:
-        raise SourceNotFound(
+        raise not_found(
             wanted.source, "not in the hub cache, and downloads are off (HF_HUB_OFFLINE)"
         )
     return resolve_in(root)
@@ -105,6 +106,6 @@ def _download(wanted: Wanted) -> Path:
         return Path(library().download(repo_id, variant=wanted.variant, **hub_kwargs))
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version
         reason = next(iter(str(exc).splitlines()), type(exc).__name__)
-        raise SourceNotFound(
+        raise not_found(
             repo_id, f"no such file or directory, and it cannot be downloaded: {reason}"
         ) from exc

@@ -14,6 +14,7 @@ import msgspec
 
 from shmload._checkpoints.formats.known import format_names, is_of_weights
 from shmload._checkpoints.indexes import listed_components, read_json, require_beside
+from shmload._checkpoints.paths import not_found
 from shmload._checkpoints.weights import default_name, find_shards, has_variant
 from shmload.errors import (
     ShardMissing,
@@ -116,7 +117,7 @@ def _resolve(
         )
         return Source(given=given, root=root, class_name="", components=(), checkpoints=(alone,))
     if not root.is_dir():
-        raise SourceNotFound(given, "neither a file, a directory nor a model in the hub cache")
+        raise not_found(given, "neither a file, a directory nor a model in the hub cache")
     if (root / "model_index.json").is_file():
         return _resolve_pipeline(given, root, variant, components, passed)
     return _resolve_component(given, root, variant)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.formats.known import read_header
+from shmload._checkpoints.paths import expand_home
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.wanted import chosen_dtype
@@ -58,6 +59,7 @@ def load_state_dict(
         UnknownDtype, SourceNotFound, CheckpointError, CapacityError, WorkerError, SegmentError.
     """
     dtype = chosen_dtype(dtype, torch_dtype)
+    path = expand_home(path)
     source = resolve(path, Path(path))
     if source.is_pipeline:
         raise ArgumentError(f"{path} is a pipeline; give one component's directory or file")

@@ -10,6 +10,7 @@ from shmload._segments.names import part_names
 from shmload._segments.removal import give_back, is_free, remove_if_free, remove_leftovers
 from shmload._segments.segment import Segment, attach
 from shmload._segments.selection import select
+from shmload._segments.variables import variables_over
 from shmload._segments.view import dead_views
 from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt
 
@@ -83,7 +84,8 @@ def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
     if busy:
         known = holders(info.name for info in busy)
         pids = {info.name: known.get(info.name, set()) for info in busy}
-        raise SegmentBusy(pids, (info.name for info in removed))
+        mine = [name for name, by in pids.items() if os.getpid() in by]
+        raise SegmentBusy(pids, (info.name for info in removed), variables_over(mine))
     return removed
 
 

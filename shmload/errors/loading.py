@@ -47,13 +47,13 @@ class UnknownArgument(ArgumentError, TypeError):
 class UnknownDtype(ArgumentError):
     """A dtype name is not one that torch and safetensors share."""
 
-    def __init__(self, dtype: object, known: Iterable[str]) -> None:
+    def __init__(
+        self, dtype: object, known: Iterable[str], short_names: Iterable[str] = ()
+    ) -> None:
         self.dtype = dtype
         known = list(known)
-        name = str(dtype).removeprefix("torch.")
-        super().__init__(
-            f"unknown dtype {dtype!r}; use one of {', '.join(known)}{nearest(name, known)}"
-        )
+        hint = nearest(str(dtype).removeprefix("torch."), [*known, *short_names])
+        super().__init__(f"unknown dtype {dtype!r}; use one of {', '.join(known)}{hint}")
 
 
 class UnknownComponent(ArgumentError):
@@ -334,11 +334,10 @@ class SegmentBusy(SegmentError):
         self.variables = None if variables is None else tuple(variables)
         rest = f" ({len(self.removed)} removed)" if self.removed else ""
         remedy = "end that process, or evict later"
-        if self.variables:
-            # Pipelines refer to themselves: without a collection a dropped one stays for a while.
-            remedy = f"here that is by `del {', '.join(self.variables)}` and `gc.collect()`"
-        elif self.variables is not None:
-            remedy = "here drop what was loaded from it, then call `gc.collect()`"
+        if self.variables is not None:
+            dropping = f"`del {', '.join(self.variables)}`" if self.variables else "drop the models"
+            # Pipelines refer to themselves: a dropped one stays until a collection.
+            remedy = f"in this process {dropping}, then call `gc.collect()` and evict again"
         super().__init__(f"still attached: {', '.join(held)}; {remedy}{rest}")
 
 

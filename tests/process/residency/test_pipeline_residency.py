@@ -86,11 +86,24 @@ def test_lease_lasts_as_long_as_the_pipeline(saved, shm_names, evicts, attached)
     with pytest.raises(shmload.SegmentBusy) as busy:
         shmload.evict(str(source))
     assert sorted(busy.value.names) == names == shm_names()
+    assert "in this process" in str(busy.value)
     assert_equal(pipe, reference(source, torch.bfloat16))
     del pipe
     gc.collect()
     assert not any(info.is_leased for info in shmload.segments())
     assert len(shmload.evict(str(source))) == len(names)
+    assert shm_names() == []
+
+
+def test_eviction_of_ones_own_pipeline_names_the_variable(saved, shm_names, evicts):
+    cell = {"__name__": "notebook", "shmload": shmload, "source": saved("flux")}
+    exec("loaded = [shmload.load_pipeline(source, dtype='bfloat16', keep=True)]", cell)
+    with pytest.raises(shmload.SegmentBusy, match="in this process `del loaded`, then") as busy:
+        exec("shmload.evict(source)", cell)
+    assert busy.value.variables == ("loaded",)
+    exec("del loaded", cell)
+    gc.collect()
+    exec("shmload.evict(source)", cell)
     assert shm_names() == []
 
 

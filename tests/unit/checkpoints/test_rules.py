@@ -44,6 +44,16 @@ def test_dtype_is_understood_in_every_usual_form(given, wanted):
     assert parse_dtype(given) == wanted
 
 
+def test_unknown_dtype_lists_the_usual_ones_first_and_suggests_the_nearest():
+    with pytest.raises(
+        UnknownDtype, match="use one of bfloat16, float16, float32, float64, float8"
+    ):
+        parse_dtype("int8")
+    for given, near in (("bfloat", "bfloat16"), ("BFloat-16", "bfloat16"), ("fp-16", "fp16")):
+        with pytest.raises(UnknownDtype, match=f"did you mean {near!r}"):
+            parse_dtype(given)
+
+
 @pytest.mark.parametrize("given", ["int8", torch.int64, "bfloat17", "", 3, "auto"])
 def test_dtype_that_is_no_float_is_refused_with_the_known_ones(given):
     with pytest.raises(UnknownDtype, match="bfloat16"):
