@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import click
+import msgspec
 
 from shmload._cli.output import as_json_option, print_json, print_page
 from shmload._segments.models import models
@@ -44,7 +45,9 @@ def status_command(as_json: bool) -> None:
 
 def _print_status(status: Status | None) -> None:
     listed = models()
-    print_json("status", service=status, models=listed, decoding=listed.decoding)
+    # As a dict it lacks the tag that marks it in the protocol.
+    service = msgspec.structs.asdict(status) if status else None
+    print_json("status", service=service, models=listed, decoding=listed.decoding)
 
 
 @click.command("top")

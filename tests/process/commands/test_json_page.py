@@ -1,0 +1,109 @@
+"""docs/json.md says what --json prints: the page is compared with the commands' own answers."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from serving import wait_until
+from warming import CHILD, begun
+
+import shmload
+from shmload._cli.main import main
+from shmload._cli.output import SCHEMA_VERSION
+
+_PAGE = Path(__file__).parents[3] / "docs" / "json.md"
+_OPTIONAL = {"error", "placement"}
+
+
+@pytest.fixture(scope="module")
+def page():
+    """For each section of the page, the text beside each field."""
+    return {
+        section.partition("\n")[0].strip("`").lower(): dict(
+            re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE)
+        )
+        for section in _PAGE.read_text().split("\n## ")[1:]
+    }
+
+
+def compare(page, section, answer):
+    """Compare an object of an answer with its section, and the objects in it with theirs."""
+    fields = page[section]
+    if "error" in answer:
+        assert answer.keys() == {"source", "error"}
+    else:
+        assert fields.keys() - _OPTIONAL <= answer.keys() <= fields.keys(), section
+    for name, value in answer.items():
+        link = re.match(r"(?:list of|one) \[\w+\]\(#(\w+)\)", fields[name])
+        if link and value is not None:
+            for each in value if isinstance(value, list) else [value]:
+                compare(page, link[1], each)
+        else:
+            assert not isinstance(value, dict) or name in _OPTIONAL, (section, name)
+            assert not (isinstance(value, list) and value and isinstance(value[0], dict)), name
+
+
+@pytest.fixture
+def ask(page, capsys):
+    """Run a command with --json, compare what it prints with the page, and return it."""
+
+    def ask(command, *arguments, expected=0):
+        with pytest.raises(SystemExit) as ended:
+            main([command, *map(str, arguments), "--json"])
+        assert ended.value.code == expected
+        answer = json.loads(capsys.readouterr().out)
+        assert list(answer)[:2] == ["schema_version", "command"]
+        assert (answer.pop("schema_version"), answer.pop("command")) == (SCHEMA_VERSION, command)
+        compare(page, f"shmload {command}", answer)
+        return answer
+
+    return ask
+
+
+def test_every_command_with_json_has_a_section(page):
+    commands = {
+        f"shmload {name}"
+        for name, command in main.commands.items()
+        if any(parameter.name == "as_json" for parameter in command.params)
+    }
+    assert commands <= page.keys()
+    assert len(commands) >= 9
+
+
+def test_answers_about_what_is_resident(ask, checkpoint, folder, child):
+    assert ask("plan", folder, "--dtype", "bfloat16", "--keep")["decode_nbytes"] > 0
+    reports = ask("warm", folder, "/no/such/model", "--quiet", expected=1)["reports"]
+    assert [*reports[1]] == ["source", "error"]
+    holder = child(CHILD, "warm", checkpoint)
+    begun(holder)
+    holder.expect("AT")
+    listed = ask("ls")
+    assert len(listed["models"]) == len(listed["decoding"]) == 1
+    assert listed["decoding"][0]["built_by"][0]["pid"] == holder.pid
+    holder.process.kill()
+    holder.wait()
+    assert len(ask("verify")["sound"]) == 3
+    assert len(ask("rm", "--dry-run", folder)["removed"]) == 3
+    assert ask("gc", "--dry-run")["removed"] == ask("gc")["removed"] != []
+    assert len(ask("rm", "--all")["removed"]) == 3
+
+
+def test_answers_of_and_without_a_service(ask, service, shards):
+    assert ask("status", expected=1)["service"] is None
+    process = service()
+    ask("warm", shards[0], "--quiet")
+    state = shmload.load_state_dict(shards[0])
+    wait_until(lambda found: found.leases)
+    answer = ask("status")
+    del state
+    assert answer["service"]["pid"] == process.pid
+    assert len(answer["models"]) == len(answer["service"]["models"]) == 1
+    assert answer["service"]["leases"]
+    assert ask("shutdown")["pid"] == process.pid
+    process.expect("STOPPING=1")
+    process.expect("ENDED")
+
+
+def test_answer_of_the_doctor(ask, checkpoint):
+    assert ask("doctor", "/no/such/model", expected=1)["findings"]
