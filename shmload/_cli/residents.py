@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import click
 
 import shmload
+from shmload._cli.completion import complete_names
 from shmload._cli.output import as_json_option, print_json, print_page
 from shmload._segments.listing import SegmentInfo, Segments, amount_of
 from shmload._segments.models import find_models
@@ -13,6 +14,10 @@ from shmload._segments.upkeep import find_garbage
 from shmload._tables import printing
 from shmload._wording import count_of
 from shmload.errors import SegmentBusy
+
+names_argument = click.argument(
+    "patterns", nargs=-1, metavar="[NAME|ID|PATH]...", shell_complete=complete_names
+)
 
 _dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Only say what would be removed; remove nothing."
@@ -36,7 +41,7 @@ def list_command(is_long: bool, as_json: bool) -> None:
 
 
 @click.command("rm")
-@click.argument("patterns", nargs=-1, metavar="[NAME|ID|PATH]...")
+@names_argument
 @click.option("--all", "everything", is_flag=True, help="Remove everything of this user.")
 @_dry_run_option
 @as_json_option
@@ -87,7 +92,7 @@ def collect_command(dry_run: bool, as_json: bool) -> None:
 
 
 @click.command("verify")
-@click.argument("patterns", nargs=-1, metavar="[NAME|ID|PATH]...")
+@names_argument
 @as_json_option
 def verify_command(patterns: tuple[str, ...], as_json: bool) -> None:
     """Recompute the digests of models, given as for `shmload rm`; of all if none is given."""
