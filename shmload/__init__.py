@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shmload._segments.grouping import Model
     from shmload._segments.listing import SegmentInfo, segments
     from shmload._segments.models import models
+    from shmload._segments.pins import pin, unpin
     from shmload._segments.upkeep import collect_garbage, evict, verify
     from shmload.integrations.diffusers import load_pipeline
     from shmload.integrations.handles import Handle, share
@@ -40,10 +41,12 @@ _HOMES = {
     "load_pipeline": "shmload.integrations.diffusers",
     "load_state_dict": "shmload._loading.state_dict",
     "models": "shmload._segments.models",
+    "pin": "shmload._segments.pins",
     "plan": "shmload._loading.verbs",
     "segments": "shmload._segments.listing",
     "share": "shmload.integrations.handles",
     "to_device": "shmload.integrations.placing",
+    "unpin": "shmload._segments.pins",
     "verify": "shmload._segments.upkeep",
     "view": "shmload._loading.verbs",
     "warm": "shmload._loading.verbs",
@@ -63,10 +66,12 @@ __all__ = [
     "load_pipeline",
     "load_state_dict",
     "models",
+    "pin",
     "plan",
     "segments",
     "share",
     "to_device",
+    "unpin",
     "verify",
     "view",
     "warm",

@@ -3,8 +3,10 @@
 Each field is read from the environment variable `SHMLOAD_` plus its name in capitals.
 """
 
+import math
 import os
 import re
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +26,14 @@ _LOCAL_SIZES = (
     "MPI_LOCALNRANKS",
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
+# A day is 24 hours, whatever the clocks do.
+_UNITS = {
+    1: ("s", "sec", "second", "seconds"),
+    60: ("m", "min", "minute", "minutes"),
+    3600: ("h", "hour", "hours"),
+    86400: ("d", "day", "days"),
+}
+_SECONDS = {unit: seconds for seconds, units in _UNITS.items() for unit in units}
 ServiceUse = Literal["auto", "off", "require"]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 # What an error says of a field, by its type.
@@ -127,6 +137,42 @@ def parse_nbytes(text: str) -> int:
         return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
     except (ValueError, OverflowError) as exc:  # two points, or too large for a float
         raise ValueError(f"{text!r} is not a size; write it like 40GiB or 16e9") from exc
+
+
+def parse_keep_for(given: float | str | timedelta) -> int:
+    """Read how long an idle segment stays, such as `2h`, `1d 12h`, `forever` or a number.
+
+    Returns:
+        The time in whole seconds, at least 1; 0 for `forever`.
+
+    Raises:
+        ArgumentError: it is no such time.
+    """
+    seconds: float | None
+    if isinstance(given, timedelta):
+        seconds = given.total_seconds()
+    elif isinstance(given, str):
+        if given.strip().lower() == "forever":
+            return 0
+        seconds = _parse_seconds(given)
+    else:
+        seconds = given
+    if seconds is None or not 0 < seconds < math.inf:
+        raise ArgumentError(
+            f"{given!r} is no time to keep something; write it like 2h, 90min or 1d12h, or forever"
+        )
+    return math.ceil(seconds)
+
+
+def _parse_seconds(text: str) -> float | None:
+    """Return a text such as `1h30min` in seconds; None if it is none."""
+    parts = re.findall(r"([0-9.]+)\s*([a-z]+)\s*", text.lower())
+    if not parts or "".join(map("".join, parts)) != re.sub(r"\s", "", text.lower()):
+        return None
+    try:
+        return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    except (KeyError, ValueError):  # an unknown unit, or two points
+        return None
 
 
 def local_world_size() -> int:

@@ -80,7 +80,12 @@ def main(context: click.Context, verbose: bool) -> None:
 @click.option(
     "--verify", is_flag=True, help="Recompute digests, also of segments that were resident before."
 )
-@click.option("--pin", is_flag=True, help="Never let the service evict the segments.")
+@click.option("--pin", is_flag=True, help="Never evict the segments to make room.")
+@click.option(
+    "--keep-for",
+    metavar="TIME",
+    help="How long the segments stay while no process uses them, such as 2h; or forever.",
+)
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @as_json_option
 def warm(
@@ -89,6 +94,7 @@ def warm(
     workers: int | None,
     verify: bool,
     pin: bool,
+    keep_for: str | None,
     quiet: bool,
     as_json: bool,
     **where: Any,
@@ -107,6 +113,7 @@ def warm(
                 workers=workers,
                 verify=verify,
                 pin=pin,
+                keep_for=keep_for,
                 progress=False if quiet else None,
                 **_given(where),
             )
@@ -180,6 +187,8 @@ def add_service_commands() -> None:
     """Add the commands of the other modules."""
     for command in (
         residents.list_command,
+        residents.pin_command,
+        residents.unpin_command,
         residents.remove_command,
         residents.collect_command,
         residents.verify_command,

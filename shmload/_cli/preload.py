@@ -1,7 +1,8 @@
 """Preloading: the service warms the sources in a file at its start, one per line.
 
-    # SOURCE [DTYPE], in the quotes of a shell where a path has spaces
-    ~/models/flux bfloat16
+    # SOURCE [DTYPE] [pin | keep-for=TIME], in the quotes of a shell where a path has spaces
+    ~/models/flux bfloat16 pin
+    ~/models/sdxl half keep-for=2h
     "/models/my lora.safetensors"
 
 Guarantee: a list with a mistake is refused as a whole, before the service starts.
@@ -21,6 +22,7 @@ import msgspec
 from shmload._checkpoints.dtypes import parse_dtype
 from shmload._ipc.child import Child, child_environment
 from shmload._segments.listing import segments
+from shmload._settings import parse_keep_for
 from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _END_TIMEOUT_S = 5.0  # after which a child that was asked to end is killed
+_PIN = "pin"  # the word of a line
 _ERROR_PREFIX = "shmload: "  # as the command line prints the errors of this package
 
 
@@ -39,6 +42,17 @@ class ListedSource(msgspec.Struct, frozen=True):
     line: int
     source: str
     dtype: str | None
+    is_pinned: bool = False
+    keep_for: str | None = None
+    """How long it stays while no process uses it, as it is written; None for no limit."""
+
+    def options(self) -> list[str]:
+        """Return the options of `shmload warm` that do what the line says."""
+        return [
+            *(["--dtype", self.dtype] if self.dtype else []),
+            *(["--pin"] if self.is_pinned else []),
+            *(["--keep-for", self.keep_for] if self.keep_for else []),
+        ]
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -64,18 +78,38 @@ def read_list(path: Path) -> list[ListedSource]:
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
             words = shlex.split(line.decode(), comments=True)
-            if len(words) > 2:
-                raise ArgumentError("more than SOURCE and DTYPE; put quotes around spaces")
             if words:
-                dtype = words[1] if len(words) == 2 else None
-                if dtype is not None:
-                    parse_dtype(dtype)
-                found.append(ListedSource(number, os.path.expanduser(words[0]), dtype))
+                found.append(_read_words(number, *words))
         except UnicodeDecodeError as exc:
             raise ArgumentError(f"{path}, line {number}: it is not UTF-8") from exc
         except ValueError as exc:
             raise ArgumentError(f"{path}, line {number}: {exc}") from exc
     return found
+
+
+def _read_words(line: int, source: str, *words: str) -> ListedSource:
+    """Read the words of one line.
+
+    Raises:
+        ArgumentError: a word has a mistake.
+    """
+    dtype = keep_for = None
+    for word in words:
+        name, sign, value = word.partition("=")
+        if sign and name == "keep-for" and keep_for is None:
+            parse_keep_for(value)
+            keep_for = value
+        elif word != _PIN:
+            if dtype is not None:
+                raise ArgumentError(
+                    f"{word!r} is more than SOURCE, DTYPE and pin or keep-for=TIME; "
+                    "put quotes around spaces"
+                )
+            parse_dtype(word)
+            dtype = word
+    if _PIN in words and keep_for:
+        raise ArgumentError("pin and keep-for exclude each other: what is pinned stays when idle")
+    return ListedSource(line, os.path.expanduser(source), dtype, _PIN in words, keep_for)
 
 
 def preload(wanted: Sequence[ListedSource], state: "ServiceState") -> None:
@@ -104,12 +138,11 @@ def preload(wanted: Sequence[ListedSource], state: "ServiceState") -> None:
 
 def _warm(wanted: ListedSource, state: "ServiceState") -> _Report | None:
     """Warm one source; None if that failed, which is logged, or if the service ends."""
-    options = ["--dtype", wanted.dtype] if wanted.dtype else []
     with open(os.memfd_create("shmload-preload", os.MFD_CLOEXEC), "rb") as output:
         try:
             child = Child(
                 "shmload",
-                ["--verbose", "warm", "--json", "--quiet", *options, "--", wanted.source],
+                ["--verbose", "warm", "--json", "--quiet", *wanted.options(), "--", wanted.source],
                 env=child_environment() | {"SHMLOAD_SERVICE": "require"},
                 stdout=output.fileno(),
                 stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The commands on what is resident: `shmload ls`, `rm`, `gc` and `verify`."""
+"""The commands on what is resident: `shmload ls`, `pin`, `unpin`, `rm`, `gc` and `verify`."""
 
 from collections.abc import Sequence
 
@@ -40,6 +40,30 @@ def list_command(is_long: bool, as_json: bool) -> None:
         print_page(Segments(once.values()).page())
 
 
+@click.command("pin")
+@click.argument("patterns", nargs=-1, required=True, metavar="NAME|ID|PATH...")
+@as_json_option
+def pin_command(patterns: tuple[str, ...], as_json: bool) -> None:
+    """Never evict models, given as for `shmload rm`, to make room or because they are idle."""
+    pinned = shmload.pin(*patterns)
+    if as_json:
+        print_json("pin", pinned=pinned)
+    else:
+        click.echo(_change(pinned, shmload.segments(), "pinned"))
+
+
+@click.command("unpin")
+@click.argument("patterns", nargs=-1, required=True, metavar="NAME|ID|PATH...")
+@as_json_option
+def unpin_command(patterns: tuple[str, ...], as_json: bool) -> None:
+    """Let models, given as for `shmload rm`, be evicted again; they stay resident."""
+    unpinned = shmload.unpin(*patterns)
+    if as_json:
+        print_json("unpin", unpinned=unpinned)
+    else:
+        click.echo(_change(unpinned, shmload.segments(), "unpinned"))
+
+
 @click.command("rm")
 @names_argument
 @click.option("--all", "everything", is_flag=True, help="Remove everything of this user.")
@@ -70,7 +94,7 @@ def remove_command(
     if as_json:
         print_json("rm", removed=removed, in_use=stays, dry_run=dry_run)
     else:
-        click.echo(_removal(removed, before, "would remove" if dry_run else "removed"))
+        click.echo(_change(removed, before, "would remove" if dry_run else "removed"))
         if dry_run and stays:
             click.echo(f"in use, so they stay: {count_of(len(stays), 'segment')}")
     if busy:
@@ -103,9 +127,9 @@ def verify_command(patterns: tuple[str, ...], as_json: bool) -> None:
         click.echo(f"sound: {amount_of(checked)}")
 
 
-def _removal(removed: Sequence[SegmentInfo], before: Sequence[SegmentInfo], did: str) -> str:
-    """Write what was removed: its amount, and the models that it was part of."""
-    gone = {info.name for info in removed}
-    models = (m for m in find_models(before) if any(info.name in gone for info in m.segments))
+def _change(changed: Sequence[SegmentInfo], among: Sequence[SegmentInfo], did: str) -> str:
+    """Write what was done to segments: their amount, and the models that they are part of."""
+    chosen = {info.name for info in changed}
+    models = (m for m in find_models(among) if any(info.name in chosen for info in m.segments))
     names = ", ".join(dict.fromkeys(printing(model.full_name) for model in models))
-    return f"{did} {amount_of(removed)}{f': {names}' if names else ''}"
+    return f"{did} {amount_of(changed)}{f': {names}' if names else ''}"

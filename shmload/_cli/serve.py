@@ -87,7 +87,7 @@ class _PreloadList(click.Path):
     "--preload",
     "wanted",
     type=_PreloadList(exists=True, dir_okay=False),
-    help="File of sources to warm at the start, one per line: SOURCE [DTYPE].",
+    help="File of sources to warm at the start, one per line: SOURCE [DTYPE] [pin | keep-for=2h].",
 )
 @click.option(
     "--metrics",
@@ -182,6 +182,7 @@ def _open_endpoint(path: Path) -> Endpoint:
 def _when_ready(endpoint: Endpoint, state: ServiceState, wanted: Sequence[ListedSource]) -> None:
     logger.info("serving at %s, budget %s", endpoint.path, format_nbytes(state.budget_nbytes))
     _notify_systemd("READY=1")
+    state.run_in_background(state.remove_expired)
     if wanted:
         state.run_in_background(lambda: preload(wanted, state))
 

@@ -174,6 +174,19 @@ def reopen(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
+def reopen_to_write(fd: int) -> int:
+    """Open a descriptor's file again, for writing; return a close-on-exec descriptor, the caller's.
+
+    The file must be this user's; its mode need not allow it.
+    """
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    os.fchmod(fd, mode | stat.S_IWUSR)
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
+    finally:
+        os.fchmod(fd, mode)
+
+
 def unlock(fd: int) -> None:
     """Give up the lock of an open file."""
     fcntl.flock(fd, fcntl.LOCK_UN)

@@ -27,6 +27,7 @@ from shmload._loading.plan import Action
 from shmload._loading.progress import Progress
 from shmload._loading.shard import OpenShard
 from shmload._segments.acquire import Awaited
+from shmload._segments.expiry import remove_expired
 from shmload._segments.roots import Root, find_roots
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import check_digest
@@ -161,6 +162,7 @@ class Load:
     def _begin(self) -> None:
         """Take the locks and start to decode; the thread waits for other processes' parts last."""
         mine = self.holdings.acquire()
+        remove_expired()  # not earlier: what this load uses stays
         if not (self._ring or self.holdings.is_empty):
             self._decoder.find_service()
         self._prepare(mine)

@@ -1,9 +1,11 @@
 """`warm`, `plan` and `view`: make segments resident, say what a load would do, lend a path."""
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,10 @@ from shmload._placement.inventory import Inventory, choose_inventory
 from shmload._placement.placement import place
 from shmload._segments.segment import Stay
 from shmload._segments.view import View
-from shmload.errors import SourceNotFound
+from shmload._settings import parse_keep_for
+from shmload.errors import ArgumentError, SourceNotFound
+
+logger = logging.getLogger(__name__)
 
 
 class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +54,7 @@ def warm(
     verify: bool = False,
     progress: Callback | bool | None = None,
     pin: bool = False,
+    keep_for: float | str | timedelta | None = None,
     **hub_kwargs: Any,
 ) -> WarmReport:
     """Decode a source into resident segments, which later loads with the same arguments attach.
@@ -64,15 +70,22 @@ def warm(
         workers: number of worker processes; None for the number in the settings.
         verify: recompute the digests of all segments, resident ones too.
         progress: as for `load_state_dict`.
-        pin: protect the segments: the service never evicts them to make room.
+        pin: never evict the segments to make room, as `shmload.pin` does.
+        keep_for: how long the segments stay while no process uses them: a text such as `2h` or
+            `90min`, a number of seconds, or a `timedelta`; `forever` for no limit; None leaves the
+            limit of segments that are resident already, and gives new ones none.
         hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`,
             `subfolder`.
 
     Raises:
+        ArgumentError: `keep_for` is no time, or `pin` is given too.
         SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError, CapacityError, WorkerError,
         SegmentError: this call has left nothing in shared memory.
     """
     began = time.monotonic()
+    keep_for_s = None if keep_for is None else parse_keep_for(keep_for)
+    if pin and keep_for_s:
+        raise ArgumentError("pin and keep_for exclude each other: what is pinned stays when idle")
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=warm)
     found, rules = find_with_rules(wanted)
     if not found.checkpoints:
@@ -86,8 +99,16 @@ def warm(
         progress=progress,
     ) as load:
         held = load.holdings.segments()
-        for segment in held if pin else ():
-            segment.protect()
+        for segment in held:
+            if pin:
+                segment.protect()
+            if keep_for_s is not None and not segment.keep_for(keep_for_s):
+                logger.warning(
+                    "%s was made by an earlier version, which knows no time to live; to limit it, "
+                    "`shmload rm %s` and warm again",
+                    segment.name,
+                    segment.name,
+                )
         return WarmReport(
             source=str(source),
             segments=tuple(segment.name for segment in held),

@@ -37,6 +37,7 @@ class Lease:
         self._closing = weakref.finalize(self, _give_back, fd, self.name)
         self._closing.atexit = False  # `_close_all` does it, in the right order
         try_lock(fd, exclusive=False)  # cannot fail: the segment holds a shared lock already
+        _live.add(self)
         if segment.is_shared:
             _shared.add(self)
             _names.add(self.name)
@@ -49,14 +50,22 @@ class Lease:
             _, give_back, (fd, name), _ = found
             give_back(fd, name)
 
+    def touch(self) -> None:
+        """Record that the segment is used now; after `close` does nothing."""
+        if found := self._closing.peek():
+            _, _, (fd, _), _ = found
+            os.utime(fd)
+
 
 def _give_back(fd: int, name: str) -> None:
     may_be_last = is_shared(os.fstat(fd))
+    os.utime(fd)  # it was in use until now
     os.close(fd)
     if may_be_last:
         remove_if_unused(name)
 
 
+_live: weakref.WeakSet[Lease] = weakref.WeakSet()
 _shared: weakref.WeakSet[Lease] = weakref.WeakSet()
 # Names of all shared segments that this process has had a lease on.
 _names: set[str] = set()
@@ -65,6 +74,8 @@ _looking_pids: set[tuple[str, int]] = set()
 
 @atexit.register
 def _close_all() -> None:
+    for lease in list(_live):
+        lease.touch()  # a resident segment was in use until now
     for lease in list(_shared):
         lease.close()
     for name in _names:

@@ -44,15 +44,17 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_current: bool
     """Whether the shard on disk is still the one that was decoded."""
     used_at: float
-    """When it was last decoded or attached, in seconds since the epoch."""
+    """When it was last decoded, attached or given back, in seconds since the epoch."""
     is_pinned: bool
-    """Whether it is protected: the service never evicts it to make room."""
+    """Whether it is pinned: it is never evicted to make room."""
     is_shared: bool = False
     """Whether it is removed with its last lease."""
     dtype: str = ""
     """torch's name of the dtype that its floats got; if it is `raw`, of most of its bytes."""
     identity: str = ""
     """The shard's `Identity.key` when it was decoded; the same for copies of one file."""
+    keep_for_s: int = 0
+    """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
 
 
 class Segments(Listing[SegmentInfo]):
@@ -144,6 +146,7 @@ def _describe(segment: Segment) -> SegmentInfo:
         is_shared=is_shared(found),
         dtype=dtype,
         identity=metadata.identity,
+        keep_for_s=metadata.keep_for_s,
     )
 
 
@@ -165,5 +168,11 @@ def main_dtype(header: Header, conversion: str) -> str:
 
 def _state(info: SegmentInfo) -> str:
     """Write what keeps a segment from being evicted, or `idle`."""
-    states = (("in use", info.is_leased), ("pinned", info.is_pinned))
-    return ", ".join(word for word, is_so in states if is_so) or "idle"
+    is_limited = bool(info.keep_for_s) and not info.is_pinned
+    states = (
+        ("in use", info.is_leased),
+        ("idle", not info.is_leased and not info.is_pinned),
+        ("pinned", info.is_pinned),
+        (f"kept for {format_age(info.keep_for_s)}", is_limited),
+    )
+    return ", ".join(word for word, is_so in states if is_so)

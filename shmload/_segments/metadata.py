@@ -1,7 +1,8 @@
 """The metadata in a segment's header: its shard, conversion, creator and digest.
 
 Guarantee: the keys `shmload.*` of a segment's header are written and read here only. The digest is
-written last, over a digest of zeros: a segment that has one is complete.
+written last, over a digest of zeros: a segment that has one is complete. Only `keep_for` is written
+anew later.
 """
 
 import os
@@ -18,11 +19,21 @@ _IDENTITY_KEY = "shmload.identity"
 _CONVERSION_KEY = "shmload.conversion"
 _CREATED_AT_KEY = "shmload.created_at"
 _CREATOR_KEY = "shmload.creator"
+_KEEP_FOR_KEY = "shmload.keep_for"
 _DIGEST_KEY = "shmload.digest"
 _NO_DIGEST = "0" * 32
+_KEEP_FOR_NDIGITS = 10
+_HEADER_BEGIN = b'{"__metadata__":{"' + _KEEP_FOR_KEY.encode() + b'":"'
 
 UNFINISHED = {_DIGEST_KEY: _NO_DIGEST}
 """The digest's entry in the metadata of a segment that is not complete."""
+
+FOR_EVER = {_KEEP_FOR_KEY: "0" * _KEEP_FOR_NDIGITS}
+"""The entry that says how long an idle segment stays. It is the first in the header, at a place
+that does not depend on the rest, and may be written anew while the segment is resident."""
+
+KEEP_FOR_OFFSET = 8 + len(_HEADER_BEGIN)
+"""Where a segment has the digits of `keep_for`, in bytes; the header's length comes first."""
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +51,8 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     """Version and process that decoded it."""
     digest: str = ""
     """Digest of the data, 32 hexadecimal digits; empty while the segment is not complete."""
+    keep_for_s: int = 0
+    """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
 
 
 def make_metadata(source: str, identity: str, conversion: str) -> dict[str, str]:
@@ -63,7 +76,7 @@ def parse_metadata(entries: Mapping[str, str] | None) -> Metadata:
     """Read the metadata of a segment's header; an entry that is missing has its default.
 
     Raises:
-        ValueError: the time is not a number.
+        ValueError: a time is not a number.
     """
     entries = entries or {}
     return Metadata(
@@ -73,7 +86,24 @@ def parse_metadata(entries: Mapping[str, str] | None) -> Metadata:
         created_at=float(entries.get(_CREATED_AT_KEY, 0)),
         creator=entries.get(_CREATOR_KEY, ""),
         digest=read_digest(entries) or "",
+        keep_for_s=int(entries.get(_KEEP_FOR_KEY, 0)),
     )
+
+
+def write_keep_for(keep_for_s: int) -> bytes:
+    """Return the digits of a time in seconds, for `KEEP_FOR_OFFSET`."""
+    return str(min(keep_for_s, 10**_KEEP_FOR_NDIGITS - 1)).zfill(_KEEP_FOR_NDIGITS).encode()
+
+
+def read_keep_for(begin: bytes) -> int | None:
+    """Return `Metadata.keep_for_s` from the first 64 bytes of a segment.
+
+    Returns:
+        None if the segment is of a version that did not have the entry.
+    """
+    digits = begin[KEEP_FOR_OFFSET : KEEP_FOR_OFFSET + _KEEP_FOR_NDIGITS]
+    is_there = begin[8:KEEP_FOR_OFFSET] == _HEADER_BEGIN and digits.isdigit()
+    return int(digits) if is_there else None
 
 
 def read_digest(entries: Mapping[str, str] | None) -> str | None:

@@ -23,7 +23,8 @@ import stat
 from shmload._checkpoints.formats.safetensors import read_header
 from shmload._checkpoints.header import Header
 from shmload._host.descriptors import Descriptor
-from shmload._host.linux import is_named, shm_open, wait_lock
+from shmload._host.linux import is_named, reopen_to_write, shm_open, wait_lock
+from shmload._segments.metadata import KEEP_FOR_OFFSET, read_keep_for, write_keep_for
 from shmload.errors import SegmentCorrupt, ShmloadError
 
 # A segment's mode: two bits that mean nothing else on its file say how long it stays.
@@ -31,6 +32,7 @@ READ_ONLY = 0o400
 SHARED = stat.S_IXUSR
 """Its name is removed with its last lease."""
 _PROTECTED = stat.S_ISVTX
+_BEGIN_NBYTES = 64
 
 
 class Stay(enum.IntEnum):
@@ -82,8 +84,33 @@ class Segment(Descriptor):
             os.fchmod(self.fd, READ_ONLY)
 
     def protect(self) -> None:
-        """Make it resident, and tell the service never to evict it to make room."""
+        """Make it resident; it is never evicted to make room, nor because it is idle."""
         os.fchmod(self.fd, READ_ONLY | _PROTECTED)
+
+    def unprotect(self) -> None:
+        """Undo `protect`; it stays resident."""
+        if is_protected(os.fstat(self.fd)):
+            os.fchmod(self.fd, READ_ONLY)
+
+    @property
+    def keep_for_s(self) -> int | None:
+        """How long it stays while no process uses it, in seconds; 0 if nothing limits that.
+
+        None if it is of a version that cannot say.
+        """
+        return read_keep_for(os.pread(self.fd, _BEGIN_NBYTES, 0))
+
+    def keep_for(self, seconds: int) -> bool:
+        """Set how long it stays while no process uses it; return False if it cannot say that.
+
+        Args:
+            seconds: the time; 0 for no limit.
+        """
+        if self.keep_for_s is None:
+            return False
+        with Descriptor(reopen_to_write(self.fd)) as writable:
+            os.pwrite(writable.fd, write_keep_for(seconds), KEEP_FOR_OFFSET)
+        return True
 
     def read_header(self) -> Header:
         """Read the header.
@@ -103,7 +130,7 @@ def is_shared(found: os.stat_result) -> bool:
 
 
 def is_protected(found: os.stat_result) -> bool:
-    """Tell whether the service never evicts a segment to make room."""
+    """Tell whether a segment is never evicted to make room."""
     return bool(found.st_mode & _PROTECTED)
 
 

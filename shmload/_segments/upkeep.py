@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 from shmload._segments.digest import digest_data
+from shmload._segments.expiry import find_expired, remove_expired
 from shmload._segments.listing import SegmentInfo, holders, segments
 from shmload._segments.metadata import read_digest
 from shmload._segments.names import part_names
@@ -93,7 +94,8 @@ def collect_garbage() -> list[str]:
     """Remove what can never be used again.
 
     These are parts whose builder died, views whose process died, and segments that no process is
-    attached to and that were shared, or whose shard has changed or is gone.
+    attached to and that were shared, or whose shard has changed or is gone, or whose time is over
+    (`warm(keep_for=)`).
 
     Returns:
         The names that were removed.
@@ -101,7 +103,7 @@ def collect_garbage() -> list[str]:
     removed = [
         info.name for info in segments() if not info.is_current and remove_if_free(info.name)
     ]
-    return [*removed, *remove_leftovers()]
+    return [*removed, *remove_expired(), *remove_leftovers()]
 
 
 def find_garbage() -> list[str]:
@@ -109,9 +111,10 @@ def find_garbage() -> list[str]:
 
     Holds each segment's lock for a moment; a process that wants the lock waits that long.
     """
-    unused = (
+    unused = [
         info.name
         for info in segments()
         if not info.is_leased and (info.is_shared or not info.is_current)
-    )
-    return [*unused, *filter(is_free, part_names()), *dead_views()]
+    ]
+    expired = [name for name in find_expired() if name not in unused]
+    return [*unused, *expired, *filter(is_free, part_names()), *dead_views()]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from shmload._decoding.coordinator import Job, OnBytes
 from shmload._segments.capacity import room_nbytes
 from shmload._segments.eviction import evict_for, require_possible
+from shmload._segments.expiry import remove_expired
 from shmload._segments.listing import SegmentInfo, holders, segments
 from shmload._segments.roots import Root
 from shmload._service.budget import service_budget
@@ -24,11 +25,13 @@ from shmload._service.readiness import Preloading
 from shmload._service.reservations import Claim, OnWait, Reservations
 from shmload._service.usage import SPELL_S, Usage
 from shmload._wording import format_nbytes
-from shmload.errors import CapacityError
+from shmload.errors import CapacityError, ShmloadError
 
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
+# How often to look for segments that were idle for their time, in seconds.
+_SWEEP_S = 30.0
 
 
 class ServiceState:
@@ -167,6 +170,14 @@ class ServiceState:
         silent = self._pool.silent_workers()
         reasons = [f"{silent} of {self._pool.workers} workers do not answer"] if silent else []
         return [*reasons, *self.preloading.reasons()]
+
+    def remove_expired(self) -> None:
+        """Remove what is idle for its time, again and again until the service ends."""
+        while not self._stopping.wait(_SWEEP_S):
+            try:
+                remove_expired()
+            except (ShmloadError, OSError) as exc:  # no descriptor is left, for a while
+                logger.warning("idle segments could not be looked at: %s", exc)
 
     def run_in_background(self, work: Callable[[], None]) -> None:
         """Run `work` in a thread; it must return soon after the service stops."""

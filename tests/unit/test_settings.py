@@ -1,12 +1,13 @@
 """Settings are read and validated, and progress shows what a user expects."""
 
 import io
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from shmload._loading.progress import Progress
-from shmload._settings import settings, worker_count
+from shmload._settings import parse_keep_for, settings, worker_count
 from shmload.errors import ArgumentError
 
 
@@ -95,3 +96,28 @@ def test_bar_is_shown_on_a_terminal_or_on_request(monkeypatch, report, is_termin
         progress.start(100)
         progress.add(100)
     assert ("model" in stderr.getvalue()) == has_bar
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("2h", 7200),
+        ("90min", 5400),
+        ("1d 12h", 129600),
+        ("1.5 hours", 5400),
+        ("30s", 30),
+        (0.2, 1),
+        (timedelta(days=1), 86400),
+        ("forever", 0),
+    ],
+)
+def test_time_to_keep_something_is_read(given, seconds):
+    assert parse_keep_for(given) == seconds
+
+
+@pytest.mark.parametrize(
+    "given", ["", "2", "h", "2 weeks", "1..5h", "-1h", "2hx", "0s", 0, -1, float("inf"), "nan h"]
+)
+def test_what_is_no_time_is_refused(given):
+    with pytest.raises(ArgumentError, match="write it like 2h"):
+        parse_keep_for(given)

@@ -1,0 +1,177 @@
+"""What is pinned stays; what is kept for a time goes when it was idle for so long."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from warming import SHM
+
+import shmload
+from shmload._service import state as state_module
+from shmload._service.state import ServiceState
+from shmload.errors import ArgumentError, SegmentNotFound
+
+_HOUR_S = 3600
+
+
+def pinned():
+    return [info.source for info in shmload.segments() if info.is_pinned]
+
+
+def run_command(*arguments):
+    command = [sys.executable, "-m", "shmload", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def idle_for(seconds):
+    """Make all resident segments look as if they were last used so long ago."""
+    for info in shmload.segments():
+        then = time.time() - seconds
+        os.utime(SHM / info.name, (then, then))
+
+
+@pytest.fixture
+def resident(shards, evicts):
+    """Two resident files."""
+    for path in shards[:2]:
+        shmload.warm(path, dtype="bfloat16")
+    return shards[:2]
+
+
+# Pins ---------------------------------------------------------------------------------------------
+
+
+def test_pin_and_unpin_take_what_evict_takes(resident):
+    (info,) = shmload.pin(resident[0])
+    assert info.is_pinned
+    assert pinned() == [str(resident[0])]
+    shmload.pin("1.safetensors")
+    assert len(pinned()) == 2
+    assert [info.source for info in shmload.unpin(resident[0])] == [str(resident[0])]
+    assert pinned() == [str(resident[1])]
+    for change in (shmload.pin, shmload.unpin):
+        with pytest.raises(ArgumentError, match="needs the names"):
+            change()
+        with pytest.raises(SegmentNotFound):
+            change("nothing")
+
+
+def test_pin_makes_what_is_shared_resident_while_it_is_in_use(shards, evicts):
+    state = shmload.load_state_dict(shards[0], "bfloat16", keep=True)
+    shmload.pin(shards[0])
+    assert pinned() == [str(shards[0])]
+    shmload.unpin(shards[0])
+    assert pinned() == []
+    assert state["weight"].eq(0).all()
+
+
+def test_commands_pin_and_unpin(resident):
+    done = run_command("pin", resident[0])
+    assert done.stdout.startswith("pinned 1 segment, 1.00 MiB: 0.safetensors")
+    assert pinned() == [str(resident[0])]
+    assert "pinned" in run_command("ls", "--long").stdout
+    assert run_command("unpin", resident[0]).stdout.startswith("unpinned 1 segment, 1.00 MiB")
+    assert pinned() == []
+
+
+# Time to live -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep_for", ["1h", 3600, timedelta(hours=1)])
+def test_what_is_idle_for_its_time_goes_with_the_next_load(shards, evicts, keep_for):
+    shmload.warm(shards[0], dtype="bfloat16", keep_for=keep_for)
+    assert [info.keep_for_s for info in shmload.segments()] == [_HOUR_S]
+    idle_for(_HOUR_S - 60)
+    shmload.warm(shards[1], dtype="bfloat16")
+    assert len(shmload.segments()) == 2
+    idle_for(_HOUR_S)
+    shmload.load_state_dict(shards[2], "bfloat16")
+    assert [info.source for info in shmload.segments()] == [str(shards[1])]
+
+
+def test_limit_of_what_is_resident_is_changed_and_lifted(resident):
+    shmload.verify()
+    shmload.warm(resident[0], dtype="bfloat16", keep_for="2h")
+    shmload.warm(resident[0], dtype="bfloat16")
+    assert [info.keep_for_s for info in shmload.segments()] == [2 * _HOUR_S, 0]
+    assert [os.stat(SHM / info.name).st_mode & 0o7777 for info in shmload.segments()] == [0o400] * 2
+    shmload.warm(resident[0], dtype="bfloat16", keep_for="forever")
+    assert [info.keep_for_s for info in shmload.segments()] == [0, 0]
+    assert len(shmload.verify()) == 2
+
+
+def test_load_of_what_is_due_uses_it(shards, evicts):
+    shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
+    idle_for(_HOUR_S)
+    assert shmload.warm(shards[0], dtype="bfloat16").read_nbytes == 0
+
+
+def test_what_is_in_use_or_pinned_does_not_go(shards, evicts):
+    shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
+    state = shmload.load_state_dict(shards[0], "bfloat16")
+    idle_for(_HOUR_S)
+    assert shmload.collect_garbage() == []
+    assert time.time() - shmload.segments()[0].used_at < 60  # it was seen in use
+    del state
+    shmload.pin(shards[0])
+    idle_for(_HOUR_S)
+    assert shmload.collect_garbage() == []
+    shmload.unpin(shards[0])
+    (name,) = (info.name for info in shmload.segments())
+    assert run_command("gc", "--dry-run").stdout == f"{name}\nwould remove 1\n"
+    assert shmload.collect_garbage() == [name]
+
+
+def test_time_begins_when_the_last_user_ends(shards, evicts, saved):
+    source = saved("stable-diffusion")
+    shmload.warm(source, dtype="bfloat16", keep_for="1h")
+    pipe = shmload.load_pipeline(source, dtype="bfloat16")
+    idle_for(_HOUR_S)
+    del pipe
+    assert shmload.collect_garbage() == []
+
+
+def test_service_removes_what_is_due(shards, evicts, monkeypatch):
+    monkeypatch.setattr(state_module, "_SWEEP_S", 0.01)
+    shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
+    idle_for(_HOUR_S)
+    with contextlib.closing(ServiceState(1, 1 << 30)) as state:
+        state.run_in_background(state.remove_expired)
+        while shmload.segments():
+            pass
+
+
+def test_segment_of_a_version_without_limits_stays(shards, evicts, caplog):
+    shmload.warm(shards[0], dtype="bfloat16")
+    (info,) = shmload.segments()
+    path = SHM / info.name
+    path.chmod(0o600)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"shmload.keep_for", b"shmload.other_key", 1)[: len(content)])
+    path.chmod(0o400)
+    shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
+    assert "was made by an earlier version" in caplog.text
+
+
+def test_command_and_preload_list_keep_for_a_time(service, shards, tmp_path):
+    listing = tmp_path / "preload"
+    listing.write_text(f"{shards[0]} bfloat16 pin\n{shards[1]} keep-for=2h bfloat16\n")
+    process = service("--preload", str(listing))
+    while process.errors.count("preloaded") < 2:
+        assert process.process.poll() is None, process.errors
+    found = {Path(info.source): info for info in shmload.segments()}
+    assert found[shards[0]].is_pinned
+    assert found[shards[1]].keep_for_s == 2 * _HOUR_S
+    assert {info.dtype for info in found.values()} == {"bfloat16"}
+    assert run_command("warm", shards[1], "--dtype", "bf16", "--keep-for", "1h").returncode == 0
+    assert [info.keep_for_s for info in shmload.segments()] == [0, _HOUR_S]
+
+
+def test_pin_and_a_time_exclude_each_other(shards):
+    with pytest.raises(ArgumentError, match="exclude each other"):
+        shmload.warm(shards[0], pin=True, keep_for="1h")
