@@ -8,7 +8,8 @@ def run() -> None:
     try:
         from shmload._cli.main import main
     except KeyboardInterrupt:
-        sys.exit("shmload: interrupted")
+        print("shmload: interrupted", file=sys.stderr)
+        sys.exit(130)  # as every command after its import
     main(prog_name="shmload")
 
 

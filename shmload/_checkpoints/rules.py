@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._checkpoints.dtypes import parse_dtype
+from shmload._checkpoints.dtypes import FLOATS, parse_dtype
 from shmload._checkpoints.library import library
 from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import RAW, Rule
@@ -75,9 +75,11 @@ def _known_rule(checkpoint: Checkpoint, target: str | None) -> Rule | None:
     if checkpoint.config.get("quantization_config"):
         return RAW
     try:
-        return msgspec.json.decode(_memory_path(checkpoint, target).read_bytes(), type=Rule)
+        rule = msgspec.json.decode(_memory_path(checkpoint, target).read_bytes(), type=Rule)
     except (OSError, msgspec.DecodeError):
         return None
+    # A damaged file is replaced by the rule that is derived then.
+    return rule if rule.target is None or rule.target in FLOATS else None
 
 
 def _ask_class(checkpoint: Checkpoint, target: str | None) -> Rule:

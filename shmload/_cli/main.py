@@ -1,6 +1,6 @@
 """The commands on sources and segments; other commands are in modules of their own.
 
-Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage.
+Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage, 130 interrupted.
 """
 
 import logging
@@ -17,6 +17,8 @@ from shmload._cli import doctor, placement, residents, serve, service
 from shmload._cli.output import as_json_option, is_of_output, print_json, print_page
 from shmload._wording import count_of, format_nbytes
 from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
+
+_INTERRUPTED = 130  # as a shell counts: 128 + SIGINT
 
 
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,6 +60,9 @@ class _Group(click.Group):
         except ShmloadError as exc:
             click.echo(f"shmload: {exc}", err=True)
             ctx.exit(2 if isinstance(exc, ArgumentError) else 1)
+        except KeyboardInterrupt:
+            click.echo("shmload: interrupted", err=True)
+            ctx.exit(_INTERRUPTED)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

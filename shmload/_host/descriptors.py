@@ -1,4 +1,4 @@
-"""Who closes a file descriptor: one object, once."""
+"""Who closes a file descriptor: one object, once; and which numbers no file of ours may get."""
 
 import os
 from typing import Self
@@ -43,3 +43,17 @@ class Descriptor:
         fd = self.take()
         if fd >= 0:
             os.close(fd)
+
+
+def occupy_standard_streams() -> None:
+    """Open /dev/null under each number from 0 to 2 that is closed, for good.
+
+    Else a part would get such a number, and what a library writes to stderr would go into weights.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            if opened != number:  # another thread was quicker
+                os.close(opened)

@@ -9,6 +9,7 @@ from typing import TypeVar
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
 from shmload._decoding.coordinator import Job
+from shmload._host.descriptors import occupy_standard_streams
 from shmload._host.linux import Inode, is_cached, read_ahead, unlock
 from shmload._loading.plan import ShardPlan
 from shmload._loading.shard import OpenShard
@@ -58,6 +59,7 @@ class Holdings:
         Raises:
             CheckpointError: a shard cannot be opened, or its header is wrong.
         """
+        occupy_standard_streams()
         keep = self._stay is Stay.RESIDENT or self._is_hollow
         for checkpoint in source.checkpoints:
             for path in checkpoint.shards:

@@ -19,7 +19,11 @@ class Progress:
 
     def __init__(self, report: Callback | bool | None, title: str) -> None:
         self._callback = report if callable(report) else None
-        self._has_bar = report is True or (report is None and sys.stderr.isatty())
+        # Python has no stderr if descriptor 2 was closed when it started.
+        is_terminal = sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+        self._has_bar = sys.stderr is not None and (
+            report is True or (report is None and is_terminal)
+        )
         self._title = title
         self._bar: Any = None
         self._lock = threading.Lock()

@@ -1,6 +1,8 @@
 """A load in a process short of descriptors fails with a clear error, and nothing is left."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -58,3 +60,25 @@ def test_too_few_descriptors(checkpoint, child, configure, evicts, door, where, 
     for refusal in refusals:
         # The second sentence is from posix_ipc.
         assert "Too many open files" in refusal or "maximum number of files open" in refusal
+
+
+WITHOUT_STREAMS = """
+import json, os, sys
+import shmload
+source, out, progress = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+seen = []
+def look(done, total):
+    seen.append([os.readlink(f"/proc/self/fd/{number}") for number in range(3)])
+shmload.warm(source, dtype="bfloat16", progress=progress)
+shmload.warm(source, dtype="float16", progress=look)
+open(out, "w").write(json.dumps([sys.stderr is None, seen[0]]))
+"""
+
+
+@pytest.mark.parametrize("progress", ["null", "true"])
+def test_process_without_standard_streams(checkpoint, tmp_path, evicts, progress):
+    out = tmp_path / "out"
+    program = [sys.executable, "-c", WITHOUT_STREAMS, str(checkpoint), str(out), progress]
+    subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *program], timeout=60, check=True)
+    # No part has one of their numbers: what a library prints must not go into weights.
+    assert json.loads(out.read_text()) == [True, ["/dev/null"] * 3]

@@ -59,5 +59,5 @@ def test_interrupt_before_the_first_command_line_is_read_is_one_sentence(tmp_pat
     )
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     done = run("ls", env=os.environ | {"PYTHONPATH": path})
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "shmload: interrupted\n"

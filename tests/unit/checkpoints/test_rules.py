@@ -181,12 +181,15 @@ def test_rule_is_remembered_until_it_is_forgotten(tmp_path, monkeypatch):
     assert likely_rule(wan, "bf16") == Rule(target="BF16")
 
 
-def test_broken_memory_is_no_rule(tmp_path):
+@pytest.mark.parametrize("broken", [b'{"target": 3}', b'{"target": "NOPE"}', b'{"target": "I8"}'])
+def test_broken_memory_is_no_rule_and_is_replaced(tmp_path, configure, broken):
+    configure(cache_dir=tmp_path / "cache")
     unet = _checkpoint(tmp_path, "diffusers", "UNet2DConditionModel", marker=str(tmp_path))
     rule = rule_for(unet, "bf16")
-    for remembered in (settings().cache_dir / "rules").iterdir():
-        remembered.write_bytes(b'{"target": 3}')
+    (remembered,) = (settings().cache_dir / "rules").iterdir()
+    remembered.write_bytes(broken)
     assert rule_for(unet, "bf16") == rule
+    assert remembered.read_bytes() != broken
 
 
 def test_configuration_that_is_no_text_has_a_rule(tmp_path):
