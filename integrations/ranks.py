@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection, Iterable
 
 from shmload._segments.lease import Lease
-from shmload._segments.listing import holders
+from shmload._segments.pids import holders
 from shmload._segments.segment import Segment
 from shmload._settings import local_world_size
 

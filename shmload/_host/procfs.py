@@ -5,7 +5,7 @@ Guarantee: every call reads again, since each answer can change at any time; not
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,9 @@ _REMOTE_FILE_SYSTEMS = (
     "beegfs",
     "afs",
 )
+
+# Processes that fork faster than this many looks at the list can follow do not end.
+_MAX_LOOKS = 4
 
 
 class FileSystem(NamedTuple):
@@ -197,21 +200,61 @@ def huge_page_policy(
         return None
 
 
-# This process's mappings --------------------------------------------------------------------------
+# Mappings -----------------------------------------------------------------------------------------
 
 
 def mappings(inodes: set[Inode]) -> list[Mapping]:
     """Return this process's mappings of the given files."""
     found = []
-    wanted = {(f"{os.major(i.device):02x}:{os.minor(i.device):02x}", i.number): i for i in inodes}
-    with open("/proc/self/maps") as lines:
+    wanted = {(_device(inode), b"%d" % inode.number): inode for inode in inodes}
+    with open("/proc/self/maps", "rb") as lines:
         for line in lines:
             addresses, _, offset, device, number, *_ = line.split(None, 5)
-            inode = wanted.get((device, int(number)))
+            inode = wanted.get((device, number))
             if inode:
-                start, _, end = addresses.partition("-")
+                start, _, end = addresses.partition(b"-")
                 found.append(Mapping(int(start, 16), int(end, 16), int(offset, 16), inode))
     return found
+
+
+def mappers(inodes: Collection[Inode], proc: Path = Path("/proc")) -> dict[Inode, set[int]]:
+    """Return the processes of this user that map the given files, by file.
+
+    It reads the mappings of all of them, so it takes 0.1 to 1 ms for each process. The result lacks
+    processes in another pid namespace, and processes that hide their mappings (PR_SET_DUMPABLE).
+    """
+    found: dict[Inode, set[int]] = {}
+    wanted = {(_device(inode), b"%d" % inode.number): inode for inode in inodes}
+    devices = {device for device, _ in wanted}
+    seen: set[str] = set()
+    # A process may end after it has forked: look again for those that are new.
+    for _ in range(_MAX_LOOKS if wanted else 0):
+        pids = {name for name in os.listdir(proc) if name.isdecimal()} - seen
+        if not pids:
+            break
+        seen |= pids
+        for pid in pids:
+            for line in _lines_of_devices(proc / pid, devices):
+                _, _, _, device, number, *_ = line.split(None, 5)
+                inode = wanted.get((device, number))
+                if inode:
+                    found.setdefault(inode, set()).add(int(pid))
+    return found
+
+
+def _lines_of_devices(process: Path, devices: Collection[bytes]) -> list[bytes]:
+    """Return the lines of a process's maps that may be of some devices; none if it is another's."""
+    with contextlib.suppress(OSError):  # it has ended, or may not be looked at
+        if os.stat(process).st_uid == os.geteuid():
+            content = (process / "maps").read_bytes()
+            if any(b" %b " % device in content for device in devices):
+                return [line for line in content.splitlines() if any(d in line for d in devices)]
+    return []
+
+
+def _device(inode: Inode) -> bytes:
+    """Return a file's device as maps writes it."""
+    return b"%02x:%02x" % (os.major(inode.device), os.minor(inode.device))
 
 
 def is_touched(start: int, end: int) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from shmload._segments.capacity import require_room, room_nbytes
-from shmload._segments.listing import SegmentInfo, segments
-from shmload._segments.removal import remove_if_free, remove_leftovers
+from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
+from shmload._segments.removal import remove_idle, remove_leftovers
 from shmload.errors import SharedMemoryFull
 
 logger = logging.getLogger(__name__)
@@ -98,14 +98,20 @@ def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> l
     """
     evicted: list[SegmentInfo] = []
     taken: set[str] = set()
+    looks_at_mappings = False  # not before something must go: it takes 0.1 s
     while True:
-        found = [_leased(info) if info.name in taken else info for info in segments()]
+        listed = segments() if looks_at_mappings else segments_by_lock()
+        found = [_leased(info) if info.name in taken else info for info in listed]
         room = room_nbytes()
         if room < nbytes and remove_leftovers():
             room = room_nbytes()
         victims = choose_victims(found, nbytes, room, budget, reserved)
+        if victims and not looks_at_mappings:
+            looks_at_mappings = True
+            continue
         require_room(nbytes, evictable=sum(info.nbytes for info in found if may_go(info)))
-        gone = [info for info in victims if remove_if_free(info.name)]
+        removed = set(remove_idle([info.name for info in victims]))
+        gone = [info for info in victims if info.name in removed]
         for info in gone:
             logger.info(
                 "evicted %s, of %s",
@@ -117,7 +123,7 @@ def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> l
         if len(gone) == len(victims):
             require_room(nbytes)
             return evicted
-        # A process has attached one of the victims meanwhile.
+        # A process has attached or mapped one of the victims meanwhile.
         taken |= {info.name for info in victims} - {info.name for info in gone}
 
 
@@ -132,7 +138,7 @@ def require_possible(nbytes: int, budget: Budget | None = None, reserved: int = 
     Raises:
         CapacityError: they would not.
     """
-    found = [msgspec.structs.replace(info, is_leased=False) for info in segments()]
+    found = [msgspec.structs.replace(info, is_leased=False) for info in segments_by_lock()]
     evictable = sum(info.nbytes for info in found if may_go(info)) + reserved
     choose_victims(found, nbytes, nbytes, budget)
     require_room(nbytes, evictable=evictable)

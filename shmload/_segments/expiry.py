@@ -10,6 +10,7 @@ import os
 import time
 
 from shmload._host.linux import is_named, shm_open, shm_unlink, wait_lock
+from shmload._host.procfs import mappers
 from shmload._segments.names import segment_names
 from shmload._segments.segment import Segment, is_protected
 from shmload.errors import SegmentUntrusted
@@ -56,6 +57,9 @@ def _look(name: str, *, remove: bool) -> bool:
             return False
         # Meanwhile a process may have used it and ended.
         is_over = is_named(fd, name) and _is_due(segment)
+        if is_over and mappers([segment.inode]):
+            segment.touch()
+            return False
         if is_over and remove:
             shm_unlink(name)
         return is_over

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from shmload._segments.source_text import source_text
 from shmload._version import __version__
-from shmload._wording import printable
 
 _SOURCE_KEY = "shmload.source"
 _IDENTITY_KEY = "shmload.identity"
@@ -40,7 +40,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a segment's header says about it."""
 
     source: str = ""
-    """Path of the shard that was decoded; characters that do not print are escaped."""
+    """Path of the shard that was decoded, as `source_text` writes it."""
     identity: str = ""
     """The shard's `Identity.key` when it was decoded."""
     conversion: str = ""
@@ -64,7 +64,7 @@ def make_metadata(source: str, identity: str, conversion: str) -> dict[str, str]
         conversion: what is done to its dtypes, or `raw`.
     """
     return {
-        _SOURCE_KEY: printable(source),
+        _SOURCE_KEY: source_text(source),
         _IDENTITY_KEY: identity,
         _CONVERSION_KEY: conversion,
         _CREATED_AT_KEY: f"{time.time():.3f}",

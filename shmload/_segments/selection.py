@@ -15,7 +15,7 @@ from shmload._segments.grouping import Model
 from shmload._segments.listing import SegmentInfo, segments
 from shmload._segments.models import find_models
 from shmload._segments.names import name_prefix
-from shmload._wording import printable
+from shmload._segments.source_text import source_paths
 from shmload.errors import AmbiguousName, SegmentNotFound
 
 _ID = re.compile(r"[0-9a-f]{4,30}")
@@ -105,12 +105,15 @@ def is_below(info: SegmentInfo, pattern: str) -> bool:
         return True
     if not pattern or not info.source:  # an empty path would be the current directory
         return False
+    if info.source == pattern:  # as a listing shows it
+        return True
     pattern = os.path.expanduser(pattern)
     for resolve in (os.path.abspath, os.path.realpath):
-        try:
-            path, source = printable(resolve(pattern)), resolve(info.source)
-        except ValueError:  # no file has a zero byte in its name
-            return False
-        if source == path or source.startswith(path + os.sep):
-            return True
+        for known in source_paths(info.source):
+            try:
+                path, source = resolve(pattern), resolve(known)
+            except ValueError:  # no file has a zero byte in its name
+                return False
+            if source == path or source.startswith(path + os.sep):
+                return True
     return False

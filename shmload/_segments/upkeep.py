@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 from shmload._segments.digest import digest_data
 from shmload._segments.expiry import find_expired, remove_expired
-from shmload._segments.listing import SegmentInfo, holders, segments
+from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
 from shmload._segments.metadata import read_digest
 from shmload._segments.names import part_names
-from shmload._segments.removal import give_back, is_free, remove_if_free, remove_leftovers
+from shmload._segments.pids import users_of
+from shmload._segments.removal import give_back, is_free, remove_idle, remove_leftovers
 from shmload._segments.segment import Segment, attach
 from shmload._segments.selection import select
 from shmload._segments.variables import variables_over
@@ -58,7 +59,10 @@ def check_digest(segment: Segment) -> None:
 
 
 def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
-    """Remove models or segments that no process is attached to.
+    """Remove models or segments that no process uses.
+
+    A process uses what it is attached to, or maps without being attached; only processes of this
+    user count.
 
     Segments that a named model shares with another resident model stay.
 
@@ -74,17 +78,17 @@ def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
         ArgumentError: no pattern is given.
         SegmentNotFound: a pattern matches nothing.
         AmbiguousName: a pattern is a part of several models' names.
-        SegmentBusy: some are leased; the others are removed.
+        SegmentBusy: some are in use; the others are removed.
     """
     if not patterns:
         raise ArgumentError("evict() needs the names or sources of what to remove")
-    removed: list[SegmentInfo] = []
-    busy: list[SegmentInfo] = []
-    for info in select(patterns, spare_shared=True):
-        (removed if remove_if_free(info.name) else busy).append(info)
+    chosen = select(patterns, segments_by_lock(), spare_shared=True)
+    gone = set(remove_idle([info.name for info in chosen]))
+    removed = [info for info in chosen if info.name in gone]
+    busy = [info.name for info in chosen if info.name not in gone]
     if busy:
-        known = holders(info.name for info in busy)
-        pids = {info.name: known.get(info.name, set()) for info in busy}
+        known = users_of(busy)
+        pids = {name: known.get(name, set()) for name in busy}
         mine = [name for name, by in pids.items() if os.getpid() in by]
         raise SegmentBusy(pids, (info.name for info in removed), variables_over(mine))
     return removed
@@ -93,17 +97,15 @@ def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
 def collect_garbage() -> list[str]:
     """Remove what can never be used again.
 
-    These are parts whose builder died, views whose process died, and segments that no process is
-    attached to and that were shared, or whose shard has changed or is gone, or whose time is over
+    These are parts whose builder died, views whose process died, and segments that no process uses
+    and that were shared, or whose shard has changed or is gone, or whose time is over
     (`warm(keep_for=)`).
 
     Returns:
         The names that were removed.
     """
-    removed = [
-        info.name for info in segments() if not info.is_current and remove_if_free(info.name)
-    ]
-    return [*removed, *remove_expired(), *remove_leftovers()]
+    outdated = [info.name for info in segments_by_lock() if not info.is_current]
+    return [*remove_idle(outdated), *remove_expired(), *remove_leftovers()]
 
 
 def find_garbage() -> list[str]:

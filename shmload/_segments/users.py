@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 from shmload._host.procfs import command_of
-from shmload._segments.listing import holders
+from shmload._segments.pids import users_of
 
 
 class User(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,8 +19,8 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_users(names: Iterable[str]) -> dict[str, tuple[User, ...]]:
-    """Return the processes that are attached to segments or build parts, by name."""
-    known = holders(names)
+    """Return the processes that are attached to segments, map them, or build parts, by name."""
+    known = users_of(names)
     users = {pid: describe_user(pid, command_of(pid)) for pid in set().union(*known.values())}
     return {name: tuple(users[pid] for pid in sorted(pids)) for name, pids in known.items()}
 

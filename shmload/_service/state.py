@@ -16,7 +16,8 @@ from shmload._decoding.coordinator import Job, OnBytes
 from shmload._segments.capacity import room_nbytes
 from shmload._segments.eviction import evict_for, require_possible
 from shmload._segments.expiry import remove_expired
-from shmload._segments.listing import SegmentInfo, holders, segments
+from shmload._segments.listing import SegmentInfo, segments
+from shmload._segments.pids import users_of
 from shmload._segments.roots import Root
 from shmload._service.budget import service_budget
 from shmload._service.pool import WorkerPool
@@ -221,7 +222,7 @@ class ServiceState:
 
 def _leases(found: Iterable[SegmentInfo]) -> Iterator[Holders]:
     """Yield the holders of each leased segment, without this process."""
-    known = holders(info.name for info in found)
+    known = users_of(info.name for info in found)
     for info in found:
         pids = known.get(info.name, set())
         others = pids - {os.getpid()}

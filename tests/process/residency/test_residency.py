@@ -3,6 +3,8 @@
 import contextlib
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -64,6 +66,25 @@ def test_source_that_is_gone_is_not_current(checkpoint):
     shmload.warm(checkpoint)
     checkpoint.unlink()
     assert [info.is_current for info in shmload.segments()] == [False]
+
+
+@pytest.mark.parametrize("name", ["caf\udce9.safetensors", "猫.safetensors"])
+def test_source_with_an_odd_name_is_current_in_every_locale(checkpoint, name):
+    path = checkpoint.rename(checkpoint.with_name(name))
+    shmload.warm(path)
+    assert [info.is_current for info in shmload.segments()] == [True]
+    code = "import shmload; print(ascii(shmload.segments())); print(shmload.collect_garbage())"
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        check=True,
+        env=os.environ | ascii_only,
+        text=True,
+    )
+    assert "is_current=True" in done.stdout
+    assert done.stdout.endswith("[]\n")
+    assert len(shmload.evict(path)) == 1
 
 
 def test_copy_is_another_source_and_a_link_is_not(checkpoint, tmp_path):

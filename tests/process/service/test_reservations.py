@@ -81,7 +81,7 @@ def test_segment_that_is_only_looked_at_may_go(shards, evicts, monkeypatch):
     looks = iter([True] * 3)
     monkeypatch.setattr(
         eviction,
-        "segments",
+        "segments_by_lock",
         lambda: [
             msgspec.structs.replace(info, is_leased=next(looks, False))
             for info in shmload.segments()

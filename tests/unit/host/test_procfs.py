@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from shmload._host.linux import PAGE_NBYTES, inode_of, shm_unlink
+from shmload._host.linux import PAGE_NBYTES, Inode, inode_of, shm_unlink
 from shmload._host.procfs import (
     FileSystem,
     boot_id,
@@ -15,6 +15,7 @@ from shmload._host.procfs import (
     is_remote,
     is_touched,
     machine_free_nbytes,
+    mappers,
     mappings,
 )
 from shmload.errors import ShmloadError
@@ -174,7 +175,7 @@ def test_huge_page_policy_is_the_word_in_brackets(tmp_path):
     assert huge_page_policy(path) == "never"
 
 
-# This process's mappings --------------------------------------------------------------------------
+# Mappings -----------------------------------------------------------------------------------------
 
 
 def test_mapping_of_a_file_is_found_by_inode(fd):
@@ -197,6 +198,28 @@ def test_mapping_of_a_file_without_a_name_is_found(fd, name):
     shm_unlink(name)
     with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY):
         assert len(mappings({inode_of(os.fstat(fd))})) == 1
+
+
+def test_processes_that_map_a_file_are_found_by_inode(fd, name):
+    os.ftruncate(fd, PAGE_NBYTES)
+    inode = inode_of(os.fstat(fd))
+    assert mappers([]) == mappers([inode]) == {}
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY):
+        assert mappers([inode, Inode(inode.device, 1)]) == {inode: {os.getpid()}}
+        shm_unlink(name)
+        assert mappers([inode]) == {inode: {os.getpid()}}
+    assert mappers([inode]) == {}
+
+
+def test_process_that_has_ended_or_maps_another_file_does_not_count(fd, tmp_path):
+    inode = inode_of(os.fstat(fd))
+    line = f"7f00-7f01 r--p 00000000 {os.major(inode.device):02x}:{os.minor(inode.device):02x} "
+    for pid, number in {"1": inode.number, "2": inode.number + 1}.items():
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "maps").write_text(f"{line}{number} /dev/shm/x\n")
+    for other in ("3", "self", "meminfo"):
+        (tmp_path / other).mkdir()
+    assert mappers([inode], tmp_path) == {inode: {1}}
 
 
 @pytest.mark.parametrize("place", [0, 100, 255])

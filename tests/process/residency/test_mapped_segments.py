@@ -1,0 +1,105 @@
+"""A segment is in use as long as a program of this user maps it, with a lease or without."""
+
+import os
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from serving import wait_until
+from warming import TENSORS, as_bf16, assert_same
+
+import shmload
+
+# A program that shmload never saw: it maps a file, and ends with its stdin.
+MAPPER = """
+import mmap, sys
+with open(sys.argv[1], "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+print("MAPPED", flush=True)
+sys.stdin.readline()
+mapped.close()
+print("CLOSED", flush=True)
+"""
+
+
+@pytest.fixture
+def map_through_view(child):
+    """Have another program map a resident file through a view that then ends."""
+
+    def start(path):
+        with shmload.view(path, torch_dtype="bfloat16", keep=True) as lent:
+            program = child(MAPPER, lent)
+            program.expect("MAPPED")
+        return program
+
+    return start
+
+
+def is_leased():
+    return [info.is_leased for info in shmload.segments()]
+
+
+def test_what_was_loaded_through_a_view_is_in_use(checkpoint):
+    with shmload.view(checkpoint, torch_dtype="bfloat16", keep=True) as path:
+        state = load_file(path)
+    assert is_leased() == [True]
+    with pytest.raises(shmload.SegmentBusy, match=f"process {os.getpid()}"):
+        shmload.evict(checkpoint)
+    assert_same(state, as_bf16(TENSORS))
+    del state
+    assert is_leased() == [False]
+    assert len(shmload.evict(checkpoint)) == 1
+
+
+@pytest.mark.fast
+def test_what_an_unknown_program_maps_is_in_use(checkpoint, map_through_view):
+    program = map_through_view(checkpoint)
+    assert is_leased() == [True]
+    with pytest.raises(shmload.SegmentBusy, match=f"process {program.pid}"):
+        shmload.evict(checkpoint)
+    checkpoint.touch()  # the segment is outdated now
+    assert shmload.collect_garbage() == []
+    program.say()
+    program.expect("CLOSED")
+    assert is_leased() == [False]
+    assert len(shmload.collect_garbage()) == 1
+
+
+def test_other_segments_are_removed(checkpoint, tmp_path, map_through_view):
+    other = tmp_path / "other.safetensors"
+    save_file(TENSORS, other)
+    (free,) = shmload.warm(other).segments
+    map_through_view(checkpoint)
+    with pytest.raises(shmload.SegmentBusy) as caught:
+        shmload.evict(checkpoint, other)
+    assert caught.value.removed == (free,)
+    assert [info.source for info in shmload.segments()] == [str(checkpoint)]
+
+
+def test_shared_segment_that_is_mapped_is_no_leftover(checkpoint, map_through_view):
+    map_through_view(checkpoint)
+    (info,) = shmload.segments()
+    (Path("/dev/shm") / info.name).chmod(0o500)  # shared; its last lease is gone
+    assert shmload.collect_garbage() == []
+    assert is_leased() == [True]
+
+
+def test_service_evicts_no_segment_that_is_mapped(service, shards, map_through_view):
+    service("--budget", str(2 * ((1 << 20) + 4096)))
+    program = map_through_view(shards[0])
+    shmload.warm(shards[1], torch_dtype="bfloat16")
+    wait_until(lambda found: [lease.pids for lease in found.leases] == [(program.pid,)])
+    shmload.warm(shards[2], torch_dtype="bfloat16")  # the first was used least recently
+    assert {info.source for info in shmload.segments()} == {str(shards[0]), str(shards[2])}
+
+
+def test_load_does_not_look_at_other_processes(checkpoint, monkeypatch):
+    from shmload._segments import listing, pids, removal
+
+    for module in (listing, pids, removal):
+        monkeypatch.setattr(module, "mappers", pytest.fail)
+    shmload.warm(checkpoint, torch_dtype="bfloat16")
+    for keep in (False, True):
+        shmload.load_state_dict(checkpoint, "bfloat16", keep=keep)
+    with shmload.view(checkpoint, torch_dtype="bfloat16") as path:
+        load_file(path)
