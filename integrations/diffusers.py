@@ -21,6 +21,7 @@ from shmload._host.collector import paused_gc
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import Rules
+from shmload._loading.steps import Step
 from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
 from shmload.errors import MemoryLimitExceeded, SharedMemoryFull, SourceNotFound
@@ -127,7 +128,7 @@ def load_pipeline(
         verify=verify,
         is_bounded=max_host_memory is not None,
     )
-    with paused_gc(), Progress(progress, found.root.name) as counter:
+    with paused_gc(), Progress(progress, wanted.title) as counter:
         attempt = _Attempt(
             source=found,
             dtype=wanted.dtype,
@@ -138,11 +139,9 @@ def load_pipeline(
             verify=verify,
             progress=counter,
         )
-        if route.tries_to_share and (pipe := attempt.by_shared_segments()) is not None:
-            return pipe
-        if (ring := route.open_ring(found)) and (pipe := attempt.by_ring(ring)) is not None:
-            return pipe
-        return attempt.by_segments(route.stay)
+        pipe = attempt.run()
+    logger.info("%s: loaded: %s", counter.title, counter.steps.describe())
+    return pipe
 
 
 def _find_pipeline(wanted: Wanted, kwargs: dict[str, Any]) -> tuple[Source, frozenset[str]]:
@@ -176,6 +175,14 @@ class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
     workers: int | None
     verify: bool
     progress: Progress
+
+    def run(self) -> "DiffusionPipeline":
+        """Load in the first way that the route allows and that works."""
+        if self.route.tries_to_share and (pipe := self.by_shared_segments()) is not None:
+            return pipe
+        if (ring := self.route.open_ring(self.source)) and (pipe := self.by_ring(ring)) is not None:
+            return pipe
+        return self.by_segments(self.route.stay)
 
     def by_segments(self, stay: Stay) -> "DiffusionPipeline":
         """Load by segments; shared ones stay until every rank on this host has attached them."""
@@ -235,4 +242,5 @@ class _Attempt(msgspec.Struct, frozen=True, kw_only=True):
                 place_pipeline, destination=self.route.destination, load=load, ring=ring
             )
         build = Build(self.source, rules, load, self.dtype, self.kwargs, place, self.left_out)
-        return build.run(verify=self.verify)
+        with self.progress.steps.during(Step.BUILDING):
+            return build.run(verify=self.verify)

@@ -1,5 +1,6 @@
 """Handles: a few hundred bytes with which any process of this host attaches a shared pipeline."""
 
+import contextlib
 import os
 import threading
 import weakref
@@ -14,7 +15,7 @@ from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._host.forks import limit_inherited_threads
 from shmload._loading.complete import complete_load
-from shmload._loading.progress import Callback
+from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import find_with_rules
 from shmload._segments.lease import Lease
 from shmload._segments.removal import remove_leftovers
@@ -226,15 +227,19 @@ def share(
     wanted = Wanted.parse(
         source, dtype, components, variant, hub_kwargs, function=share, is_pipeline=True
     )
-    found, rules = find_with_rules(wanted)
-    _require_pipeline(found)
-    recipe = Recipe.of(wanted, found)
     with (
         paused_gc(),
-        complete_load(
-            found, rules, stay=Stay.SHARED, workers=workers, verify=verify, progress=progress
-        ) as load,
+        Progress(progress, wanted.title) as counter,
+        contextlib.ExitStack() as ending,
     ):
+        found, rules = find_with_rules(wanted, counter.steps)
+        _require_pipeline(found)
+        recipe = Recipe.of(wanted, found)
+        load = ending.enter_context(
+            complete_load(
+                found, rules, stay=Stay.SHARED, workers=workers, verify=verify, progress=counter
+            )
+        )
         # Not inherited by forked children: copies in other processes hold nothing either.
         leases = [Lease(segment, crosses_forks=False) for segment in load.holdings.segments()]
     remove_leftovers()  # not earlier: the load may have used leftovers of the same pipeline

@@ -9,6 +9,11 @@ from shmload._placement.modules import Component
 from shmload.integrations._building import rules
 
 
+def import_libraries() -> None:
+    """Import diffusers and transformers, and with them torch; takes some seconds once."""
+    rules.import_libraries()
+
+
 def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
     """Return the dtype rule of a checkpoint's class, as `_building.rules.derive_rule` does."""
     return rules.derive_rule(checkpoint, target)

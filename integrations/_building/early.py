@@ -12,6 +12,7 @@ from shmload._host.collector import freeze_imports
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._loading.sources import Rules
+from shmload._loading.steps import Step
 from shmload._segments.segment import Stay
 
 
@@ -64,10 +65,13 @@ def begin_early(
     rules = choose(likely_rule)
     with contextlib.ExitStack() as loads:
         load = loads.enter_context(begin(rules, parent_is_busy=is_cold))
-        _import_classes(source)
-        if is_cold:
-            freeze_imports()
-        certain = choose(rule_for)
+        doing = "importing diffusers, transformers and torch" if is_cold else ""
+        with progress.steps.during(Step.IMPORTING, doing):
+            _import_classes(source)
+            if is_cold:
+                freeze_imports()
+        with progress.steps.during(Step.DERIVING_RULES):
+            certain = choose(rule_for)
         if certain != rules:
             load.discard()
             if ring:

@@ -26,6 +26,15 @@ libraries = threading.RLock()
 _WIDENED = Rule(target="F32", is_widening=True)
 
 
+def import_libraries() -> None:
+    """Import what `derive_rule` needs."""
+    with libraries:
+        import diffusers
+        import transformers
+
+        _ = diffusers.ModelMixin, transformers.PreTrainedModel  # both are imported at first use
+
+
 def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
     """Derive from a checkpoint's class which dtypes its tensors get.
 

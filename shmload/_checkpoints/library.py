@@ -1,6 +1,6 @@
 """The one door from the core to the model libraries.
 
-The core imports neither diffusers nor transformers nor torch: importing them takes 3 s. Three
+The core imports neither diffusers nor transformers nor torch: importing them takes 3 s. Four
 questions need them. `shmload.integrations.library` answers these and is imported when the first is
 asked. No other module of the core names `integrations`.
 """
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 class Library(Protocol):
     """What the core asks of the model libraries."""
+
+    def import_libraries(self) -> None:
+        """Import the model libraries, which takes some seconds once."""
 
     def derive_rule(self, checkpoint: "Checkpoint", target: str | None) -> "Rule":
         """Return the dtype rule of a checkpoint's class; `target` is a safetensors dtype."""

@@ -56,6 +56,15 @@ def rule_for(checkpoint: Checkpoint, dtype: object) -> Rule:
     return _known_rule(checkpoint, target) or _ask_class(checkpoint, target)
 
 
+def is_known(checkpoint: Checkpoint, dtype: object) -> bool:
+    """Tell whether the rule of a checkpoint is found without importing a library.
+
+    Raises:
+        UnknownDtype: a name is not that of a dtype.
+    """
+    return _known_rule(checkpoint, wanted_dtype(dtype, checkpoint.component)) is not None
+
+
 def likely_rule(checkpoint: Checkpoint, dtype: object) -> Rule:
     """Return the probable rule of a checkpoint, without importing a library.
 

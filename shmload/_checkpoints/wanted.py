@@ -94,6 +94,11 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """As for `from_pretrained`, such as `fp16`."""
     hub: Hub = Hub()
 
+    @property
+    def title(self) -> str:
+        """A short name of the source, for people."""
+        return os.path.basename(os.path.normpath(self.source)) or str(self.source)
+
     @classmethod
     def parse(
         cls,

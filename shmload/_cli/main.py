@@ -15,6 +15,7 @@ import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._cli import doctor, placement, residents, serve, service
 from shmload._cli.output import as_json_option, is_of_output, print_json, print_page
+from shmload._loading import progress
 from shmload._wording import count_of, format_nbytes
 from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
 
@@ -76,6 +77,7 @@ def main(context: click.Context, verbose: bool) -> None:
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s"
     )
+    progress.logger.setLevel(logging.INFO)  # its lines stand in for a bar
 
 
 @main.command()
@@ -137,7 +139,8 @@ def warm(
             click.echo(
                 f"{source}: {format_nbytes(report.resident_nbytes)} resident in "
                 f"{count_of(len(report.segments), 'segment')}, "
-                f"{format_nbytes(report.read_nbytes)} read in {report.elapsed_s:.1f} s"
+                f"{format_nbytes(report.read_nbytes)} read in {report.reading_s:.1f} s"
+                f"{_other_times(report)}"
             )
     if as_json:
         print_json("warm", reports=reports)
@@ -204,6 +207,17 @@ def add_service_commands() -> None:
         doctor.doctor_command,
     ):
         main.add_command(command)
+
+
+def _other_times(report: shmload.WarmReport) -> str:
+    """Write what took time beside the reading; empty if nothing took a tenth of a second."""
+    times = {
+        "imports": report.importing_s,
+        "dtype rules": report.deriving_rules_s,
+        "waiting": report.waiting_s,
+    }
+    told = [f"{name} {elapsed_s:.1f} s" for name, elapsed_s in times.items() if elapsed_s >= 0.1]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _given(where: dict[str, Any]) -> dict[str, Any]:

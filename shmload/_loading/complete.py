@@ -7,7 +7,7 @@ from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
 from shmload._host.collector import paused_gc
 from shmload._loading.load import Load
-from shmload._loading.progress import Callback, Progress
+from shmload._loading.progress import Progress
 from shmload._segments.segment import Stay
 
 
@@ -19,7 +19,7 @@ def complete_load(
     stay: Stay,
     workers: int | None,
     verify: bool,
-    progress: Callback | bool | None,
+    progress: Progress,
 ) -> Iterator[Load]:
     """Load and wait until every segment is complete; a context that ends the load.
 
@@ -29,7 +29,7 @@ def complete_load(
         stay: as for `Load`.
         workers: as for `Load`.
         verify: recompute the digest of every segment.
-        progress: as for `Progress`.
+        progress: shows the load's progress; stays the caller's.
 
     Yields:
         The load, with every segment complete.
@@ -39,13 +39,12 @@ def complete_load(
     """
     with contextlib.ExitStack() as ending:
         with paused_gc():  # not in the caller's block
-            counter = ending.enter_context(Progress(progress, source.root.name))
             load = ending.enter_context(
                 Load(
                     source,
                     rules,
                     stay=stay,
-                    progress=counter,
+                    progress=progress,
                     parent_is_busy=False,
                     workers=workers,
                 )

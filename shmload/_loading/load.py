@@ -26,6 +26,7 @@ from shmload._loading.holdings import Holdings
 from shmload._loading.plan import Action
 from shmload._loading.progress import Progress
 from shmload._loading.shard import OpenShard
+from shmload._loading.steps import Step
 from shmload._segments.acquire import Awaited
 from shmload._segments.expiry import remove_expired
 from shmload._segments.roots import Root, find_roots
@@ -70,6 +71,7 @@ class Load:
         self._ring = ring
         self._stay = stay
         self._progress = progress
+        self._steps = progress.steps
         if workers is not None and workers < 1:
             raise ArgumentError(f"workers is {workers}; it must be 1 or more, or None")
         self._decoder = Decoder(
@@ -201,7 +203,12 @@ class Load:
         """Wait for another process's part, or decode it here if that process dies."""
         timeout_s = settings().wait_timeout_s
         try:
-            is_mine = self.holdings.wait_for(shard, timeout_s, lambda: self._decoder.is_cancelled)
+            with self._steps.during(
+                Step.WAITING, f"waiting for another process that decodes {shard.plan.path.name}"
+            ):
+                is_mine = self.holdings.wait_for(
+                    shard, timeout_s, lambda: self._decoder.is_cancelled
+                )
         except SegmentTimeout:
             if self._decoder.is_cancelled:
                 raise DecodeCancelled from None
@@ -214,17 +221,19 @@ class Load:
         """Check the room for some shards' parts, and give them their length and header."""
         nbytes = sum(shard.layout.nbytes for shard in shards)
         read_nbytes = sum(shard.plan.read_nbytes for shard in shards)
-        self._decoder.reserve(segment_nbytes=nbytes, read_nbytes=read_nbytes)
+        with self._steps.during(Step.WAITING):
+            self._decoder.reserve(segment_nbytes=nbytes, read_nbytes=read_nbytes)
         is_charged_here = not self._decoder.leaves_to_service(read_nbytes)
         self.holdings.make_parts(shards, is_charged_here=is_charged_here)
         self.read_nbytes += read_nbytes
 
     def _decode(self, shards: list[OpenShard]) -> None:
         jobs = self.holdings.jobs(shards)
-        if self._ring:
-            self._decoder.stream(jobs, self._ring)
-            return
-        digests, is_kept = self._decoder.decode(jobs, lambda: self._renew(shards))
+        with self._steps.during(Step.READING):
+            if self._ring:
+                self._decoder.stream(jobs, self._ring)
+                return
+            digests, is_kept = self._decoder.decode(jobs, lambda: self._renew(shards))
         stay = Stay.RESIDENT if is_kept else self._stay
         for shard, digest in zip(shards, digests, strict=True):
             self.holdings.publish(shard, digest, stay)

@@ -1,34 +1,49 @@
-"""Progress in bytes: a bar on a terminal, a callback for programs, else nothing."""
+"""What a load shows while it lasts: a bar on a terminal, a program's callback, or log lines."""
 
+import logging
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Self
+
+from shmload._loading.steps import Steps
+from shmload._wording import format_nbytes
 
 Callback = Callable[[int, int], None]
 """Gets bytes done and bytes in all; runs in a thread of the load, not in the caller's."""
 
+# Its lines replace a bar where there is no terminal.
+logger = logging.getLogger("shmload.progress")
+_LINE_INTERVAL_S = 10.0
+
 
 class Progress:
-    """Counts the bytes of one load; a context that closes its bar.
+    """Counts the bytes that one load reads, and times its steps; a context that closes its bar.
 
     Args:
-        report: a callback; True for a bar; False for nothing; None for a bar on a terminal.
+        report: a callback; True for a bar; False for nothing; None for a bar on a terminal, and
+            elsewhere for lines in the log `shmload.progress` if the load takes long.
         title: the bar's title.
+
+    Attributes:
+        steps: the load's steps. Where there is a bar or a log, it says which step takes long.
     """
 
     def __init__(self, report: Callback | bool | None, title: str) -> None:
-        self._callback = report if callable(report) else None
         # Python has no stderr if descriptor 2 was closed when it started.
-        is_terminal = sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
-        self._has_bar = sys.stderr is not None and (
-            report is True or (report is None and is_terminal)
-        )
-        self._title = title
+        has_stderr = sys.stderr is not None and not sys.stderr.closed
+        has_terminal = has_stderr and sys.stderr.isatty()
+        self._callback = report if callable(report) else None
+        self._has_bar = has_stderr and (report is True or (report is None and has_terminal))
+        self._has_lines = report is None and not has_terminal
+        self.title = title
+        self.steps = Steps(self._say)
         self._bar: Any = None
         self._lock = threading.Lock()
         self._total = 0
         self._done = 0
+        self._began_at = self._line_at = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -40,13 +55,15 @@ class Progress:
     def start(self, total: int) -> None:
         """Set the number of bytes in all, and count again from zero."""
         self._total, self._done = total, 0
+        self._began_at = time.monotonic()
+        self._line_at = self._began_at + _LINE_INTERVAL_S
         if self._bar is not None:
             self._bar.reset(total)
         elif self._has_bar and total:
             from tqdm import tqdm  # takes 30 ms, which a load without a bar need not pay
 
             self._bar = tqdm(
-                total=total, desc=self._title, unit="B", unit_scale=True, unit_divisor=1024
+                total=total, desc=self.title, unit="B", unit_scale=True, unit_divisor=1024
             )
 
     def add(self, nbytes: int) -> None:
@@ -58,3 +75,29 @@ class Progress:
                 self._bar.update(nbytes)
             if self._callback:
                 self._callback(self._done, self._total)
+            if self._has_lines and time.monotonic() > self._line_at:
+                self._write_line()
+
+    def _write_line(self) -> None:
+        now = time.monotonic()
+        self._line_at = now + _LINE_INTERVAL_S
+        logger.info(
+            "%s: %s of %s read in %.0f s",
+            self.title,
+            format_nbytes(self._done),
+            format_nbytes(self._total),
+            now - self._began_at,
+        )
+
+    def _say(self, doing: str) -> bool:
+        """Say what a step is doing, unless the bar moves."""
+        if self._bar is not None and 0 < self._done < self._total:
+            return False
+        text = f"{self.title}: {doing}"
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        elif self._has_bar:
+            print(text, file=sys.stderr, flush=True)
+        elif self._has_lines:
+            logger.info(text)
+        return True

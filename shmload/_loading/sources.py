@@ -3,20 +3,26 @@
 from collections.abc import Mapping
 
 from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.library import library
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.rules import rule_for
+from shmload._checkpoints.rules import is_known, rule_for
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import variant_of, variants_below
 from shmload._host.collector import paused_gc
+from shmload._loading.steps import Step, Steps
 from shmload.errors import SourceNotFound, UnknownComponent
 
 Rules = dict[str, Rule]
 """The rule of each component's checkpoint."""
 
 
-def find_with_rules(wanted: Wanted) -> tuple[Source, Rules]:
+def find_with_rules(wanted: Wanted, steps: Steps) -> tuple[Source, Rules]:
     """Find a source and derive its rules.
+
+    Args:
+        wanted: the source.
+        steps: count the time of imports and of rules.
 
     Raises:
         SourceNotFound: it is nowhere, or has no weights of the variant.
@@ -32,19 +38,27 @@ def find_with_rules(wanted: Wanted) -> tuple[Source, Rules]:
     if isinstance(wanted.dtype, Mapping) and found.is_pipeline:
         for name in wanted.dtype.keys() - {"default", *found.components}:
             raise UnknownComponent(name, wanted.source, found.components)
-    return found, derive_rules(found, wanted.dtype)
+    return found, derive_rules(found, wanted.dtype, steps)
 
 
-def derive_rules(source: Source, dtype: object) -> Rules:
+def derive_rules(source: Source, dtype: object, steps: Steps) -> Rules:
     """Return the rule of each component's checkpoint; it may import the libraries.
 
     Raises:
         UnknownDtype: a name is not that of a dtype.
     """
+    checkpoints = source.checkpoints
     with paused_gc():
-        return {
-            checkpoint.component: rule_for(checkpoint, dtype) for checkpoint in source.checkpoints
-        }
+        if all(is_known(checkpoint, dtype) for checkpoint in checkpoints):
+            doing = ""
+        else:
+            doing = "finding the dtype rules of its classes (once)"
+            with steps.during(
+                Step.IMPORTING, "importing diffusers and transformers to find dtype rules (once)"
+            ):
+                library().import_libraries()
+        with steps.during(Step.DERIVING_RULES, doing):
+            return {each.component: rule_for(each, dtype) for each in checkpoints}
 
 
 def variants_hint(source: Source) -> str:

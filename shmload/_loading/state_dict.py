@@ -15,7 +15,7 @@ from shmload._checkpoints.wanted import chosen_dtype
 from shmload._host.collector import paused_gc
 from shmload._host.linux import reopen
 from shmload._loading.complete import complete_load
-from shmload._loading.progress import Callback
+from shmload._loading.progress import Callback, Progress
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Stay
 from shmload.errors import ArgumentError, ShardMalformed
@@ -67,13 +67,14 @@ def load_state_dict(
     rules = {checkpoint.component: rule for checkpoint in source.checkpoints}
     with (
         paused_gc(),
+        Progress(progress, source.root.name) as counter,
         complete_load(
             source,
             rules,
             stay=Stay.RESIDENT if keep else Stay.PRIVATE,
             workers=workers,
             verify=verify,
-            progress=progress,
+            progress=counter,
         ) as load,
     ):
         tensors: dict[str, torch.Tensor] = {}

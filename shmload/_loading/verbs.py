@@ -18,8 +18,9 @@ from shmload._host.collector import paused_gc
 from shmload._host.linux import open_source
 from shmload._loading.complete import complete_load
 from shmload._loading.plan import Plan, plan_shard
-from shmload._loading.progress import Callback
+from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import find_with_rules, variants_hint
+from shmload._loading.steps import Step
 from shmload._placement.inventory import Inventory, choose_inventory
 from shmload._placement.placement import place
 from shmload._segments.segment import Stay
@@ -42,6 +43,14 @@ class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of weights read from the source; 0 if all segments were resident before."""
     elapsed_s: float
     """Duration of the call, in seconds."""
+    importing_s: float = 0.0
+    """Of it, importing the model libraries to find dtype rules; 0 if they are remembered."""
+    deriving_rules_s: float = 0.0
+    """Of it, finding dtype rules."""
+    waiting_s: float = 0.0
+    """Of it, waiting for room in the service's budget and for decodes of other processes."""
+    reading_s: float = 0.0
+    """Of it, reading and decoding weights. The rest is planning, locks and digests."""
 
 
 def warm(
@@ -87,17 +96,23 @@ def warm(
     if pin and keep_for_s:
         raise ArgumentError("pin and keep_for exclude each other: what is pinned stays when idle")
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=warm)
-    found, rules = find_with_rules(wanted)
-    if not found.checkpoints:
-        raise SourceNotFound(source, f"it has no {format_names()} weights{variants_hint(found)}")
-    with complete_load(
-        found,
-        rules,
-        stay=Stay.RESIDENT,
-        workers=workers,
-        verify=verify,
-        progress=progress,
-    ) as load:
+    with Progress(progress, wanted.title) as counter, contextlib.ExitStack() as ending:
+        steps = counter.steps
+        found, rules = find_with_rules(wanted, steps)
+        if not found.checkpoints:
+            raise SourceNotFound(
+                source, f"it has no {format_names()} weights{variants_hint(found)}"
+            )
+        load = ending.enter_context(
+            complete_load(
+                found,
+                rules,
+                stay=Stay.RESIDENT,
+                workers=workers,
+                verify=verify,
+                progress=counter,
+            )
+        )
         held = load.holdings.segments()
         for segment in held:
             if pin:
@@ -115,6 +130,10 @@ def warm(
             resident_nbytes=sum(segment.nbytes for segment in held),
             read_nbytes=load.read_nbytes,
             elapsed_s=time.monotonic() - began,
+            importing_s=steps.elapsed_s(Step.IMPORTING),
+            deriving_rules_s=steps.elapsed_s(Step.DERIVING_RULES),
+            waiting_s=steps.elapsed_s(Step.WAITING),
+            reading_s=steps.elapsed_s(Step.READING),
         )
 
 
@@ -158,7 +177,8 @@ def plan(
         DoesNotFit: the devices are too small; the message says what would fit.
     """
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=plan)
-    found, rules = find_with_rules(wanted)
+    with Progress(None, wanted.title) as progress:
+        found, rules = find_with_rules(wanted, progress.steps)
     shards = []
     for checkpoint in found.checkpoints:
         for path in checkpoint.shards:
@@ -215,17 +235,19 @@ def view(
         As `warm`.
     """
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=view)
-    found, rules = find_with_rules(wanted)
-    with (
-        complete_load(
-            found,
-            rules,
-            stay=Stay.RESIDENT if keep else Stay.PRIVATE,
-            workers=workers,
-            verify=verify,
-            progress=progress,
-        ) as load,
-        View(found.root, load.holdings.files()) as lent,
-    ):
+    with contextlib.ExitStack() as ending:
+        with Progress(progress, wanted.title) as counter:
+            found, rules = find_with_rules(wanted, counter.steps)
+            load = ending.enter_context(
+                complete_load(
+                    found,
+                    rules,
+                    stay=Stay.RESIDENT if keep else Stay.PRIVATE,
+                    workers=workers,
+                    verify=verify,
+                    progress=counter,
+                )
+            )
+        lent = ending.enter_context(View(found.root, load.holdings.files()))
         load.leave_service()
         yield lent.path

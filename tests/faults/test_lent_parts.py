@@ -84,7 +84,7 @@ def test_part_that_a_load_has_opened_for_reading_stays(service, shard):
         Progress(False, "") as progress,
         Load(
             source,
-            derive_rules(source, "bfloat16"),
+            derive_rules(source, "bfloat16", progress.steps),
             stay=Stay.PRIVATE,
             progress=progress,
             parent_is_busy=False,

@@ -1,12 +1,10 @@
-"""Settings are read and validated, and progress shows what a user expects."""
+"""Settings are read and validated."""
 
-import io
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from shmload._loading.progress import Progress
 from shmload._settings import parse_keep_for, settings, worker_count
 from shmload.errors import ArgumentError
 
@@ -66,36 +64,6 @@ def test_a_core_is_left_to_a_busy_parent(monkeypatch, cores, busy, idle):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     assert worker_count(parent_is_busy=True) == busy
     assert worker_count(parent_is_busy=False) == idle
-
-
-def test_callback_never_sees_more_than_all():
-    seen = []
-    with Progress(lambda done, total: seen.append((done, total)), "title") as progress:
-        progress.start(10)
-        progress.add(6)
-        progress.add(6)  # a piece whose worker died is read twice
-        progress.start(4)
-        progress.add(1)
-    assert seen == [(6, 10), (10, 10), (1, 4)]
-
-
-@pytest.mark.parametrize(
-    ("report", "is_terminal", "has_bar"),
-    [
-        (None, True, True),
-        (None, False, False),
-        (True, False, True),
-        (False, True, False),
-    ],
-)
-def test_bar_is_shown_on_a_terminal_or_on_request(monkeypatch, report, is_terminal, has_bar):
-    stderr = io.StringIO()
-    stderr.isatty = lambda: is_terminal
-    monkeypatch.setattr("sys.stderr", stderr)
-    with Progress(report, "model") as progress:
-        progress.start(100)
-        progress.add(100)
-    assert ("model" in stderr.getvalue()) == has_bar
 
 
 @pytest.mark.parametrize(

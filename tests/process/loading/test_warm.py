@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from warming import NBYTES, SHM, TENSORS, as_bf16, assert_same
 
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
+from shmload._loading import steps
 from shmload._segments.names import name_prefix
 
 # Warm ---------------------------------------------------------------------------------------------
@@ -25,7 +27,7 @@ def test_second_warm_reads_nothing_and_changes_nothing(folder, shm_names):
     assert first.read_nbytes == NBYTES
     assert sorted(first.segments) == shm_names()
     assert first.resident_nbytes == sum((SHM / name).stat().st_size for name in shm_names())
-    assert first.elapsed_s > 0
+    assert 0 < first.reading_s < first.elapsed_s
 
     def written():
         return [(n, (SHM / n).stat().st_ino, (SHM / n).read_bytes()) for n in shm_names()]
@@ -35,6 +37,19 @@ def test_second_warm_reads_nothing_and_changes_nothing(folder, shm_names):
     assert second.read_nbytes == 0
     assert (second.segments, second.resident_nbytes) == (first.segments, first.resident_nbytes)
     assert written() == before
+
+
+def test_report_tells_the_times_apart(saved, configure, tmp_path, monkeypatch):
+    configure(cache_dir=tmp_path)  # no rule is remembered
+    times = iter(range(1000))
+    monkeypatch.setattr(steps, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    source = saved("stable-diffusion")
+    first, second = (shmload.warm(source, dtype="bfloat16") for _ in range(2))
+    assert first.importing_s > 0
+    assert first.deriving_rules_s > 0
+    assert first.reading_s > 0
+    assert second.importing_s == second.reading_s == 0
+    shmload.evict(source)
 
 
 def test_segments_are_private_read_only_files(checkpoint, shm_names):
