@@ -13,7 +13,7 @@ import click
 
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
-from shmload._cli import doctor, placement, residents, serve, service
+from shmload._cli import doctor, placement, residents, serve, service, top
 from shmload._cli.output import as_json_option, is_of_output, print_json, print_page
 from shmload._loading import progress
 from shmload._wording import count_of, format_nbytes
@@ -202,7 +202,7 @@ def add_service_commands() -> None:
         residents.verify_command,
         serve.serve_command,
         service.status_command,
-        service.top_command,
+        top.top_command,
         service.shutdown_command,
         doctor.doctor_command,
     ):

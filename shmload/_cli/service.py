@@ -1,8 +1,5 @@
-"""The commands to a running service: `shmload status`, `top` and `shutdown`."""
+"""The commands to a running service: `shmload status` and `shutdown`."""
 
-import contextlib
-import sys
-import time
 from collections.abc import Iterator
 
 import click
@@ -15,8 +12,6 @@ from shmload._service.endpoint import socket_path
 from shmload._service.protocol import GetStatus, Shutdown, Status, Stopping
 from shmload._wording import count_of, format_nbytes
 from shmload.errors import ServiceUnavailable
-
-_TOP_INTERVAL_S = 1.0
 
 
 @click.command("status")
@@ -36,7 +31,7 @@ def status_command(as_json: bool) -> None:
     if as_json:
         _print_status(found)
     else:
-        click.echo("\n".join(_describe(found)))
+        click.echo("\n".join(describe_status(found)))
         listed = models()
         if listed or listed.decoding:
             click.echo()
@@ -48,25 +43,6 @@ def _print_status(status: Status | None) -> None:
     # As a dict it lacks the tag that marks it in the protocol.
     service = msgspec.structs.asdict(status) if status else None
     print_json("status", service=service, models=listed, decoding=listed.decoding)
-
-
-@click.command("top")
-def top_command() -> None:
-    """Show the status of the running service every second, until Ctrl-C."""
-    with Client(socket_path()) as client, contextlib.suppress(KeyboardInterrupt):
-        before: Status | None = None
-        while True:
-            found = client.ask(GetStatus(), Status)
-            lines = list(_describe(found))
-            if before:
-                elapsed_s = found.uptime_s - before.uptime_s  # measured by the service
-                rate = (found.read_nbytes - before.read_nbytes) / elapsed_s
-                lines.append(f"now        {format_nbytes(rate)}/s read")
-            if sys.stdout.isatty():
-                click.clear()
-            click.echo("\n".join(lines))
-            before = found
-            time.sleep(_TOP_INTERVAL_S)
 
 
 @click.command("shutdown")
@@ -81,7 +57,8 @@ def shutdown_command(as_json: bool) -> None:
     click.echo(f"the service (process {client.pid}) ends")
 
 
-def _describe(status: Status) -> Iterator[str]:
+def describe_status(status: Status) -> Iterator[str]:
+    """Yield lines that say how a service is doing."""
     speed = status.read_nbytes / status.decode_s if status.decode_s else 0.0
     state = "decoding" if status.is_decoding else "idle"
     clients = count_of(status.clients, "client")

@@ -1,0 +1,175 @@
+"""What `shmload top` shows and what its keys mean, as functions of values."""
+
+import itertools
+
+import msgspec
+import pytest
+
+from shmload._cli.top import Desk
+from shmload._cli.top_feed import rate_between
+from shmload._cli.top_view import (
+    ASCII,
+    BLOCKS,
+    Row,
+    Snapshot,
+    View,
+    bar,
+    cells_of,
+    compose,
+    sparkline,
+)
+from shmload._service.protocol import Status
+
+STATUS = Status(
+    pid=1234,
+    uptime_s=7200,
+    budget_nbytes=40 << 30,
+    resident_nbytes=22 << 30,
+    segments=9,
+    pinned=0,
+    workers=4,
+    is_decoding=True,
+    waiting=1,
+    clients=3,
+    hits=120,
+    misses=7,
+    evictions=2,
+    refusals=0,
+    failed=0,
+    read_nbytes=35 << 30,
+    decode_s=20,
+    leases=(),
+    decoding=(),
+    models=(),
+    history=(0, 0, 5 << 30, 10 << 30),
+    spell_s=5,
+    room_nbytes=17 << 30,
+)
+ROWS = (
+    Row(id="a", name="org/flux", dtype="bfloat16", nbytes=22 << 30, done=0.61, bytes_per_s=2 << 30),
+    Row(id="b", model_id="b", name="sd", dtype="float16", nbytes=2 << 30, users="4711 server.py", hits=9),
+    Row(id="c", model_id="c", name="lora", dtype="float16", nbytes=1 << 20, idle_s=7200, is_pinned=True),
+)
+SHOWN = Snapshot(status=STATUS, rows=ROWS, bytes_per_s=2 << 30)
+
+
+def texts(snapshot=SHOWN, view=View(), width=80, height=24, charset=BLOCKS):  # noqa: B008 frozen
+    lines = compose(snapshot, view, width, height, charset)
+    return ["".join(span.text for span in line) for line in lines]
+
+
+def test_screen_tells_service_budget_workers_throughput_and_models():
+    lines = texts()
+    assert lines[0] == "shmload   process 1234, up 2 h, 3 clients"
+    assert "22.00 GiB of 40.00 GiB, room for 17.00 GiB in memory" in lines[1]
+    assert lines[2] == "workers   4, decoding, 1 load waiting"
+    assert lines[3] == "served    120 hits, 7 misses, 2 evictions, 0 refusals"
+    assert lines[4] == "read      ▁▁▅█  2.00 GiB/s now, 35.00 GiB in all"
+    assert lines[6].split() == ["MODEL", "DTYPE", "SIZE", "HIT", "MISS", "STATE"]
+    assert lines[7].startswith("> org/flux  ")
+    assert lines[7].endswith("61% 2.00 GiB/s")
+    assert lines[8].endswith("4711 server.py")
+    assert lines[9].endswith("idle 2 h  pinned")
+    assert lines[-1].endswith("q quit")
+
+
+@pytest.mark.parametrize("name", ["org/flux", "x" * 300, "模型" * 40, "a\x1b[2J\nb", "é" * 90])
+def test_every_line_fits_and_no_name_moves_the_cursor(name):
+    rows = tuple(Row(id=str(n), name=name, dtype="float16", nbytes=1) for n in range(30))
+    for width, height in itertools.product((1, 10, 40, 79, 80, 200), (1, 2, 5, 10, 24)):
+        lines = texts(Snapshot(status=STATUS, rows=rows), width=width, height=height)
+        assert len(lines) <= height
+        assert all(cells_of(line) <= width for line in lines)
+        assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize("chosen", [0, 5, 20, 29])
+def test_chosen_row_is_shown_among_many(chosen):
+    rows = tuple(Row(id=str(n), name=f"m{n}", dtype="", nbytes=1) for n in range(30))
+    lines = texts(Snapshot(status=STATUS, rows=rows), View(chosen=str(chosen)), height=16)
+    (line,) = (line for line in lines if line.startswith("> "))
+    assert line.split()[1] == f"m{chosen}"
+
+
+def test_without_a_service_models_and_the_trouble_are_shown():
+    lines = texts(Snapshot(status=None, rows=ROWS, trouble="no service listens"))
+    assert lines[0] == "no service listens"
+    assert any("org/flux" in line for line in lines)
+
+
+def test_terminal_without_such_characters_gets_ascii():
+    assert all(line.isascii() for line in texts(charset=ASCII))
+
+
+def test_sparkline_shows_the_latest_values_up_to_the_greatest():
+    assert sparkline((9, 0, 1, 4, 8), 4, BLOCKS) == "▁▂▅█"
+    assert sparkline((0, 0), 10, BLOCKS) == "▁▁"
+    assert sparkline((), 10, BLOCKS) == ""
+
+
+@pytest.mark.parametrize(("share", "shown"), [(0, "...."), (0.5, "##.."), (1, "####"), (7, "####")])
+def test_bar_is_filled_by_its_share(share, shown):
+    assert bar(share, 4, ASCII) == shown
+
+
+def test_rate_is_between_two_answers_of_one_service():
+    later = msgspec.structs.replace(STATUS, uptime_s=7202, read_nbytes=(35 << 30) + 100)
+    assert rate_between(STATUS, later) == 50
+    assert rate_between(None, later) == 0
+    assert rate_between(msgspec.structs.replace(STATUS, pid=1), later) == 0
+
+
+# Keys ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def orders():
+    return []
+
+
+@pytest.fixture
+def desk(orders):
+    return Desk(orders.append)
+
+
+def press(desk, *keys, snapshot=SHOWN):
+    for key in keys:
+        desk.press(key, snapshot)
+
+
+def test_arrows_choose_up_to_the_ends(desk):
+    press(desk, "down", "down", "down", "down")
+    assert desk.view("").chosen == "c"
+    press(desk, "up")
+    assert desk.view("").chosen == "b"
+    press(desk, "up", "up", "up")
+    assert desk.view("").chosen == "a"
+
+
+def test_choice_stays_with_its_model_or_else_its_place(desk):
+    press(desk, "down")
+    without = Snapshot(status=STATUS, rows=(ROWS[0], ROWS[2]))
+    moved = Snapshot(status=STATUS, rows=(ROWS[1], ROWS[0], ROWS[2]))
+    assert texts(moved, desk.view(""))[7].startswith("> sd")
+    assert texts(without, desk.view(""))[8].startswith("> lora")
+
+
+def test_evict_asks_first_and_only_y_confirms(desk, orders):
+    press(desk, "down", "e")
+    assert desk.view("").question == "evict sd, 2.00 GiB?"
+    press(desk, "q")
+    assert not desk.is_asking
+    assert orders == []
+    press(desk, "e", "y")
+    assert len(orders) == 1
+
+
+def test_model_that_is_not_resident_yet_can_only_be_chosen(desk, orders):
+    press(desk, "p", "e")
+    assert not desk.is_asking
+    assert orders == []
+
+
+def test_keys_without_models_do_nothing(desk, orders):
+    press(desk, "p", "e", "y", "up", snapshot=Snapshot(status=STATUS, rows=()))
+    assert orders == []
