@@ -2,7 +2,7 @@
 
     shmload   process 1234, up 2 h, 3 clients
     budget    ██████░░░░░░  22.10 GiB of 40.00 GiB, room for 17.90 GiB in memory
-    workers   4, decoding, 1 load waiting
+    workers   4, decoding, 1 load waiting, 0 for room
     served    120 hits, 7 misses, 2 evictions, 0 refusals
     read      ▁▁▁▂▃▅▇█▇▅▃▁▁▁▁▁▁▁▁▁  1.93 GiB/s now, 35.20 GiB in all
 
@@ -153,9 +153,8 @@ def _head(snapshot: Snapshot, status: Status, width: int, charset: Charset) -> I
         Span(f"  {amount}, {room}"),
     )
     state = "decoding" if status.is_decoding else "idle"
-    yield _labelled(
-        "workers", f"{status.workers}, {state}, {count_of(status.waiting, 'load')} waiting"
-    )
+    waiting = f"{count_of(status.waiting, 'load')} waiting, {status.waiting_for_room} for room"
+    yield _labelled("workers", f"{status.workers}, {state}, {waiting}")
     served = (
         f"{count_of(status.hits, 'hit')}, {count_of(status.misses, 'miss', 'misses')}, "
         f"{count_of(status.evictions, 'eviction')}, {count_of(status.refusals, 'refusal')}"

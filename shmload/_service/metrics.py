@@ -31,6 +31,18 @@ _OF_SERVICE = (
     ("shmload_pinned_segments", GaugeMetricFamily, "pinned", "Segments that are never evicted."),
     ("shmload_workers", GaugeMetricFamily, "workers", "Worker processes."),
     ("shmload_waiting_decodes", GaugeMetricFamily, "waiting", "Decodes that wait for workers."),
+    (
+        "shmload_waiting_for_room",
+        GaugeMetricFamily,
+        "waiting_for_room",
+        "Loads that wait for room in the budget.",
+    ),
+    (
+        "shmload_reserved_bytes",
+        GaugeMetricFamily,
+        "reserved_nbytes",
+        "Room that loads have reserved for what they decode.",
+    ),
     ("shmload_clients", GaugeMetricFamily, "clients", "Connections."),
     ("shmload_hits", CounterMetricFamily, "hits", "Segments that loads found resident."),
     ("shmload_misses", CounterMetricFamily, "misses", "Segments that loads had to decode."),

@@ -30,6 +30,8 @@ STATUS = Status(
     workers=4,
     is_decoding=True,
     waiting=1,
+    waiting_for_room=2,
+    reserved_nbytes=0,
     clients=3,
     hits=120,
     misses=7,
@@ -47,8 +49,8 @@ STATUS = Status(
 )
 ROWS = (
     Row(id="a", name="org/flux", dtype="bfloat16", nbytes=22 << 30, done=0.61, bytes_per_s=2 << 30),
-    Row(id="b", model_id="b", name="sd", dtype="float16", nbytes=2 << 30, users="4711 server.py", hits=9),
-    Row(id="c", model_id="c", name="lora", dtype="float16", nbytes=1 << 20, idle_s=7200, is_pinned=True),
+    Row(id="b", model_id="b", name="sd", dtype="float16", nbytes=2 << 30, users="4711 server.py"),
+    Row(id="c", model_id="c", name="lora", dtype="", nbytes=1 << 20, idle_s=7200, is_pinned=True),
 )
 SHOWN = Snapshot(status=STATUS, rows=ROWS, bytes_per_s=2 << 30)
 
@@ -62,7 +64,7 @@ def test_screen_tells_service_budget_workers_throughput_and_models():
     lines = texts()
     assert lines[0] == "shmload   process 1234, up 2 h, 3 clients"
     assert "22.00 GiB of 40.00 GiB, room for 17.00 GiB in memory" in lines[1]
-    assert lines[2] == "workers   4, decoding, 1 load waiting"
+    assert lines[2] == "workers   4, decoding, 1 load waiting, 2 for room"
     assert lines[3] == "served    120 hits, 7 misses, 2 evictions, 0 refusals"
     assert lines[4] == "read      ▁▁▅█  2.00 GiB/s now, 35.00 GiB in all"
     assert lines[6].split() == ["MODEL", "DTYPE", "SIZE", "HIT", "MISS", "STATE"]
