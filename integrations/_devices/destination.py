@@ -2,14 +2,14 @@
 
 import fnmatch
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
 from shmload._checkpoints.resolve import Source
 from shmload._decoding.ring import Ring, ring_shape
-from shmload._placement.device_map import STRATEGIES
+from shmload._placement.device_map import STRATEGIES, devices_in
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, canonical_device
 from shmload._settings import parse_nbytes, worker_count
 from shmload.errors import ArgumentError, MemoryLimitExceeded, UnknownComponent
@@ -43,7 +43,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
             raise ArgumentError(
                 f"max_memory is {self.max_memory!r}; it must be a dict of sizes by device"
             )
-        for value in _values(self.device_map):
+        for _, value in devices_in(self.device_map):
             _require_device(value)
             if value == DISK and self.offload_folder is None:
                 raise ArgumentError(
@@ -53,7 +53,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_away(self) -> bool:
         """Whether the map by itself, without a strategy, sends every weight to an accelerator."""
-        return all(map(_is_accelerator, _values(self.device_map)))
+        return all(_is_accelerator(device) for _, device in devices_in(self.device_map))
 
     def require_known(self, source: Source, passed: Collection[str]) -> None:
         """Check that the components that the map names exist.
@@ -126,15 +126,6 @@ def parse_max_host_memory(value: float | str | None) -> int | None:
         return parse_nbytes(value)
     except ValueError as exc:
         raise ArgumentError(f"max_host_memory: {exc}") from exc
-
-
-def _values(device_map: object) -> Iterator[object]:
-    """Yield the devices that a map names, at any depth."""
-    if isinstance(device_map, Mapping):
-        for value in device_map.values():
-            yield from _values(value)
-    else:
-        yield device_map
 
 
 def _require_device(device: object) -> None:

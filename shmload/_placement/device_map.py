@@ -25,6 +25,10 @@ STRATEGIES = ("balanced", "balanced_low_0", "sequential", "auto")
 
 _WILDCARDS = re.compile(r"\[[^\]]*\]|[*?]")
 
+# Far deeper than the modules of any model, in levels.
+_MAX_DEPTH = 100
+
+Keys = tuple[object, ...]
 Devices = dict[str, str]
 """Devices by dotted path: of every unit of a pipeline (`Module.units`)."""
 
@@ -62,15 +66,31 @@ def parse_device_map(device_map: object, inventory: Inventory) -> str | Devices:
     return {"": _parse_device(device_map, inventory)}
 
 
-def _flatten(device_map: Mapping[object, object], above: str = "") -> Iterator[tuple[str, object]]:
+def _flatten(device_map: Mapping[object, object]) -> Iterator[tuple[str, object]]:
+    for keys, value in devices_in(device_map):
+        path = ""
+        for key in keys:
+            if not isinstance(key, str):
+                raise DeviceMapMalformed(
+                    f"its key {key!r} is not the name of a component or module"
+                )
+            path = join(path, key)
+        yield path, value
+
+
+def devices_in(device_map: object, above: Keys = ()) -> Iterator[tuple[Keys, object]]:
+    """Yield the devices that a map names, each with the keys that lead to it.
+
+    Raises:
+        DeviceMapMalformed: it is deeper than any model, or contains itself.
+    """
+    if not isinstance(device_map, Mapping):
+        yield above, device_map
+        return
+    if len(above) == _MAX_DEPTH:
+        raise DeviceMapMalformed(f"it is nested more than {_MAX_DEPTH} levels deep")
     for key, value in device_map.items():
-        if not isinstance(key, str):
-            raise DeviceMapMalformed(f"its key {key!r} is not the name of a component or module")
-        path = join(above, key)
-        if isinstance(value, Mapping):
-            yield from _flatten(value, path)
-        else:
-            yield path, value
+        yield from devices_in(value, (*above, key))
 
 
 def _parse_device(value: object, inventory: Inventory) -> str:

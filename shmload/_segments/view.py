@@ -100,14 +100,17 @@ class View:
     def _make_folder(self, path: Path) -> None:
         path.mkdir(mode=0o700)
         self._made.append(path)
+        path.chmod(0o700)  # a umask may have cleared bits
 
     def _make_link(self, path: Path, target: Path) -> None:
         path.symlink_to(target)
         self._made.append(path)
 
     def _write(self, path: Path, content: bytes) -> None:
-        path.write_bytes(content)
         self._made.append(path)
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+        path.write_bytes(content)
 
     def __enter__(self) -> Self:
         return self

@@ -66,13 +66,15 @@ class Endpoint:
             raise SocketUnusable(path, f"the path is longer than {_MAX_PATH_NBYTES} bytes")
         if path.is_dir():
             raise SocketUnusable(path, "it is a directory")
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             _make_private_folder(path)
             self._lock_fd = os.open(lock_path(path), flags, 0o600)
         except OSError as exc:
             raise SocketUnusable(path, f"{exc.filename}: {exc.strerror}") from exc
         try:
+            if not stat.S_ISREG(os.fstat(self._lock_fd).st_mode):
+                raise SocketUnusable(path, f"{lock_path(path)} is not a regular file; remove it")
             if not try_lock(self._lock_fd, exclusive=True):
                 pid = os.pread(self._lock_fd, 20, 0).decode("ascii", "replace")
                 raise ServiceRunning(path, pid, is_there=_is_listening(path))

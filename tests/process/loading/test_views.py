@@ -42,6 +42,15 @@ def test_view_of_a_directory_has_all_that_is_in_it(folder):
     assert (folder / "extra" / "deep" / "notes.txt").exists()  # removing a view removes links only
 
 
+def test_view_can_be_read_by_its_user_whatever_the_umask(folder):
+    before = os.umask(0o777)
+    try:
+        with shmload.view(folder, dtype=torch.bfloat16) as path:
+            assert path.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+
+
 def test_view_is_removed_whatever_happens_in_it(checkpoint, shm_names):
     with (
         pytest.raises(RuntimeError, match="mine"),

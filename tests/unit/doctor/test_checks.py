@@ -41,13 +41,22 @@ STATUS = Status(
     workers=1,
     is_decoding=False,
     waiting=0,
+    waiting_for_room=0,
+    reserved_nbytes=0,
     clients=1,
     hits=0,
     misses=0,
     evictions=0,
+    refusals=0,
+    failed=0,
     read_nbytes=0,
     decode_s=0.0,
     leases=(),
+    decoding=(),
+    models=(),
+    history=(),
+    spell_s=1.0,
+    room_nbytes=0,
 )
 
 

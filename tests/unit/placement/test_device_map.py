@@ -1,5 +1,7 @@
 """Device maps are read in every accepted form, the right key wins, and the print is shortest."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given
@@ -119,6 +121,7 @@ def test_unknown_module_is_told_the_known_ones_and_the_nearest():
         ({"": "balanced"}, "for a whole pipeline"),
         ({"": 1.5}, "is not a device"),
         ({1: 0}, "its key 1 is not"),
+        (functools.reduce(lambda inner, _: {"a": inner}, range(3000), 0), "more than 100 levels"),
         ({"transformer": {0: 1}}, "its key 0 is not"),
         ({"transformer": 0}, "says nothing of text_encoder.embeddings"),
         ({"": 0, "transformer.transformer_blocks.0.ff": 1}, "transformer_blocks.0 must stay whole"),

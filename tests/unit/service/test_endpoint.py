@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from shmload._service import endpoint
-from shmload._service.endpoint import Endpoint, socket_path
+from shmload._service.endpoint import Endpoint, lock_path, socket_path
 from shmload.errors import ServiceRunning, SocketUnusable
 
 REMEDY = "; choose a directory of your own with SHMLOAD_SOCKET"
@@ -62,6 +62,11 @@ def test_directory_that_cannot_be_made(path):
     (path.parent / "file").touch()
     assert "Not a directory" in refusal(path.parent / "file" / "run" / "service.sock")
     assert "not a directory" in refusal(path.parent / "file" / "service.sock")
+
+
+def test_lock_file_that_is_none(path):
+    os.mkfifo(lock_path(path))
+    assert f"{lock_path(path)} is not a regular file; remove it" in refusal(path)
 
 
 def test_directory_that_may_not_be_made(path, monkeypatch):
