@@ -15,8 +15,15 @@ from shmload._tables import printing
 from shmload._wording import count_of
 from shmload.errors import SegmentBusy
 
-names_argument = click.argument(
+_names_argument = click.argument(
     "patterns", nargs=-1, metavar="[NAME|ID|PATH]...", shell_complete=complete_names
+)
+_required_names_argument = click.argument(
+    "patterns",
+    nargs=-1,
+    required=True,
+    metavar="NAME|ID|PATH...",
+    shell_complete=complete_names,
 )
 
 _dry_run_option = click.option(
@@ -41,7 +48,7 @@ def list_command(is_long: bool, as_json: bool) -> None:
 
 
 @click.command("pin")
-@click.argument("patterns", nargs=-1, required=True, metavar="NAME|ID|PATH...")
+@_required_names_argument
 @as_json_option
 def pin_command(patterns: tuple[str, ...], as_json: bool) -> None:
     """Never evict models, given as for `shmload rm`, to make room or because they are idle."""
@@ -53,7 +60,7 @@ def pin_command(patterns: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command("unpin")
-@click.argument("patterns", nargs=-1, required=True, metavar="NAME|ID|PATH...")
+@_required_names_argument
 @as_json_option
 def unpin_command(patterns: tuple[str, ...], as_json: bool) -> None:
     """Let models, given as for `shmload rm`, be evicted again; they stay resident."""
@@ -65,7 +72,7 @@ def unpin_command(patterns: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command("rm")
-@names_argument
+@_names_argument
 @click.option("--all", "everything", is_flag=True, help="Remove everything of this user.")
 @_dry_run_option
 @as_json_option
@@ -116,7 +123,7 @@ def collect_command(dry_run: bool, as_json: bool) -> None:
 
 
 @click.command("verify")
-@names_argument
+@_names_argument
 @as_json_option
 def verify_command(patterns: tuple[str, ...], as_json: bool) -> None:
     """Recompute the digests of models, given as for `shmload rm`; of all if none is given."""

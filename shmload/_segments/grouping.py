@@ -42,11 +42,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     """When its first segment was decoded, in seconds since the epoch."""
     used_at: float
-    """When it was last decoded or attached, in seconds since the epoch."""
+    """When it was last decoded, attached or given back, in seconds since the epoch."""
     is_pinned: bool
-    """Whether the service evicts none of its segments to make room."""
+    """Whether none of its segments is evicted to make room."""
     pinned_segments: int
-    """How many of its segments the service never evicts."""
+    """How many of its segments are never evicted."""
+    keep_for_s: int
+    """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
     is_current: bool
     """Whether the files on disk are still those that were decoded."""
 
@@ -159,6 +161,7 @@ def _make(
         used_at=max(info.used_at for info in held),
         is_pinned=all(info.is_pinned for info in held),
         pinned_segments=sum(info.is_pinned for info in held),
+        keep_for_s=min((info.keep_for_s for info in held if info.keep_for_s), default=0),
         is_current=held[0].is_current,
     )
 

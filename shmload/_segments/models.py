@@ -11,6 +11,18 @@ from shmload._segments.users import find_users, name_users
 from shmload._tables import Cell, Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes
 
+_TITLES = (
+    "ID",
+    "MODEL",
+    "DTYPE",
+    "SIZE",
+    "USED BY",
+    "LAST USED",
+    "PINNED",
+    "EXPIRES",
+    "COMPONENTS",
+)
+
 
 class Models(Listing[Model]):
     """Resident models, as a list that is printed as a table.
@@ -69,20 +81,20 @@ def find_models(found: Sequence[SegmentInfo]) -> list[Model]:
 def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
     now = time.time()
     listed = list(found)
-    titles = ["MODEL", "DTYPE", "SIZE", "USED BY", "LAST USED", "PINNED", "COMPONENTS"]
-    rows = [_row(model, now) for model in listed]
-    is_shown = [True] * len(titles)
-    is_shown[titles.index("PINNED")] = any(model.pinned_segments for model in listed)
-    is_shown[titles.index("COMPONENTS")] = any(model.components for model in listed)
-    if with_ids:
-        titles, is_shown = ["ID", *titles], [True, *is_shown]
-        rows = [[model.id, *row] for model, row in zip(listed, rows, strict=True)]
-    kept = [title for title, shown in zip(titles, is_shown, strict=True) if shown]
+    # Columns that would say nothing are left out: the table must fit narrow terminals.
+    are_shown = {
+        "ID": with_ids or len({model.name for model in listed}) < len(listed),
+        "PINNED": any(model.pinned_segments for model in listed),
+        "EXPIRES": any(model.keep_for_s for model in listed),
+        "COMPONENTS": any(model.components for model in listed),
+    }
+    titles = tuple(title for title in _TITLES if are_shown.get(title, True))
+    rows = [dict(zip(_TITLES, _row(model, now), strict=True)) for model in listed]
     return Table(
-        titles=tuple(kept),
-        rows=[[cell for cell, shown in zip(row, is_shown, strict=True) if shown] for row in rows],
-        right=(kept.index("SIZE"),),
-        cut=kept.index("MODEL"),
+        titles=titles,
+        rows=[[row[title] for title in titles] for row in rows],
+        right=(titles.index("SIZE"),),
+        cut=titles.index("MODEL"),
     )
 
 
@@ -91,14 +103,25 @@ def _row(model: Model, now: float) -> list[str | Cell]:
     components = ", ".join(model.components)
     pinned = "yes" if model.is_pinned else "partly" if model.pinned_segments else "-"
     return [
+        model.id,
         Cell(model.name, "bold") if model.is_current else Cell(f"{model.name} (changed)", "yellow"),
         model.dtype or "-",
         format_nbytes(model.nbytes),
         Cell(users, "green" if model.is_leased else ""),
         "now" if model.is_leased else format_age(now - model.used_at),
         pinned,
+        _expiry(model, now),
         Cell(components or "-", short=str(len(model.components)) if components else "-"),
     ]
+
+
+def _expiry(model: Model, now: float) -> str:
+    """Write when a model goes if no process uses it until then."""
+    if not model.keep_for_s:
+        return "-"
+    if model.is_leased:
+        return f"{format_age(model.keep_for_s)} idle"
+    return f"in {format_age(model.used_at + model.keep_for_s - now)}"
 
 
 def _table_of_decodes(found: Iterable[Decoding]) -> Table:

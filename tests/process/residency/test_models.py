@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -119,6 +121,7 @@ def test_name_means_the_model_in_every_dtype_and_its_id_in_one(pipelines):
         warm(pipelines[0], dtype)
     narrow, other = shmload.models()
     assert (narrow.dtype, other.dtype) == ("bfloat16", "float16")
+    assert f"{narrow.id}  stable-diffusion" in str(shmload.models())
     assert {info.dtype for info in shmload.evict(other.id)} == {"float16"}
     assert names_of(shmload.models()) == [("stable-diffusion", "bfloat16", ("unet", "vae"))]
     warm(pipelines[0], "float16")
@@ -156,6 +159,33 @@ def test_listing_fits_80_columns_and_has_no_colours_off_a_terminal(pipelines, ca
     assert "\x1b" not in shown
     titles = ["MODEL", "DTYPE", "SIZE", "USED BY", "LAST USED", "COMPONENTS"]
     assert re.split("  +", shown.splitlines()[0]) == titles
+
+
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_terminal_gets_colours_unless_it_should_not(pipelines, variables):
+    warm(pipelines[0])
+    ours, theirs = os.openpty()
+    try:
+        command = [sys.executable, "-P", "-m", "shmload", "ls"]
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"} | variables
+        subprocess.run(command, env=environment, stdout=theirs, timeout=60, check=True)
+        shown = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "stable-diffusion" in shown
+    assert ("\x1b[1m" in shown) == (not variables)
+
+
+def test_pins_and_times_to_live_are_columns_where_there_are_some(pipelines):
+    warm(pipelines[0])
+    assert "PINNED" not in str(shmload.models())
+    shmload.pin(str(pipelines[0] / "unet"))
+    shmload.warm(pipelines[1] / "unet", dtype="bfloat16", keep_for="2h")
+    titles, first, second, *_ = str(shmload.models()).splitlines()
+    assert re.split("  +", titles)[-3:] == ["PINNED", "EXPIRES", "COMPONENTS"]
+    assert re.split("  +", first)[-3:] == ["partly", "-", "unet, vae"]
+    assert re.split("  +", second)[-3:] == ["-", "in 1 h", "unet, vae"]
 
 
 # What is being decoded ----------------------------------------------------------------------------
