@@ -17,6 +17,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   ├── ShardMissing (FileNotFoundError)
     │   ├── ShardUnreadable (OSError)
     │   ├── ShardMalformed
+    │   │   └── WrongFormat
     │   ├── ShardTruncated
     │   ├── ShardChanged
     │   ├── SourceChanged
@@ -114,6 +115,7 @@ from shmload.errors.loading import (
     WorkerError,
     WorkerFailed,
     WorkerStalled,
+    WrongFormat,
 )
 from shmload.errors.service import (
     PeerRefused,
@@ -181,4 +183,5 @@ __all__ = [
     "WorkerError",
     "WorkerFailed",
     "WorkerStalled",
+    "WrongFormat",
 ]

@@ -146,6 +146,27 @@ class ShardMalformed(CheckpointError):
         super().__init__(f"{path} is not a valid {format_name} file: {reason}; download it again")
 
 
+class WrongFormat(ShardMalformed):
+    """A file is of a kind that shmload does not read.
+
+    Attributes:
+        kind: its kind, such as `GGUF`.
+        nbytes: its size, in bytes.
+    """
+
+    def __init__(self, path: _Path, kind: str, nbytes: int, remedy: str) -> None:
+        self.path = path
+        self.reason = self.kind = kind
+        self.nbytes = nbytes
+        article = "an" if kind[0] in "AHO" else "a"
+        noun = "" if " " in kind or kind == "text" else " file"
+        CheckpointError.__init__(
+            self,
+            f"{path} is {article} {kind}{noun} ({format_nbytes(nbytes)}), not safetensors: "
+            f"{remedy}",
+        )
+
+
 class ShardTruncated(CheckpointError):
     """A shard is shorter than its header says."""
 

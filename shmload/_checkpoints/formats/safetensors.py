@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from shmload._checkpoints.dtypes import NBITS
+from shmload._checkpoints.formats.foreign import refuse
 from shmload._checkpoints.formats.format import Format
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload.errors import ShardMalformed, ShardTruncated, ShardUnreadable
@@ -21,7 +22,6 @@ from shmload.errors import ShardMalformed, ShardTruncated, ShardUnreadable
 _MAX_HEADER_NBYTES = 100_000_000
 _LENGTH_NBYTES = 8
 _MAX_RANK = 64
-_LFS_POINTER = b"version "
 
 
 def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
@@ -32,15 +32,21 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         path: what errors call the file.
 
     Raises:
+        WrongFormat: it is a file of another kind.
         ShardMalformed: the header breaks the format.
         ShardTruncated: the file is shorter than its header says.
         ShardUnreadable: the kernel reports an error.
     """
     try:
+        return _read_header(fd, path)
+    except (ShardMalformed, ShardTruncated) as exc:
+        raise refuse(fd, path, exc) from None
+
+
+def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
+    try:
         file_nbytes = os.fstat(fd).st_size
         start = os.pread(fd, _LENGTH_NBYTES, 0)
-        if start == _LFS_POINTER:
-            raise ShardMalformed(path, "it is a git-lfs pointer; run `git lfs pull`")
         if len(start) < _LENGTH_NBYTES:
             raise ShardTruncated(path, _LENGTH_NBYTES, file_nbytes)
         length = int.from_bytes(start, "little")

@@ -137,7 +137,6 @@ MALFORMED = {
     "length of 2**63": (2**63).to_bytes(8, "little") + b"{}",
     "length of 2**64-1": b"\xff" * 8 + b"{}",
     "length above the limit": (100_000_001).to_bytes(8, "little") + b"{}",
-    "git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
     "no object": make_file(b"[]"),
     "nothing": make_file(b""),
     "space in front": make_file(b" {}"),
@@ -268,5 +267,3 @@ def test_error_mentions_the_tensor():
         read(MALFORMED["overlap"])
     with pytest.raises(ShardMalformed, match="tensor 'b' follows a hole"):
         read(MALFORMED["hole"])
-    with pytest.raises(ShardMalformed, match="git lfs pull"):
-        read(MALFORMED["git-lfs pointer"])
