@@ -2,6 +2,7 @@
 
 import click
 
+from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._cli.output import as_json_option, print_json
 from shmload._doctor.checks import Finding
 from shmload._doctor.doctor import diagnose
@@ -12,16 +13,27 @@ _STATE_WIDTH, _NAME_WIDTH = 4, 14
 
 @click.command("doctor")
 @click.argument("source", required=False)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    help="Judge the room by SOURCE in this dtype; as for `shmload warm`.",
+)
 @as_json_option
 @click.pass_context
-def doctor_command(context: click.Context, source: str | None, as_json: bool) -> None:
+def doctor_command(
+    context: click.Context, source: str | None, dtypes: tuple[str, ...], as_json: bool
+) -> None:
     """Check this machine, and SOURCE, for what slows loads down or makes them fail.
 
     Changes nothing. The exit code is 1 if a check is bad. SOURCE is a pipeline's or component's
-    directory, a safetensors file, or a hub id in the cache; 256 MiB of it are read.
+    directory, a safetensors file, or a hub id in the cache; 256 MiB of it are read,
+    and the room is judged by what `shmload warm SOURCE` would take.
     """
     findings = []
-    for finding in diagnose(source):
+    if dtypes and source is None:
+        raise click.UsageError("--dtype needs a SOURCE")
+    for finding in diagnose(source, dtype_by_component(dtypes)):
         findings.append(finding)
         if not as_json:
             _print(finding)  # now: the next check may take seconds

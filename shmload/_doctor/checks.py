@@ -57,9 +57,17 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def check_shared_memory(
-    found: FileSystem | None, total: int, free: int, is_writable: bool
+    found: FileSystem | None, total: int, free: int, is_writable: bool, needed: int | None = None
 ) -> Finding:
-    """Check the file system at /dev/shm; sizes in bytes."""
+    """Check the file system at /dev/shm.
+
+    Args:
+        found: the file system; None if it is unknown.
+        total: its size, in bytes.
+        free: what is free of it, in bytes.
+        is_writable: this user may write to it.
+        needed: what a source would take, in bytes; None to judge by the sizes of models.
+    """
     if found is not None and found.kind != "tmpfs":
         remedy = "sudo mkdir -p /dev/shm && sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
         return Finding("shared memory", "bad", f"{found.kind} at /dev/shm, not tmpfs", remedy)
@@ -67,10 +75,10 @@ def check_shared_memory(
         remedy = "sudo chmod 1777 /dev/shm"
         return Finding("shared memory", "bad", "this user may not write to /dev/shm", remedy)
     remedy = f"{_ENLARGE}  # a container: docker run --shm-size=16g"
-    if _room(total) == "ok":
+    if _room(total, needed) == "ok":
         remedy = f"{_MAKE_ROOM}; du -ah /dev/shm | sort -h | tail -n 5"
-    detail = f"{format_nbytes(free)} free of {format_nbytes(total)} at /dev/shm"
-    return _finding("shared memory", _room(free), detail, remedy)
+    detail = f"{format_nbytes(free)} free of {format_nbytes(total)} at /dev/shm{_need(needed)}"
+    return _finding("shared memory", _room(free, needed), detail, remedy)
 
 
 def check_huge_pages(found: FileSystem | None, policy: str | None) -> Finding:
@@ -98,26 +106,47 @@ def check_leftovers(names: Sequence[str]) -> Finding:
     return _finding("leftovers", "warn" if names else "ok", detail, "shmload gc")
 
 
-def check_control_group(free: int | None, limit: int | None) -> Finding:
-    """Check the room in the memory control groups, in bytes; None for no limit."""
+def check_removal(is_removed_at_logout: bool) -> Finding:
+    """Check that segments outlive the user's session."""
+    if not is_removed_at_logout:
+        return Finding("logout", "ok", "segments stay when this user logs out")
+    detail = "systemd removes this user's segments at the last logout (RemoveIPC=yes)"
+    return Finding("logout", "warn", detail, "loginctl enable-linger")
+
+
+def check_control_group(free: int | None, limit: int | None, needed: int | None = None) -> Finding:
+    """Check the room in the memory control groups, in bytes; None for no limit.
+
+    `needed` is as for `check_shared_memory`.
+    """
     if free is None or limit is None:
         return Finding("control group", "ok", "no memory limit")
-    detail = f"{format_nbytes(free)} free of {format_nbytes(limit)}"
+    detail = f"{format_nbytes(free)} free of {format_nbytes(limit)}{_need(needed)}"
     remedy = f"{_MAKE_ROOM}  # and docker update --memory=16g --memory-swap=16g CONTAINER"
-    return _finding("control group", _room(free), detail, remedy)
+    return _finding("control group", _room(free, needed), detail, remedy)
 
 
-def check_machine_memory(available: int) -> Finding:
-    """Check the memory that is available without swapping, in bytes."""
+def check_machine_memory(available: int, needed: int | None = None) -> Finding:
+    """Check the memory that is available without swapping, in bytes.
+
+    `needed` is as for `check_shared_memory`.
+    """
     remedy = f"{_MAKE_ROOM}; ps -eo rss,pid,args --sort=-rss | head"
-    detail = f"{format_nbytes(available)} available"
-    return _finding("machine memory", _room(available), detail, remedy)
+    detail = f"{format_nbytes(available)} available{_need(needed)}"
+    return _finding("machine memory", _room(available, needed), detail, remedy)
 
 
-def _room(nbytes: int) -> State:
+def _room(nbytes: int, needed: int | None) -> State:
+    """Judge room by what a source needs; without one, by the sizes of models."""
+    if needed is not None:
+        return "ok" if nbytes >= needed else "bad"
     if nbytes < _LEAST_NBYTES:
         return "bad"
     return "warn" if nbytes < _SMALL_PIPELINE_NBYTES else "ok"
+
+
+def _need(needed: int | None) -> str:
+    return "" if needed is None else f"; the source takes {format_nbytes(needed)}"
 
 
 # Limits and kernel --------------------------------------------------------------------------------
@@ -203,9 +232,15 @@ def check_service(
 
 
 def check_source(
-    source: str, sizes: Sequence[int], file_systems: Iterable[FileSystem | None]
+    source: str,
+    sizes: Sequence[int],
+    file_systems: Iterable[FileSystem | None],
+    resident: int = 0,
 ) -> Finding:
-    """Check the file systems of a source's weight files; sizes in bytes."""
+    """Check the file systems of a source's weight files; sizes in bytes.
+
+    `resident` is the size of its segments that are resident in the wanted dtype.
+    """
     if not sizes:
         remedy = f"ls -lRL {shlex.quote(source)}"
         return Finding("source", "bad", f"no {format_names()} weights in {source}", remedy)
@@ -214,6 +249,8 @@ def check_source(
     kinds = " and ".join(sorted({found.kind for found in known})) or "an unknown file system"
     place = "remote" if is_remote else "local" if known else "local or remote"
     detail = f"{format_nbytes(sum(sizes))} in {_count(len(sizes))} on {kinds}, {place}"
+    if resident:
+        detail += f"; {format_nbytes(resident)} resident"
     return _finding("source", "warn" if is_remote else "ok", detail, _warm(source))
 
 

@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from shmload._checkpoints.hub import find_source
-from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._doctor.checks import (
     Finding,
     check_control_group,
@@ -26,6 +24,7 @@ from shmload._doctor.checks import (
     check_machine_memory,
     check_open_files,
     check_read_speed,
+    check_removal,
     check_service,
     check_shared_memory,
     check_source,
@@ -39,6 +38,7 @@ from shmload._host.linux import (
     shm_free_nbytes,
     shm_total_nbytes,
 )
+from shmload._host.logind import removes_ipc
 from shmload._host.procfs import (
     FileSystem,
     cgroup_free_nbytes,
@@ -47,37 +47,58 @@ from shmload._host.procfs import (
     huge_page_policy,
     machine_free_nbytes,
 )
+from shmload._loading.plan import Plan
+from shmload._loading.verbs import plan
 from shmload._segments.upkeep import find_garbage
 from shmload._service.client import Client
 from shmload._service.endpoint import connect, service_pid, socket_path
 from shmload._service.protocol import GetStatus, Status
 from shmload._settings import settings
-from shmload.errors import ProtocolError, ServiceError, ShmloadError
+from shmload.errors import ProtocolError, ServiceError, ShmloadError, UnknownDtype
 
 
-def diagnose(source: str | None = None) -> Iterator[Finding]:
+def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Finding]:
     """Examine this machine as this process sees it; takes a few seconds, mostly to import torch.
 
     Args:
-        source: a path or a hub id to examine too; not downloaded. Reads 256 MiB of one file.
+        source: a path or a hub id to examine too; not downloaded. Reads 256 MiB of one file. The
+            room is judged by what `warm` would take for it.
+        dtype: as for `warm`.
+
+    Raises:
+        UnknownDtype: a name is not that of a dtype.
     """
-    yield from _diagnose_shared_memory()
-    yield check_control_group(cgroup_free_nbytes(), cgroup_limit_nbytes())
-    yield check_machine_memory(machine_free_nbytes())
+    planned = _plan(source, dtype) if source is not None else None
+    needed = planned.decode_nbytes if isinstance(planned, Plan) else None
+    yield from _diagnose_shared_memory(needed)
+    yield check_removal(removes_ipc(os.getuid()))
+    yield check_control_group(cgroup_free_nbytes(), cgroup_limit_nbytes(), needed)
+    yield check_machine_memory(machine_free_nbytes(), needed)
     yield check_locked_memory(resource_limits(resource.RLIMIT_MEMLOCK)[0])
     yield check_open_files(*resource_limits(resource.RLIMIT_NOFILE))
     yield check_kernel(kernel_release(), has_pidfds())
     yield _diagnose_service(socket_path())
-    if source is not None:
-        yield from _diagnose_source(source)
+    if source is not None and planned is not None:
+        yield from _diagnose_source(source, planned)
     yield from _diagnose_devices()
 
 
-def _diagnose_shared_memory() -> Iterator[Finding]:
+def _plan(source: str, dtype: object) -> Plan | ShmloadError:
+    """Plan what `warm` would do; return the error if it cannot."""
+    try:
+        return plan(source, dtype=dtype, keep=True, local_files_only=True)
+    except UnknownDtype:
+        raise
+    except ShmloadError as exc:
+        return exc
+
+
+def _diagnose_shared_memory(needed: int | None) -> Iterator[Finding]:
     if SHM_DIR.is_dir():
         found = file_system(SHM_DIR.stat().st_dev)
         is_writable = os.access(SHM_DIR, os.W_OK | os.X_OK)
-        yield check_shared_memory(found, shm_total_nbytes(), shm_free_nbytes(), is_writable)
+        total, free = shm_total_nbytes(), shm_free_nbytes()
+        yield check_shared_memory(found, total, free, is_writable, needed)
         yield check_huge_pages(found, huge_page_policy())
         yield check_leftovers(find_garbage())
     else:
@@ -108,11 +129,11 @@ def _service_pid(path: Path) -> int | None:
     return None
 
 
-def _diagnose_source(source: str) -> Iterator[Finding]:
+def _diagnose_source(source: str, planned: Plan | ShmloadError) -> Iterator[Finding]:
     try:
-        wanted = Wanted(source=source, hub=Hub(local_files_only=True))
-        checkpoints = find_source(wanted).checkpoints
-        shards = [shard for checkpoint in checkpoints for shard in checkpoint.shards]
+        if isinstance(planned, ShmloadError):
+            raise planned
+        shards = [shard.path for shard in planned.shards]
         found = {shard: os.stat(shard) for shard in shards}
         cached = sum(map(is_file_cached, shards))
         largest = max(shards, key=lambda shard: found[shard].st_size, default=None)
@@ -121,7 +142,8 @@ def _diagnose_source(source: str) -> Iterator[Finding]:
         yield Finding("source", "bad", str(exc), f"ls -lL {shlex.quote(source)}")
         return
     kinds = {stat.st_dev: file_system(stat.st_dev) for stat in found.values()}
-    yield check_source(source, [stat.st_size for stat in found.values()], kinds.values())
+    sizes = [stat.st_size for stat in found.values()]
+    yield check_source(source, sizes, kinds.values(), planned.resident_nbytes)
     if speed:
         yield check_read_speed(source, speed, cached, len(shards))
 

@@ -8,12 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from shmload import evict, warm
 from shmload._doctor import doctor
 from shmload._doctor.checks import Finding
 from shmload._doctor.doctor import diagnose
 from shmload._host.linux import SHM_DIR, shm_open, try_lock
 from shmload._segments.names import name_prefix, part_name
 from shmload._segments.upkeep import collect_garbage, find_garbage
+from shmload.errors import UnknownDtype
 
 # Leftovers ----------------------------------------------------------------------------------------
 
@@ -70,6 +72,7 @@ def test_everything_is_examined_and_has_its_say(examine):
         "shared memory",
         "huge pages",
         "leftovers",
+        "logout",
         "control group",
         "machine memory",
         "locked memory",
@@ -90,6 +93,31 @@ def test_source_is_examined_without_being_changed(examine, tmp_path):
     assert "1 file on" in found["source"].detail
     assert "1 of 1 file is in it" in found["read speed"].detail
     assert found["read speed"].state == "ok"
+
+
+def test_room_is_judged_by_the_source(examine, monkeypatch, tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(1 << 20)}, path)
+    monkeypatch.setattr(doctor, "shm_free_nbytes", lambda: 3 << 20)
+    assert examine()["shared memory"].state == "bad"
+    wide = examine(str(path))["shared memory"]
+    assert (wide.state, "the source takes 4.00 MiB" in wide.detail) == ("bad", True)
+    assert examine(str(path), "bfloat16")["shared memory"].state == "ok"
+
+
+def test_resident_source_takes_no_more_room(examine, tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(1000)}, path)
+    warm(path, dtype="bfloat16")
+    found = examine(str(path), "bfloat16")
+    evict(path)
+    assert "the source takes 0 B" in found["machine memory"].detail
+    assert "KiB resident" in found["source"].detail
+
+
+def test_unknown_dtype_is_an_error_and_no_finding(examine, tmp_path):
+    with pytest.raises(UnknownDtype):
+        examine(str(tmp_path), "bfloat61")
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
