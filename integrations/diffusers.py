@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source, components_with_weights
 from shmload._checkpoints.wanted import Wanted
 from shmload._decoding.ring import Ring
@@ -61,9 +62,11 @@ def load_pipeline(
 
     Args:
         source: a directory or a hub id, as for `DiffusionPipeline.from_pretrained`.
-        dtype: a `torch.dtype`, its name, or a dict of these by component (with a `default`).
-            None means the same as for `from_pretrained`: float32 for models of diffusers, the
-            checkpoint's own dtype for models of transformers.
+        dtype: a `torch.dtype`, its name, `auto`, or a dict of these by component (with a
+            `default`). None means the same as for `from_pretrained`: float32 for models of
+            diffusers, the checkpoint's own dtype for models of transformers. `auto` means the
+            checkpoint's own dtype for all. A name or `auto` counts, unlike in diffusers, which
+            loads float32 for a text.
         device_map: where the models go. None leaves them on the CPU. It may be one device; a
             strategy (`balanced`, `balanced_low_0`, `sequential`, `auto`); or a dict of devices by
             component, pattern or dotted path, in which `cpu`, `offload`, `disk` and `meta` are
@@ -117,10 +120,11 @@ def load_pipeline(
     kwargs.pop("disable_mmap", None)
     found, left_out = _find_pipeline(wanted, kwargs)
     require_taken(kwargs, found, load_pipeline)
+    dtype = settle_dtype(wanted.dtype, found)
     destination = parse_destination(device_map, max_memory, max_host_memory, pin, kwargs)
     route = choose_route(
         found,
-        wanted.dtype,
+        dtype,
         destination,
         kwargs,
         keep=keep,
@@ -131,7 +135,7 @@ def load_pipeline(
     with paused_gc(), Progress(progress, wanted.title) as counter:
         attempt = _Attempt(
             source=found,
-            dtype=wanted.dtype,
+            dtype=dtype,
             route=route,
             kwargs=kwargs,
             left_out=left_out,

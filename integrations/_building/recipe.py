@@ -12,6 +12,7 @@ import msgspec
 from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
 from shmload._checkpoints.formats.known import has_known_suffix
 from shmload._checkpoints.identity import identify
+from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source, files_of
 from shmload._checkpoints.wanted import Hub, Wanted
 
@@ -40,7 +41,7 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         return cls(
             # The receiver of the handle may have another working directory.
             source=os.path.abspath(given) if os.path.exists(given) else given,
-            dtype=_dtype_names(wanted.dtype),
+            dtype=_dtype_names(settle_dtype(wanted.dtype, found)),
             # Sorted: equal handles must have equal texts, and a set has no order.
             components=None if components is None else tuple(sorted(set(components))),
             variant=wanted.variant,

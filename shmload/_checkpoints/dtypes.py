@@ -77,6 +77,9 @@ FLOATS = frozenset(
 # Floats whose every value float32 holds exactly.
 WITHIN_F32 = FLOATS - {"F64", "F32"}
 
+AUTO = "auto"
+"""In place of a dtype: the checkpoint's own."""
+
 # The usual ones first: errors list them in this order.
 _USUAL = ("BF16", "F16", "F32", "F64")
 _BY_TORCH_NAME = {TORCH_NAMES[dtype]: dtype for dtype in (*_USUAL, *sorted(FLOATS - {*_USUAL}))}
@@ -120,5 +123,5 @@ def parse_dtype(dtype: object) -> str:
     if found is None and name in FLOATS:
         found = name
     if found is None:
-        raise UnknownDtype(dtype, _BY_TORCH_NAME, ("bf16", "fp16", "fp32"))
+        raise UnknownDtype(dtype, [*_BY_TORCH_NAME, AUTO], ("bf16", "fp16", "fp32"))
     return found

@@ -29,7 +29,8 @@ def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--dtype",
             "dtypes",
             multiple=True,
-            help="Such as bfloat16, or COMPONENT=float32 for one component; repeatable.",
+            help="Such as bfloat16, or COMPONENT=float32 for one component; repeatable. auto is "
+            "each checkpoint's own dtype.",
         ),
         click.option("--variant", help="File variant, such as fp16."),
         click.option(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shmload._checkpoints.dtypes import parse_dtype
+from shmload._checkpoints.dtypes import AUTO, parse_dtype
 from shmload._ipc.child import Child, child_environment
 from shmload._segments.listing import segments
 from shmload._settings import parse_keep_for
@@ -105,7 +105,8 @@ def _read_words(line: int, source: str, *words: str) -> ListedSource:
                     f"{word!r} is more than SOURCE, DTYPE and pin or keep-for=TIME; "
                     "put quotes around spaces"
                 )
-            parse_dtype(word)
+            if word != AUTO:
+                parse_dtype(word)
             dtype = word
     if _PIN in words and keep_for:
         raise ArgumentError("pin and keep-for exclude each other: what is pinned stays when idle")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.library import library
+from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import is_known, rule_for
@@ -38,7 +39,7 @@ def find_with_rules(wanted: Wanted, steps: Steps) -> tuple[Source, Rules]:
     if isinstance(wanted.dtype, Mapping) and found.is_pipeline:
         for name in wanted.dtype.keys() - {"default", *found.components}:
             raise UnknownComponent(name, wanted.source, found.components)
-    return found, derive_rules(found, wanted.dtype, steps)
+    return found, derive_rules(found, settle_dtype(wanted.dtype, found), steps)
 
 
 def derive_rules(source: Source, dtype: object, steps: Steps) -> Rules:

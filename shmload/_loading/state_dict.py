@@ -6,7 +6,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES, parse_dtype
+from shmload._checkpoints.dtypes import AUTO, NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.paths import expand_home
 from shmload._checkpoints.resolve import resolve
@@ -38,8 +38,8 @@ def load_state_dict(
 
     Args:
         path: a file of weights, or a directory with one, or with an index and its shards.
-        dtype: the dtype of floating-point tensors, as a `torch.dtype` or its name; None for the
-            stored dtypes.
+        dtype: the dtype of floating-point tensors, as a `torch.dtype` or its name; None or
+            `auto` for the stored dtypes.
         keep: leave the segments resident for the next process.
         workers: number of worker processes; None for the number in the settings.
         verify: recompute the digests of all segments, resident ones too.
@@ -63,7 +63,8 @@ def load_state_dict(
     source = resolve(path, Path(path))
     if source.is_pipeline:
         raise ArgumentError(f"{path} is a pipeline; give one component's directory or file")
-    rule = Rule(target=None if dtype is None else parse_dtype(dtype))
+    is_stored = dtype is None or (isinstance(dtype, str) and dtype == AUTO)
+    rule = Rule(target=None if is_stored else parse_dtype(dtype))
     rules = {checkpoint.component: rule for checkpoint in source.checkpoints}
     with (
         paused_gc(),

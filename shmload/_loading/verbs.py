@@ -13,6 +13,7 @@ import msgspec
 
 from shmload._checkpoints.formats.known import format_names
 from shmload._checkpoints.library import library
+from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._host.linux import open_source
@@ -72,7 +73,7 @@ def warm(
 
     Args:
         source: the directory of a pipeline or component, a file of weights, or a hub id.
-        dtype: the same as for the later `load_pipeline`: a dtype, its name, a dict of these
+        dtype: the same as for the later `load_pipeline`: a dtype, its name, `auto`, a dict of these
             by component, or None.
         components: only these components; None for all.
         variant: as for `from_pretrained`, such as `fp16`.
@@ -191,7 +192,9 @@ def plan(
     placement = None
     if (device_map, max_memory, inventory) != (None, None, None):
         with paused_gc():
-            described = library().describe_components(found, wanted.dtype, components)
+            described = library().describe_components(
+                found, settle_dtype(wanted.dtype, found), components
+            )
         devices = choose_inventory(inventory, max_memory)
         placement = place(described, "auto" if device_map is None else device_map, devices)
     return Plan(source=str(source), shards=tuple(shards), placement=placement)
