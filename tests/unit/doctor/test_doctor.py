@@ -116,8 +116,10 @@ def test_resident_source_takes_no_more_room(examine, tmp_path):
 
 
 def test_unknown_dtype_is_an_error_and_no_finding(examine, tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(10)}, path)
     with pytest.raises(UnknownDtype):
-        examine(str(tmp_path), "bfloat61")
+        examine(str(path), "bfloat61")
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
