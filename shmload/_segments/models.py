@@ -1,13 +1,15 @@
 """The resident models, and what is being decoded, as a list and as the table of `shmload ls`."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
 
 from shmload._segments.grouping import Model, group_segments
-from shmload._segments.listing import SegmentInfo, amount_of, segments
+from shmload._segments.listing import SegmentInfo, amount_of, segments_by_lock
 from shmload._segments.roots import find_roots, shards_below
 from shmload._segments.unfinished import Decoding, find_decoding
-from shmload._segments.users import find_users, name_users
+from shmload._segments.users import User, find_users, name_users
 from shmload._tables import Cell, Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes
 
@@ -66,16 +68,29 @@ def models() -> Models:
 
     Printed, and in a notebook, the list is the table of `shmload ls`.
     """
-    return Models(find_models(segments()), find_decoding())
+    found = segments_by_lock()
+    users = find_users(info.name for info in found)  # it reads the mappings, so once for all
+    seen = [
+        msgspec.structs.replace(info, is_leased=True) if info.name in users else info
+        for info in found
+    ]
+    return Models(find_models(seen, users), find_decoding())
 
 
-def find_models(found: Sequence[SegmentInfo]) -> list[Model]:
-    """Group segments into models; look up where they lie on disk and which processes use them."""
+def find_models(
+    found: Sequence[SegmentInfo], users: Mapping[str, tuple[User, ...]] | None = None
+) -> list[Model]:
+    """Group segments into models; look up where these lie on disk.
+
+    Args:
+        found: the segments.
+        users: the processes that use them, by segment; None to leave them out.
+    """
     roots = find_roots(info.source for info in found if info.source)
     by_path = {root.path: root for root in roots.values()}
     # Only where there are several sources can they share files.
     shards = {path: shards_below(root) for path, root in by_path.items()} if by_path else {}
-    return group_segments(found, roots, shards, find_users(info.name for info in found))
+    return group_segments(found, roots, shards, users or {})
 
 
 def _table_of(found: Iterable[Model], with_ids: bool) -> Table:

@@ -13,7 +13,7 @@ from shmload._segments.metadata import parse_metadata
 from shmload._segments.names import part_names
 from shmload._segments.roots import find_roots, tell_apart
 from shmload._segments.segment import Segment
-from shmload._segments.users import User, find_users
+from shmload._segments.users import User, find_builders
 from shmload.errors import SegmentCorrupt, SegmentError
 
 
@@ -58,7 +58,7 @@ def find_decoding() -> list[Decoding]:
     names = list(part_names())
     if not names:
         return []
-    users = find_users(names)
+    users = find_builders(names)
     found = list(_living_parts(names, users))
     roots = find_roots(part.source for part in found)
     called = tell_apart({root.path: root for root in roots.values()}.values())

@@ -7,6 +7,7 @@ from shmload._segments.digest import digest_data
 from shmload._segments.expiry import find_expired, remove_expired
 from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
 from shmload._segments.metadata import read_digest
+from shmload._segments.models import find_models
 from shmload._segments.names import part_names
 from shmload._segments.pids import users_of
 from shmload._segments.removal import give_back, is_free, remove_idle, remove_leftovers
@@ -90,7 +91,10 @@ def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
         known = users_of(busy)
         pids = {name: known.get(name, set()) for name in busy}
         mine = [name for name, by in pids.items() if os.getpid() in by]
-        raise SegmentBusy(pids, (info.name for info in removed), variables_over(mine))
+        called = {
+            info.name: model.full_name for model in find_models(chosen) for info in model.segments
+        }
+        raise SegmentBusy(pids, (info.name for info in removed), variables_over(mine), called)
     return removed
 
 

@@ -1,11 +1,11 @@
 """The processes that use segments."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
 from shmload._host.procfs import command_of
-from shmload._segments.pids import users_of
+from shmload._segments.pids import holders, users_of
 
 
 class User(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,8 +19,16 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_users(names: Iterable[str]) -> dict[str, tuple[User, ...]]:
-    """Return the processes that are attached to segments, map them, or build parts, by name."""
-    known = users_of(names)
+    """Return the processes that are attached to segments or map them, by segment."""
+    return _describe(users_of(names))
+
+
+def find_builders(names: Iterable[str]) -> dict[str, tuple[User, ...]]:
+    """Return the processes that build parts, by name."""
+    return _describe(holders(names))
+
+
+def _describe(known: Mapping[str, Collection[int]]) -> dict[str, tuple[User, ...]]:
     users = {pid: describe_user(pid, command_of(pid)) for pid in set().union(*known.values())}
     return {name: tuple(users[pid] for pid in sorted(pids)) for name, pids in known.items()}
 

@@ -341,6 +341,12 @@ class SegmentBusy(SegmentError):
         removed: names of the other segments of this request, which were removed.
         variables: names of this process's variables that hold some of them; None if this process
             holds none.
+
+    Args:
+        pids: the processes that hold each segment, by its name.
+        removed: as the attribute.
+        variables: as the attribute.
+        models: what to call the segments' models, by segment.
     """
 
     def __init__(
@@ -348,10 +354,14 @@ class SegmentBusy(SegmentError):
         pids: Mapping[str, Collection[int]],
         removed: Iterable[str] = (),
         variables: Sequence[str] | None = None,
+        models: Mapping[str, str] | None = None,
     ) -> None:
         self.names = tuple(pids)
         self.removed = tuple(removed)
-        held = (f"{name} by {name_processes(by)}" for name, by in pids.items())
+        by_model: dict[str, set[int]] = {}
+        for name, by in pids.items():
+            by_model.setdefault((models or {}).get(name, name), set()).update(by)
+        held = (f"{name} by {name_processes(by)}" for name, by in by_model.items())
         self.variables = None if variables is None else tuple(variables)
         rest = f" ({len(self.removed)} removed)" if self.removed else ""
         remedy = "end that process, or evict later"
