@@ -72,6 +72,7 @@ def write(
     shard_items: int = 1000,
     errors: Errors = "raise",
     retry_failed: bool = False,
+    save_dtype: object = None,
     facts: Mapping[str, str] | None = None,
     progress: bool | None = None,
     **job_kwargs: Any,
@@ -89,6 +90,7 @@ def write(
         shard_items: see `Job.write`.
         errors: see `Job.write`.
         retry_failed: see `Job.write`.
+        save_dtype: see `Job.write`.
         facts: see `Job.write`.
         progress: see `Job.write`.
         job_kwargs: as for `Job`: `components`, `procs`, `devices`, `dtype`, ...
@@ -105,6 +107,7 @@ def write(
             shard_items=shard_items,
             errors=errors,
             retry_failed=retry_failed,
+            save_dtype=save_dtype,
             facts=facts,
             progress=progress,
         )

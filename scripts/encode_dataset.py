@@ -1,17 +1,24 @@
 #!/usr/bin/env python3
 """Encode pictures and captions into latents and embeddings: `encode_dataset.py PIPELINE IN OUT`.
 
-The script crops each picture in the folder IN and encodes it with the pipeline's VAE. The text file
-of the same name is the picture's caption, which the text encoders encode. OUT gets safetensors
-shards and an index, described in docs/dataprep.md. After a kill, run it again: it continues where
-it stopped.
+The script crops each picture in the folder IN and encodes it with the pipeline's VAE. The text
+encoders encode its caption: the text file of the same name, or its row in the file `--captions`.
+OUT gets shards and an index, described in docs/dataprep.md. After a kill, run it again: it
+continues where it stopped.
 
-Exit code 0: all pictures are encoded. 1: the job failed, or some pictures did; the index lists
-them, and the next run tries them again. 2: wrong usage.
+A picture that cannot be encoded stands in the index with its error. Later runs say so and leave it
+alone, unless `--retry-failed` is given.
+
+Exit code 0: every picture is encoded, or failed in an earlier run. 1: the job failed; one line says
+why. 2: wrong usage, or a folder without pictures. 3: the job is done, but pictures failed in this
+run.
 """
 
+import csv
 import inspect
+import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,22 +26,27 @@ import click
 
 import shmload
 from shmload.integrations import dataprep
+from shmload.integrations.results import Results, ResultsReport
 
 _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+_SOME_FAILED = 3
+_SHOWN_FAILURES = 10
 
 
 class Picture(NamedTuple):
-    """One item of the job; its caption is in the text file beside the picture."""
+    """One item of the job."""
 
     path: str
     size: int
+    caption: str | None
+    """None: it is in the text file beside the picture, if there is one."""
 
 
 def encode(pipe: Any, picture: Picture) -> dict[str, Any]:
     """Return unscaled latents of shape (channels, height, width), and text embeddings.
 
     `text.0`, `text.1`, ... are the values that the pipeline's `encode_prompt` returns, in its
-    order, without the batch axis.
+    order, without the batch axis. Without a text encoder there are none.
     """
     from PIL import Image, ImageOps
 
@@ -42,8 +54,12 @@ def encode(pipe: Any, picture: Picture) -> dict[str, Any]:
         square = ImageOps.fit(image.convert("RGB"), (picture.size, picture.size))
     pixels = pipe.image_processor.preprocess(square).to(pipe.vae.device, pipe.vae.dtype)
     arrays = {"latents": pipe.vae.encode(pixels).latent_dist.sample()[0]}
-    text = Path(picture.path).with_suffix(".txt")
-    caption = text.read_text("utf-8").strip() if text.exists() else ""
+    if getattr(pipe, "text_encoder", None) is None:
+        return arrays
+    caption = picture.caption
+    if caption is None:
+        text = Path(picture.path).with_suffix(".txt")
+        caption = text.read_text("utf-8").strip() if text.exists() else ""
     known = inspect.signature(pipe.encode_prompt).parameters
     wanted = {
         "prompt": caption,
@@ -59,10 +75,75 @@ def encode(pipe: Any, picture: Picture) -> dict[str, Any]:
     return arrays
 
 
-def find_pictures(folder: Path, size: int) -> list[Picture]:
+def find_pictures(folder: Path) -> list[Path]:
     """Return the pictures below a folder, sorted by path."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
-    return [Picture(str(path), size) for path in paths]
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
+    if not found:
+        raise click.UsageError(f"there is no picture in {folder} ({', '.join(_SUFFIXES)})")
+    return found
+
+
+def encoders_of(pipeline: str) -> tuple[str, ...]:
+    """Return the VAE and the text encoders that a pipeline's index lists."""
+    index = Path(pipeline, "model_index.json")
+    try:
+        if not Path(pipeline).is_dir():
+            from huggingface_hub import hf_hub_download
+
+            index = Path(hf_hub_download(pipeline, index.name))
+        listed = json.loads(index.read_text("utf-8"))
+        found = [name for name, entry in listed.items() if isinstance(entry, list) and entry[0]]
+    except Exception:  # shmload says what is wrong with the source
+        return ("vae",)
+    return tuple(name for name in found if name == "vae" or name.startswith("text_encoder"))
+
+
+def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a table of captions: .csv, .tsv, .jsonl, or .parquet."""
+    match file.suffix.lower():
+        case ".parquet":
+            import pyarrow.parquet
+
+            yield from pyarrow.parquet.read_table(file).to_pylist()
+        case ".jsonl":
+            with file.open(encoding="utf-8") as lines:
+                yield from map(json.loads, filter(str.strip, lines))
+        case ".csv" | ".tsv" as suffix:
+            with file.open(encoding="utf-8-sig", newline="") as lines:
+                yield from csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else ",")
+        case _:
+            raise click.UsageError(
+                f"{file} is no table: give a .csv, .tsv, .jsonl or .parquet file"
+            )
+
+
+def read_captions(file: Path, name_column: str, text_column: str) -> dict[str, str]:
+    """Return the captions in a table by the picture's path below the folder."""
+    try:
+        rows = list(rows_of(file))
+    except (ValueError, ImportError, csv.Error) as exc:
+        raise click.UsageError(f"{file} cannot be read: {exc}") from exc
+    for column in (name_column, text_column):
+        if any(column not in row for row in rows):
+            known = ", ".join(map(str, rows[0]))
+            raise click.UsageError(f"{file} has no column {column!r}; it has {known}")
+    return {str(row[name_column]): str(row[text_column] or "").strip() for row in rows}
+
+
+def report_on(report: ResultsReport) -> int:
+    """Say what is in the folder and which pictures failed; return the exit code."""
+    click.echo(
+        f"{report.folder}: {report.items} pictures, {report.added} of them in this run, "
+        f"{report.failed} failed, {report.nbytes / 1e6:.1f} MB in {report.shards} shards"
+    )
+    if report.failed_before:
+        failed = Results(report.folder).errors
+        click.echo(f"{report.failed_before} failed in an earlier run; try again: --retry-failed")
+        for key in list(failed)[:_SHOWN_FAILURES]:
+            click.echo(f"  {key}: {failed[key]}")
+        if len(failed) > _SHOWN_FAILURES:
+            click.echo(f"  and {len(failed) - _SHOWN_FAILURES} more in {report.folder}/index.jsonl")
+    return _SOME_FAILED if report.failed > report.failed_before else 0
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -71,16 +152,28 @@ def find_pictures(folder: Path, size: int) -> list[Picture]:
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--procs", default=4, show_default=True, type=click.IntRange(min=0))
 @click.option("--dtype", default="bfloat16", show_default=True, help="Dtype of the models.")
+@click.option("--save-dtype", help="Dtype of what is stored; as computed if not given.")
 @click.option(
     "--size", default=512, show_default=True, help="Width and height of a picture, in pixels."
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first pictures, by path.")
+@click.option(
+    "--captions",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Table of captions: .csv, .tsv, .jsonl or .parquet. Else: text files beside the pictures.",
+)
+@click.option("--caption-column", default="text", show_default=True)
+@click.option(
+    "--file-column",
+    default="file_name",
+    show_default=True,
+    help="Column with the picture's path below the folder.",
 )
 @click.option(
     "--component",
     "components",
     multiple=True,
-    default=("vae", "text_encoder"),
-    show_default=True,
-    help="Model to load; repeatable.",
+    help="Model to load; repeatable. Else: the VAE and all text encoders.",
 )
 @click.option(
     "--devices",
@@ -90,42 +183,52 @@ def find_pictures(folder: Path, size: int) -> list[Picture]:
 )
 @click.option("--threads", default=1, show_default=True, help="Threads of each process.")
 @click.option("--shard-items", default=1000, show_default=True, help="Pictures in each shard.")
+@click.option("--retry-failed", is_flag=True, help="Try pictures again that failed earlier.")
 def main(
     pipeline: str,
     pictures: Path,
     out: Path,
-    procs: int,
-    dtype: str,
     size: int,
+    limit: int | None,
+    captions: Path | None,
+    caption_column: str,
+    file_column: str,
     components: tuple[str, ...],
     devices: str,
-    threads: int,
-    shard_items: int,
+    **options: Any,
 ) -> None:
     """Encode the PICTURES of a folder with a PIPELINE (directory or hub id) into the folder OUT."""
+    names = [str(path.relative_to(pictures)) for path in find_pictures(pictures)[:limit]]
+    texts: dict[str, str] | None = None
+    facts = {"size": str(size)}
+    if captions:
+        texts = read_captions(captions, file_column, caption_column)
+        facts["captions"] = caption_column
+        if missing := [name for name in names if name not in texts]:
+            first = f"{captions} has no caption for {missing[0]}"
+            if len(missing) == len(names):
+                raise click.UsageError(f"{first}, nor for any other picture; see --file-column")
+            click.echo(f"{first}; without one: {len(missing)} of {len(names)}", err=True)
+    items = [
+        Picture(str(pictures / name), size, None if texts is None else texts.get(name, ""))
+        for name in names
+    ]
     try:
         report = dataprep.write(
             encode,
-            find_pictures(pictures, size),
+            items,
             out,
             source=pipeline,
-            components=components,
-            dtype=dtype,
-            procs=procs,
+            components=components or encoders_of(pipeline),
             devices=devices.split(",") if "," in devices else devices,
-            threads=threads,
             key=lambda picture: str(Path(picture.path).relative_to(pictures)),
-            shard_items=shard_items,
             errors="pass",
-            facts={"size": str(size)},
+            facts=facts,
+            **options,
         )
     except shmload.ShmloadError as exc:
         sys.exit(f"encode_dataset: {exc}")
-    click.echo(
-        f"{report.folder}: {report.items} pictures, {report.added} of them in this run, "
-        f"{report.failed} failed, {report.nbytes / 1e6:.1f} MB in {report.shards} shards"
-    )
-    sys.exit(1 if report.failed else 0)
+    sys.exit(report_on(report))
 
 
 if __name__ == "__main__":

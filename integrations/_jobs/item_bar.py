@@ -1,27 +1,35 @@
-"""The progress bar of a job, counted in items."""
+"""The progress of a job, counted in items: a bar on a terminal, elsewhere a line now and then."""
 
+import contextlib
 import sys
+import time
 from collections.abc import Iterable, Sized
 from typing import Any, Self
 
+# When the first line is due, and how long it is from one line to the next.
+_FIRST_LINE_S = 10.0
+_NEXT_LINE_S = 60.0
+
 
 class ItemBar:
-    """A bar of items, or no bar; a context that closes it.
+    """Shows how many items are done; a context that ends it.
 
     Args:
-        items: their length is the bar's total, if they have one.
-        progress: whether there is a bar; None for one if stderr is a terminal.
+        items: their length is the total, if they have one.
+        progress: True for a bar, False for nothing; None for a bar if stderr is a terminal, and
+            for lines if not.
     """
 
     def __init__(self, items: Iterable[Any], progress: bool | None) -> None:
         self._bar: Any = None
-        if progress is None:
-            progress = sys.stderr is not None and sys.stderr.isatty()
-        if progress:
+        self._lines: ItemLines | None = None
+        total = len(items) if isinstance(items, Sized) else None
+        if progress or (progress is None and sys.stderr is not None and sys.stderr.isatty()):
             from tqdm import tqdm
 
-            total = len(items) if isinstance(items, Sized) else None
             self._bar = tqdm(total=total, unit="item")
+        elif progress is None:
+            self._lines = ItemLines(total)
 
     def __enter__(self) -> Self:
         return self
@@ -31,6 +39,57 @@ class ItemBar:
             self._bar.close()
 
     def update(self) -> None:
-        """Count one more item."""
+        """Count one more item that was done in this run."""
         if self._bar is not None:
             self._bar.update()
+        if self._lines:
+            self._lines.update()
+
+    def skip(self) -> None:
+        """Count one more item that needs no work."""
+        if self._bar is not None:
+            self._bar.update()
+        if self._lines:
+            self._lines.skip()
+
+
+class ItemLines:
+    """Writes a line to stderr now and then: the first after 10 s, then one each minute.
+
+    Args:
+        total: how many items there are; None if that is not known.
+    """
+
+    def __init__(self, total: int | None) -> None:
+        self._total = total
+        self._done = self._skipped = 0
+        self._began = time.monotonic()
+        self._due = self._began + _FIRST_LINE_S
+
+    def update(self) -> None:
+        """Count one more item that was done in this run; write a line if one is due."""
+        self._done += 1
+        now = time.monotonic()
+        if now >= self._due and self._done + self._skipped != self._total:
+            self._due = now + _NEXT_LINE_S
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+                print(self._line(now - self._began), file=sys.stderr, flush=True)
+
+    def skip(self) -> None:
+        """Count one more item that needs no work."""
+        self._skipped += 1
+
+    def _line(self, elapsed_s: float) -> str:
+        done, rate = self._done + self._skipped, self._done / elapsed_s
+        speed = f"{rate:,.0f} items/s" if rate >= 100 else f"{rate:.2g} items/s"
+        if not self._total:
+            return f"shmload: {done:,} items, {speed}"
+        share, left = done / self._total, _duration((self._total - done) / rate)
+        return f"shmload: {done:,} of {self._total:,} items ({share:.0%}), {speed}, {left} left"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes / 60:.1f} h"

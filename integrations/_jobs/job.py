@@ -8,12 +8,14 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
+from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
 from shmload._checkpoints.wanted import PIPELINE_ARGUMENTS, require_known
 from shmload._placement.inventory import CPU
 from shmload.errors import ArgumentError, ItemError, ItemFailed
 from shmload.integrations._jobs.arguments import check_numbers, devices_of, handle_of
 from shmload.integrations._jobs.crew import Crew
 from shmload.integrations._jobs.dispatch import Item, Outcome
+from shmload.integrations._jobs.first_errors import end_if_all_fail
 from shmload.integrations._jobs.item_bar import ItemBar
 from shmload.integrations._jobs.maps import CrewMap, Function, map_here
 from shmload.integrations._jobs.storing import Storing, Undone
@@ -131,7 +133,8 @@ class Job:
             as_completed: yield results as they come, instead of in the order of the items.
             errors: what an error of the function does: `raise` ends the map with an `ItemFailed`;
                 `pass` yields the `ItemFailed` in the result's place.
-            progress: True or False for a bar of items, None for a bar on a terminal.
+            progress: True for a bar of items, False for nothing. None for a bar on a terminal, and
+                elsewhere for a line now and then on stderr.
 
         Yields:
             Results; their tensors are on the CPU and without gradients. An item at which three
@@ -159,6 +162,7 @@ class Job:
         shard_items: int = 1000,
         errors: Errors = "raise",
         retry_failed: bool = False,
+        save_dtype: object = None,
         facts: Mapping[str, str] | None = None,
         progress: bool | None = None,
     ) -> ResultsReport:
@@ -180,12 +184,17 @@ class Job:
                 ended. The index lists such items with their errors.
             retry_failed: try items again that failed in an earlier call; otherwise they stay
                 failed, and cost nothing.
+            save_dtype: floating results are cast to it, a dtype of torch or its name; None stores
+                each as it is.
             facts: what else the results depend on, such as a size; the next call must give the
                 same.
             progress: as for `map`.
 
         Raises:
             ItemFailed, JobFailed, ShmloadError: as `map`; stored results stay.
+            JobFailed: also with `errors="pass"`, if the first eight items, or all of fewer, failed
+                with the same error and no item of the folder has a result.
+            UnknownDtype: `save_dtype` is not a floating dtype.
             ResultsError: the folder cannot be written to, or holds something else.
         """
         known = self.handle.facts | {
@@ -193,6 +202,9 @@ class Job:
             "threads": str(self._threads),
             "devices": self._kinds,
         }
+        saved_as = None
+        if save_dtype is not None:
+            saved_as = known["save_dtype"] = TORCH_NAMES[parse_dtype(save_dtype)]
         if taken := known.keys() & dict(facts or {}):
             raise ArgumentError(f"facts has {min(taken)!r}, which says something else already")
         known |= dict(facts or {})
@@ -202,8 +214,14 @@ class Job:
             ) as results,
             ItemBar(items, progress) as bar,
         ):
-            undone = Undone(items, key, results, bar.update)
-            found = self._outcomes(Storing(function), iter(undone), is_ordered=False, errors=errors)
+            undone = Undone(items, key, results, bar.skip)
+            found = self._outcomes(
+                Storing(function, saved_as),
+                iter(undone),
+                is_ordered=False,
+                errors=errors,
+                sift=lambda outcomes: end_if_all_fail(outcomes, lambda: undone.has_results),
+            )
             with contextlib.closing(found):
                 for outcome in found:
                     name = undone.keys.pop(outcome.index)
@@ -215,9 +233,23 @@ class Job:
             return results.finish(undone.count)
 
     def _outcomes(
-        self, function: Function, items: Iterator[Item], *, is_ordered: bool, errors: Errors
+        self,
+        function: Function,
+        items: Iterator[Item],
+        *,
+        is_ordered: bool,
+        errors: Errors,
+        sift: Callable[[Iterator[Outcome]], Iterator[Outcome]] = iter,
     ) -> Generator[Outcome, None, None]:
-        """Yield what becomes of each item, one map at a time."""
+        """Yield what becomes of each item, one map at a time.
+
+        Args:
+            function: of the map.
+            items: numbered.
+            is_ordered: yield in the order of the items.
+            errors: as for `map`.
+            sift: what the outcomes pass through before their errors are logged.
+        """
         if errors not in get_args(Errors):
             raise ArgumentError(f"errors is {errors!r}; it must be 'raise' or 'pass'")
         if self._is_mapping:
@@ -226,7 +258,7 @@ class Job:
         try:
             # Closed here, not by the garbage collector: an error that is kept keeps this frame.
             with contextlib.closing(self._map(function, items, is_ordered=is_ordered)) as found:
-                for outcome in found:
+                for outcome in found if errors == "raise" else sift(found):
                     if isinstance(outcome.value, ItemFailed) and errors == "raise":
                         raise outcome.value
                     if isinstance(outcome.value, ItemError):

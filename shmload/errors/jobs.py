@@ -70,7 +70,7 @@ class ItemKilled(ItemError):
 
 
 class JobFailed(JobError):
-    """The processes of a job cannot start, or end again and again before their first item."""
+    """A job as a whole failed: its processes cannot start, or its items all fail the same way."""
 
 
 class ResultsError(ShmloadError):

@@ -6,8 +6,10 @@ import sys
 import cloudpickle
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 
+import shmload
 from shmload.integrations.results import Results
 
 # Pickle this module's functions by value, so that a job's processes do not import all of the above.
@@ -47,6 +49,33 @@ def test_arrays_and_tensors_of_all_kinds_arrive_as_they_are(light_job, folder):
     for name, tensor in TENSORS.items():
         assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape)
         assert tensors[name].to(torch.complex128).tolist() == tensor.to(torch.complex128).tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        ("fp32", torch.float32),
+        ("float8_e4m3fn", torch.float8_e4m3fn),
+    ],
+)
+def test_floats_are_stored_in_the_dtype_asked_for(light_job, folder, given, stored):
+    light_job().write(lambda pipe, item: item, [ARRAYS, TENSORS], folder, save_dtype=given)
+    arrays, tensors = (Results(folder)[place] for place in range(2))
+    for found, names in [
+        (arrays, ["big endian", "turned", "scalar", "bfloat16"]),
+        (tensors, ["bfloat16", "view", "parameter", "float8", "one storage"]),
+    ]:
+        assert {found[name].dtype for name in names} == {stored}
+    assert arrays["big endian"].tolist() == [0, 1, 2, 3, 4]
+    assert tensors["view"].tolist() == [1, 5, 9]
+    for name in ("bool", "every second", "nothing", "complex"):
+        assert str(arrays[name].dtype) == f"torch.{ARRAYS[name].dtype}"
+
+
+def test_dtype_that_is_no_float_is_refused(light_job, folder):
+    with pytest.raises(shmload.UnknownDtype):
+        light_job().write(lambda pipe, item: item, [ARRAYS], folder, save_dtype="int8")
 
 
 def test_keys_name_the_items(light_job, folder):

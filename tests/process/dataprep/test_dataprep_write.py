@@ -281,6 +281,19 @@ def test_error_that_is_passed_over_stands_in_the_index(light_job, pipeline, tmp_
     assert_clean(folder, pipeline, tmp_path)
 
 
+def test_same_error_at_every_item_ends_the_job_at_once(light_job, folder, log, caplog):
+    def never(pipe, item):
+        log.note(item)
+        return pipe.text_encoder_2
+
+    job = light_job()
+    with pytest.raises(shmload.JobFailed, match=r"first 8 items all failed .* 'NoneType'"):
+        job.write(never, range(1000), folder, errors="pass")
+    assert len(log.take()) < 8 + 4 * 2
+    assert caplog.text == ""
+    assert job.write(squares, range(COUNT), folder, facts={"size": "1"}).added == COUNT
+
+
 def test_deadly_item_stands_in_the_index(light_job, folder):
     def deadly(pipe, item):
         if item == 2:

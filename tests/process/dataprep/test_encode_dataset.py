@@ -1,17 +1,24 @@
 """scripts/encode_dataset.py encodes every picture and caption, despite kills and bad pictures."""
 
+import json
 import os
+import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import encode_dataset
 import numpy as np
+import pyarrow.parquet
 import pytest
+import torch
 from click.testing import CliRunner
 from light_jobs import wait_until_ended
 from PIL import Image
 from storing import content_of
 
+import shmload
 from shmload.integrations.results import Results
 
 COUNT = 30
@@ -46,9 +53,10 @@ class Encoding:
         done = self.python.run(_SCRIPT, *self.arguments, out, *more)
         return done.returncode, done.stdout, done.stderr
 
-    def run_here(self, out):
+    def run_here(self, out, *more):
         """Run without processes, which is faster; return exit code and stdout."""
-        done = CliRunner().invoke(encode_dataset.main, [*self.arguments, str(out), "--procs", "0"])
+        arguments = [*self.arguments, str(out), "--procs", "0", *more]
+        done = CliRunner().invoke(encode_dataset.main, arguments)
         return done.exit_code, done.output
 
     def run_until_killed(self, out, waiting, *more):
@@ -80,7 +88,7 @@ def journals(out):
 
 def wait_for_growth(out, before):
     """Wait until the journals have grown."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while all(size <= before.get(name, 0) for name, size in journals(out).items()):
         assert time.monotonic() < deadline, "no results"
 
@@ -107,7 +115,7 @@ def test_killed_and_resumed_it_gives_the_bytes_of_a_serial_run(
     encoding.run_until_killed(out, found[20:22], "--procs", "2")
 
     code, words, errors = encoding.run(out, "--procs", "2")
-    assert code == 1
+    assert code == 3
     assert "1 failed" in words
     key = str(broken.relative_to(pictures))
     assert list(Results(out).errors) == [key]
@@ -115,7 +123,7 @@ def test_killed_and_resumed_it_gives_the_bytes_of_a_serial_run(
     assert key in errors
 
     broken.write_bytes(content)
-    code, words = encoding.run_here(out)
+    code, words = encoding.run_here(out, "--retry-failed")
     assert code == 0, words
     assert f"{COUNT} pictures, 1 of them in this run, 0 failed" in words
     assert content_of(out) == content_of(tmp_path / "serial")
@@ -127,8 +135,151 @@ def test_killed_and_resumed_it_gives_the_bytes_of_a_serial_run(
     }
 
 
+class Pipe:
+    """Stands in for a pipeline: a picture's latents are its first pixel, a caption its length."""
+
+    components: ClassVar = {}
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self):
+        self.image_processor = self.vae = self.text_encoder = self
+
+    def preprocess(self, image):
+        return torch.tensor(image.getpixel((0, 0)), dtype=torch.float32)[None]
+
+    def encode(self, pixels):
+        return SimpleNamespace(latent_dist=SimpleNamespace(sample=lambda: pixels))
+
+    def encode_prompt(self, prompt, device):
+        return torch.tensor([[len(prompt)]]), None, torch.ones(1, 2)
+
+
+@pytest.fixture
+def encode_here(tmp_path, pipeline, monkeypatch):
+    """Run the script here on five pictures with a pipeline that stands in for a real one.
+
+    Returns exit code and output, with the messages; the results are in `tmp_path / "out"`.
+    """
+    monkeypatch.setattr(shmload.Handle, "load", lambda handle: Pipe())
+    monkeypatch.setattr(encode_dataset, "encoders_of", lambda pipeline: None)
+    folder = tmp_path / "in"
+    (folder / "b").mkdir(parents=True)
+    for number in range(5):
+        path = folder / ("b" if number > 2 else "") / f"{number}.png"
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(path)
+        path.with_suffix(".txt").write_text("x" * number)
+
+    def run(*options):
+        arguments = [str(pipeline), str(folder), str(tmp_path / "out"), "--procs", "0", *options]
+        done = CliRunner().invoke(encode_dataset.main, arguments)
+        return done.exit_code, done.output
+
+    return run
+
+
+def test_picture_that_stays_broken_is_said_and_does_not_fail_later_runs(
+    encode_here, tmp_path, monkeypatch
+):
+    (tmp_path / "in" / "1.png").write_bytes(b"no picture")
+    code, words = encode_here()
+    assert code == 3
+    assert "4 of them in this run, 1 failed" in words
+    with monkeypatch.context() as patch:
+        patch.setattr(shmload.Handle, "load", lambda handle: pytest.fail("it loads"))
+        code, words = encode_here()
+    assert code == 0
+    assert "0 of them in this run, 1 failed" in words
+    assert "1.png: UnidentifiedImageError" in words
+    assert "--retry-failed" in words
+    assert encode_here("--retry-failed")[0] == 3
+    (tmp_path / "in" / "1.png").write_bytes((tmp_path / "in" / "2.png").read_bytes())
+    assert encode_here("--retry-failed")[0] == 0
+    assert len(Results(tmp_path / "out")) == 5
+
+
+def test_pipeline_that_fails_at_every_picture_ends_the_job_with_one_error(
+    encode_here, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipe, "encode_prompt", lambda pipe, prompt: pipe.tokenizer_2)
+        code, words = encode_here()
+    assert code == 1
+    (line,) = words.splitlines()
+    assert line.startswith("encode_dataset: the first 5 items all failed with the same error: Attr")
+    assert encode_here("--size", "64")[0] == 0  # nothing was stored that would bind this run
+    assert len(Results(tmp_path / "out")) == 5
+
+
+def test_only_the_first_pictures_are_encoded_with_a_limit(encode_here, tmp_path):
+    assert encode_here("--limit", "3")[0] == 0
+    assert list(Results(tmp_path / "out")) == ["0.png", "1.png", "2.png"]
+    assert "2 of them in this run" in encode_here()[1]
+    code, words = encode_here("--limit", "2")
+    assert code == 1
+    assert "there are 2 now" in words
+
+
+def test_results_are_stored_in_the_dtype_asked_for(encode_here, tmp_path):
+    assert encode_here("--save-dtype", "bf16")[0] == 0
+    found = Results(tmp_path / "out")[4]
+    assert (found["latents"].dtype, found["text.1"].dtype) == (torch.bfloat16,) * 2
+    assert found["text.0"].dtype == torch.int64
+    assert "save_dtype" in encode_here()[1]
+    assert "no_dtype" in encode_here("--save-dtype", "no_dtype")[1]
+
+
+TABLES = {
+    "a.csv": 'file_name,text\n0.png,one\nb/4.png," four,"\n',
+    "a.tsv": "file_name\ttext\n0.png\tone\nb/4.png\t four,\n",
+    "a.jsonl": '{"file_name": "0.png", "text": "one"}\n{"file_name":"b/4.png","text":"four,"}\n',
+}
+
+
+@pytest.mark.parametrize("name", [*TABLES, "a.parquet"])
+def test_captions_come_from_a_table(encode_here, tmp_path, name):
+    table = tmp_path / name
+    if name == "a.parquet":
+        names, texts = ["0.png", "b/4.png"], ["one", "four,"]
+        pyarrow.parquet.write_table(pyarrow.table({"file_name": names, "text": texts}), table)
+    else:
+        table.write_text(TABLES[name])
+    code, words = encode_here("--captions", str(table))
+    assert code == 0
+    assert f"{table} has no caption for 1.png; without one: 3 of 5" in words
+    lengths = [int(tensors["text.0"]) for _, tensors in Results(tmp_path / "out").items()]
+    assert lengths == [3, 0, 0, 0, 5]
+    assert "'captions'" in encode_here()[1]
+
+
+def test_wrong_use_is_a_sentence_with_exit_code_2(encode_here, tmp_path):
+    table = tmp_path / "a.csv"
+    for content, option, says in [
+        (TABLES["a.csv"], "--caption-column=x", "has no column 'x'; it has file_name, text"),
+        ("file_name,text\n7.png,one\n", "--limit=1", "nor for any other picture; see --file"),
+    ]:
+        table.write_text(content)
+        code, words = encode_here("--captions", str(table), option)
+        assert (code, says in " ".join(words.split())) == (2, True)
+    table.with_suffix(".jsonl").write_text("{")
+    assert encode_here("--captions", str(table.with_suffix(".jsonl")))[0] == 2
+    shutil.rmtree(tmp_path / "in")
+    (tmp_path / "in").mkdir()
+    code, words = encode_here()
+    assert code == 2
+    assert "there is no picture in" in words
+
+
+def test_vae_and_text_encoders_are_loaded_by_default(tmp_path):
+    index = {"vae": ["a", "B"], "text_encoder": ["a", "B"], "text_encoder_2": ["a", "B"]}
+    index |= {"text_encoder_3": [None, None], "unet": ["a", "B"], "_class_name": "P"}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert encode_dataset.encoders_of(str(tmp_path)) == ("vae", "text_encoder", "text_encoder_2")
+
+
 def test_what_cannot_be_done_is_one_sentence(tmp_path, pipeline, warm_python):
     (tmp_path / "in").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "in" / "a.png")
     code, words, errors = Encoding(warm_python, tmp_path / "none", tmp_path / "in").run(
         tmp_path / "out"
     )

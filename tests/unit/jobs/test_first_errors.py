@@ -1,0 +1,47 @@
+"""A run whose first items all fail with the same error ends with that error, and with no other."""
+
+import pytest
+
+import shmload
+from shmload.integrations._jobs.dispatch import Outcome
+from shmload.integrations._jobs.first_errors import MAX_SAME_ERRORS, end_if_all_fail
+
+
+def failed(index, reason="KeyError: 'x'"):
+    return Outcome(index, shmload.ItemFailed(index, index, reason))
+
+
+def sift(outcomes, *, has_results=False):
+    return list(end_if_all_fail(iter(outcomes), lambda: has_results))
+
+
+def test_same_error_of_the_first_items_ends_the_run_before_any_comes_out():
+    taken = []
+
+    def outcomes():
+        for index in range(100):
+            taken.append(index)
+            yield failed(index)
+
+    with pytest.raises(shmload.JobFailed, match=r"first 8 items all failed .*: KeyError: 'x';"):
+        sift(outcomes())
+    assert len(taken) == MAX_SAME_ERRORS
+
+
+def test_all_of_few_items_are_enough_but_one_is_not():
+    with pytest.raises(shmload.JobFailed, match="first 2 items") as caught:
+        sift([failed(0), failed(1)])
+    assert isinstance(caught.value.__cause__, shmload.ItemFailed)
+    assert len(sift([failed(0)])) == 1
+    assert sift([]) == []
+
+
+@pytest.mark.parametrize("other", [Outcome(7, "a result"), failed(7, "ValueError")])
+def test_other_outcome_lets_all_out_in_their_order(other):
+    outcomes = [*map(failed, range(7)), other, *map(failed, range(8, 30))]
+    assert sift(outcomes) == outcomes
+
+
+def test_where_results_are_stored_the_items_are_at_fault():
+    outcomes = list(map(failed, range(30)))
+    assert sift(outcomes, has_results=True) == outcomes
