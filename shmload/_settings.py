@@ -26,6 +26,8 @@ _LOCAL_SIZES = (
     "MPI_LOCALNRANKS",
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
+# No budget is smaller than this, in bytes; a smaller number lacks its unit.
+_LEAST_BUDGET = 1 << 20
 # A day is 24 hours, whatever the clocks do.
 _UNITS = {
     1: ("s", "sec", "second", "seconds"),
@@ -35,6 +37,7 @@ _UNITS = {
 }
 _SECONDS = {unit: seconds for seconds, units in _UNITS.items() for unit in units}
 ServiceUse = Literal["auto", "off", "require"]
+Size = Annotated[int, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 # What an error says of a field, by its type.
 _EXPECTED: dict[object, str] = {
@@ -79,6 +82,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     service_timeout_s: float = 10.0
     """How long the service may take to answer a request that reads no weights, in seconds."""
 
+    budget: Size | None = None
+    """Limit for resident segments in bytes, where no service runs; None for no limit."""
+
     skeletons: bool = False
     """Whether built models are cached, without their weights, to be built faster next time."""
 
@@ -110,6 +116,11 @@ def _parse(variable: str, kind: object) -> Any:
     text = os.environ[variable]
     if kind in (Path, Path | None):
         return Path(text).expanduser()
+    if kind == Size | None:
+        try:
+            return parse_budget(text)
+        except ValueError as exc:
+            raise ArgumentError(f"the environment variable {variable}: {exc}") from exc
     try:
         value = msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError as exc:
@@ -137,6 +148,18 @@ def parse_nbytes(text: str) -> int:
         return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
     except (ValueError, OverflowError) as exc:  # two points, or too large for a float
         raise ValueError(f"{text!r} is not a size; write it like 40GiB or 16e9") from exc
+
+
+def parse_budget(text: str) -> int:
+    """Read a budget in bytes; as `parse_nbytes`, but a small number lacks its unit.
+
+    Raises:
+        ValueError: it is not a size, or below 1 MiB and not 0.
+    """
+    nbytes = parse_nbytes(text)
+    if 0 < nbytes < _LEAST_BUDGET:
+        raise ValueError(f"{text} is {nbytes} bytes; is a unit missing, as in {text}GiB?")
+    return nbytes
 
 
 def parse_keep_for(given: float | str | timedelta) -> int:

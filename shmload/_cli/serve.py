@@ -22,7 +22,7 @@ from shmload._service.client import Client
 from shmload._service.endpoint import Endpoint, socket_path
 from shmload._service.server import serve
 from shmload._service.state import ServiceState
-from shmload._settings import parse_nbytes, worker_count
+from shmload._settings import parse_budget, settings, worker_count
 from shmload._wording import count_of, format_nbytes
 from shmload.errors import (
     ArgumentError,
@@ -35,8 +35,6 @@ from shmload.errors import (
 
 logger = logging.getLogger(__name__)
 
-# No budget is smaller than this; a smaller number lacks its unit.
-_LEAST_NBYTES = 1 << 20
 _MAX_PORT = 65535
 
 
@@ -45,14 +43,9 @@ class _Size(click.ParamType[int]):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:  # click's own signature
         try:
-            nbytes = parse_nbytes(str(value))
+            return parse_budget(str(value))
         except ValueError as exc:
             self.fail(str(exc), param, ctx)
-        if 0 < nbytes < _LEAST_NBYTES:
-            self.fail(
-                f"{value} is {nbytes} bytes; is a unit missing, as in {value}GiB?", param, ctx
-            )
-        return nbytes
 
 
 class _Address(click.ParamType[tuple[str, int]]):
@@ -80,7 +73,7 @@ class _PreloadList(click.Path):
 @click.option(
     "--budget",
     type=_Size(),
-    help="Limit for resident segments, such as 40GiB. [half of the memory limit]",
+    help="Limit for resident segments, such as 40GiB. [SHMLOAD_BUDGET, else half of the memory]",
 )
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [one per core]")
 @click.option(
@@ -132,7 +125,8 @@ def _run(
     with contextlib.closing(_open_endpoint(socket_path())) as endpoint:
         remove_leftovers()
         count = workers or worker_count(parent_is_busy=False)
-        state = ServiceState(count, default_budget() if budget is None else budget)
+        chosen = [given for given in (budget, settings().budget) if given is not None]
+        state = ServiceState(count, chosen[0] if chosen else default_budget())
         with contextlib.closing(state):
             _end_by_signals(state)
             for warning in budget_warnings(state.budget_nbytes, segments()):

@@ -125,6 +125,14 @@ def unwritten_nbytes(names: Iterable[str]) -> int:
     return total
 
 
+def shm_nbytes(name: str) -> int:
+    """Return the length of an object in bytes; 0 if there is none."""
+    try:
+        return os.stat(SHM_DIR / name, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0
+
+
 def shm_unlink(name: str) -> None:
     """Remove a name, if it exists. What is mapped or open stays valid."""
     with contextlib.suppress(posix_ipc.ExistentialError):

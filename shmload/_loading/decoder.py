@@ -51,6 +51,11 @@ class Decoder:
         """
         self._service = find_service()
 
+    @property
+    def has_service(self) -> bool:
+        """Whether the load is connected to a service."""
+        return self._service is not None
+
     def leaves_to_service(self, read_nbytes: int) -> bool:
         """Tell whether the service decodes shards of this size."""
         return self._service is not None and not _is_little(read_nbytes)

@@ -12,9 +12,9 @@ from shmload._decoding.coordinator import Job
 from shmload._host.descriptors import occupy_standard_streams
 from shmload._host.linux import Inode, is_cached, read_ahead, unlock
 from shmload._loading.plan import ShardPlan
+from shmload._loading.room import made_room, own_budget
 from shmload._loading.shard import OpenShard
 from shmload._segments.acquire import Awaited, Held, Opened, acquire
-from shmload._segments.capacity import make_room
 from shmload._segments.part import Hollow, Part
 from shmload._segments.removal import give_back, remove_if_free
 from shmload._segments.segment import Segment, Stay, attach
@@ -102,21 +102,32 @@ class Holdings:
     def _acquire(self, name: str) -> Held:
         return (attach(name) or Hollow(name)) if self._is_hollow else acquire(name)
 
-    def make_parts(self, shards: Iterable[OpenShard], *, is_charged_here: bool) -> None:
-        """Check that there is room for some shards' parts; give them their length and header.
+    def make_parts(
+        self,
+        shards: Sequence[OpenShard],
+        *,
+        is_charged_here: bool,
+        has_service: bool = False,
+        is_cancelled: Callable[[], bool] = bool,
+    ) -> None:
+        """Make room for some shards' parts; give them their length and header.
 
         Args:
             shards: from `acquire`.
             is_charged_here: this process's memory limit pays for the parts, not a service's.
+            has_service: a service keeps what is resident within its budget.
+            is_cancelled: as for `made_room`.
 
         Raises:
             CapacityError: there is no room.
+            DecodeCancelled: `is_cancelled` was true during a wait for room.
         """
-        if not self._is_hollow:
-            nbytes = sum(shard.layout.nbytes for shard in shards)
-            make_room(nbytes, is_charged_here=is_charged_here)
-        for shard in shards:
-            self._part(shard).prepare(shard.layout)
+        nbytes = 0 if self._is_hollow else sum(shard.layout.nbytes for shard in shards)
+        stays = self._stay is Stay.RESIDENT and not has_service
+        budget = own_budget() if stays else None
+        with made_room(nbytes, budget, is_charged_here=is_charged_here, is_cancelled=is_cancelled):
+            for shard in shards:
+                self._part(shard).prepare(shard.layout)
 
     def renew_parts(self, shards: Sequence[OpenShard]) -> None:
         """Replace some shards' parts by new ones, unless the caller may have mapped them.

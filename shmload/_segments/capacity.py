@@ -10,7 +10,6 @@ from typing import NamedTuple
 from shmload._host.linux import shm_free_nbytes, unwritten_nbytes
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
 from shmload._segments.names import part_names
-from shmload._segments.removal import remove_leftovers
 from shmload.errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 
 # Left for page tables and the workers themselves (about 40 MB each).
@@ -81,17 +80,3 @@ def _limits(*, of_group: bool = True) -> Iterator[_Limit]:
         "the machine's memory",
         "free some with `shmload rm` or stop a process",
     )
-
-
-def make_room(nbytes: int, *, is_charged_here: bool) -> None:
-    """Check that there is room, after removing dead processes' leftovers if necessary.
-
-    Raises:
-        CapacityError: as `require_room`.
-    """
-    try:
-        require_room(nbytes, is_charged_here=is_charged_here)
-    except CapacityError:
-        if not remove_leftovers():
-            raise
-        require_room(nbytes, is_charged_here=is_charged_here)

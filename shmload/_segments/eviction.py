@@ -76,7 +76,7 @@ def _remedy(found: Sequence[SegmentInfo], ways: Iterable[str]) -> str:
     protected = sum(info.is_pinned and not info.is_leased for info in found)
     own = []
     if leased:
-        own.append(f"end the users of the {leased} in use (`shmload status`)")
+        own.append(f"end the users of the {leased} in use (`shmload ls`)")
     if protected:
         own.append(f"let some of the {protected} pinned go with `shmload unpin`")
     return ", or ".join([*own, *ways])

@@ -52,7 +52,8 @@ def _look(name: str, *, remove: bool) -> bool:
     with Segment(name, fd) as segment:
         if not _is_due(segment):
             return False
-        if not wait_lock(fd, exclusive=True, timeout_s=_PATIENCE_S):
+        is_free = wait_lock(fd, exclusive=True, timeout_s=_PATIENCE_S)
+        if not is_free or mappers([segment.inode]):
             segment.touch()
             return False
         # Meanwhile a process may have used it and ended.

@@ -3,6 +3,7 @@
 shmload-UID-KEY             a segment; KEY is 30 hexadecimal digits
 shmload-UID-KEY.part        its part, while the segment is being built
 shmload-UID-KEY.new.part    a part that is about to replace that one
+shmload-UID-room.part       empty; locked by the load that looks for room in SHMLOAD_BUDGET
 shmload-UID-view-RANDOM     a view: a directory that looks like a checkpoint
 """
 
@@ -49,6 +50,14 @@ def part_name(segment: str) -> str:
 def new_part_name(segment: str) -> str:
     """Return the name of a part until it replaces the segment's present one."""
     return f"{segment}.new{_PART_SUFFIX}"
+
+
+def room_lock_name() -> str:
+    """Return the name whose lock is held by the load that looks for room in a budget.
+
+    It ends like a part's: what a dead process leaves goes in the same way.
+    """
+    return f"{name_prefix()}room{_PART_SUFFIX}"
 
 
 def make_view_name() -> str:

@@ -113,6 +113,28 @@ def test_service_evicts_for_room_that_its_budget_does_not_know_of(large, tmp_pat
     assert left == f"{paths[0]} {paths[1]} 0"  # nothing is evicted without need
 
 
+SWITCHING = """
+import gc, sys
+import shmload
+for path in sys.argv[1:]:
+    state = shmload.load_state_dict(path, "bfloat16", keep=True)
+    print("LOADED", float(state["a"][-1]))
+    pinned = shmload.pin(path) if path == sys.argv[1] else []
+    if path != sys.argv[3]:
+        state = None
+    gc.collect()
+print(*(info.source for info in shmload.segments()))
+"""
+
+
+def test_what_is_kept_and_idle_goes_when_the_room_is_short(tmp_path, in_small_shm):
+    paths = [tmp_path / f"{number}.safetensors" for number in range(5)]
+    for path in paths:
+        save_file({"a": torch.ones(2_500_000)}, path)  # 4.8 of 16 MiB
+    said = in_small_shm("-c", SWITCHING, *paths).stdout.splitlines()
+    assert said == ["LOADED 1.0"] * 5 + [f"{paths[0]} {paths[3]} {paths[4]}"]
+
+
 def test_shm_large_enough_is_enough(tmp_path, in_small_shm):
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(8_000_000)}, path)  # 15.3 of 16 MiB

@@ -89,3 +89,18 @@ def test_time_to_keep_something_is_read(given, seconds):
 def test_what_is_no_time_is_refused(given):
     with pytest.raises(ArgumentError, match="write it like 2h"):
         parse_keep_for(given)
+
+
+def test_budget_is_a_size(monkeypatch):
+    monkeypatch.setenv("SHMLOAD_BUDGET", "20GiB")
+    assert settings().budget == 20 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("much", "'much' is not a size"), ("20", "is a unit missing, as in 20GiB")]
+)
+def test_budget_that_is_no_size_is_refused(monkeypatch, text, said):
+    monkeypatch.setenv("SHMLOAD_BUDGET", text)
+    with pytest.raises(ArgumentError, match="SHMLOAD_BUDGET: ") as caught:
+        settings()
+    assert said in str(caught.value)

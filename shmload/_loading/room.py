@@ -1,0 +1,146 @@
+"""Room for the segments of one load, where no service makes it.
+
+A load that lacks memory evicts what is idle, the least recently used first. With `SHMLOAD_BUDGET`,
+a load whose segments stay also keeps all that is resident within that.
+
+Guarantee: of the loads with a budget, one at a time looks for room, and waits for it while others
+decode, with a deadline. What others decode has its length before the next one looks, so two loads
+never take the same room.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from shmload._decoding.coordinator import DecodeCancelled
+from shmload._host.linux import is_named, shm_nbytes, shm_open, shm_unlink, try_lock
+from shmload._segments.capacity import require_room
+from shmload._segments.eviction import Budget, evict_for, require_possible
+from shmload._segments.names import part_names, room_lock_name
+from shmload._segments.removal import remove_if_free, remove_leftovers
+from shmload._settings import settings
+from shmload.errors import CapacityError, SharedMemoryFull
+
+_POLL_S = 0.05
+# A load that has ended gives its leases back slightly later, in seconds.
+_SETTLE_S = 0.5
+_NAME = "SHMLOAD_BUDGET"
+
+
+def own_budget() -> Budget | None:
+    """Return the budget of loads without a service; None if the settings have none."""
+    nbytes = settings().budget
+    return None if nbytes is None else Budget(nbytes, _NAME, (f"raise {_NAME}",))
+
+
+@contextlib.contextmanager
+def made_room(
+    nbytes: int,
+    budget: Budget | None,
+    *,
+    is_charged_here: bool,
+    is_cancelled: Callable[[], bool],
+) -> Iterator[None]:
+    """Make room for new segments; give their parts their length inside the block.
+
+    Args:
+        nbytes: size of the segments, in bytes.
+        budget: limit for all that is resident; None for memory alone.
+        is_charged_here: this process's memory limit pays for the segments. If not, a service has
+            made room already.
+        is_cancelled: asked now and then; when true, the wait for room ends.
+
+    Raises:
+        CapacityError: leased and pinned segments leave too little room.
+        DecodeCancelled: `is_cancelled` was true.
+    """
+    if not is_charged_here:
+        _require_room_elsewhere(nbytes)
+        yield
+    elif budget is None or nbytes == 0:
+        try:
+            require_room(nbytes)
+        except CapacityError:
+            evict_for(nbytes)
+        yield
+    else:
+        ends_at = time.monotonic() + settings().wait_timeout_s
+        with _turn(nbytes, ends_at, is_cancelled):
+            _keep_within(budget, nbytes, ends_at, is_cancelled)
+            yield
+
+
+def _require_room_elsewhere(nbytes: int) -> None:
+    try:
+        require_room(nbytes, is_charged_here=False)
+    except CapacityError:
+        if not remove_leftovers():
+            raise
+        require_room(nbytes, is_charged_here=False)
+
+
+def _keep_within(
+    budget: Budget, nbytes: int, ends_at: float, is_cancelled: Callable[[], bool]
+) -> None:
+    """Evict until new segments fit into a budget; wait while what others decode may end it.
+
+    Raises:
+        CapacityError: it does not fit, and nothing that is decoded could change that in time.
+    """
+    quiet_since = time.monotonic()
+    while True:
+        others = _parts_nbytes()
+        try:
+            evict_for(nbytes, budget, others)
+        except CapacityError:
+            require_possible(nbytes, budget)
+            now = time.monotonic()
+            if others:
+                quiet_since = now
+            if now > ends_at or now - quiet_since > _SETTLE_S:
+                raise
+        else:
+            return
+        if is_cancelled():
+            raise DecodeCancelled
+        time.sleep(_POLL_S)
+
+
+def _parts_nbytes() -> int:
+    """Return the size of what is being decoded, in bytes; remove the parts of dead processes.
+
+    This load's own parts have no length yet.
+    """
+    return sum(shm_nbytes(name) for name in part_names() if not remove_if_free(name, patience_s=0))
+
+
+@contextlib.contextmanager
+def _turn(nbytes: int, ends_at: float, is_cancelled: Callable[[], bool]) -> Iterator[None]:
+    """Hold the lock of the load that looks for room; if its process dies, the name is garbage.
+
+    Raises:
+        SharedMemoryFull: another load looks for room until `ends_at`.
+    """
+    name = room_lock_name()
+    while True:
+        fd = shm_open(name, create=True, writable=True)
+        assert fd is not None, "created if missing"
+        try:
+            if try_lock(fd, exclusive=True) and is_named(fd, name):
+                try:
+                    yield
+                finally:
+                    shm_unlink(name)
+                return
+        finally:
+            os.close(fd)
+        if is_cancelled():
+            raise DecodeCancelled
+        if time.monotonic() > ends_at:
+            remedy = (
+                "another load waits for room ahead of this one; end it (`shmload ls`), load again "
+                f"later, or raise SHMLOAD_WAIT_TIMEOUT_S or {_NAME}"
+            )
+            raise SharedMemoryFull(nbytes, 0, _NAME, remedy)
+        time.sleep(_POLL_S)

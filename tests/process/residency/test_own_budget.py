@@ -1,0 +1,116 @@
+"""Without a service SHMLOAD_BUDGET limits what is resident; the least recently used goes first."""
+
+import contextlib
+import os
+import threading
+
+import pytest
+from warming import SHM
+
+import shmload
+from shmload._segments.acquire import acquire
+from shmload._segments.layout import Layout
+from shmload._segments.names import room_lock_name
+from shmload.errors import SharedMemoryFull
+
+_SEGMENT = (1 << 20) + 4096
+
+
+def resident():
+    return [info.source for info in shmload.segments()]
+
+
+@pytest.fixture
+def two_fit(configure, evicts):
+    """A budget of two segments and a half."""
+    configure(budget=5 * _SEGMENT // 2)
+
+
+def test_least_recently_used_goes_for_what_is_kept(shards, two_fit):
+    for path in shards[:2]:
+        shmload.warm(path, dtype="bfloat16")
+    shmload.warm(shards[0], dtype="bfloat16")  # its last use is now the newest
+    shmload.load_state_dict(shards[2], "bfloat16")  # is not kept, so it takes nothing from it
+    assert resident() == [str(path) for path in shards[:2]]
+    state = shmload.load_state_dict(shards[2], "bfloat16", keep=True)
+    assert resident() == [str(shards[0]), str(shards[2])]
+    assert state["weight"].eq(2).all()
+
+
+def test_what_is_in_use_or_pinned_stays_and_the_rest_is_refused(shards, two_fit):
+    shmload.warm(shards[0], dtype="bfloat16", pin=True)
+    state = shmload.load_state_dict(shards[1], "bfloat16", keep=True)
+    with pytest.raises(SharedMemoryFull, match="SHMLOAD_BUDGET leaves 514") as caught:
+        shmload.warm(shards[2], dtype="bfloat16")
+    assert "end the users of the 1 in use" in str(caught.value)
+    assert "raise SHMLOAD_BUDGET" in str(caught.value)
+    assert "service" not in str(caught.value)
+    assert resident() == [str(path) for path in shards[:2]]
+    assert state["weight"].eq(1).all()
+
+
+def other_decode(path):
+    """Begin to build a file's segment, as another load does; it holds the part."""
+    (planned,) = shmload.plan(path, dtype="bfloat16", keep=True).shards
+    part = acquire(planned.segment)
+    header = (1 << 12).to_bytes(8, "little") + b" " * 4088
+    part.prepare(
+        Layout(header=header, digest_offset=0, pieces=(), data_nbytes=1 << 20, read_nbytes=0)
+    )
+    return part
+
+
+def test_load_waits_while_another_decodes(shards, configure, evicts):
+    configure(budget=3 * _SEGMENT // 2)
+    with contextlib.closing(other_decode(shards[0])):
+        warming = threading.Thread(
+            target=shmload.warm, args=(shards[1],), kwargs={"dtype": "bfloat16"}
+        )
+        warming.start()
+        while not (SHM / room_lock_name()).exists():
+            pass
+        assert warming.is_alive()
+        assert resident() == []
+    warming.join()
+    assert resident() == [str(shards[1])]
+    assert not (SHM / room_lock_name()).exists()
+
+
+def test_wait_has_a_deadline(shards, configure, evicts):
+    configure(budget=3 * _SEGMENT // 2, wait_timeout_s=0.1)
+    with contextlib.closing(other_decode(shards[0])), pytest.raises(SharedMemoryFull):
+        shmload.warm(shards[1], dtype="bfloat16")
+
+
+def test_part_of_a_dead_process_takes_nothing_from_it(shards, configure, evicts):
+    configure(budget=3 * _SEGMENT // 2)
+    part = other_decode(shards[0])
+    os.close(part.take())  # as the kernel does when the process dies
+    shmload.warm(shards[1], dtype="bfloat16")
+    assert resident() == [str(shards[1])]
+
+
+def test_loads_at_once_stay_within_it(shards, two_fit):
+    errors = []
+
+    def warm(path):
+        try:
+            shmload.warm(path, dtype="bfloat16")
+        except shmload.ShmloadError as exc:
+            errors.append(exc)
+
+    warming = [threading.Thread(target=warm, args=(path,)) for path in shards]
+    for each in warming:
+        each.start()
+    for each in warming:
+        each.join()
+    assert errors == []
+    assert len(resident()) == 2
+
+
+def test_budget_of_the_service_rules_where_one_runs(service, shards, configure):
+    service("--budget", str(4 * _SEGMENT))
+    configure(budget=1 << 20)
+    for path in shards:
+        shmload.warm(path, dtype="bfloat16")
+    assert len(resident()) == 4
