@@ -21,6 +21,7 @@ from shmload._segments.lease import Lease
 from shmload._segments.removal import remove_leftovers
 from shmload._segments.segment import Stay
 from shmload.errors import ArgumentError, SourceChanged, SourceNotFound
+from shmload.integrations._building.pipeline_maker import PipelineMaker
 from shmload.integrations._building.recipe import Recipe, identity_of
 from shmload.integrations.diffusers import load_pipeline
 
@@ -111,7 +112,8 @@ class Handle:
     def facts(self) -> dict[str, str]:
         """What the pipeline's results depend on, as text by name."""
         recipe = self._recipe
-        return {
+        named = {"pipeline_class": recipe.pipeline_class} if recipe.pipeline_class else {}
+        return named | {
             "pipeline": recipe.identity,
             # Under its older name, or a folder of results that was begun before would not go on.
             "torch_dtype": msgspec.json.encode(recipe.dtype).decode(),
@@ -135,6 +137,7 @@ class Handle:
         cls,
         source: str | os.PathLike[str],
         *,
+        pipeline_class: type | str | None = None,
         dtype: object = None,
         components: Collection[str] | None = None,
         variant: str | None = None,
@@ -144,6 +147,7 @@ class Handle:
 
         Args:
             source: as for `share`.
+            pipeline_class: as for `share`.
             dtype: as for `share`.
             components: as for `share`.
             variant: as for `share`.
@@ -151,13 +155,15 @@ class Handle:
 
         Raises:
             SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
+            ArgumentError: no other process can import the class.
         """
+        PipelineMaker(pipeline_class)
         wanted = Wanted.parse(
             source, dtype, components, variant, hub_kwargs, function=cls.of, is_pipeline=True
         )
         found = find_source(wanted)
         _require_pipeline(found)
-        return cls(Recipe.of(wanted, found))
+        return cls(Recipe.of(wanted, found, pipeline_class))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A plain function: datasets hashes what it pickles, and would hash a method's code too.
@@ -176,6 +182,7 @@ class Handle:
         wanted = self._recipe.wanted
         pipe = load_pipeline(
             wanted.source,
+            pipeline_class=self._recipe.pipeline_class,
             dtype=wanted.dtype,
             components=wanted.components,
             variant=wanted.variant,
@@ -196,6 +203,7 @@ def _revive(text: str) -> Handle:
 def share(
     source: str | os.PathLike[str],
     *,
+    pipeline_class: type | str | None = None,
     dtype: object = None,
     components: Collection[str] | None = None,
     variant: str | None = None,
@@ -212,6 +220,8 @@ def share(
 
     Args:
         source: a pipeline's directory, or a hub id.
+        pipeline_class: as for `load_pipeline`; other processes must be able to import it. All
+            components of the source are decoded, whatever the class takes.
         dtype: as for `load_pipeline`.
         components: only these of the components with weights; None for all.
         variant: as for `from_pretrained`.
@@ -224,6 +234,7 @@ def share(
     Raises:
         As `warm`.
     """
+    PipelineMaker(pipeline_class)
     wanted = Wanted.parse(
         source, dtype, components, variant, hub_kwargs, function=share, is_pipeline=True
     )
@@ -234,7 +245,7 @@ def share(
     ):
         found, rules = find_with_rules(wanted, counter.steps)
         _require_pipeline(found)
-        recipe = Recipe.of(wanted, found)
+        recipe = Recipe.of(wanted, found, pipeline_class)
         load = ending.enter_context(
             complete_load(
                 found, rules, stay=Stay.SHARED, workers=workers, verify=verify, progress=counter

@@ -18,6 +18,7 @@ from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
 from shmload.integrations._building.mapped import Spans
 from shmload.integrations._building.module_trees import component_of
+from shmload.integrations._building.pipeline_maker import components_by_name
 from shmload.integrations._devices.calibration import choose_way
 from shmload.integrations._devices.destination import Destination, parse_max_host_memory
 from shmload.integrations._devices.hooks import attach_hooks, device_at, note_devices
@@ -92,7 +93,9 @@ def place_pipeline(
         ShmloadError: the map does not fit the pipeline, a device is too small, or the load failed.
     """
     models = {
-        name: model for name, model in pipe.components.items() if isinstance(model, nn.Module)
+        name: model
+        for name, model in components_by_name(pipe).items()
+        if isinstance(model, nn.Module)
     }
     placement = place_models(models, destination, load, ring)
     used = set(_flat(placement).values())

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shmload._segments.upkeep import collect_garbage, evict, verify
     from shmload.integrations.diffusers import load_pipeline
     from shmload.integrations.handles import Handle, share
+    from shmload.integrations.models import load_model
     from shmload.integrations.placing import to_device
 
 # The modules of the names above. They are imported on first use: `import shmload` stays light.
@@ -38,6 +39,7 @@ _HOMES = {
     "WarmReport": "shmload._loading.verbs",
     "collect_garbage": "shmload._segments.upkeep",
     "evict": "shmload._segments.upkeep",
+    "load_model": "shmload.integrations.models",
     "load_pipeline": "shmload.integrations.diffusers",
     "load_state_dict": "shmload._loading.state_dict",
     "models": "shmload._segments.models",
@@ -63,6 +65,7 @@ __all__ = [
     "WarmReport",
     "collect_garbage",
     "evict",
+    "load_model",
     "load_pipeline",
     "load_state_dict",
     "models",

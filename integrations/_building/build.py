@@ -1,4 +1,4 @@
-"""Builds a pipeline while its weights are still being decoded.
+"""Builds a pipeline or a model while its weights are still being decoded.
 
 The libraries' own `from_pretrained` builds it from a view. If the same models were built before,
 they come from their skeleton and `from_pretrained` builds only the rest. Two checks follow: the
@@ -9,13 +9,13 @@ show that the rules chose the right dtypes. If a check fails, the pipeline is bu
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
+from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import forget_rule
@@ -23,15 +23,13 @@ from shmload._host.procfs import mappings, modified_nbytes
 from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._settings import settings
+from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.mapped import Spans, hold_leases
 from shmload.integrations._building.paths import PathRepair
 from shmload.integrations._building.pickling import Models
 from shmload.integrations._building.rules import libraries
 from shmload.integrations._building.skeletons import load_skeleton, save_skeleton, skeleton_path
 from shmload.integrations._devices.hollow import BytesNeeded
-
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
 
 logger = logging.getLogger(__name__)
 
@@ -55,41 +53,41 @@ _NEUTRAL_KWARGS = frozenset(
 
 
 class Build:
-    """Builds one pipeline from a load.
+    """Builds one pipeline, or one model, from a load.
 
     Args:
-        source: the pipeline.
+        source: as the maker takes it.
+        maker: calls `from_pretrained`.
         rules: the rules that its shards are decoded by, by component.
         load: the load of its shards; stays the caller's.
         torch_dtype: for `from_pretrained`.
         kwargs: the other arguments of `from_pretrained`.
-        place: copies the pipeline to its devices, after or while the bytes are decoded; None to
+        place: copies what was built to its devices, after or while the bytes are decoded; None to
             leave it on the CPU.
-        left_out: components that `kwargs` has as None because others were chosen.
     """
 
     def __init__(
         self,
         source: Source,
+        maker: Maker,
         rules: Mapping[str, Rule],
         load: Load,
         torch_dtype: object,
         kwargs: dict[str, Any],
-        place: Callable[["DiffusionPipeline"], None] | None = None,
-        left_out: Collection[str] = (),
+        place: Callable[[Any], None] | None = None,
     ) -> None:
         self._source = source
-        self._left_out = left_out
+        self._maker = maker
         self._place = place
         self._rules = rules
         self._load = load
         self._torch_dtype = torch_dtype
         self._kwargs = kwargs
         self._said: set[tuple[str, int, str]] = set()
-        is_local = os.path.exists(source.given)
-        self._root = os.fspath(source.given) if is_local else str(source.root)
+        self._is_local = os.path.exists(source.given)
+        self._root = os.fspath(source.given) if self._is_local else str(source.root)
 
-    def run(self, *, verify: bool) -> "DiffusionPipeline":
+    def run(self, *, verify: bool) -> Any:
         """Build the pipeline, if possible while its weights are being decoded.
 
         Raises:
@@ -102,7 +100,7 @@ class Build:
         self._finish(pipe, verify=verify)
         return pipe
 
-    def _build_around(self, skeleton: Path) -> "DiffusionPipeline | None":
+    def _build_around(self, skeleton: Path) -> Any:
         """Build the pipeline around models from their skeleton; return None if it does not fit."""
         unfinished = self._load.holdings.unfinished_components()
         if not self._load.holdings.has_every_file:
@@ -128,7 +126,7 @@ class Build:
             return None
         return skeleton_path(self._source, self._load, self._torch_dtype, self._root)
 
-    def _build_models(self, skeleton: Path | None, *, verify: bool) -> "DiffusionPipeline":
+    def _build_models(self, skeleton: Path | None, *, verify: bool) -> Any:
         """Let the libraries build the whole pipeline."""
         generator_state = torch.get_rng_state()
         pipe = self._build_early(self._load.holdings.unfinished_components())
@@ -145,7 +143,7 @@ class Build:
         self._finish(pipe, verify=verify)
         return pipe
 
-    def _build_undecoded(self, generator_state: torch.Tensor) -> "DiffusionPipeline":
+    def _build_undecoded(self, generator_state: torch.Tensor) -> Any:
         """Build the pipeline from the stored shards: the segments have the wrong dtypes."""
         torch.set_rng_state(generator_state)
         self._require_bytes()
@@ -165,7 +163,7 @@ class Build:
             raise BytesNeeded
         self._load.wait()
 
-    def _build_early(self, unfinished: set[str]) -> "DiffusionPipeline | None":
+    def _build_early(self, unfinished: set[str]) -> Any:
         """Build the pipeline before all bytes are decoded; return None if that failed."""
         if not self._can_build_early(unfinished):
             return None
@@ -184,7 +182,7 @@ class Build:
         torch.set_rng_state(generator_state)
         return None
 
-    def _finish(self, pipe: "DiffusionPipeline", *, verify: bool) -> None:
+    def _finish(self, pipe: Any, *, verify: bool) -> None:
         """Wait for the rest of the load, and copy the pipeline to its devices."""
         if not self._load.holdings.hollow:
             self._load.wait()
@@ -192,7 +190,7 @@ class Build:
                 self._load.verify()
         if self._place:
             self._place(pipe)  # with stand-ins, this copies the bytes while they are decoded
-        hold_leases(pipe.components.values(), self._load.holdings.segments())
+        hold_leases(self._maker.parts(pipe), self._load.holdings.segments())
 
     @property
     def _reads_at_once(self) -> bool:
@@ -203,9 +201,7 @@ class Build:
         """Tell whether building before all bytes are decoded can succeed."""
         return self._load.holdings.has_every_file and not (unfinished and self._reads_at_once)
 
-    def _from_view(
-        self, models: Models | None = None, *, decoded: bool = True
-    ) -> "DiffusionPipeline":
+    def _from_view(self, models: Models | None = None, *, decoded: bool = True) -> Any:
         """Build the pipeline from a view.
 
         Args:
@@ -213,46 +209,31 @@ class Build:
             decoded: the view leads to the segments; False: to the stored shards.
         """
         given = self._source.given
-        # Neither the libraries' loading nor the repair of messages is thread-safe.
-        with (
-            libraries,
-            View(self._source.root, self._load.holdings.files() if decoded else {}) as view,
-        ):
+        # The libraries' loading is not thread-safe, nor is the repair of messages.
+        with libraries, contextlib.ExitStack() as lending:
+            if not self._source.checkpoints and self._is_local:
+                return self._from_path(given, {})  # there are no other files to lend
+            files = self._load.holdings.files() if decoded else {}
+            view = lending.enter_context(View(self._source.root, files))
             repair = PathRepair(view.path, self._root, given, self._said)
             if models:
                 repair.silence(_PASSED)
-            if "safety_checker" in self._left_out:
+            if "safety_checker" in self._maker.left_out:
                 repair.silence(_NO_CHECKER)
             with repair.in_messages():
-                pipe = self._from_path(view.path, models or {})
-            repair.repair(pipe, but=(models or {}).values())
-        return pipe
+                made = self._from_path(str(view.path), models or {})
+            repair.repair(made, but=(models or {}).values())
+        return made
 
-    def _from_path(self, root: Path, models: Models) -> "DiffusionPipeline":
-        """Let the library build the pipeline, as the class that the source names.
-
-        The class's list of optional components decides which passed components count. The list of
-        the base class is another one.
-        """
-        import diffusers
-        from diffusers.pipelines import pipeline_utils
-
-        pipeline_class = diffusers.DiffusionPipeline
-        if "custom_pipeline" not in self._kwargs:
-            pipeline_class = getattr(diffusers, self._source.class_name, pipeline_class)
-        # The older name still works but warns.
-        keyword = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
-        dtype = {} if self._torch_dtype is None else {keyword: _as_torch(self._torch_dtype)}
+    def _from_path(self, path: str | os.PathLike[str], models: Models) -> Any:
+        """Let the library build it from a directory."""
         # Mapped weights need no threads to fetch them: without threads a build takes a sixth less
         # time. In inference mode they stay: they run outside of it, and make other tensors than
         # this thread would.
         is_theirs = self._reads_at_once or torch.is_inference_mode_enabled()
         threads = contextlib.nullcontext() if is_theirs else _no_loading_threads()
         with threads:
-            pipe: DiffusionPipeline = pipeline_class.from_pretrained(
-                str(root), **dtype, **self._kwargs, **models
-            )
-        return pipe
+            return self._maker.make(path, self._torch_dtype, {**self._kwargs, **models})
 
     def _has_warned(self) -> bool:
         """Tell whether this process has shown, or muted, a warning that a skeleton would drop.
@@ -265,15 +246,15 @@ class Build:
         _has_ever_warned |= is_muted or any(map(_is_of_models, self._said))
         return _has_ever_warned
 
-    def _models_of(self, pipe: "DiffusionPipeline") -> Models:
+    def _models_of(self, pipe: Any) -> Models:
         """Return the models whose weights this load decodes."""
         found = {
-            checkpoint.component: getattr(pipe, checkpoint.component, None)
+            checkpoint.component: self._maker.part(pipe, checkpoint.component)
             for checkpoint in self._source.checkpoints
         }
         return {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
 
-    def _is_wholly_mapped(self, pipe: "DiffusionPipeline", components: set[str]) -> bool:
+    def _is_wholly_mapped(self, pipe: Any, components: set[str]) -> bool:
         """Tell whether every stored tensor of some components is mapped, and none was read."""
         if not components:
             return True
@@ -285,7 +266,7 @@ class Build:
         tensors = (tensor for model in models for tensor in model.state_dict().values())
         return all(map(spans.holds_unread, tensors))
 
-    def _has_other_dtypes(self, pipe: "DiffusionPipeline") -> bool:
+    def _has_other_dtypes(self, pipe: Any) -> bool:
         """Tell whether a model has other dtypes than its rule says, and forget such rules.
 
         A tensor that the rule gave fewer bits than the model wants has lost precision.
@@ -293,7 +274,7 @@ class Build:
         is_wrong = False
         for checkpoint in self._source.checkpoints:
             rule = self._rules[checkpoint.component]
-            module = getattr(pipe, checkpoint.component, None)
+            module = self._maker.part(pipe, checkpoint.component)
             if rule.target is None or rule.is_widening or module is None:
                 continue
             if not _agrees(rule, module):
@@ -324,13 +305,6 @@ def _no_loading_threads() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(name, None)
-
-
-def _as_torch(dtype: object) -> object:
-    """Return torch's dtypes for names, alone or in a dict by component."""
-    if isinstance(dtype, Mapping):
-        return {name: _as_torch(value) for name, value in dtype.items()}
-    return None if dtype is None else getattr(torch, TORCH_NAMES[parse_dtype(dtype)])
 
 
 def _agrees(rule: Rule, module: Any) -> bool:

@@ -56,7 +56,10 @@ _CHANGE_THE_CLASS = ("custom_pipeline", "load_connected_pipeline")
 
 
 def require_taken(
-    kwargs: dict[str, Any], source: Source, function: Callable[..., Any], pipeline_class: Any = None
+    kwargs: dict[str, Any],
+    source: Source,
+    function: Callable[..., Any],
+    find_class: Callable[[Source], Any] | None = None,
 ) -> None:
     """Refuse a keyword that neither shmload, the library nor the pipeline takes.
 
@@ -64,7 +67,7 @@ def require_taken(
         kwargs: what a function got beside the arguments in its signature.
         source: the pipeline.
         function: the function, for errors.
-        pipeline_class: the class to build; None for the one that the source names.
+        find_class: returns the class to build from the source; None for the one that it names.
 
     Raises:
         UnknownArgument: with the nearest name that is taken.
@@ -76,7 +79,7 @@ def require_taken(
     unknown = kwargs.keys() - listed
     if not unknown:
         return
-    chosen = pipeline_class or _class_of(source)
+    chosen = (find_class or _class_of)(source)
     taken = _arguments_of(chosen)
     if taken is None:
         return

@@ -52,17 +52,18 @@ class PathRepair:
 
     def text(self, text: str) -> str:
         """Repair a text that mentions paths."""
-        return text.replace(self._view, self._root.rstrip("/") or "/")
+        below = text.replace(f"{self._view}/", f"{self._root.rstrip('/')}/")
+        return below.replace(self._view, os.fspath(self._given))
 
     def repair(self, pipe: object, *, but: Iterable[object] = ()) -> None:
         """Repair every string reachable from a pipeline through attributes and containers.
 
         Args:
-            pipe: where to begin.
+            pipe: where to begin; for a tuple, in each of its items.
             but: objects to leave out.
         """
         seen = set(map(id, but))
-        waiting = [pipe]
+        waiting = list(pipe) if isinstance(pipe, tuple) else [pipe]
         while waiting:
             container = waiting.pop()
             if id(container) in seen:

@@ -15,6 +15,7 @@ from shmload._checkpoints.identity import identify
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source, files_of
 from shmload._checkpoints.wanted import Hub, Wanted
+from shmload.integrations._building.classes import name_class
 
 # Configurations and tokenizers are smaller; weights that are not safetensors files are larger.
 _SMALL_NBYTES = 32 << 20
@@ -28,14 +29,25 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     dtype: str | dict[str, str | None] | None = msgspec.field(default=None, name="torch_dtype")
     components: tuple[str, ...] | None = None
     variant: str | None = None
+    pipeline_class: str | None = None
+    """Of diffusers by its name, or `module.Class`; None for the one that the source names."""
     revision: str | None = None
     cache_dir: str | None = None
     identity: str = ""
     """Digest of the source's files when the handle was made."""
 
     @classmethod
-    def of(cls, wanted: Wanted, found: Source) -> Self:
-        """Return the recipe of a source that was found."""
+    def of(cls, wanted: Wanted, found: Source, pipeline_class: object = None) -> Self:
+        """Return the recipe of a source that was found.
+
+        Args:
+            wanted: what to load.
+            found: the source.
+            pipeline_class: as for `load_pipeline`.
+
+        Raises:
+            ArgumentError: no other process can import the class.
+        """
         given, hub = os.fspath(wanted.source), wanted.hub
         components = wanted.components
         return cls(
@@ -45,6 +57,7 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
             # Sorted: equal handles must have equal texts, and a set has no order.
             components=None if components is None else tuple(sorted(set(components))),
             variant=wanted.variant,
+            pipeline_class=_class_name(pipeline_class),
             revision=hub.revision,
             cache_dir=None if hub.cache_dir is None else os.path.abspath(hub.cache_dir),
             identity=identity_of(found, components),
@@ -65,6 +78,14 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
             variant=self.variant,
             hub=hub,
         )
+
+
+def _class_name(pipeline_class: object) -> str | None:
+    if not isinstance(pipeline_class, type):
+        return None if pipeline_class is None else str(pipeline_class)
+    import diffusers  # which has been imported to make the class
+
+    return name_class(pipeline_class, "pipeline_class", diffusers)
 
 
 def _dtype_names(dtype: object) -> Any:

@@ -17,7 +17,14 @@ from shmload.integrations._devices.destination import Destination, parse_max_hos
 from shmload.integrations._devices.ways import Pin
 
 # With these the library reads other files, or makes new tensors of what it reads.
-_BYPASSING_KWARGS = ("use_flashpack", "use_onnx", "quantization_config")
+_BYPASSING_KWARGS = (
+    "use_flashpack",
+    "use_onnx",
+    "quantization_config",
+    "gguf_file",
+    "state_dict",
+    "key_mapping",
+)
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):

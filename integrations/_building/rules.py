@@ -46,17 +46,21 @@ def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
         The rule; the raw one if the class is unknown or the rule cannot be derived.
     """
     with libraries:
-        return _derive(checkpoint, target)
+        model_class = find_class(checkpoint)
+        return RAW if model_class is None else _derive(model_class, checkpoint, target)
 
 
-def _derive(checkpoint: Checkpoint, target: str | None) -> Rule:
+def derive_rule_of(model_class: type, checkpoint: Checkpoint, target: str | None) -> Rule:
+    """Derive the rule of a class that no library has; else as `derive_rule`."""
+    with libraries:
+        return _derive(model_class, checkpoint, target)
+
+
+def _derive(model_class: type, checkpoint: Checkpoint, target: str | None) -> Rule:
     import transformers
     from diffusers import ModelMixin
     from transformers import PreTrainedModel
 
-    model_class = find_class(checkpoint)
-    if model_class is None:
-        return RAW
     if issubclass(model_class, ModelMixin):
         return _diffusers_rule(model_class, target)
     if issubclass(model_class, PreTrainedModel):
@@ -66,7 +70,7 @@ def _derive(checkpoint: Checkpoint, target: str | None) -> Rule:
         try:
             return _transformers_rule(model_class, checkpoint, target)
         except Exception as exc:  # whatever went wrong: the library can still cast by itself
-            logger.info("no dtype rule for %s: %s", checkpoint.class_name, exc)
+            logger.info("no dtype rule for %s: %s", model_class.__name__, exc)
     return RAW
 
 

@@ -56,7 +56,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         return all(_is_accelerator(device) for _, device in devices_in(self.device_map))
 
     def require_known(self, source: Source, passed: Collection[str]) -> None:
-        """Check that the components that the map names exist.
+        """Check that the components that the map names exist; a single model has none.
 
         Args:
             source: to load.
@@ -65,6 +65,8 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             UnknownComponent: one does not.
         """
+        if not source.is_pipeline:
+            return
         known = {*source.components, *passed}
         names = self.device_map if isinstance(self.device_map, Mapping) else ()
         for name in names:

@@ -4,6 +4,7 @@ The network is asked only for what the cache lacks.
 """
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -12,7 +13,7 @@ import msgspec
 
 from shmload._checkpoints.library import library
 from shmload._checkpoints.paths import not_found
-from shmload._checkpoints.resolve import Source, resolve
+from shmload._checkpoints.resolve import Source, resolve, resolve_model
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
 
@@ -41,6 +42,34 @@ def find_source(wanted: Wanted, passed: Collection[str] = ()) -> Source:
             given, below, variant=wanted.variant, components=wanted.components, passed=passed
         )
 
+    return _find(wanted, resolve_in)
+
+
+def find_model(wanted: Wanted) -> Source:
+    """Find one model on the local disk, or bring it there.
+
+    Args:
+        wanted: the model's repository or directory, its subfolder and variant; its dtype is not
+            used.
+
+    Returns:
+        The repository or directory, as `resolve_model` describes it.
+
+    Raises:
+        SourceNotFound: there is no such path or hub id.
+        CheckpointError: an index is wrong, or a shard is missing.
+    """
+    given = os.fspath(wanted.source)
+
+    def resolve_in(root: Path) -> Source:
+        return resolve_model(given, root, subfolder=wanted.hub.subfolder, variant=wanted.variant)
+
+    return _find(wanted, resolve_in)
+
+
+def _find(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source:
+    """Find a source, and its files by a function that gets its directory."""
+    given = wanted.source
     try:
         if Path(given).exists():
             return resolve_in(Path(given))

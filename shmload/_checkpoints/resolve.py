@@ -123,6 +123,52 @@ def _resolve(
     return _resolve_component(given, root, variant)
 
 
+def resolve_model(
+    given: str, root: Path, *, subfolder: str | None = None, variant: str | None = None
+) -> Source:
+    """Find the weight files of one model, alone or in a pipeline.
+
+    Where the library would find none, or finds them in another way, no checkpoint is returned: the
+    library loads the model from its own files, or says what is wrong.
+
+    Args:
+        given: what the user named, for messages.
+        root: the directory or file that it stands for.
+        subfolder: the model's directory in it, as for `from_pretrained`.
+        variant: as for `from_pretrained`.
+
+    Raises:
+        SourceNotFound: `root` does not exist.
+        IndexMalformed, ShardMissing: as `resolve`.
+    """
+    if not os.path.exists(root):
+        raise SourceNotFound(given, "neither a file, a directory nor a model in the hub cache")
+    folder = root / subfolder if subfolder else root
+    is_below = folder.is_relative_to(root) and ".." not in folder.parts[len(root.parts) :]
+    names = os.listdir(folder) if is_below and os.path.isdir(folder) else []
+    library, class_name, config = _describe_folder(folder) if names else ("", "", {})
+    shards: tuple[Path, ...] = ()
+    # A single model's variant is there, or the library refuses.
+    if names and (variant is None or has_variant(folder, variant)):
+        shards = find_shards(folder, names, library, variant)
+    found = Checkpoint(
+        component="",
+        folder=folder,
+        library=library,
+        class_name=class_name,
+        config=config,
+        shards=shards,
+    )
+    return Source(
+        given=given,
+        root=root,
+        class_name="",
+        components=(),
+        checkpoints=(found,) if shards else (),
+        is_complete=any(map(is_of_weights, names)),
+    )
+
+
 def components_with_weights(source: Source) -> set[str]:
     """Return the components of a pipeline that have weights, in any format."""
     folders = ((name, source.root / name) for name in source.components)
@@ -188,17 +234,21 @@ def _resolve_pipeline(
     )
 
 
-def _resolve_component(given: str | os.PathLike[str], root: Path, variant: str | None) -> Source:
-    config_path = root / "config.json"
+def _describe_folder(folder: Path) -> tuple[str, str, dict[str, Any]]:
+    """Return library, class and configuration of a model's directory; empty where unknown."""
+    config_path = folder / "config.json"
     config = read_json(config_path) if config_path.is_file() else {}
     # diffusers writes its class here, transformers a list of them.
     match config:
         case {"_class_name": str(class_name)}:
-            library = "diffusers"
+            return "diffusers", class_name, config
         case {"architectures": [str(class_name), *_]}:
-            library = "transformers"
-        case _:
-            library = class_name = ""
+            return "transformers", class_name, config
+    return "", "", config
+
+
+def _resolve_component(given: str | os.PathLike[str], root: Path, variant: str | None) -> Source:
+    library, class_name, _ = _describe_folder(root)
     checkpoint = _checkpoint(root, variant, "", library, class_name)
     if checkpoint is None:
         reason = f"a directory without model_index.json or {format_names()} weights"

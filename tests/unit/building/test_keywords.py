@@ -75,8 +75,8 @@ def test_class_that_loads_in_its_own_way_is_not_judged(make_source):
         def from_pretrained(cls, *args, **kwargs):
             raise NotImplementedError
 
-    for pipeline_class in (Mine, diffusers.AutoPipelineForText2Image):
-        require_taken({"enable_pag": 1}, make_source(), shmload.load_pipeline, pipeline_class)
+    for find_class in (lambda _: Mine, lambda _: diffusers.AutoPipelineForText2Image):
+        require_taken({"enable_pag": 1}, make_source(), shmload.load_pipeline, find_class)
     for class_name in ("", "NoSuchPipeline"):
         require_taken({"of_my_pipeline": 1}, make_source(class_name), shmload.load_pipeline)
 
@@ -86,6 +86,6 @@ def test_constructor_of_a_given_class_counts(make_source):
         def __init__(self, vae, unet, extra=None):
             super().__init__()
 
-    require_taken({"extra": 1}, make_source(), shmload.load_pipeline, Mine)
+    require_taken({"extra": 1}, make_source(), shmload.load_pipeline, lambda _: Mine)
     with pytest.raises(shmload.UnknownArgument, match=r"Mine\.from_pretrained"):
-        require_taken({"scheduler": 1}, make_source(), shmload.load_pipeline, Mine)
+        require_taken({"scheduler": 1}, make_source(), shmload.load_pipeline, lambda _: Mine)

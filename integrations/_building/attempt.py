@@ -1,0 +1,119 @@
+"""One call of `load_pipeline` or `load_model`: the ways to decode and build, tried in turn."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from shmload._checkpoints.resolve import Source
+from shmload._decoding.ring import Ring
+from shmload._loading.load import Load
+from shmload._loading.progress import Progress
+from shmload._loading.sources import Rules
+from shmload._loading.steps import Step
+from shmload._segments.segment import Segment, Stay
+from shmload._settings import local_world_size
+from shmload.errors import MemoryLimitExceeded, SharedMemoryFull
+from shmload.integrations._building.early import begin_early
+from shmload.integrations._building.maker import Maker
+from shmload.integrations._building.route import Route
+from shmload.integrations._devices.destination import Destination
+from shmload.integrations._devices.hollow import BytesNeeded
+
+logger = logging.getLogger(__name__)
+
+Place = Callable[[Any, Destination, Load, Ring | None], None]
+"""Copies what was built to its devices."""
+Linger = Callable[[Iterable[Segment]], None]
+"""Keeps shared segments until all ranks of this host have attached them."""
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """What one call loads, and how."""
+
+    source: Source
+    maker: Maker
+    dtype: object
+    route: Route
+    kwargs: dict[str, Any]
+    """For `from_pretrained`."""
+    workers: int | None
+    verify: bool
+    progress: Progress
+    place: Place
+    linger: Linger
+
+    def run(self) -> Any:
+        """Load by the best way that is possible, and return what was built."""
+        if self.route.tries_to_share and (made := self._by_shared_segments()) is not None:
+            return made
+        ring = self.route.open_ring(self.source)
+        if ring and (made := self._by_ring(ring)) is not None:
+            return made
+        return self._by_segments(self.route.stay)
+
+    def _by_segments(self, stay: Stay) -> Any:
+        """Load by segments; shared ones stay until every rank on this host has attached them."""
+        with self._begin(stay) as (load, rules, source):
+            made = self._build(source, load, rules)
+            if stay is Stay.SHARED and local_world_size() > 1:
+                self.linger(load.holdings.segments())
+        return made
+
+    def _by_shared_segments(self) -> Any:
+        """Load by shared segments. If there is no room and a ring is possible, return None."""
+        try:
+            return self._by_segments(Stay.SHARED)
+        except (MemoryLimitExceeded, SharedMemoryFull):
+            if not self.route.may_stream:
+                raise
+        logger.warning(
+            "%s: no room to share segments; each rank reads by itself",
+            self.source.given,
+        )
+        return None
+
+    def _by_ring(self, ring: Ring) -> Any:
+        """Load by a ring and close it; return None if building reads weights on the host."""
+        try:
+            with ring, self._begin(Stay.PRIVATE, ring) as (load, rules, source):
+                return self._build(source, load, rules, ring)
+        except BytesNeeded:
+            pass  # and leave this block: in it the exception keeps the half-built models alive
+        if self.route.destination:
+            self.route.destination.require_no_limit(self.source)
+        logger.info("%s: building reads weights on the host; no ring", self.source.given)
+        return None
+
+    def _begin(
+        self, stay: Stay, ring: Ring | None = None
+    ) -> contextlib.AbstractContextManager[tuple[Load, Rules, Source]]:
+        return begin_early(
+            self.source,
+            self.maker,
+            self.dtype,
+            stay=stay,
+            progress=self.progress,
+            workers=self.workers,
+            is_raw=self.route.is_bypassed,
+            ring=ring,
+        )
+
+    def _build(self, source: Source, load: Load, rules: Rules, ring: Ring | None = None) -> Any:
+        """Build it and copy it to its devices."""
+        # Not at the top: importing torch takes a second, while workers already decode.
+        from shmload.integrations._building.build import Build
+
+        destination = self.route.destination
+        place = None
+        if destination:
+            place = functools.partial(self._place, destination, load, ring)
+        build = Build(source, self.maker, rules, load, self.dtype, self.kwargs, place)
+        with self.progress.steps.during(Step.BUILDING):
+            return build.run(verify=self.verify)
+
+    def _place(self, destination: Destination, load: Load, ring: Ring | None, made: Any) -> None:
+        self.place(made, destination, load, ring)

@@ -1,0 +1,56 @@
+"""A maker: what builds one pipeline or model, by the `from_pretrained` of its class.
+
+Makers import no library before they must: workers decode while the classes are imported.
+"""
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol
+
+from shmload._checkpoints.resolve import Checkpoint, Source
+from shmload._checkpoints.rule import Rule
+
+
+class Maker(Protocol):
+    """Builds what one call loads, and knows what it consists of."""
+
+    @property
+    def left_out(self) -> Collection[str]:
+        """Components that are passed as None because the user chose others."""
+
+    def import_classes(self, source: Source) -> Source:
+        """Import the classes that are needed; a second call does nothing more.
+
+        Args:
+            source: as it was found.
+
+        Returns:
+            The source as the classes take it: without components that they leave out.
+
+        Raises:
+            ArgumentError: there is no such class, or it loads something else.
+        """
+
+    def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
+        """Return the probable rule of a checkpoint, without an import."""
+
+    def rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
+        """Return the rule of a checkpoint, by the classes that were imported."""
+
+    def make(self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]) -> Any:
+        """Let the library build it.
+
+        Args:
+            path: of the directory to read.
+            dtype: as the user gave it; None to give none.
+            kwargs: the other arguments of `from_pretrained`.
+
+        Raises:
+            Exception: any error of the library.
+        """
+
+    def part(self, made: Any, component: str) -> Any:
+        """Return a component of what was made; None if it lacks it."""
+
+    def parts(self, made: Any) -> Iterable[Any]:
+        """Return all components of what was made."""

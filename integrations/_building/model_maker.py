@@ -1,0 +1,190 @@
+"""Makes single models of diffusers and transformers."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shmload._checkpoints.indexes import read_json
+from shmload._checkpoints.resolve import Checkpoint, Source
+from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.rules import likely_rule, rule_for, wanted_dtype
+from shmload.errors import ArgumentError
+from shmload.integrations._building.classes import find_class_named
+
+_LIBRARIES = ("diffusers", "transformers")
+
+
+class ModelMaker:
+    """Makes a model by the `from_pretrained` of a class.
+
+    Args:
+        wanted: the class, or its name. An automatic class chooses another one by the source.
+        is_path: give the library a `Path` and not a text, as the user did.
+
+    Raises:
+        ArgumentError: `wanted` cannot load models.
+    """
+
+    left_out = ()
+
+    def __init__(self, wanted: object, *, is_path: bool) -> None:
+        if not isinstance(wanted, str):
+            _require_model_class(wanted)
+        self._wanted = wanted
+        self._is_path = is_path
+        self._class: Any = None
+        self._made: type | None = None
+
+    @property
+    def has_class(self) -> bool:
+        """Whether the class is there without an import."""
+        return not isinstance(self._wanted, str)
+
+    def import_classes(self, source: Source) -> Source:
+        """Import the model's class, and the module that builds it.
+
+        Raises:
+            ArgumentError: there is no class of that name, or it loads no models.
+        """
+        import shmload.integrations._building.build  # noqa: F401 with it, torch
+
+        self._class = self._find_class(source)
+        self._made = _class_made(self._class, source)
+        named = [_name(checkpoint, self._made) for checkpoint in source.checkpoints]
+        return msgspec.structs.replace(source, checkpoints=tuple(named))
+
+    def _find_class(self, source: Source) -> Any:
+        import diffusers
+        import transformers
+
+        if not isinstance(self._wanted, str):
+            return self._wanted
+        libraries = [diffusers, transformers]
+        # Both have an `AutoModel`.
+        if any(checkpoint.library == "transformers" for checkpoint in source.checkpoints):
+            libraries.reverse()
+        found = find_class_named(self._wanted, "cls", libraries)
+        _require_model_class(found)
+        return found
+
+    def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
+        """Return the rule that most classes have."""
+        return RAW if is_left_to_library(dtype) else likely_rule(checkpoint, dtype)
+
+    def rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
+        """Return the rule of the class that `from_pretrained` makes; in doubt the raw one."""
+        from shmload.integrations._building.rules import derive_rule_of
+
+        if self._made is None or is_left_to_library(dtype):
+            return RAW
+        if checkpoint.library in _LIBRARIES:
+            return rule_for(checkpoint, dtype)
+        # Not remembered: the user may edit the class.
+        return derive_rule_of(self._made, checkpoint, wanted_dtype(dtype, checkpoint.component))
+
+    def make(self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]) -> Any:
+        """Let the library build the model; with `output_loading_info` it returns a tuple."""
+        import diffusers
+
+        from shmload.integrations._building.torch_dtypes import as_torch, diffusers_keyword
+
+        is_of_diffusers = issubclass(self._class, (diffusers.ModelMixin, diffusers.AutoModel))
+        given = dict(kwargs)
+        if dtype is not None:
+            keyword = diffusers_keyword() if is_of_diffusers else "dtype"
+            given[keyword] = dtype if is_left_to_library(dtype) else as_torch(dtype)
+        return self._class.from_pretrained(Path(path) if self._is_path else path, **given)
+
+    def part(self, made: Any, component: str) -> Any:
+        """Return the model, whose component has an empty name."""
+        return made[0] if isinstance(made, tuple) else made
+
+    def parts(self, made: Any) -> Iterable[Any]:
+        """Return the model alone."""
+        return [self.part(made, "")]
+
+
+def is_left_to_library(dtype: object) -> bool:
+    """Tell whether a dtype is no dtype: transformers' `auto`, or its dict by a model's parts."""
+    return isinstance(dtype, Mapping) or (isinstance(dtype, str) and dtype == "auto")
+
+
+def _require_model_class(found: object) -> None:
+    """Check that a value is a class that loads models.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
+        raise ArgumentError(
+            f"cls is {getattr(found, '__name__', found)!r}; give a class of models with "
+            "`from_pretrained`, or its name"
+        )
+    if "DiffusionPipeline" in {base.__name__ for base in found.__mro__}:
+        raise ArgumentError(f"cls is {found.__name__}, which loads pipelines; use load_pipeline")
+
+
+def _name(checkpoint: Checkpoint, made: type | None) -> Checkpoint:
+    """Name the class that is made in a checkpoint, by its library or else by its module."""
+    import importlib
+
+    if made is None:
+        return msgspec.structs.replace(checkpoint, library="", class_name="")
+    library = made.__module__.partition(".")[0]
+    home = importlib.import_module(library) if library in _LIBRARIES else None
+    is_public = getattr(home, made.__name__, None) is made
+    return msgspec.structs.replace(
+        checkpoint, library=library if is_public else made.__module__, class_name=made.__name__
+    )
+
+
+def _class_made(asked: Any, source: Source) -> type | None:
+    """Return the class that `from_pretrained` of a class makes from a source; None in doubt."""
+    import diffusers
+    import transformers
+
+    if issubclass(asked, (diffusers.ModelMixin, transformers.PreTrainedModel)):
+        found: type = asked
+        return found
+    config = source.checkpoints[0].config if source.checkpoints else {}
+    if "auto_map" in config:  # code of the repository
+        return None
+    if issubclass(asked, diffusers.AutoModel):
+        if class_name := config.get("_class_name"):
+            chosen = getattr(diffusers, str(class_name), None)
+            return chosen if isinstance(chosen, type) else None
+        asked = _listed_class(source) or transformers.AutoModel
+        if isinstance(asked, type) and issubclass(asked, transformers.PreTrainedModel):
+            return asked
+    return _class_mapped(getattr(asked, "_model_mapping", None), config)
+
+
+def _listed_class(source: Source) -> Any:
+    """Return the class that a pipeline's index names for a model of transformers; None if none."""
+    import transformers
+
+    index = source.root / "model_index.json"
+    folder = source.checkpoints[0].folder
+    if not os.path.isfile(index) or folder == source.root:
+        return None
+    match read_json(index).get(os.path.relpath(folder, source.root)):
+        case ["transformers", str(class_name)]:
+            return getattr(transformers, class_name, None)
+    return None
+
+
+def _class_mapped(mapping: Any, config: Mapping[str, Any]) -> type | None:
+    """Return the class that an automatic class of transformers chooses for a configuration."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        found = mapping[CONFIG_MAPPING[config["model_type"]]]
+    except (KeyError, TypeError, ValueError, ImportError):
+        return None
+    if isinstance(found, tuple):  # several: the configuration names one, or else it is the first
+        named = config.get("architectures") or ()
+        found = next((each for each in found if each.__name__ in named), found[0])
+    return found if isinstance(found, type) else None

@@ -1,0 +1,163 @@
+"""Makes pipelines of diffusers."""
+
+import inspect
+import os
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shmload._checkpoints.resolve import Checkpoint, Source
+from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.rules import likely_rule, rule_for
+from shmload.errors import ArgumentError
+from shmload.integrations._building.classes import find_class_named
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+
+class PipelineMaker:
+    """Makes a pipeline by a class that the user names, or else by the one that the source names.
+
+    Args:
+        wanted: a class of pipelines, one of diffusers' that choose one (`AutoPipelineFor...`), its
+            name, or None.
+        left_out: names of components that shmload leaves out: `None` is passed for them.
+
+    Raises:
+        ArgumentError: `wanted` is a class that loads no pipelines.
+    """
+
+    def __init__(self, wanted: object, left_out: Collection[str] = ()) -> None:
+        if wanted is not None and not isinstance(wanted, str):
+            _require_pipeline_class(wanted)
+        self._wanted = wanted
+        self.left_out = left_out
+        self._class: Any = None
+
+    @property
+    def has_class(self) -> bool:
+        """Whether the class is there without an import."""
+        return isinstance(self._wanted, type)
+
+    def import_classes(self, source: Source) -> Source:
+        """Import the pipeline's class, those of its models, and the module that builds them.
+
+        Raises:
+            ArgumentError: there is no class of that name, or it loads no pipelines.
+        """
+        import diffusers
+        import transformers
+
+        import shmload.integrations._building.build  # noqa: F401 with it, torch
+
+        # Warnings from this import are not about these models.
+        self._class = self.find_class(source)
+        libraries = {"diffusers": diffusers, "transformers": transformers}
+        for checkpoint in source.checkpoints:
+            if checkpoint.library in libraries:
+                getattr(libraries[checkpoint.library], checkpoint.class_name, None)
+        return source if self._wanted is None else self._narrow(source)
+
+    def find_class(self, source: Source) -> Any:
+        """Return the class; by default the one that the source names. It imports diffusers.
+
+        Its list of optional components decides which passed components count. The list of the base
+        class is another one.
+        """
+        import diffusers
+
+        if self._wanted is None:
+            return getattr(diffusers, source.class_name, diffusers.DiffusionPipeline)
+        if isinstance(self._wanted, str):
+            found = find_class_named(self._wanted, "pipeline_class", [diffusers])
+            _require_pipeline_class(found)
+            return found
+        return self._wanted
+
+    def _narrow(self, source: Source) -> Source:
+        """Leave out what the class does not take: the library does not load it."""
+        import diffusers
+
+        is_known = getattr(diffusers, self._class.__name__, None) is self._class
+        taken = _components_taken(self._class)
+        if taken is None:
+            is_base = self._class is diffusers.DiffusionPipeline
+            return source if is_base else msgspec.structs.replace(source, class_name="")
+        return msgspec.structs.replace(
+            source,
+            class_name=self._class.__name__ if is_known else "",
+            checkpoints=tuple(c for c in source.checkpoints if c.component in taken),
+        )
+
+    def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
+        """Return the rule that most classes have."""
+        return likely_rule(checkpoint, dtype)
+
+    def rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
+        """Return the rule of the class that the source names for the component."""
+        return rule_for(checkpoint, dtype)
+
+    def make(
+        self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]
+    ) -> "DiffusionPipeline":
+        """Let diffusers build the pipeline."""
+        import diffusers
+
+        from shmload.integrations._building.torch_dtypes import as_torch, diffusers_keyword
+
+        made_by = self._class
+        if self._wanted is None and "custom_pipeline" in kwargs:
+            made_by = diffusers.DiffusionPipeline
+        taken = _components_taken(made_by)
+        # The library warns about None, too, for a component that the class does not take.
+        unknown = set(self.left_out).difference(taken) if taken is not None else ()
+        given = {name: value for name, value in kwargs.items() if name not in unknown}
+        if dtype is not None:
+            given[diffusers_keyword()] = as_torch(dtype)
+        pipe: DiffusionPipeline = made_by.from_pretrained(path, **given)
+        return pipe
+
+    def part(self, made: "DiffusionPipeline", component: str) -> Any:
+        """Return a component; None if the pipeline has none of that name."""
+        return getattr(made, component, None)
+
+    def parts(self, made: "DiffusionPipeline") -> Iterable[Any]:
+        """Return all components."""
+        return components_by_name(made).values()
+
+
+def components_by_name(pipe: "DiffusionPipeline") -> dict[str, Any]:
+    """Return a pipeline's components by name, in its order.
+
+    Not by its property `components`, which refuses a subclass that takes fewer of them.
+    """
+    held = vars(pipe)
+    return {name: held[name] for name in pipe.config if name in held and name[:1] != "_"}
+
+
+def _components_taken(pipeline_class: Any) -> Collection[str] | None:
+    """Return what a class of pipelines is made of; None for one that chooses another class."""
+    from diffusers import DiffusionPipeline
+
+    if pipeline_class is DiffusionPipeline or not issubclass(pipeline_class, DiffusionPipeline):
+        return None
+    # As ConfigMixin._get_init_keys.
+    return inspect.signature(pipeline_class.__init__).parameters.keys()
+
+
+def _require_pipeline_class(found: object) -> None:
+    """Check that a value is a class that loads pipelines.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    # Not issubclass: a class of a program that has not imported diffusers needs no import here.
+    if not isinstance(found, type):
+        raise ArgumentError(f"pipeline_class is {found!r}; give a class or its name")
+    bases = {base.__name__ for base in found.__mro__}
+    if "DiffusionPipeline" in bases or any(each.startswith("AutoPipelineFor") for each in bases):
+        return
+    hint = "; use load_model for a model" if bases & {"ModelMixin", "PreTrainedModel"} else ""
+    raise ArgumentError(f"pipeline_class is {found.__name__}, which loads no pipelines{hint}")

@@ -1,0 +1,134 @@
+"""`load_model`: one model whose weights lie in shared memory.
+
+Guarantee: what it returns equals what `from_pretrained` of its class gives with the same arguments,
+or it raises.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shmload._checkpoints.hub import find_model
+from shmload._checkpoints.wanted import Wanted
+from shmload._host.collector import paused_gc
+from shmload._loading.progress import Callback, Progress
+from shmload.integrations._building.attempt import Attempt
+from shmload.integrations._building.model_maker import ModelMaker, is_left_to_library
+from shmload.integrations._building.route import choose_route, parse_destination
+from shmload.integrations._devices.ways import Pin
+from shmload.integrations.ranks import linger
+
+if TYPE_CHECKING:
+    from shmload._decoding.ring import Ring
+    from shmload._loading.load import Load
+    from shmload.integrations._devices.destination import Destination
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(
+    cls: type | str,
+    source: str | os.PathLike[str],
+    *,
+    subfolder: str | None = None,
+    variant: str | None = None,
+    dtype: object = None,
+    device_map: object = None,
+    max_memory: Mapping[Any, object] | None = None,
+    max_host_memory: float | str | None = None,
+    pin: Pin = "auto",
+    keep: bool = False,
+    share: bool | None = None,
+    workers: int | None = None,
+    verify: bool = False,
+    progress: Callback | bool | None = None,
+    **from_pretrained_kwargs: Any,
+) -> Any:
+    """Load one model of diffusers or transformers through shared memory.
+
+    `load_model(cls, source, ...)` means what `cls.from_pretrained(source, ...)` means. Weights that
+    are no safetensors files, and adapters, are left to the library, which loads them as ever.
+
+    Several threads may call it, as for `load_pipeline`.
+
+    Args:
+        cls: the model's class, such as `UNet2DConditionModel` or your own subclass of one; an
+            automatic one (`AutoModel` of either library, `AutoModelForCausalLM`); or its name.
+            Names without a module are looked up in diffusers and in transformers.
+        source: a directory or a hub id, as for `cls.from_pretrained`.
+        subfolder: the model's directory in the source, such as `unet` in a pipeline.
+        variant: as for `from_pretrained`, such as `fp16`.
+        dtype: a `torch.dtype` or its name. Everything else means what it means for the class: None
+            gives float32 for models of diffusers; `auto`, for models of transformers, the
+            checkpoint's own dtype.
+        device_map: as for `load_pipeline`, but by the paths of the modules in the model. With a
+            `quantization_config` the library copies the weights, as the class means the map.
+        max_memory: as for `load_pipeline`.
+        max_host_memory: as for `load_pipeline`.
+        pin: as for `load_pipeline`.
+        keep: as for `load_pipeline`.
+        share: as for `load_pipeline`.
+        workers: as for `load_pipeline`.
+        verify: as for `load_pipeline`.
+        progress: as for `load_pipeline`.
+        from_pretrained_kwargs: all other arguments of `from_pretrained`.
+
+    Returns:
+        What `from_pretrained` returns: the model, or with `output_loading_info` a tuple. Its
+        tensors lie in memory as those of `load_pipeline` do. It names the source wherever the
+        library notes it, so what is saved from it loads anywhere.
+
+    Raises:
+        ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
+        Exception: any error of `from_pretrained`, with the source's paths.
+    """
+    kwargs = from_pretrained_kwargs
+    # Only what was given: the classes have defaults of their own.
+    for name, value in (("subfolder", subfolder), ("variant", variant)):
+        if value is not None:
+            kwargs[name] = value
+    maker = ModelMaker(cls, is_path=not isinstance(source, str))
+    wanted = Wanted.parse(
+        source, dtype, None, variant, kwargs, function=load_model, has_others=True
+    )
+    # It asks for large reads instead of page faults. The workers read so in any case.
+    kwargs.pop("disable_mmap", None)
+    found = find_model(wanted)
+    destination = parse_destination(device_map, max_memory, max_host_memory, pin, kwargs)
+    is_bounded = max_host_memory is not None
+    if maker.has_class or is_bounded:  # devices are then chosen by the modules of the class
+        found = maker.import_classes(found)
+    route = choose_route(
+        found,
+        None if is_left_to_library(wanted.dtype) else wanted.dtype,
+        destination,
+        kwargs,
+        keep=keep,
+        share=share,
+        verify=verify,
+        is_bounded=is_bounded,
+    )
+    with paused_gc(), Progress(progress, wanted.title) as counter:
+        made = Attempt(
+            source=found,
+            maker=maker,
+            dtype=wanted.dtype,
+            route=route,
+            kwargs=kwargs,
+            workers=workers,
+            verify=verify,
+            progress=counter,
+            place=_place,
+            linger=linger,
+        ).run()
+    logger.info("%s: loaded: %s", counter.title, counter.steps.describe())
+    return made
+
+
+def _place(made: Any, destination: "Destination", load: "Load", ring: "Ring | None") -> None:
+    # Not at the top: it imports torch.
+    from shmload.integrations.placing import place_models
+
+    model = made[0] if isinstance(made, tuple) else made
+    place_models({"": model}, destination, load, ring)

@@ -1,0 +1,325 @@
+"""`load_model`: what the class itself gives for `from_pretrained` is what a load gives."""
+
+import shutil
+
+import diffusers
+import pytest
+import torch
+import transformers
+from comparing import assert_component_equal
+from diffusers.pipelines import pipeline_utils
+from safetensors.torch import load_file
+from traces import Messages, mentions_of_view
+
+import shmload
+from shmload.errors import ArgumentError, SourceNotFound, UnknownDtype
+
+pytestmark = pytest.mark.libraries
+
+_OF_DIFFUSERS = "dtype" if hasattr(pipeline_utils, "_resolve_dtype") else "torch_dtype"
+
+
+def from_pretrained(cls, source, dtype, **kwargs):
+    """Load with the library alone."""
+    is_of_diffusers = issubclass(cls, (diffusers.ModelMixin, diffusers.AutoModel))
+    keyword = _OF_DIFFUSERS if is_of_diffusers else "dtype"
+    given = {} if dtype is None else {keyword: dtype}
+    return cls.from_pretrained(source, **given, **kwargs)
+
+
+def assert_model_equal(cls, source, dtype=torch.bfloat16, given=None, **kwargs):
+    """Load with both, compare models and messages; return shmload's model."""
+    torch.manual_seed(0)
+    with Messages() as said:
+        got = shmload.load_model(given or cls, source, dtype=dtype, **kwargs)
+    torch.manual_seed(0)
+    with Messages() as wanted_said:
+        wanted = from_pretrained(cls, source, dtype, **kwargs)
+    assert_component_equal(got, wanted, "model")
+    assert said.texts == wanted_said.texts
+    assert not mentions_of_view([got, said.texts])
+    return got
+
+
+# Classes ------------------------------------------------------------------------------------------
+
+
+class Mine(diffusers.UNet2DConditionModel):
+    """A user's own class, which keeps a part in float32."""
+
+    _keep_in_fp32_modules = ("conv_in",)
+
+
+@pytest.mark.parametrize(
+    ("family", "cls", "subfolder"),
+    [
+        ("stable-diffusion", diffusers.UNet2DConditionModel, "unet"),
+        ("stable-diffusion", transformers.CLIPTextModel, "text_encoder"),
+        ("stable-diffusion", diffusers.AutoModel, "vae"),
+        ("stable-diffusion", diffusers.AutoModel, "text_encoder"),
+        ("wan", diffusers.WanTransformer3DModel, "transformer"),
+        ("wan", transformers.AutoModel, "text_encoder"),
+        ("flux", transformers.T5EncoderModel, "text_encoder_2"),
+        ("stable-diffusion", Mine, "unet"),
+    ],
+)
+def test_model_equals_that_of_its_class(saved, family, cls, subfolder):
+    source = saved(family)
+    if cls is diffusers.AutoModel:
+        source = str(source)  # it takes no Path
+    assert_model_equal(cls, source, subfolder=subfolder)
+
+
+@pytest.mark.usefixtures("bytes_come_last")
+@pytest.mark.parametrize(
+    ("cls", "folder"),
+    [(diffusers.UNet2DConditionModel, "unet"), (transformers.CLIPTextModel, "text_encoder")],
+)
+def test_model_is_built_before_its_bytes_are_there(saved, cls, folder):
+    assert_model_equal(cls, saved("stable-diffusion") / folder)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16, "auto"])
+@pytest.mark.parametrize(
+    ("cls", "folder"),
+    [
+        (diffusers.UNet2DConditionModel, "unet"),
+        (transformers.CLIPTextModel, "text_encoder"),
+        (transformers.AutoModel, "text_encoder"),
+    ],
+)
+def test_dtype_means_what_it_means_for_the_class(saved, cls, folder, dtype):
+    # The folder alone, which holds float16.
+    source = saved("stable-diffusion", "float16") / folder
+    assert_model_equal(cls, source, dtype)
+
+
+def test_dtype_may_be_a_name(saved):
+    source = saved("stable-diffusion")
+    got = shmload.load_model("UNet2DConditionModel", source, subfolder="unet", dtype="bfloat16")
+    wanted = from_pretrained(
+        diffusers.UNet2DConditionModel, source, torch.bfloat16, subfolder="unet"
+    )
+    assert_component_equal(got, wanted, "unet")
+    with pytest.raises(UnknownDtype):
+        shmload.load_model("UNet2DConditionModel", source, subfolder="unet", dtype="bf17")
+
+
+@pytest.mark.parametrize(
+    ("name", "subfolder", "cls"),
+    [
+        ("CLIPTextModel", "text_encoder", transformers.CLIPTextModel),
+        ("AutoModel", "unet", diffusers.AutoModel),
+        ("AutoModel", "text_encoder", transformers.AutoModel),
+        ("transformers.AutoModel", "text_encoder", transformers.AutoModel),
+        ("diffusers.AutoModel", "text_encoder", diffusers.AutoModel),
+    ],
+)
+def test_class_may_be_a_name(saved, name, subfolder, cls):
+    assert_model_equal(cls, str(saved("stable-diffusion")), given=name, subfolder=subfolder)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("UNet2DConditionModl", "did you mean 'UNet2DConditionModel'"),
+        ("no_such_module.Mine", "no_such_module cannot be imported"),
+        (diffusers.StableDiffusionPipeline, "use load_pipeline"),
+        ("StableDiffusionPipeline", "use load_pipeline"),
+        (dict, "from_pretrained"),
+        (3, "from_pretrained"),
+    ],
+)
+def test_what_is_no_class_of_models_is_refused(saved, evicts, given, text):
+    with pytest.raises(ArgumentError, match=text):
+        shmload.load_model(given, saved("stable-diffusion"), subfolder="unet", keep=True)
+    assert not shmload.segments()
+
+
+# Sources ------------------------------------------------------------------------------------------
+
+
+def test_variant_and_shards_are_found(saved):
+    source = saved("flux", "float16", "fp16", sharded=True)
+    assert_model_equal(
+        diffusers.FluxTransformer2DModel, source, subfolder="transformer", variant="fp16"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks`")  # diffusers, of its own call
+def test_hub_id_is_named_as_the_library_would(saved, hub_cache):
+    hub_cache.add("tiny/wan", saved("wan"))
+    for cls, subfolder in [
+        (diffusers.WanTransformer3DModel, "transformer"),
+        (transformers.UMT5EncoderModel, "text_encoder"),
+        (diffusers.AutoModel, "transformer"),
+    ]:
+        kwargs = {"cache_dir": str(hub_cache.root), "subfolder": subfolder}
+        got = shmload.load_model(cls, "tiny/wan", dtype="bfloat16", **kwargs)
+        wanted = from_pretrained(cls, "tiny/wan", torch.bfloat16, **kwargs)
+        assert_component_equal(got, wanted, subfolder)
+        assert got.config._name_or_path == "tiny/wan"
+        assert not mentions_of_view(got)
+
+
+@pytest.mark.parametrize("spelling", ["path", "slash", "relative"])
+def test_source_is_named_as_the_library_would(saved, monkeypatch, spelling):
+    source = saved("stable-diffusion") / "text_encoder"
+    monkeypatch.chdir(source.parent)
+    given = {"path": source, "slash": f"{source}/", "relative": "text_encoder"}[spelling]
+    assert_model_equal(transformers.CLIPTextModel, given)
+    given = {"path": source.parent, "slash": f"{source.parent}/", "relative": "."}[spelling]
+    assert_model_equal(diffusers.UNet2DConditionModel, given, subfolder="unet")
+
+
+def test_what_is_not_safetensors_is_left_to_the_library(saved, tmp_path):
+    source = saved("stable-diffusion") / "text_encoder"
+    model = transformers.CLIPTextModel.from_pretrained(source)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert_model_equal(transformers.CLIPTextModel, tmp_path)
+
+
+def _error(call, *args, **kwargs):
+    with pytest.raises(Exception) as raised:  # noqa: PT011 of any kind
+        call(*args, **kwargs)
+    return type(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs"),
+    [
+        (diffusers.UNet2DConditionModel, {"subfolder": "unet", "variant": "fp16"}),
+        (transformers.CLIPTextModel, {"subfolder": "text_encoder", "variant": "fp16"}),
+        (diffusers.UNet2DConditionModel, {"subfolder": "no-such"}),
+        (diffusers.UNet2DConditionModel, {}),
+        (transformers.CLIPTextModel, {"subfolder": "scheduler"}),
+    ],
+)
+def test_errors_are_those_of_the_library(saved, evicts, cls, kwargs):
+    source = saved("stable-diffusion")
+    got = _error(shmload.load_model, cls, source, dtype="bfloat16", keep=True, **kwargs)
+    assert got == _error(from_pretrained, cls, source, torch.bfloat16, **kwargs)
+    assert not shmload.segments()
+
+
+def test_source_that_is_nowhere_is_said(tmp_path):
+    with pytest.raises(SourceNotFound, match="no such file or directory"):
+        shmload.load_model("UNet2DConditionModel", tmp_path / "none")
+
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+def test_loading_info_comes_with_the_model(saved):
+    source = saved("stable-diffusion")
+    got, info = shmload.load_model(
+        "UNet2DConditionModel", source, subfolder="unet", dtype="bfloat16", output_loading_info=True
+    )
+    wanted, wanted_info = from_pretrained(
+        diffusers.UNet2DConditionModel,
+        source,
+        torch.bfloat16,
+        subfolder="unet",
+        output_loading_info=True,
+    )
+    assert_component_equal(got, wanted, "unet")
+    assert info == wanted_info
+
+
+def test_configuration_passed_in_is_used(saved):
+    source = saved("stable-diffusion") / "text_encoder"
+    config = transformers.CLIPTextConfig.from_pretrained(source, attention_dropout=0.25)
+    got = assert_model_equal(transformers.CLIPTextModel, source, config=config)
+    assert got.config.attention_dropout == 0.25
+
+
+def test_weights_that_are_missing_are_drawn_as_the_library_draws_them(saved):
+    source = saved("stable-diffusion") / "text_encoder"
+    assert_model_equal(transformers.CLIPTextModelWithProjection, source)
+
+
+@pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
+def test_both_names_of_the_dtype_are_refused(saved, name):
+    source = saved("stable-diffusion")
+    kwargs = {name: "bfloat16"}
+    got = shmload.load_model("UNet2DConditionModel", source, subfolder="unet", **kwargs)
+    assert got.dtype == torch.bfloat16
+    with pytest.raises(ArgumentError, match="both"):
+        shmload.load_model("UNet2DConditionModel", source, dtype="bfloat16", torch_dtype="bfloat16")
+
+
+def test_device_map_is_by_the_modules_of_the_model(saved, accelerators):
+    source = saved("stable-diffusion")
+    got = shmload.load_model(
+        "UNet2DConditionModel", source, subfolder="unet", dtype="bfloat16", device_map="cuda:1"
+    )
+    assert got.hf_device_map == {"": "cuda:1"}
+    got = shmload.load_model(
+        "UNet2DConditionModel",
+        source,
+        subfolder="unet",
+        device_map={"": "cuda:0", "mid_block": "cuda:1"},
+    )
+    assert got.hf_device_map["mid_block"] == "cuda:1"
+
+
+@pytest.mark.parametrize("device_map", ["cuda:0", "auto"])
+def test_ring_brings_a_model_too(saved, accelerators, streams, device_map):
+    source = saved("stable-diffusion")
+    got = shmload.load_model(
+        "CLIPTextModel",
+        source,
+        subfolder="text_encoder",
+        dtype="bfloat16",
+        device_map=device_map,
+        max_host_memory="1MiB",
+    )
+    assert streams == [1]
+    wanted = from_pretrained(
+        transformers.CLIPTextModel, source, torch.bfloat16, subfolder="text_encoder"
+    )
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(got.state_dict()[name], tensor)
+
+
+# What lasts ---------------------------------------------------------------------------------------
+
+
+def test_segments_are_in_use_while_the_model_lives(saved, evicts):
+    source = saved("stable-diffusion")
+    got = shmload.load_model(
+        "UNet2DConditionModel", source, subfolder="unet", dtype="bfloat16", keep=True
+    )
+    (info,) = shmload.segments()
+    assert info.is_leased
+    again = shmload.load_model(
+        diffusers.UNet2DConditionModel, source, subfolder="unet", dtype="bfloat16"
+    )
+    assert len(shmload.segments()) == 1
+    del got
+    assert shmload.segments()[0].is_leased
+    del again
+    assert not shmload.segments()[0].is_leased
+
+
+def test_model_and_pipeline_share_segments(saved, evicts):
+    source = saved("stable-diffusion")
+    pipe = shmload.load_pipeline(source, dtype="bfloat16", keep=True)
+    count = len(shmload.segments())
+    shmload.load_model("UNet2DConditionModel", source, subfolder="unet", dtype="bfloat16")
+    assert len(shmload.segments()) == count
+    del pipe
+
+
+def test_adapter_of_a_model_names_its_source(saved, tmp_path):
+    from peft import LoraConfig
+
+    source = tmp_path / "clip"
+    shutil.copytree(saved("stable-diffusion") / "text_encoder", source)
+    model = shmload.load_model("CLIPTextModel", source, dtype="bfloat16")
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    again = assert_model_equal(transformers.CLIPTextModel, tmp_path / "adapter")
+    assert again.peft_config["default"].base_model_name_or_path == str(source)
+    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors")
