@@ -14,27 +14,6 @@ from shmload._service.web import make_app
 
 
 @pytest.fixture
-def state(monkeypatch):
-    """A service's state whose workers are not started."""
-    from shmload._service import pool, state
-
-    class Nobody:
-        is_intact = True
-        workers = 1
-
-        def silent_workers(self, timeout_s):
-            return 0
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(pool, "Coordinator", lambda count: Nobody())
-    made = state.ServiceState(1, 1 << 30)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def ask(state):
     """Ask for a path; returns the status code and the text."""
     app = validator(
