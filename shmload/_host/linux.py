@@ -19,6 +19,7 @@ from typing import NamedTuple
 import posix_ipc
 
 from shmload.errors import (
+    SegmentRemoved,
     SegmentUntrusted,
     ShardMissing,
     ShardUnreadable,
@@ -140,8 +141,15 @@ def shm_unlink(name: str) -> None:
 
 
 def shm_rename(old: str, new: str) -> None:
-    """Rename an object in one step, replacing what has the new name."""
-    (SHM_DIR / old).rename(SHM_DIR / new)
+    """Rename an object in one step, replacing what has the new name.
+
+    Raises:
+        SegmentRemoved: there is no object of the old name.
+    """
+    try:
+        (SHM_DIR / old).rename(SHM_DIR / new)
+    except FileNotFoundError as exc:
+        raise SegmentRemoved(old) from exc
 
 
 def is_named(fd: int, name: str) -> bool:

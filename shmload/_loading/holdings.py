@@ -1,6 +1,7 @@
 """What a load holds: its open shards, and a segment, a part or a wait for each of them."""
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from shmload._segments.part import Hollow, Part
 from shmload._segments.removal import give_back, remove_if_free
 from shmload._segments.segment import Segment, Stay, attach
 from shmload._segments.view import descriptor_path
+from shmload.errors import SegmentRemoved
+
+logger = logging.getLogger(__name__)
 
 _Kind = TypeVar("_Kind", Segment, Part, Hollow, Awaited)
 
@@ -154,11 +158,21 @@ class Holdings:
             shard: the shard.
             digest: of its segment's data.
             stay: how long this segment stays.
+
+        Raises:
+            SegmentRemoved: its name was removed from outside, and the load was to leave it.
         """
         name = shard.plan.segment
         part = self._part(shard)
         assert isinstance(part, Part)
-        self._held[name] = part.publish(digest, stay)
+        try:
+            self._held[name] = part.publish(digest, stay)
+        except SegmentRemoved as exc:
+            if self._stay is not Stay.PRIVATE:
+                raise
+            logger.warning("%s; this load goes on with what it has", exc)  # a service keeps it
+            stay = Stay.PRIVATE
+            self._held[name] = part.publish(digest, stay)
         self._decoded.add(name)
         if stay is not Stay.PRIVATE:
             self._made.append(name)

@@ -1,5 +1,6 @@
 """A segment that is being built: its part, or a stand-in that has a header and no data."""
 
+import contextlib
 import os
 
 from shmload._host.descriptors import Descriptor
@@ -16,6 +17,7 @@ from shmload._host.linux import (
 from shmload._segments.layout import Layout
 from shmload._segments.names import new_part_name, part_name
 from shmload._segments.segment import READ_ONLY, SHARED, Segment, Stay
+from shmload.errors import SegmentRemoved
 
 
 class Part(Descriptor):
@@ -54,8 +56,9 @@ class Part(Descriptor):
                 # A process that collects garbage may hold it for a moment, or have removed it.
                 if wait_lock(fd, exclusive=True, timeout_s=1.0) and is_named(fd, name):
                     os.ftruncate(fd, 0)
-                    shm_rename(name, part_name(self.name))
-                    return fd
+                    with contextlib.suppress(SegmentRemoved):  # then try again
+                        shm_rename(name, part_name(self.name))
+                        return fd
             except BaseException:
                 shm_unlink(name)
                 os.close(fd)
@@ -71,13 +74,21 @@ class Part(Descriptor):
 
         Returns:
             The segment, which owns the descriptor from now on.
+
+        Raises:
+            SegmentRemoved: the part's name was removed from outside, and the segment needs one.
         """
+        # Another load may have begun a part of that name since, which must not be renamed.
+        is_mine = is_named(self.fd, part_name(self.name))
+        if not is_mine and stay is not Stay.PRIVATE:
+            raise SegmentRemoved(part_name(self.name))
         write_at(self.fd, digest.encode(), self._digest_offset)
         mark = SHARED if stay is Stay.SHARED else 0
         if mark:  # before it gets its name: if this process dies in between, the name must go too
             os.fchmod(self.fd, 0o600 | mark)
         if stay is Stay.PRIVATE:
-            shm_unlink(part_name(self.name))
+            if is_mine:
+                shm_unlink(part_name(self.name))
         else:
             shm_rename(part_name(self.name), self.name)
         # Not earlier: if this process dies before the rename, the next builder must write to it.

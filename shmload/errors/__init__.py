@@ -58,6 +58,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
         ├── AmbiguousName (ValueError)
         ├── SegmentBusy
         ├── SegmentCorrupt
+        ├── SegmentRemoved
         ├── SegmentUntrusted
         └── SegmentTimeout (TimeoutError)
 """
@@ -96,6 +97,7 @@ from shmload.errors.loading import (
     SegmentCorrupt,
     SegmentError,
     SegmentNotFound,
+    SegmentRemoved,
     SegmentTimeout,
     SegmentUntrusted,
     ShardChanged,
@@ -159,6 +161,7 @@ __all__ = [
     "SegmentCorrupt",
     "SegmentError",
     "SegmentNotFound",
+    "SegmentRemoved",
     "SegmentTimeout",
     "SegmentUntrusted",
     "ServiceError",

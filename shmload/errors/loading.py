@@ -380,6 +380,18 @@ class SegmentCorrupt(SegmentError):
         super().__init__(f"segment {name} is corrupt: {reason}; remove it with `shmload rm {name}`")
 
 
+class SegmentRemoved(SegmentError):
+    """A segment's name was removed from outside while it was being decoded."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"/dev/shm/{name} was removed while it was being decoded; load again. If no one ran "
+            "`rm`, systemd did (RemoveIPC= in logind.conf) when the user's last session ended: "
+            "`loginctl enable-linger` prevents it"
+        )
+
+
 class SegmentUntrusted(SegmentError):
     """A name in /dev/shm belongs to another user or is not a plain private file."""
 

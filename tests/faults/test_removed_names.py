@@ -1,0 +1,74 @@
+"""A part's name that goes while it is filled is an error of ours, and never another load's part."""
+
+import threading
+from pathlib import Path
+
+import pytest
+from serving import status, stopped, wait_until, workers_of
+from weight import assert_right
+
+import shmload
+from shmload._host.linux import is_named
+from shmload._segments.acquire import acquire
+from shmload._segments.names import part_name
+from shmload._segments.part import Part
+from shmload.errors import SegmentRemoved
+
+_SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def segment(shard):
+    """The name of the segment that the shard gets."""
+    return shmload.plan(shard, dtype="bfloat16", keep=True).shards[0].segment
+
+
+def test_what_was_to_stay_is_an_error(shard, segment, before_decoding, shm_names):
+    before_decoding((_SHM / part_name(segment)).unlink)
+    with pytest.raises(SegmentRemoved, match=r"RemoveIPC= .*enable-linger") as caught:
+        shmload.warm(shard, dtype="bfloat16")
+    assert str(caught.value).startswith(f"/dev/shm/{part_name(segment)} was removed while")
+    assert shm_names() == []
+
+
+def test_private_load_needs_no_name(shard, segment, before_decoding, shm_names):
+    before_decoding((_SHM / part_name(segment)).unlink)
+    assert_right(shmload.load_state_dict(shard, "bfloat16"))
+    assert shm_names() == []
+
+
+def test_part_that_another_load_has_begun_meanwhile_is_left_to_it(shard, segment, before_decoding):
+    begun = []
+
+    def begin_anew():
+        (_SHM / part_name(segment)).unlink()
+        begun.append(acquire(segment))
+
+    before_decoding(begin_anew)
+    for load in (shmload.warm, shmload.load_state_dict):
+        if load is shmload.warm:
+            with pytest.raises(SegmentRemoved):
+                load(shard, dtype="bfloat16")
+        else:
+            begun.pop().close()
+            assert_right(load(shard, "bfloat16"))
+        (part,) = begun
+        assert isinstance(part, Part)
+        assert is_named(part.fd, part_name(segment))
+        assert shmload.segments() == []
+    part.close()
+
+
+def test_private_load_through_a_service_goes_on(service, shard, segment, caplog):
+    process = service()
+    found = []
+    loading = threading.Thread(target=lambda: found.append(shmload.load_state_dict(shard, "bf16")))
+    with stopped(*workers_of(process)):
+        loading.start()
+        wait_until(lambda found: found.is_decoding)
+        (_SHM / part_name(segment)).unlink()
+    loading.join()
+    assert_right(found[0])
+    assert "this load goes on with what it has" in caplog.text
+    assert shmload.segments() == []
+    assert status().misses == 1
