@@ -13,7 +13,9 @@ import msgspec
 _STYLES = {"bold": "\x1b[1m", "green": "\x1b[32m", "yellow": "\x1b[33m", "dim": "\x1b[2m"}
 _RESET = "\x1b[0m"
 _GAP = "  "
-_LEAST_WIDTH = 12  # of a column that is cut to fit; less would tell nothing
+# Of a column that is cut to fit: what most names need, and what tells anything at all.
+_READABLE_WIDTH = 30
+_LEAST_WIDTH = 12
 
 
 class Cell(NamedTuple):
@@ -36,6 +38,9 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     cut: int | None = None
     """The column whose texts lose their beginning if the table is still too wide."""
 
+    drop: tuple[int, ...] = ()
+    """Columns that are left out if it is too wide even with the beginnings of folders cut."""
+
     def lines(self, width: int | None = None, *, color: bool = False) -> Iterator[str]:
         """Yield its lines.
 
@@ -43,12 +48,14 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
             width: of the terminal, in characters; None for no limit.
             color: use the styles, as escape sequences of terminals.
         """
-        rows = [[_as_cell(cell) for cell in row] for row in self.rows]
-        texts = self._fit([[cell.text for cell in row] for row in rows], rows, width)
-        widths = _widths([self.titles, *texts])
-        yield self._line(self.titles, widths, ["bold" if color else ""] * len(widths))
+        columns, texts = self._fit(width)
+        rows = [[_as_cell(row[column]) for column in columns] for row in self.rows]
+        titles = [self.titles[column] for column in columns]
+        widths = _widths([titles, *texts])
+        right = [column in self.right for column in columns]
+        yield _line(titles, widths, right, ["bold" if color else ""] * len(widths))
         for cells, row in zip(rows, texts, strict=True):
-            yield self._line(row, widths, [cell.style if color else "" for cell in cells])
+            yield _line(row, widths, right, [cell.style if color else "" for cell in cells])
 
     def html(self) -> str:
         """Return it as an HTML table."""
@@ -65,38 +72,38 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         side = "right" if column in self.right else "left"
         return f'<{tag} style="text-align: {side}">{html.escape(printing(text))}</{tag}>'
 
-    def _fit(
-        self, texts: list[list[str]], rows: list[list[Cell]], width: int | None
-    ) -> list[list[str]]:
-        """Return the texts, shortened as far as the width demands it."""
-        if width is None or self._nchars(texts) <= width:
-            return texts
+    def _fit(self, width: int | None) -> tuple[list[int], list[list[str]]]:
+        """Return the columns that are shown and their texts, shortened as the width demands."""
+        columns = list(range(len(self.titles)))
+        cells = [[_as_cell(cell) for cell in row] for row in self.rows]
+        texts = [[cell.text for cell in row] for row in cells]
+        if width is None:
+            return columns, texts
         # The last column first: what has a short form says the same in fewer words.
-        for column in reversed(range(len(self.titles))):
-            for row, cells in zip(texts, rows, strict=True):
-                row[column] = cells[column].short or row[column]
-            if self._nchars(texts) <= width:
-                return texts
-        if self.cut is not None:
-            widest = _widths([self.titles, *texts])[self.cut]
-            room = max(_LEAST_WIDTH, widest - (self._nchars(texts) - width))
+        for column in reversed(columns):
+            if self._excess(columns, texts, width) > 0:
+                for row, own in zip(texts, cells, strict=True):
+                    row[column] = own[column].short or row[column]
+        self._cut(columns, texts, width, least=_READABLE_WIDTH)
+        if self._excess(columns, texts, width) > 0:
+            columns = [column for column in columns if column not in self.drop]
+            texts = [[row[column] for column in columns] for row in texts]
+            self._cut(columns, texts, width, least=_LEAST_WIDTH)
+        return columns, texts
+
+    def _cut(self, columns: list[int], texts: list[list[str]], width: int, *, least: int) -> None:
+        """Cut the column of names, as far as the width demands it but not below the least."""
+        excess = self._excess(columns, texts, width)
+        if excess > 0 and self.cut is not None:
+            place = columns.index(self.cut)
+            widest = max((len(printing(row[place])) for row in texts), default=0)
             for row in texts:
-                row[self.cut] = _without_beginning(row[self.cut], room)
-        return texts
+                row[place] = _without_beginning(row[place], max(least, widest - excess))
 
-    def _nchars(self, texts: list[list[str]]) -> int:
-        widths = _widths([self.titles, *texts])
-        return sum(widths) + len(_GAP) * (len(widths) - 1)
-
-    def _line(self, row: Sequence[str], widths: Sequence[int], styles: Sequence[str]) -> str:
-        cells = []
-        for column, (text, width, style) in enumerate(zip(row, widths, styles, strict=True)):
-            shown = printing(text)
-            padded = shown.rjust(width) if column in self.right else shown.ljust(width)
-            if column == len(widths) - 1:
-                padded = padded.rstrip()
-            cells.append(f"{_STYLES[style]}{padded}{_RESET}" if style else padded)
-        return _GAP.join(cells).rstrip()
+    def _excess(self, columns: list[int], texts: list[list[str]], width: int) -> int:
+        """Return how much too wide the columns are, in characters."""
+        widths = _widths([[self.titles[column] for column in columns], *texts])
+        return sum(widths) + len(_GAP) * (len(widths) - 1) - width
 
 
 class Page(NamedTuple):
@@ -164,9 +171,23 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     return [max(len(printing(text)) for text in column) for column in zip(*rows, strict=True)]
 
 
+def _line(
+    row: Sequence[str], widths: Sequence[int], right: Sequence[bool], styles: Sequence[str]
+) -> str:
+    cells: list[str] = []
+    for text, width, is_right, style in zip(row, widths, right, styles, strict=True):
+        shown = printing(text)
+        padded = shown.rjust(width) if is_right else shown.ljust(width)
+        if len(cells) == len(widths) - 1:
+            padded = padded.rstrip()
+        cells.append(f"{_STYLES[style]}{padded}{_RESET}" if style else padded)
+    return _GAP.join(cells).rstrip()
+
+
 def _without_beginning(text: str, room: int) -> str:
-    """Cut a text to a number of characters; a name keeps its last folder if that fits."""
+    """Cut a text to a number of characters; between two folders, if that costs few of them."""
     if len(text) <= room:
         return text
-    last = f"…/{text.rpartition('/')[2]}"
-    return last if "/" in text and len(last) <= room else "…" + text[1 - room :]
+    end = text[1 - room :]
+    folder = end.find("/")
+    return "…" + (end[folder:] if 0 <= folder <= room // 2 else end)

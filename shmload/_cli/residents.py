@@ -100,7 +100,7 @@ def remove_command(
         stays = list(busy.names) if busy else []
     if as_json:
         print_json("rm", removed=removed, in_use=stays, dry_run=dry_run)
-    else:
+    elif removed or not busy:
         click.echo(_change(removed, before, "would remove" if dry_run else "removed"))
         if dry_run and stays:
             click.echo(f"in use, so they stay: {count_of(len(stays), 'segment')}")

@@ -75,7 +75,7 @@ class Segments(Listing[SegmentInfo]):
             for info in self
         ]
         titles = ("SEGMENT", "SIZE", "DTYPE", "STATE", "LAST USED", "SOURCE")
-        return Page((Table(titles=titles, rows=rows, right=(1,)), amount_of(self)))
+        return Page((Table(titles=titles, rows=rows, right=(1,), cut=5), amount_of(self)))
 
 
 def amount_of(found: Sequence[SegmentInfo]) -> str:

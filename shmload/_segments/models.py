@@ -98,7 +98,7 @@ def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
     listed = list(found)
     # Columns that would say nothing are left out: the table must fit narrow terminals.
     are_shown = {
-        "ID": with_ids or len({model.name for model in listed}) < len(listed),
+        "ID": with_ids,
         "PINNED": any(model.pinned_segments for model in listed),
         "EXPIRES": any(model.keep_for_s for model in listed),
         "COMPONENTS": any(model.components for model in listed),
@@ -110,6 +110,7 @@ def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
         rows=[[row[title] for title in titles] for row in rows],
         right=(titles.index("SIZE"),),
         cut=titles.index("MODEL"),
+        drop=tuple(n for n, title in enumerate(titles) if title == "COMPONENTS"),
     )
 
 
@@ -122,7 +123,7 @@ def _row(model: Model, now: float) -> list[str | Cell]:
         Cell(model.name, "bold") if model.is_current else Cell(f"{model.name} (changed)", "yellow"),
         model.dtype or "-",
         format_nbytes(model.nbytes),
-        Cell(users, "green" if model.is_leased else ""),
+        Cell(users, "green" if model.is_leased else "", name_users(model.used_by, short=True)),
         "now" if model.is_leased else format_age(now - model.used_at),
         pinned,
         _expiry(model, now),

@@ -18,6 +18,7 @@ from shmload._segments.names import name_prefix
 from shmload._segments.source_text import source_paths
 from shmload.errors import AmbiguousName, SegmentNotFound
 
+_WORD = re.compile(r"(?!safetensors)[A-Za-z][A-Za-z0-9]{3,}")  # of a name
 _ID = re.compile(r"[0-9a-f]{4,30}")
 
 
@@ -94,9 +95,10 @@ def match_name(
 
 
 def known_names(models: Iterable[Model]) -> list[str]:
-    """Return what may be typed for models: names, their last folders, and paths."""
+    """Return what may be typed for models: names, their last folders, paths, words of names."""
     texts = [(model.name, model.name.rpartition("/")[2], model.source) for model in models]
-    return list(dict.fromkeys(text for several in texts for text in several))
+    words = (word for model in models for word in _WORD.findall(model.name))
+    return list(dict.fromkeys((*(text for several in texts for text in several), *words)))
 
 
 def is_below(info: SegmentInfo, pattern: str) -> bool:

