@@ -73,6 +73,7 @@ def write(
     errors: Errors = "raise",
     retry_failed: bool = False,
     save_dtype: object = None,
+    format: str = "safetensors",
     facts: Mapping[str, str] | None = None,
     progress: bool | None = None,
     **job_kwargs: Any,
@@ -91,6 +92,7 @@ def write(
         errors: see `Job.write`.
         retry_failed: see `Job.write`.
         save_dtype: see `Job.write`.
+        format: see `Job.write`.
         facts: see `Job.write`.
         progress: see `Job.write`.
         job_kwargs: as for `Job`: `components`, `procs`, `devices`, `dtype`, ...
@@ -108,6 +110,7 @@ def write(
             errors=errors,
             retry_failed=retry_failed,
             save_dtype=save_dtype,
+            format=format,
             facts=facts,
             progress=progress,
         )

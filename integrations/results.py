@@ -1,7 +1,8 @@
 """Results of data-prep jobs in a folder: results files with tensors, and an index of the items.
 
     FOLDER/results.json               what the results depend on, and how many items a file has
-    FOLDER/shard-00000.safetensors    a results file (a shard): the arrays of the first items
+    FOLDER/shard-00000.safetensors    a results file (a shard): the arrays of the first items; or
+                                      shard-00000.parquet, or shard-00000.tar for webdataset
     FOLDER/shard-00001.journal        of a results file that is not finished
     FOLDER/index.jsonl                a line for each item; written when the job ends
 

@@ -183,6 +183,13 @@ def report_on(report: ResultsReport) -> int:
 )
 @click.option("--threads", default=1, show_default=True, help="Threads of each process.")
 @click.option("--shard-items", default=1000, show_default=True, help="Pictures in each shard.")
+@click.option(
+    "--format",
+    default="safetensors",
+    show_default=True,
+    type=click.Choice(["safetensors", "parquet", "webdataset"]),
+    help="Format of the shards.",
+)
 @click.option("--retry-failed", is_flag=True, help="Try pictures again that failed earlier.")
 def main(
     pipeline: str,

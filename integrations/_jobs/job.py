@@ -163,6 +163,7 @@ class Job:
         errors: Errors = "raise",
         retry_failed: bool = False,
         save_dtype: object = None,
+        format: str = "safetensors",
         facts: Mapping[str, str] | None = None,
         progress: bool | None = None,
     ) -> ResultsReport:
@@ -186,6 +187,8 @@ class Job:
                 failed, and cost nothing.
             save_dtype: floating results are cast to it, a dtype of torch or its name; None stores
                 each as it is.
+            format: of the results files: `safetensors`; `parquet`, which needs the extra
+                `shmload[parquet]`; `webdataset`, which needs `shmload[webdataset]`.
             facts: what else the results depend on, such as a size; the next call must give the
                 same.
             progress: as for `map`.
@@ -210,7 +213,11 @@ class Job:
         known |= dict(facts or {})
         with (
             ResultFolder(
-                folder, shard_items=shard_items, facts=known, retry_failed=retry_failed
+                folder,
+                shard_items=shard_items,
+                facts=known,
+                retry_failed=retry_failed,
+                format=format,
             ) as results,
             ItemBar(items, progress) as bar,
         ):

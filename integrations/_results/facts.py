@@ -7,7 +7,7 @@ import msgspec
 
 from shmload._host.files import replacing
 from shmload.errors import ArgumentError, ResultsCorrupt, ResultsMismatch
-from shmload.integrations._results.names import FACTS_NAME, FORMAT
+from shmload.integrations._results.names import FACTS_NAME, FORMATS
 
 _OTHERWISE = "give another folder, or remove this one"
 
@@ -15,7 +15,8 @@ _OTHERWISE = "give another folder, or remove this one"
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Two folders with equal facts and the same items have equal bytes."""
 
-    format: str = FORMAT.version
+    format: str
+    """The version of the format, which says its name too."""
     shard_items: int
     facts: dict[str, str]
 
@@ -60,8 +61,9 @@ def _read(path: str | os.PathLike[str]) -> Facts:
 
 
 def _differences(there: Facts, now: Facts) -> list[str]:
+    names = {each.version: each.name for each in FORMATS.values()}
     pairs = [
-        ("the format", there.format, now.format),
+        ("the format", names.get(there.format, there.format), names[now.format]),
         ("shard_items", there.shard_items, now.shard_items),
         *(
             (f"fact {name!r}", there.facts.get(name), now.facts.get(name))

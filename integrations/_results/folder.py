@@ -18,6 +18,7 @@ from shmload.integrations._results.names import (
     FACTS_NAME,
     INDEX_NAME,
     file_name,
+    format_named,
     is_left_over,
     is_ours,
     number_of,
@@ -56,6 +57,7 @@ class ResultFolder:
         facts: what the results depend on beside the items: weights, dtype, seed, ...
         retry_failed: items that failed in an earlier run are to be done again. Without it they
             stay failed, each with its error, unless they are added or fail again.
+        format: of the results files: `safetensors`, `parquet`, `webdataset`.
 
     Raises:
         ArgumentError: an argument is not valid.
@@ -72,6 +74,7 @@ class ResultFolder:
         shard_items: int = 1000,
         facts: Mapping[str, str],
         retry_failed: bool = False,
+        format: str = "safetensors",
     ) -> None:
         if not 0 < shard_items <= _MAX_SHARD_ITEMS:
             raise ArgumentError(f"shard_items is {shard_items}; give 1 to {_MAX_SHARD_ITEMS:,}")
@@ -81,7 +84,9 @@ class ResultFolder:
             if not (isinstance(name, str) and isinstance(value, str)):
                 raise ArgumentError(f"the fact {name!r} is {value!r}; both must be text")
         self._facts = dict(facts)
-        self._items = ItemTable(self.folder, shard_items, retry_failed=retry_failed)
+        self._format = format_named(format)
+        self._format.require_library()
+        self._items = ItemTable(self.folder, shard_items, self._format, retry_failed=retry_failed)
         self._added = 0
         self._has_index = False
         with accessing(self.folder):
@@ -155,7 +160,7 @@ class ResultFolder:
                 item; a later run completes the results file.
             DuplicateKey, ResultsMismatch, ResultsCorrupt: as for `is_done`.
         """
-        self._append(result(index, key, arrays, self._size))
+        self._append(result(index, key, arrays, self._format, self._size))
 
     def fail(self, index: int, key: str, error: str) -> None:
         """Store an item's error. A later run with `retry_failed` tries the item again.
@@ -169,7 +174,7 @@ class ResultFolder:
             ArgumentError, DuplicateKey, ResultsMismatch, ResultsCorrupt, ResultsInaccessible: as
                 for `add`.
         """
-        self._append(failure(index, key, error, self._size))
+        self._append(failure(index, key, error, self._format, self._size))
 
     def finish(self, count: int) -> ResultsReport:
         """Write the results files and the index that are missing, once every item is settled.
@@ -199,7 +204,8 @@ class ResultFolder:
                 failed += now + before
                 failed_before += before
             if not self._has_index:
-                write_index(self.folder, [file_name(number) for number in range(files)])
+                names = [file_name(number, self._format) for number in range(files)]
+                write_index(self.folder, names)
                 self._has_index = True
         return ResultsReport(
             folder=str(self.folder),
@@ -222,7 +228,7 @@ class ResultFolder:
             os.unlink(self.folder / name)
         ours = set(filter(is_ours, names))
         self._has_index = INDEX_NAME in ours
-        facts = Facts(shard_items=self._size, facts=self._facts)
+        facts = Facts(format=self._format.version, shard_items=self._size, facts=self._facts)
         check_facts(self.folder, facts, ours - {FACTS_NAME})
         return {number for name in ours if (number := number_of(name)) is not None}
 

@@ -1,27 +1,30 @@
 """What shmload must know of a format of results files, and what such a file holds.
 
-A format is one module that makes a `ResultsFormat`; `names.FORMAT` is the one in use.
+A format is one module that makes a `ResultsFormat`, and its entry in `names.FORMATS`.
 """
 
+import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import NamedTuple, Protocol, Self
 
 import msgspec
 import xxhash
 
-from shmload.errors import ResultsCorrupt
+from shmload.errors import ArgumentError, ResultsCorrupt
 from shmload.integrations._results.errors import AGAIN
 from shmload.integrations._results.journal import Head
 
-_Path = str | os.PathLike[str]
+Path = str | os.PathLike[str]
 
 
 class ArraySource(Protocol):
     """An open file that holds arrays."""
 
     @property
-    def path(self) -> _Path:
+    def path(self) -> Path:
         """Path of the file."""
         ...
 
@@ -66,6 +69,17 @@ class StoredArray(NamedTuple):
             left -= len(block)
         if left or self.digest not in (None, digest.digest()):
             raise ResultsCorrupt(self.source.path, f"{self.name!r} is not what was written", AGAIN)
+
+    def content(self) -> bytearray:
+        """Return all of its bytes.
+
+        Raises:
+            ResultsCorrupt, OSError: as `blocks`.
+        """
+        content = bytearray()
+        for block in self.blocks():
+            content += block
+        return content
 
 
 class StoredItem(NamedTuple):
@@ -121,21 +135,53 @@ class ResultsFile(ArraySource, Protocol):
 class ResultsFormat(msgspec.Struct, frozen=True, kw_only=True):
     """A format of results files. The same items and facts must give the same bytes."""
 
+    name: str
+    """What users call it, and the extra of shmload that installs its library."""
     version: str
     """What `results.json` calls the layout; changes whenever anything written to a folder does."""
     suffix: str
     """Suffix of its files' names, with the dot."""
+    library: str | None = None
+    """The package that it needs beside shmload's own dependencies."""
     check_item: Callable[[Head, int], None]
     """Raises `ArgumentError` for an item if a file could not hold that many items like it."""
-    write: Callable[[_Path, int, Sequence[StoredItem], Mapping[str, str]], None]
+    write: Callable[[Path, int, Sequence[StoredItem], Mapping[str, str]], None]
     """Writes or replaces the file at a path, with the number of its first item, its items in their
     order and its facts. On return it would survive a loss of power.
 
     Arrays may be in the file that it replaces. Raises `ResultsCorrupt` for an array that is not
     what was written, `OSError` if the file cannot be written; then nothing has changed.
     """
-    read_contents: Callable[[_Path], Contents]
+    read_contents: Callable[[Path], Contents]
     """Returns which items a file holds, fast: the arrays' bytes are not read. Raises
     `ResultsCorrupt`, `OSError`."""
-    open: Callable[[_Path], ResultsFile]
-    """Opens a file. Raises `OSError`."""
+    open: Callable[[Path], ResultsFile]
+    """Opens a file. Raises `OSError`, `ResultsCorrupt`."""
+
+    def require_library(self) -> None:
+        """Raise ArgumentError if its library is not installed; import nothing."""
+        if self.library and importlib.util.find_spec(self.library) is None:
+            raise _missing(self.library, self.name)
+
+
+def import_library(module: str, name: str) -> ModuleType:
+    """Import a module of a format's library.
+
+    Args:
+        module: its name.
+        name: of the format.
+
+    Raises:
+        ArgumentError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as exc:
+        raise _missing(module.partition(".")[0], name) from exc
+
+
+def _missing(library: str, name: str) -> ArgumentError:
+    return ArgumentError(
+        f"results in the format {name!r} need {library}, which is not installed: "
+        f"pip install 'shmload[{name}]'"
+    )

@@ -21,7 +21,7 @@ from shmload.errors import ArgumentError, ResultsChanged, ResultsCorrupt, Result
 from shmload.integrations._results.errors import accessing
 from shmload.integrations._results.format import StoredItem
 from shmload.integrations._results.keys import digest_key
-from shmload.integrations._results.names import FORMAT, INDEX_NAME
+from shmload.integrations._results.names import INDEX_NAME, format_of
 
 
 class ArrayPlace(msgspec.Struct, frozen=True, gc=False):
@@ -77,7 +77,7 @@ def write_index(folder: Path, files: Sequence[str]) -> None:
     """
     with replacing(folder / INDEX_NAME, durable=True) as index:
         for name in files:
-            with FORMAT.open(folder / name) as file:
+            with format_of(name).open(folder / name) as file:
                 items = file.items()
             index.writelines(_ENCODER.encode(_line(item, name)) + b"\n" for item in items)
 

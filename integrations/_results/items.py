@@ -7,8 +7,8 @@ import xxhash
 
 from shmload._checkpoints.dtypes import NBITS
 from shmload.errors import ArgumentError
+from shmload.integrations._results.format import ResultsFormat
 from shmload.integrations._results.journal import ArrayHead, Buffer, Head
-from shmload.integrations._results.names import FORMAT
 
 # The limit of shmload's reader of safetensors files.
 _MAX_RANK = 64
@@ -32,13 +32,16 @@ class NewItem(NamedTuple):
     contents: list[Buffer]
 
 
-def result(index: int, key: str, arrays: Mapping[str, Array], file_items: int) -> NewItem:
+def result(
+    index: int, key: str, arrays: Mapping[str, Array], format: ResultsFormat, file_items: int
+) -> NewItem:
     """Check an item's result, and put its arrays in the order of their names.
 
     Args:
         index: the item's number.
         key: its name.
         arrays: by name; not copied.
+        format: of the results file.
         file_items: how many items a results file holds.
 
     Raises:
@@ -53,11 +56,11 @@ def result(index: int, key: str, arrays: Mapping[str, Array], file_items: int) -
         heads.append(ArrayHead(name, given.dtype, tuple(given.shape), len(content), digest))
         contents.append(content)
     head = Head(index, key, None, tuple(heads))
-    FORMAT.check_item(head, file_items)
+    format.check_item(head, file_items)
     return NewItem(head, contents)
 
 
-def failure(index: int, key: str, error: str, file_items: int) -> NewItem:
+def failure(index: int, key: str, error: str, format: ResultsFormat, file_items: int) -> NewItem:
     """Check the key of an item that failed; of a long error only the end is kept.
 
     Raises:
@@ -65,7 +68,7 @@ def failure(index: int, key: str, error: str, file_items: int) -> NewItem:
     """
     error = error.encode(errors="backslashreplace").decode()[-_MAX_ERROR_CHARS:]
     head = Head(index, key, error or "unknown", ())
-    FORMAT.check_item(head, file_items)
+    format.check_item(head, file_items)
     return NewItem(head, [])
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from shmload.errors import ResultsCorrupt
 from shmload.integrations._results.errors import AGAIN
-from shmload.integrations._results.format import StoredArray, StoredItem
+from shmload.integrations._results.format import ResultsFormat, StoredArray, StoredItem
 from shmload.integrations._results.journal import Buffer, Head, Journal
 from shmload.integrations._results.keys import digest_key
-from shmload.integrations._results.names import FORMAT, file_name, journal_name
+from shmload.integrations._results.names import file_name, journal_name
 
 _MISSING, _DONE, _FAILED, _FAILED_BEFORE = range(4)
 
@@ -33,6 +33,7 @@ class FileProgress:
         folder: of all results.
         number: of the file.
         size: how many items a file has, at most.
+        format: of the file.
         retry_failed: items that failed in an earlier run count as missing.
 
     Raises:
@@ -40,10 +41,13 @@ class FileProgress:
         OSError: a file cannot be read.
     """
 
-    def __init__(self, folder: Path, number: int, size: int, *, retry_failed: bool) -> None:
+    def __init__(
+        self, folder: Path, number: int, size: int, format: ResultsFormat, *, retry_failed: bool
+    ) -> None:
         self.number = number
+        self._format = format
         self.first = number * size
-        self.path = folder / file_name(number)
+        self.path = folder / file_name(number, format)
         self.keys = array("Q", bytes(8 * size))
         """Each item's key as a number; 0 if it is not known."""
         self._states = bytearray(size)
@@ -110,9 +114,9 @@ class FileProgress:
         with contextlib.ExitStack() as stack:
             before: list[StoredItem] = []
             if self._has_file:
-                before = stack.enter_context(FORMAT.open(self.path)).items()
+                before = stack.enter_context(self._format.open(self.path)).items()
             items = [self._item(place, before) for place in range(count)]
-            FORMAT.write(self.path, self.first, items, facts)
+            self._format.write(self.path, self.first, items, facts)
         self._has_file = True
         self._remove_journal()
 
@@ -122,7 +126,7 @@ class FileProgress:
             return self._record(place)[0].key
         if not self._has_file:
             return None
-        keys = FORMAT.read_contents(self.path).keys
+        keys = self._format.read_contents(self.path).keys
         return keys[place] if place < len(keys) else None
 
     def release(self) -> None:
@@ -132,7 +136,7 @@ class FileProgress:
 
     def _load(self) -> None:
         if self._has_file:
-            contents = FORMAT.read_contents(self.path)
+            contents = self._format.read_contents(self.path)
             if contents.first != self.first or len(contents.keys) > len(self.keys):
                 raise ResultsCorrupt(self.path, "it holds the items of another results file", AGAIN)
             self._failed_in_file = frozenset(index - self.first for index in contents.errors)

@@ -11,7 +11,7 @@ from shmload.errors import UnknownDtype
 from shmload.integrations._results.errors import accessing
 from shmload.integrations._results.index import Index
 from shmload.integrations._results.items import Array
-from shmload.integrations._results.names import FORMAT
+from shmload.integrations._results.names import format_of
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +89,7 @@ class Results:
 
         Raises:
             KeyError, IndexError: there is no such item.
+            ArgumentError: the library of the folder's format is not installed.
             ResultsChanged: a job has changed the folder since it was opened.
             ResultsCorrupt: a file is not what was written.
             ResultsInaccessible: a file cannot be read.
@@ -101,7 +102,7 @@ class Results:
         with accessing(path):
             if not line.arrays:
                 return {}
-            with FORMAT.open(path) as file:
+            with format_of(line.file).open(path) as file:
                 # After the open: so it is the results file that the index describes.
                 self._index.check()
                 return {

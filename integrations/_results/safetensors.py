@@ -15,26 +15,20 @@ from shmload._checkpoints.formats.safetensors import build_header, read_header
 from shmload._checkpoints.header import TensorSpec
 from shmload._host.files import replacing
 from shmload._segments.layout import alignment
-from shmload.errors import ArgumentError, CheckpointError, ResultsCorrupt
+from shmload.errors import CheckpointError, ResultsCorrupt
+from shmload.integrations._results.description import check_names, describe, read_description
 from shmload.integrations._results.errors import AGAIN
 from shmload.integrations._results.format import (
     Contents,
+    Path,
     ResultsFormat,
     StoredArray,
     StoredItem,
 )
-from shmload.integrations._results.journal import Head, read_blocks
+from shmload.integrations._results.journal import read_blocks
 
 # Not the machine's page size: the same results must give the same bytes everywhere.
 _DATA_ALIGNMENT = 4096
-# Bytes for all items' names, out of the 100 MB that a header may have.
-_NAMES_NBYTES = 80_000_000
-# Header bytes besides the names: per array, and per dimension.
-_ENTRY_NBYTES = 100
-_SIZE_NBYTES = 20
-
-_VERSION = "1"
-_Path = str | os.PathLike[str]
 
 
 class _Front(msgspec.Struct):
@@ -53,7 +47,7 @@ class SafetensorsFile:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: _Path) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY)
 
@@ -69,7 +63,7 @@ class SafetensorsFile:
         """See `ResultsFile`."""
         try:
             header = read_header(self._fd, self.path)
-            contents = _contents(header.metadata or {})
+            contents = read_description(header.metadata or {})
         except (CheckpointError, KeyError, ValueError) as exc:
             raise ResultsCorrupt(self.path, str(exc), AGAIN) from exc
         arrays: dict[str, list[StoredArray]] = {key: [] for key in contents.keys}
@@ -107,78 +101,54 @@ class SafetensorsFile:
         return content
 
 
-def _write(path: _Path, first: int, items: Sequence[StoredItem], facts: Mapping[str, str]) -> None:
-    named = [(f"{item.key}/{array.name}", array) for item in items for array in item.arrays]
+def as_safetensors(
+    named: Sequence[tuple[str, StoredArray]], metadata: dict[str, str], data_alignment: int
+) -> Iterator[bytes | memoryview]:
+    """Yield the content of a safetensors file; each part is valid until the next.
+
+    Args:
+        named: the arrays by the names that they get.
+        metadata: of the file.
+        data_alignment: the arrays begin at a multiple of it.
+
+    Raises:
+        ResultsCorrupt: an array is not what was written.
+    """
     # A stable sort: arrays of images, whose sizes are multiples of 64 bytes, keep their order.
-    named.sort(key=lambda pair: -alignment(pair[1].nbytes))
+    ordered = sorted(named, key=lambda pair: -alignment(pair[1].nbytes))
     specs, position = [], 0
-    for name, array in named:
+    for name, array in ordered:
         end = position + array.nbytes
         specs.append(TensorSpec(name, array.dtype, array.shape, position, end))
         position = end
-    errors = {first + place: item.error for place, item in enumerate(items) if item.error}
-    metadata = {
-        "shmload.results": _VERSION,
-        "shmload.first": str(first),
-        "shmload.keys": _as_json([item.key for item in items]),
-        "shmload.facts": _as_json(dict(sorted(facts.items()))),
-    }
-    if errors:
-        metadata["shmload.errors"] = _as_json(errors)
+    yield build_header(tuple(specs), metadata, data_alignment)
+    for _, array in ordered:
+        yield from array.blocks()
+
+
+def _write(path: Path, first: int, items: Sequence[StoredItem], facts: Mapping[str, str]) -> None:
+    named = [(f"{item.key}/{array.name}", array) for item in items for array in item.arrays]
     with replacing(path, durable=True) as file:
-        file.write(build_header(tuple(specs), metadata, _DATA_ALIGNMENT))
-        for _, array in named:
-            file.writelines(array.blocks())
+        file.writelines(as_safetensors(named, describe(first, items, facts), _DATA_ALIGNMENT))
 
 
-def _read_contents(path: _Path) -> Contents:
+def _read_contents(path: Path) -> Contents:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > os.fstat(file.fileno()).st_size:
             raise ResultsCorrupt(path, "it ends within its header", AGAIN)
         raw = file.read(length)
     try:
-        return _contents(msgspec.json.decode(raw, type=_Front).metadata)
+        return read_description(msgspec.json.decode(raw, type=_Front).metadata)
     except (KeyError, ValueError) as exc:
         raise ResultsCorrupt(path, "its header is not that of a results file", AGAIN) from exc
 
 
-def _contents(metadata: Mapping[str, str]) -> Contents:
-    return Contents(
-        first=int(metadata["shmload.first"]),
-        keys=msgspec.json.decode(metadata["shmload.keys"], type=list[str]),
-        errors=msgspec.json.decode(metadata.get("shmload.errors", "{}"), type=dict[int, str]),
-    )
-
-
-def _check_item(head: Head, file_items: int) -> None:
-    """Raise ArgumentError if an item's names are not UTF-8, or exceed its share of the header."""
-    try:
-        # The list of keys is JSON within JSON.
-        nbytes = len(msgspec.json.encode(msgspec.json.encode(head.key).decode()))
-        for array in head.arrays:
-            nbytes += len(msgspec.json.encode(f"{head.key}/{array.name}"))
-            nbytes += _ENTRY_NBYTES + _SIZE_NBYTES * len(array.shape)
-    except UnicodeEncodeError as exc:
-        raise ArgumentError(
-            f"the key of item {head.index}, {head.key!r}, or the name of an array is not text that "
-            "UTF-8 can encode; give it another one"
-        ) from exc
-    if nbytes > _NAMES_NBYTES // file_items:
-        raise ArgumentError(
-            f"the names in item {head.index} take {nbytes} bytes, too many for a file of "
-            f"{file_items} items; give shorter ones, or fewer shard_items"
-        )
-
-
-def _as_json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
-
-
 SAFETENSORS = ResultsFormat(
-    version=_VERSION,
+    name="safetensors",
+    version="1",
     suffix=".safetensors",
-    check_item=_check_item,
+    check_item=check_names,
     write=_write,
     read_contents=_read_contents,
     open=SafetensorsFile,

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from shmload.errors import ArgumentError, DuplicateKey, ResultsMismatch
+from shmload.integrations._results.format import ResultsFormat
 from shmload.integrations._results.keys import KeyDigests, digest_key
 from shmload.integrations._results.progress import FileProgress
 
@@ -15,11 +16,15 @@ class ItemTable:
     Args:
         folder: of the results; the caller has its lock.
         size: how many items a results file has, at most.
+        format: of the results files.
         retry_failed: items that failed in an earlier run count as missing.
     """
 
-    def __init__(self, folder: Path, size: int, *, retry_failed: bool) -> None:
+    def __init__(
+        self, folder: Path, size: int, format: ResultsFormat, *, retry_failed: bool
+    ) -> None:
         self._folder = folder
+        self._format = format
         self._retry_failed = retry_failed
         self._size = size
         self._files: dict[int, FileProgress] = {}
@@ -67,7 +72,9 @@ class ItemTable:
         """
         file = self._files.get(number)
         if file is None:
-            file = FileProgress(self._folder, number, self._size, retry_failed=self._retry_failed)
+            file = FileProgress(
+                self._folder, number, self._size, self._format, retry_failed=self._retry_failed
+            )
             for place, digest in enumerate(file.keys):
                 if digest and not self._keys.add(digest):
                     key = file.key_of(place) or ""

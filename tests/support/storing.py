@@ -30,7 +30,9 @@ def arrays_of(index):
     }
 
 
-def run(folder, order, *, failing=(), stored=None, facts=FACTS, retry_failed=True):
+def run(
+    folder, order, *, failing=(), stored=None, facts=FACTS, retry_failed=True, format="safetensors"
+):
     """Compute and store items that are not settled yet, as a job does, in the order given.
 
     Args:
@@ -40,10 +42,11 @@ def run(folder, order, *, failing=(), stored=None, facts=FACTS, retry_failed=Tru
         stored: items that an earlier run reported as stored; computing one again is an error.
         facts: of the run.
         retry_failed: do items again that failed in an earlier run.
+        format: of the results files.
     """
     stored = set() if stored is None else stored
     with ResultFolder(
-        folder, shard_items=SHARD_ITEMS, facts=facts, retry_failed=retry_failed
+        folder, shard_items=SHARD_ITEMS, facts=facts, retry_failed=retry_failed, format=format
     ) as results:
         for index in order:
             key = key_of(index)

@@ -1,12 +1,14 @@
-"""The page's examples for data-prep jobs call existing functions, and three of them run."""
+"""The page's examples for data-prep jobs call existing functions, and most of them run."""
 
 import ast
 import inspect
 import re
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from shmload.integrations import dataprep
@@ -22,6 +24,12 @@ PAGE = re.findall(
 def block_with(text):
     (found,) = [block for block in PAGE if text in block]
     return found
+
+
+PAGE_OF = {
+    "parquet": block_with("import pyarrow.parquet"),
+    "webdataset": block_with("import webdataset"),
+}
 
 
 def test_calls_on_the_page_have_arguments_that_there_are():
@@ -91,3 +99,23 @@ def test_results_are_read_as_shown(light_job, tmp_path, monkeypatch):
     assert [len(latents) for latents, _ in seen] == [32, 8]
     assert sorted(float(latent[0]) for latents, _ in seen for latent in latents) == list(range(40))
     assert all((latents == -embeddings).all() for latents, embeddings in seen)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")  # webdataset leaves that to the collector
+@pytest.mark.parametrize("format", ["parquet", "webdataset"])
+def test_other_formats_are_read_as_shown(light_job, tmp_path, monkeypatch, format):
+    monkeypatch.chdir(tmp_path)
+    items = [np.full((3, 2), number).astype(ml_dtypes.bfloat16) for number in range(7)]
+    job = light_job()
+    key = lambda item: f"a/{int(item[0, 0])}.png"  # noqa: E731
+    arguments = {"key": key, "shard_items": 3, "format": format}
+    job.write(lambda pipe, item: {"latent": item}, items, "latents", **arguments)
+    (line,) = [line for line in PAGE_OF[format].splitlines() if "key, latent = " in line]
+    indent = line[: len(line) - len(line.lstrip())]
+    seen = {}
+    code = PAGE_OF[format].replace(line, f"{line}\n{indent}seen[key] = latent")
+    exec(code, {"seen": seen})
+    assert list(seen) == [f"a/{number}.png" for number in range(7)]
+    for number, latent in enumerate(seen.values()):
+        assert latent.dtype is torch.bfloat16
+        assert latent.tolist() == [[number] * 2] * 3
