@@ -10,6 +10,10 @@ def run() -> None:
     except KeyboardInterrupt:
         print("shmload: interrupted", file=sys.stderr)
         sys.exit(130)  # as every command after its import
+    except (MemoryError, ImportError) as exc:
+        if not isinstance(exc, MemoryError) and "failed to map segment" not in str(exc):
+            raise
+        sys.exit("shmload: there is no memory to start; free some, or see `ulimit -v`")
     main(prog_name="shmload")
 
 

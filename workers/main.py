@@ -20,6 +20,7 @@ import socket
 import sys
 import traceback
 
+from shmload._host.limits import is_lack_of_memory
 from shmload._ipc.frames import Inbox, send, take_channel
 from shmload.errors import ProtocolError
 from shmload.workers.fill import Filler, FillError
@@ -94,8 +95,9 @@ class _Worker:
             digest = self._filler.fill(source, target, fill.runs, self._report)
         except FillError as exc:
             return Failed(fill.shard, fill.piece, exc.reason, str(exc), exc.offset)
-        except Exception:  # outermost loop: the coordinator must learn of any error
-            return Failed(fill.shard, fill.piece, Reason.INTERNAL, traceback.format_exc())
+        except Exception as exc:  # outermost loop: the coordinator must learn of any error
+            reason = Reason.NO_MEMORY if is_lack_of_memory(exc) else Reason.INTERNAL
+            return Failed(fill.shard, fill.piece, reason, traceback.format_exc())
         return Filled(fill.shard, fill.piece, digest)
 
     def _report(self, nbytes: int) -> None:

@@ -82,6 +82,7 @@ class Reason(enum.Enum):
     TRUNCATED = "truncated"
     READ_ERROR = "read error"
     NO_SPACE = "no space"
+    NO_MEMORY = "no memory"
     INTERNAL = "internal"
 
 

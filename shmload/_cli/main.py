@@ -62,6 +62,9 @@ class _Group(click.Group):
         except ShmloadError as exc:
             click.echo(f"shmload: {exc}", err=True)
             ctx.exit(2 if isinstance(exc, ArgumentError) else 1)
+        except MemoryError:
+            click.echo("shmload: there is no memory; free some, or see `ulimit -v`", err=True)
+            ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("shmload: interrupted", err=True)
             ctx.exit(_INTERRUPTED)

@@ -20,6 +20,7 @@ from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.identity import SourceStat, is_unchanged
 from shmload._decoding.ring import FilledSlot, Ring
 from shmload._decoding.worker_process import Task, WorkerProcess
+from shmload._host.limits import is_lack_of_memory, no_memory
 from shmload._host.linux import shm_free_nbytes
 from shmload._segments.digest import combine_digests
 from shmload._segments.pieces import Run
@@ -188,6 +189,10 @@ def _decode_here(job: Job, on_bytes: OnBytes, is_cancelled: Callable[[], bool]) 
         return combine_digests(digests)
     except FillError as exc:
         raise _error_of(job, exc.reason, str(exc), exc.offset) from exc
+    except (MemoryError, ImportError, OSError) as exc:
+        if not is_lack_of_memory(exc):
+            raise
+        raise no_memory(job.path) from exc
 
 
 def _error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadError:
@@ -203,6 +208,8 @@ def _error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadErro
                 "/dev/shm",
                 "another process took the room; free some with `shmload rm` or enlarge it",
             )
+        case Reason.NO_MEMORY:
+            return no_memory(job.path)
         case Reason.INTERNAL:
             error = WorkerFailed(f"a worker failed while it decoded {job.path}; please report this")
             error.add_note(detail)
@@ -293,6 +300,8 @@ class _Decoding:
             self._take(worker, message)
         if died:
             how = worker.how_it_ended()
+            if worker.has_exited and worker.lacked_memory:  # so would the next one
+                raise no_memory(self._jobs[worker.tasks[0].shard if worker.tasks else 0].path)
             if not worker.is_ready:
                 error = worker.start_failure()
                 if worker.has_exited:  # so would the next one

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shmload._host.limits import says_no_memory
 from shmload._ipc.child import child_environment, start_with_channel
 from shmload._ipc.frames import Inbox, send
 from shmload._settings import settings
@@ -150,16 +151,24 @@ class WorkerProcess:
         """Wait for the child and say how it ended, such as `SIGKILL` or `exit code 3`."""
         return self._child.how_it_ended()
 
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether its last output says so; a library may end the process then."""
+        return says_no_memory(self._last_output())
+
+    def _last_output(self) -> str:
+        size = os.fstat(self._output_fd).st_size
+        tail = os.pread(self._output_fd, _OUTPUT_TAIL_NBYTES, max(0, size - _OUTPUT_TAIL_NBYTES))
+        return tail.decode(errors="replace").strip()
+
     def start_failure(self) -> WorkerFailed:
         """Return the error for a child that ended before it was ready."""
         error = WorkerFailed(
             f"a worker could not start ({self.how_it_ended()}): run "
             f"`{sys.executable} -P -c 'import shmload.workers.main'` to see why"
         )
-        size = os.fstat(self._output_fd).st_size
-        tail = os.pread(self._output_fd, _OUTPUT_TAIL_NBYTES, max(0, size - _OUTPUT_TAIL_NBYTES))
-        if tail:
-            error.add_note("its output: " + tail.decode(errors="replace").strip())
+        if tail := self._last_output():
+            error.add_note("its output: " + tail)
         return error
 
     def close(self) -> None:

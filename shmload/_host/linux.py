@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import posix_ipc
 
+from shmload._host.limits import too_many_files
 from shmload.errors import (
     SegmentRemoved,
     SegmentUntrusted,
@@ -70,7 +71,8 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
             raise SegmentUntrusted(name, "it is a symbolic link") from exc
         if exc.errno == errno.ENOSPC:
             raise no_inodes() from exc
-        # For EMFILE posix_ipc gives a text but no strerror.
+        if exc.errno == errno.EMFILE or (not exc.errno and "number of files" in str(exc)):
+            raise too_many_files(SHM_DIR / name) from exc
         raise ShmloadError(f"/dev/shm/{name} cannot be opened: {exc.strerror or exc}") from exc
     found = os.fstat(opened.fd)
     reason = None
@@ -236,6 +238,8 @@ def open_source(path: str | os.PathLike[str]) -> int:
     except FileNotFoundError as exc:
         raise ShardMissing(path) from exc
     except OSError as exc:
+        if exc.errno == errno.EMFILE:
+            raise too_many_files(path) from exc
         raise ShardUnreadable(path, exc.strerror or str(exc), exc.errno or errno.EIO) from exc
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

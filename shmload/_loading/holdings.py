@@ -11,6 +11,7 @@ from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
 from shmload._decoding.coordinator import Job
 from shmload._host.descriptors import occupy_standard_streams
+from shmload._host.limits import allow_descriptors, require_file_size
 from shmload._host.linux import Inode, is_cached, read_ahead, unlock
 from shmload._loading.plan import ShardPlan
 from shmload._loading.room import made_room, own_budget
@@ -64,6 +65,8 @@ class Holdings:
             CheckpointError: a shard cannot be opened, or its header is wrong.
         """
         occupy_standard_streams()
+        # A shard, its segment, and a lease for the tensors in it.
+        allow_descriptors(3 * sum(len(each.shards) for each in source.checkpoints))
         keep = self._stay is Stay.RESIDENT or self._is_hollow
         for checkpoint in source.checkpoints:
             for path in checkpoint.shards:
@@ -126,6 +129,8 @@ class Holdings:
             CapacityError: there is no room.
             DecodeCancelled: `is_cancelled` was true during a wait for room.
         """
+        for shard in shards:
+            require_file_size(shard.plan.path, shard.layout.nbytes)
         nbytes = 0 if self._is_hollow else sum(shard.layout.nbytes for shard in shards)
         stays = self._stay is Stay.RESIDENT and not has_service
         budget = own_budget() if stays else None

@@ -21,6 +21,7 @@ from shmload._checkpoints.rule import Rule
 from shmload._decoding.coordinator import DecodeCancelled, Job
 from shmload._decoding.ring import Ring
 from shmload._host.background import Background
+from shmload._host.limits import explained
 from shmload._loading.decoder import Decoder
 from shmload._loading.holdings import Holdings
 from shmload._loading.plan import Action
@@ -86,8 +87,9 @@ class Load:
         self.read_nbytes = 0
         """Bytes of weights that this load reads."""
         try:
-            self.holdings.open_shards(source, rules, ring.shape.slot_nbytes if ring else None)
-            self._begin()
+            with explained(source.given):
+                self.holdings.open_shards(source, rules, ring.shape.slot_nbytes if ring else None)
+                self._begin()
         except BaseException:
             self.close()
             raise
@@ -121,7 +123,8 @@ class Load:
             CheckpointError, CapacityError, WorkerError, SegmentError: the load failed.
         """
         if self._work:
-            self._work.wait()
+            with explained(self._source.given):
+                self._work.wait()
 
     def leave_service(self) -> None:
         """Tell the service that the load is over; call it if segments stay in use for long.

@@ -13,6 +13,7 @@ from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.wanted import chosen_dtype
 from shmload._host.collector import paused_gc
+from shmload._host.limits import explained
 from shmload._host.linux import reopen
 from shmload._loading.complete import complete_load
 from shmload._loading.progress import Callback, Progress
@@ -67,6 +68,7 @@ def load_state_dict(
     rule = Rule(target=None if is_stored else parse_dtype(dtype))
     rules = {checkpoint.component: rule for checkpoint in source.checkpoints}
     with (
+        explained(path),
         paused_gc(),
         Progress(progress, source.root.name) as counter,
         complete_load(

@@ -25,6 +25,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     ├── CapacityError (OSError)
     │   ├── SharedMemoryFull
     │   ├── MemoryLimitExceeded
+    │   ├── ProcessLimitExceeded
     │   └── DoesNotFit
     ├── JobError
     │   ├── ItemError
@@ -92,6 +93,7 @@ from shmload.errors.loading import (
     IndexMalformed,
     LibraryTooOld,
     MemoryLimitExceeded,
+    ProcessLimitExceeded,
     ProtocolError,
     SegmentBusy,
     SegmentCorrupt,
@@ -149,6 +151,7 @@ __all__ = [
     "NodeLost",
     "NodeTimeout",
     "PeerRefused",
+    "ProcessLimitExceeded",
     "ProtocolError",
     "ResultsBusy",
     "ResultsChanged",

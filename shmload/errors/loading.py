@@ -238,6 +238,25 @@ class MemoryLimitExceeded(CapacityError):
     """The memory of the machine, or of this process's control group, is too small."""
 
 
+class ProcessLimitExceeded(CapacityError):
+    """A limit of this process (`ulimit`) is too small for a load.
+
+    Attributes:
+        path: the file that was opened, written or loaded.
+        limit: the limit, such as `RLIMIT_NOFILE`.
+        available: its value.
+    """
+
+    def __init__(
+        self, path: _Path, reason: str, remedy: str, limit: str, available: int, number: int
+    ) -> None:
+        self.path = path
+        self.limit = limit
+        self.available = available
+        ShmloadError.__init__(self, f"{path}: {reason}; raise it with {remedy}")
+        self.errno = number
+
+
 class DoesNotFit(CapacityError):
     """A placement needs more memory on a device than the device has.
 

@@ -10,6 +10,7 @@ import pytest
 SQUEEZE = """
 import errno, json, os, resource, sys
 import shmload
+from shmload._loading import holdings
 source, how, is_resident = sys.argv[1], sys.argv[2], sys.argv[3] == "resident"
 def view(source, **kwargs):
     with shmload.view(source, **kwargs):
@@ -28,6 +29,8 @@ for info in shmload.segments():
     shmload.evict(info.name)
 if is_resident:
     shmload.warm(source, torch_dtype="bfloat16")
+# Else a load would raise the limit.
+holdings.allow_descriptors = lambda count: None
 hard, refusals = resource.getrlimit(resource.RLIMIT_NOFILE)[1], []
 for limit in range(int(descriptors()[-1]) + 1, 256):
     before = descriptors(), names(), children()
@@ -58,8 +61,7 @@ def test_too_few_descriptors(checkpoint, child, configure, evicts, door, where, 
     refusals = json.loads(process.expect("REFUSALS"))
     assert refusals
     for refusal in refusals:
-        # The second sentence is from posix_ipc.
-        assert "Too many open files" in refusal or "maximum number of files open" in refusal
+        assert "too many open files" in refusal.lower()
 
 
 WITHOUT_STREAMS = """

@@ -20,6 +20,7 @@ ERRORS = [
     shmload.ShardTruncated(Path("a.safetensors"), 8, 4),
     shmload.ShardUnreadable("a.safetensors", "Input/output error", 5),
     shmload.SharedMemoryFull(3, 2, "/dev/shm", "free some"),
+    shmload.ProcessLimitExceeded("a.safetensors", "too many", "`ulimit`", "RLIMIT_NOFILE", 9, 24),
     shmload.DoesNotFit(3, 2, "cuda:0", "too much", "use", {"": "cpu"}),
     shmload.WorkerStalled("a.safetensors", 60.0),
     shmload.ServiceSilent("service.sock", 10.0, 7),

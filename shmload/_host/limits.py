@@ -1,0 +1,136 @@
+"""The limits of this process (setrlimit): open files, sizes of files, address space.
+
+Guarantee: where the kernel refuses because of such a limit, the error names the limit, its value
+and how to raise it.
+"""
+
+import contextlib
+import errno
+import os
+import resource
+from collections.abc import Iterator
+
+from shmload._wording import format_nbytes
+from shmload.errors import CapacityError, MemoryLimitExceeded, ProcessLimitExceeded, ShmloadError
+
+_Path = str | os.PathLike[str]
+
+# For what a load opens beside its shards: sockets, workers, the libraries' own files.
+_OTHER_DESCRIPTORS = 64
+# The words of strerror(3) for ENOMEM, Python, the dynamic linker, Python's threads and OpenBLAS.
+_NO_MEMORY = (
+    "Cannot allocate memory",
+    "MemoryError",
+    "failed to map segment",
+    "can't start new thread",
+    "Memory allocation still failed",
+)
+
+
+def allow_descriptors(count: int) -> None:
+    """Let this process open so many more files, as far as its hard limit allows.
+
+    Raises the soft limit for good, in children that start later too; a program that uses select(2)
+    is not disturbed before it opens more than 1,024 files itself.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(os.listdir("/proc/self/fd")) + count + _OTHER_DESCRIPTORS
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and most > soft:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def require_file_size(path: _Path, nbytes: int) -> None:
+    """Check that this process may write a file of so many bytes.
+
+    Raises:
+        ProcessLimitExceeded: RLIMIT_FSIZE forbids it.
+    """
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if soft != resource.RLIM_INFINITY and nbytes > soft:
+        raise ProcessLimitExceeded(
+            path,
+            f"its segment takes {format_nbytes(nbytes)}, and RLIMIT_FSIZE lets this process write "
+            f"files of {format_nbytes(soft)}",
+            "`ulimit -f unlimited`, or LimitFSIZE= of a systemd unit",
+            "RLIMIT_FSIZE",
+            soft,
+            errno.EFBIG,
+        )
+
+
+def too_many_files(path: _Path) -> ProcessLimitExceeded:
+    """Return the error for a file that cannot be opened because too many are."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return ProcessLimitExceeded(
+        path,
+        f"too many open files: RLIMIT_NOFILE lets this process open {soft}",
+        f"`ulimit -n {max(4096, 4 * soft)}`, LimitNOFILE= of a systemd unit, or "
+        "`docker run --ulimit nofile=`",
+        "RLIMIT_NOFILE",
+        soft,
+        errno.EMFILE,
+    )
+
+
+def no_memory(path: _Path) -> CapacityError:
+    """Return the error for a load to which the kernel gave no memory."""
+    for name in ("RLIMIT_AS", "RLIMIT_DATA"):
+        soft = resource.getrlimit(getattr(resource, name))[0]
+        if soft != resource.RLIM_INFINITY:
+            flag = "-v" if name == "RLIMIT_AS" else "-d"
+            return ProcessLimitExceeded(
+                path,
+                f"there is no memory: {name} lets this process have {format_nbytes(soft)}",
+                f"`ulimit {flag} unlimited`, or Limit{name.removeprefix('RLIMIT_')}= of a systemd "
+                "unit",
+                name,
+                soft,
+                errno.ENOMEM,
+            )
+    remedy = f"free some, or see vm.overcommit_memory; it was needed for {os.fspath(path)}"
+    return MemoryLimitExceeded(1, 0, "the machine's memory", remedy, unit="mapping")
+
+
+def says_no_memory(text: str) -> bool:
+    """Tell whether some program's words say that the kernel gave no memory."""
+    return any(words in text for words in _NO_MEMORY)
+
+
+def is_lack_of_memory(exc: BaseException | None) -> bool:
+    """Tell whether an error, or one that it came from, says that the kernel gave no memory."""
+    while exc is not None:
+        if isinstance(exc, MemoryError) or says_no_memory(str(exc)):
+            return True
+        exc = exc.__cause__ or exc.__context__
+    return False
+
+
+@contextlib.contextmanager
+def explained(path: _Path) -> Iterator[None]:
+    """Raise the errors of this module for what the kernel refuses inside the block.
+
+    Args:
+        path: what is loaded, for errors that name no file.
+
+    Raises:
+        CapacityError: a limit is reached.
+    """
+    try:
+        yield
+    except ShmloadError:
+        raise
+    except (MemoryError, ImportError, RuntimeError) as exc:
+        if not is_lack_of_memory(exc):
+            raise
+        raise no_memory(path) from exc
+    except OSError as exc:
+        named = exc.filename if isinstance(exc.filename, str) else path
+        match exc.errno:
+            case errno.EMFILE:
+                raise too_many_files(named) from exc
+            case errno.ENOMEM:
+                raise no_memory(named) from exc
+            case _:
+                raise

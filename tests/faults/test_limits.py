@@ -1,0 +1,110 @@
+"""What a limit of the process forbids is an error that names the limit, and nothing is left."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from doors import decoding_door, refusal
+from safetensors.numpy import save_file
+
+import shmload
+from shmload._cli.main import main
+from shmload._host.limits import explained, is_lack_of_memory, no_memory
+
+
+@pytest.fixture
+def file_size(checkpoint):
+    """Limit the size of files that this process writes to 1,000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def many(tmp_path, evicts):
+    """A checkpoint of 60 shards."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    names = {f"t{number}": f"model-{number + 1:05}-of-00060.safetensors" for number in range(60)}
+    for number, (tensor, name) in enumerate(names.items()):
+        save_file({tensor: np.full(4, number, np.float32)}, folder / name, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@decoding_door
+@pytest.mark.usefixtures("file_size")
+def test_size_of_files(checkpoint, shm_names, door):
+    words = (checkpoint, "RLIMIT_FSIZE", "1000 B", "ulimit -f unlimited")
+    refusal(door, checkpoint, shmload.ProcessLimitExceeded, *words, torch_dtype="bfloat16")
+    assert shm_names() == []
+
+
+@pytest.mark.usefixtures("file_size")
+def test_command_says_it_in_one_line(checkpoint, shm_names):
+    done = CliRunner().invoke(main, ["warm", str(checkpoint)])
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith(f"shmload: {checkpoint}: its segment takes ")
+    assert shm_names() == []
+
+
+MANY = """
+import os, resource, sys
+import shmload
+source, is_hard = sys.argv[1], sys.argv[2] == "hard"
+soft, hard = len(os.listdir("/proc/self/fd")) + 70, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft if is_hard else hard))
+try:
+    print("LOADED", len(shmload.warm(source, dtype="float16").segments), flush=True)
+except shmload.ProcessLimitExceeded as exc:
+    print("REFUSED", exc.limit, exc.available == soft, exc, flush=True)
+"""
+
+
+def test_many_shards_raise_the_soft_limit_of_open_files(many, child):
+    assert child(MANY, many, "soft").expect("LOADED") == "60"
+
+
+def test_hard_limit_of_open_files_is_named_with_the_remedy(many, child, shm_names):
+    said = child(MANY, many, "hard").expect("REFUSED")
+    assert said.startswith("RLIMIT_NOFILE True ")
+    assert "too many open files" in said
+    assert "ulimit -n 4096" in said
+    assert shm_names() == []
+
+
+@pytest.mark.parametrize("limit_kib", [30_000, 50_000, 80_000])
+def test_address_space(tmp_path, evicts, shm_names, limit_kib):
+    # More than is decoded without workers, whose imports fail at other places.
+    path = tmp_path / "large.safetensors"
+    save_file({"weight": np.zeros(17 << 20, np.float32)}, path)
+    command = [sys.executable, "-m", "shmload", "warm", "--quiet", "--dtype", "bfloat16", str(path)]
+    done = subprocess.run(
+        ["sh", "-c", f'ulimit -v {limit_kib}; exec "$@"', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert "there is no memory" in done.stderr
+    assert "ulimit -v" in done.stderr
+    assert shm_names() == []
+
+
+def test_lack_of_memory_is_told_from_other_errors():
+    with pytest.raises(shmload.CapacityError, match="weights"), explained("weights"):
+        raise MemoryError
+    with pytest.raises(shmload.CapacityError, match="weights"), explained("weights"):
+        raise ImportError("libopenblas.so: failed to map segment from shared object")
+    with pytest.raises(ImportError, match="no module"), explained("weights"):
+        raise ImportError("no module")
+    assert not is_lack_of_memory(OSError(28, "No space left on device"))
+    assert type(no_memory("weights")) is shmload.MemoryLimitExceeded
