@@ -1,6 +1,8 @@
-"""A client that waits for its turn at the workers does not hold up the one that decodes."""
+"""Clients take turns at the workers, and asking the workers for a sign of life is no turn."""
 
 import threading
+
+import pytest
 
 from shmload._service import pool as pool_module
 from shmload._service.pool import WorkerPool
@@ -44,3 +46,72 @@ def test_waiting_client_does_not_hold_up_the_decode(monkeypatch):
     assert pool.decode([], int, ask, 60) == []
     first.join()
     assert outcomes == [True]
+
+
+# Asking -------------------------------------------------------------------------------------------
+
+
+class Asked(Workers):
+    """Fake workers that answer once they are told to."""
+
+    def __init__(self, is_asked, may_answer):
+        super().__init__(may_answer)
+        self._is_asked, self._may_answer = is_asked, may_answer
+
+    def silent_workers(self, timeout_s):
+        self._is_asked.set()
+        assert self._may_answer.wait(60)
+        return 1
+
+
+@pytest.fixture
+def asking(monkeypatch):
+    """A pool whose workers are being asked; sets the event so that they answer."""
+    is_asked, may_answer = threading.Event(), threading.Event()
+    monkeypatch.setattr(pool_module, "Coordinator", lambda count: Asked(is_asked, may_answer))
+    pool = WorkerPool(2)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(pool.silent_workers()))
+    thread.start()
+    assert is_asked.wait(60)
+    yield pool, may_answer, answers
+    may_answer.set()
+    thread.join()
+
+
+def test_asking_is_not_shown_as_a_decode_which_waits_for_the_answer(asking):
+    pool, may_answer, answers = asking
+    assert (pool.is_decoding, pool.waiting) == (False, 0)
+    ended = threading.Event()
+    decode = threading.Thread(target=lambda: (pool.decode([], int, bool, 60.0), ended.set()))
+    decode.start()
+    while not pool.is_decoding:
+        pass
+    assert not ended.is_set()
+    may_answer.set()
+    decode.join()
+    assert answers == [1]
+
+
+def test_workers_at_a_decode_are_not_asked(monkeypatch):
+    may_end = threading.Event()
+    monkeypatch.setattr(pool_module, "Coordinator", lambda count: Workers(may_end))
+    pool = WorkerPool(2)
+    decode = threading.Thread(target=lambda: pool.decode([], int, bool, 60.0))
+    decode.start()
+    while not pool.is_decoding:
+        pass
+    assert pool.silent_workers() == 0
+    may_end.set()
+    decode.join()
+
+
+def test_closed_pool_starts_no_workers_to_ask(monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        pool_module, "Coordinator", lambda count: started.append(1) or Workers(threading.Event())
+    )
+    pool = WorkerPool(2)
+    pool.close()
+    assert pool.silent_workers() == 2
+    assert started == [1]
