@@ -77,7 +77,7 @@ class Surroundings:
         try:
             self.run("rm", str(self.work))
         except subprocess.CalledProcessError as exc:
-            if "no resident segment matches" not in exc.stderr:
+            if "no resident model or segment matches" not in exc.stderr:
                 raise
 
     def log(self, name: str) -> Path:

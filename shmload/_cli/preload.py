@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _END_TIMEOUT_S = 5.0  # after which a child that was asked to end is killed
-_PIN = "pin"  # the word of a line
+# Words of a line.
+_PIN = "pin"
+_KEEP_FOR = "keep-for="
 _ERROR_PREFIX = "shmload: "  # as the command line prints the errors of this package
 
 
@@ -93,24 +95,26 @@ def _read_words(line: int, source: str, *words: str) -> ListedSource:
     Raises:
         ArgumentError: a word has a mistake.
     """
-    dtype = keep_for = None
-    for word in words:
-        name, sign, value = word.partition("=")
-        if sign and name == "keep-for" and keep_for is None:
-            parse_keep_for(value)
-            keep_for = value
-        elif word != _PIN:
-            if dtype is not None:
-                raise ArgumentError(
-                    f"{word!r} is more than SOURCE, DTYPE and pin or keep-for=TIME; "
-                    "put quotes around spaces"
-                )
-            if word != AUTO:
-                parse_dtype(word)
-            dtype = word
-    if _PIN in words and keep_for:
+    times = [word.removeprefix(_KEEP_FOR) for word in words if word.startswith(_KEEP_FOR)]
+    dtypes = [word for word in words if word != _PIN and not word.startswith(_KEEP_FOR)]
+    if len(dtypes) > 1 or len(times) > 1:
+        raise ArgumentError(
+            "more than SOURCE and DTYPE, and pin or keep-for=TIME; put quotes around spaces"
+        )
+    for dtype in dtypes:
+        if dtype != AUTO:
+            parse_dtype(dtype)
+    for time in times:
+        parse_keep_for(time)
+    if _PIN in words and times:
         raise ArgumentError("pin and keep-for exclude each other: what is pinned stays when idle")
-    return ListedSource(line, os.path.expanduser(source), dtype, _PIN in words, keep_for)
+    return ListedSource(
+        line,
+        os.path.expanduser(source),
+        dtypes[0] if dtypes else None,
+        _PIN in words,
+        times[0] if times else None,
+    )
 
 
 def preload(wanted: Sequence[ListedSource], state: "ServiceState") -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shmload
-from shmload._segments import listing
+from shmload._segments import upkeep
 from shmload._segments.segment import Segment
 
 
@@ -59,13 +59,13 @@ def test_listing_that_outlives_the_last_lease_removes_the_segments(handle, shm_n
 def test_verifying_that_outlives_the_last_lease_removes_the_segments(
     handle, shm_names, monkeypatch
 ):
-    digest_data = listing.digest_data
+    digest_data = upkeep.digest_data
 
     def close_and_digest(*args):
         handle.close()
         return digest_data(*args)
 
-    monkeypatch.setattr(listing, "digest_data", close_and_digest)
+    monkeypatch.setattr(upkeep, "digest_data", close_and_digest)
     assert len(shmload.verify()) == 1
     assert shm_names() == []
 
