@@ -9,10 +9,13 @@ import os
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source, components_with_weights
 from shmload._checkpoints.wanted import Wanted
+from shmload._checkpoints.weights import has_variant
 from shmload._host.collector import paused_gc
 from shmload._loading.progress import Callback, Progress
 from shmload.errors import SourceNotFound
@@ -158,6 +161,10 @@ def _find_pipeline(wanted: Wanted, kwargs: Collection[str]) -> tuple[Source, Col
             "not a pipeline (no model_index.json); use load_model for a model, and "
             "load_state_dict or view for files",
         )
+    variant = wanted.variant
+    if variant and not any(has_variant(found.root / name, variant) for name in found.components):
+        # The library refuses it: nothing is to be decoded, nor room to be asked for.
+        found = msgspec.structs.replace(found, checkpoints=())
     if wanted.components is None:
         return found, ()
     return found, components_with_weights(found).difference(wanted.components, kwargs)

@@ -81,10 +81,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         try:
             with ring, self._begin(Stay.PRIVATE, ring) as (load, rules, source):
                 return self._build(source, load, rules, ring)
-        except BytesNeeded:
-            pass  # and leave this block: in it the exception keeps the half-built models alive
+        except BytesNeeded as exc:
+            reason = str(exc)
+        # Not in the block above: in it the exception keeps the half-built models alive.
         if self.route.destination:
-            self.route.destination.require_no_limit(self.source)
+            self.route.destination.require_no_limit(self.source, reason)
         logger.info("%s: building reads weights on the host; no ring", self.source.given)
         return None
 

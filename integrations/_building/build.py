@@ -168,12 +168,16 @@ class Build:
         if not self._can_build_early(unfinished):
             return None
         generator_state = torch.get_rng_state()
+        holdings = self._load.holdings
         try:
             pipe = self._from_view()
-        except Exception:
-            if not unfinished:
+        except Exception as exc:
+            if not unfinished or (holdings.hollow and not holdings.was_read_early):
                 raise
             # The cause may be bytes that are not decoded yet, or a worker's failure.
+            if holdings.hollow:
+                # Not this error itself: its traceback keeps the half-built models alive.
+                raise BytesNeeded(f"{type(exc).__name__}: {exc}") from None
         else:
             if self._is_wholly_mapped(pipe, unfinished):
                 return pipe

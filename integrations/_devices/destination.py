@@ -74,8 +74,12 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
             if component and not fnmatch.filter(known, component):
                 raise UnknownComponent(component, source.given, known)
 
-    def require_no_limit(self, source: Source) -> None:
+    def require_no_limit(self, source: Source, reason: str = "") -> None:
         """Check that no `max_host_memory` is given. For weights that cannot take the ring.
+
+        Args:
+            source: to load.
+            reason: the library's error, if there was one.
 
         Raises:
             MemoryLimitExceeded: it is given.
@@ -85,7 +89,9 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
                 source_nbytes(source),
                 self.max_host_nbytes,
                 "max_host_memory",
-                "this pipeline reads its weights while it is built; load it without the limit",
+                "this pipeline reads its weights while it is built"
+                + (f", and without them that fails ({reason})" if reason else "")
+                + "; load it without the limit",
             )
 
     def open_ring(self, source: Source) -> Ring | None:

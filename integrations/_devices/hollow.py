@@ -2,4 +2,7 @@
 
 
 class BytesNeeded(Exception):
-    """Raised when a model cannot be built over hollow segments: something reads its weights."""
+    """Raised when a model cannot be built over hollow segments: something reads its weights.
+
+    Its text is that of the error that followed; empty if none did.
+    """

@@ -294,6 +294,11 @@ class Holdings:
         """The inodes of the stand-ins; a filled slot of the ring names its place in this list."""
         return [held.inode for held in self.all_of(Hollow)]
 
+    @property
+    def was_read_early(self) -> bool:
+        """Whether some code has read a stand-in's zeros for weights."""
+        return any(held.was_read for held in self.all_of(Hollow))
+
     def attached_and_decoded(self) -> tuple[list[str], list[str]]:
         """Return the names of complete segments: the attached ones, and those decoded here."""
         complete = {segment.name for segment in self.segments()}

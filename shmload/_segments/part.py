@@ -1,10 +1,16 @@
 """A segment that is being built: its part, or a stand-in that has a header and no data."""
 
 import contextlib
+import errno
+import itertools
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import (
+    PAGE_NBYTES,
     is_named,
     shm_open,
     shm_rename,
@@ -120,8 +126,36 @@ class Hollow(Descriptor):
     def __init__(self, name: str) -> None:
         super().__init__(os.memfd_create(name, os.MFD_CLOEXEC))
         self.name = name
+        self._data_offset = 0
 
     def prepare(self, layout: Layout) -> None:
         """Set its length and write its header."""
         os.ftruncate(self.fd, layout.nbytes)
         write_at(self.fd, layout.header, 0)
+        self._data_offset = len(layout.header)
+
+    @property
+    def was_read(self) -> bool:
+        """Whether some code has read its zeros for weights: more than each tensor's first page.
+
+        safetensors reads the first byte of each tensor. The kernel makes a page when it is first
+        read. With huge pages the answer may be True for first bytes alone.
+        """
+        header = SAFETENSORS.read_header(self.fd, Path(self.name))
+        first = {(self._data_offset + tensor.begin) // PAGE_NBYTES for tensor in header.tensors}
+        pages = itertools.chain.from_iterable(_pages_made(self.fd, self._data_offset))
+        return not first.issuperset(pages)
+
+
+def _pages_made(fd: int, begin: int) -> Iterator[range]:
+    """Yield the numbers of the pages of a file in memory that exist, in ranges."""
+    while True:
+        try:
+            begin = os.lseek(fd, begin, os.SEEK_DATA)
+        except OSError as exc:
+            if exc.errno == errno.ENXIO:  # no more
+                return
+            raise
+        end = os.lseek(fd, begin, os.SEEK_HOLE)
+        yield range(begin // PAGE_NBYTES, -(-end // PAGE_NBYTES))
+        begin = end

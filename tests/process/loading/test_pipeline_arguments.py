@@ -1,5 +1,6 @@
 """Arguments of `load_pipeline` mean the same as in `from_pretrained`."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,9 @@ from comparing import assert_equal, assert_loads_equal, reference
 from traces import Messages
 
 import shmload
+from shmload._loading import holdings
+from shmload.integrations._building.attempt import Attempt
+from shmload.integrations._devices import destination
 
 pytestmark = pytest.mark.libraries
 
@@ -107,3 +111,55 @@ def test_threads_that_load_at_once_get_what_they_asked_for(saved, configure, tmp
         pipes = list(pool.map(load, sources))
     for source, pipe in zip(sources, pipes, strict=True):
         assert_equal(pipe, reference(source, torch.bfloat16))
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+def error_of(call, *args, **kwargs):
+    with pytest.raises(Exception) as raised:  # noqa: PT011 of any kind
+        call(*args, **kwargs)
+    return type(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"device_map": "cuda:0", "max_host_memory": "1MiB"}])
+def test_missing_variant_is_an_error_before_room_is_asked_for(
+    saved, accelerators, monkeypatch, kwargs
+):
+    source = saved("stable-diffusion")
+    monkeypatch.setattr(holdings, "OpenShard", None)  # not even a header is read
+    got = error_of(shmload.load_pipeline, source, dtype="bfloat16", variant="fp17", **kwargs)
+    assert got == error_of(reference, source, torch.bfloat16, variant="fp17")
+    assert got[0] is ValueError
+
+
+@pytest.mark.parametrize("limit", [{"max_host_memory": "1MiB"}, {}])
+def test_error_of_the_library_is_not_taken_for_one_of_memory(
+    copied, accelerators, monkeypatch, limit
+):
+    source = copied("stable-diffusion")
+    index = json.loads((source / "model_index.json").read_text())
+    del index["unet"]
+    (source / "model_index.json").write_text(json.dumps(index))
+    ways = []
+    monkeypatch.setattr(Attempt, "_by_segments", lambda *args: ways.append(args))
+    monkeypatch.setattr(destination, "source_nbytes", lambda source: 1 << 40)  # so a ring is used
+    got = error_of(shmload.load_pipeline, source, dtype="bfloat16", device_map="cuda:0", **limit)
+    assert got == error_of(reference, source, torch.bfloat16)
+    assert not ways
+
+
+def test_error_of_a_model_that_read_its_weights_too_early_says_so(saved, accelerators, monkeypatch):
+    plain = diffusers.AutoencoderKL.from_pretrained
+
+    def load_and_read(cls, *args, **kwargs):
+        model = plain(*args, **kwargs)
+        if not any(bool(tensor.any()) for tensor in model.parameters()):
+            raise ValueError("all weights are zero")
+        return model
+
+    monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", classmethod(load_and_read))
+    with pytest.raises(shmload.MemoryLimitExceeded, match="all weights are zero"):
+        shmload.load_pipeline(
+            saved("stable-diffusion"), device_map="cuda:0", max_host_memory="1MiB"
+        )
