@@ -43,4 +43,5 @@ def download(repo_id: str, **kwargs: Any) -> str:
     if not file_exists(repo_id, "model_index.json", **hub):
         kwargs.pop("variant", None)  # one component: all of its files
         return str(snapshot_download(repo_id, **kwargs))
+    kwargs.pop("allow_patterns", None)  # a pipeline's files belong together
     return str(DiffusionPipeline.download(repo_id, **kwargs))

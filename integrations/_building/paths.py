@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from shmload._segments.mentions import repair_errors
+
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 # The loggers whose messages a second build would repeat.
 _LIBRARIES = ("diffusers", "transformers", "accelerate", "py.warnings")
 _VOCABULARY_COUNT = 10_000
-_MAX_ERRORS = 20  # of one chain; they can be cyclic
 
 
 class PathRepair:
@@ -122,7 +123,7 @@ class PathRepair:
             with self._in_warnings():
                 yield
         except Exception as exc:
-            self._repair_errors(exc)
+            repair_errors(exc, self.text)
             raise
         finally:
             _active.remove(self)
@@ -167,15 +168,6 @@ class PathRepair:
             self._saying.add(key)
         if message != original:
             record.msg, record.args = message, ()
-
-    def _repair_errors(self, error: BaseException | None) -> None:
-        for _ in range(_MAX_ERRORS):
-            if error is None:
-                return
-            error.args = tuple(self.text(a) if isinstance(a, str) else a for a in error.args)
-            if isinstance(error, OSError) and isinstance(error.filename, str):
-                error.filename = self.text(error.filename)
-            error = error.__cause__ or error.__context__
 
 
 def _may_hold_paths(value: object) -> bool:

@@ -39,7 +39,12 @@ def find_source(wanted: Wanted, passed: Collection[str] = ()) -> Source:
     def resolve_in(root: Path) -> Source:
         below = root / hub.subfolder if hub.subfolder else root
         return resolve(
-            given, below, variant=wanted.variant, components=wanted.components, passed=passed
+            given,
+            below,
+            variant=wanted.variant,
+            components=wanted.components,
+            passed=passed,
+            weight_names=hub.weight_names,
         )
 
     return _find(wanted, resolve_in)
@@ -117,7 +122,20 @@ def _cached_root(repo_id: str, hub: Hub) -> Path | None:
             ) from exc
         if isinstance(found, str):
             return Path(found).parent
-    return None
+    return _cached_snapshot(repo_id, hub)
+
+
+def _cached_snapshot(repo_id: str, hub: Hub) -> Path | None:
+    """Return the directory of a cached repository whose root has no model, only its folders."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            repo_id, cache_dir=hub.cache_dir, revision=hub.revision, local_files_only=True
+        )
+    except OSError:  # LocalEntryNotFoundError is one
+        return None
+    return Path(found)
 
 
 def _is_offline(hub: Hub) -> bool:
@@ -129,7 +147,12 @@ def _is_offline(hub: Hub) -> bool:
 def _download(wanted: Wanted) -> Path:
     repo_id = str(wanted.source)
     hub_kwargs = msgspec.structs.asdict(wanted.hub)
-    del hub_kwargs["subfolder"]  # the library brings all of them
+    subfolder, weight_name = hub_kwargs.pop("subfolder"), hub_kwargs.pop("weight_name")
+    if subfolder or weight_name:  # of a repository that is no pipeline, only these files
+        folder = f"{subfolder.strip('/')}/" if subfolder else ""
+        names = wanted.hub.weight_names or ("*",)
+        patterns = (f"{folder}{name}" for name in (*names, "*.json"))
+        hub_kwargs["allow_patterns"] = [*patterns, "*.py"]
     # diffusers knows which of a repository's files a pipeline needs.
     try:
         return Path(library().download(repo_id, variant=wanted.variant, **hub_kwargs))

@@ -15,8 +15,9 @@ import msgspec
 from shmload._checkpoints.formats.known import format_names, is_of_weights
 from shmload._checkpoints.indexes import listed_components, read_json, require_beside
 from shmload._checkpoints.paths import not_found
-from shmload._checkpoints.weights import default_name, find_shards, has_variant
+from shmload._checkpoints.weights import default_name, find_adapters, find_shards, has_variant
 from shmload.errors import (
+    ArgumentError,
     ShardMissing,
     ShmloadError,
     SourceNotFound,
@@ -65,7 +66,14 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: tuple[Checkpoint, ...]
     """Those whose weights are in a format that shmload reads."""
     is_complete: bool = True
-    """Whether every wanted component has a directory, and at least one has files of the variant."""
+    """Whether every wanted component has a directory, and at least one has files of the variant.
+
+    False too if the files of weights were guessed from what is there.
+    """
+    unread: tuple[str, ...] = ()
+    """Wanted components of which shmload reads no weights; an empty name for the root itself."""
+    choices: tuple[str, ...] = ()
+    """Files of weights in the root, if there are several and none was named."""
 
     @property
     def is_pipeline(self) -> bool:
@@ -80,6 +88,7 @@ def resolve(
     variant: str | None = None,
     components: Collection[str] | None = None,
     passed: Collection[str] = (),
+    weight_names: Collection[str] = (),
 ) -> Source:
     """Find the weight files of a source.
 
@@ -89,14 +98,18 @@ def resolve(
         variant: as for `from_pretrained`, such as `fp16`.
         components: only these, or all if None.
         passed: names of components that the caller gives to the pipeline, built or as None.
+        weight_names: the files to read of a directory that is no pipeline; empty for the default.
 
     Raises:
         SourceNotFound: `root` does not exist or holds no weights.
         IndexMalformed: an index cannot be read, or names a file outside its directory.
-        ShardMissing: an index names a file that is not there.
+        ShardMissing: an index or `weight_names` has a file that is not there.
+        ArgumentError: `weight_names` is given for a pipeline or file, or leaves the directory.
         UnknownComponent: `components` has a name that the pipeline does not list.
     """
     try:
+        if weight_names:
+            return _resolve_named(given, root, weight_names)
         return _resolve(given, root, variant, components, passed)
     except ShmloadError:
         raise
@@ -169,6 +182,29 @@ def resolve_model(
     )
 
 
+def _resolve_named(
+    given: str | os.PathLike[str], root: Path, weight_names: Collection[str]
+) -> Source:
+    if not root.is_dir():
+        raise ArgumentError(f"weight_name is for a directory, and {root} is none")
+    for name in weight_names:
+        if name in ("", ".", "..") or name != os.path.basename(name):
+            raise ArgumentError(
+                f"weight_name is {name!r}; give a name, and its folder as subfolder"
+            )
+        if not os.path.exists(root / name):
+            raise ShardMissing(root / name, "weight_name")
+    return _adapters(given, root, sorted(set(weight_names)))
+
+
+def _adapters(given: str | os.PathLike[str], root: Path, names: Collection[str]) -> Source:
+    shards = tuple(root / name for name in names)
+    found = Checkpoint(
+        component="", folder=root, library="", class_name="", config={}, shards=shards
+    )
+    return Source(given=given, root=root, class_name="", components=(), checkpoints=(found,))
+
+
 def components_with_weights(source: Source) -> set[str]:
     """Return the components of a pipeline that have weights, in any format."""
     folders = ((name, source.root / name) for name in source.components)
@@ -220,7 +256,7 @@ def _resolve_pipeline(
         for name, (library, _) in listed.items()
         if library and name not in passed and (components is None or name in components)
     ]
-    found = (_checkpoint(root / name, variant, name, *listed[name]) for name in wanted)
+    found = [_checkpoint(root / name, variant, name, *listed[name]) for name in wanted]
     pipeline_class = index.get("_class_name")
     return Source(
         given=given,
@@ -231,6 +267,7 @@ def _resolve_pipeline(
         checkpoints=tuple(checkpoint for checkpoint in found if checkpoint),
         is_complete=all(os.path.isdir(root / name) for name in wanted)
         and (variant is None or any(has_variant(root / name, variant) for name in wanted)),
+        unread=tuple(name for name, each in zip(wanted, found, strict=True) if each is None),
     )
 
 
@@ -250,10 +287,29 @@ def _describe_folder(folder: Path) -> tuple[str, str, dict[str, Any]]:
 def _resolve_component(given: str | os.PathLike[str], root: Path, variant: str | None) -> Source:
     library, class_name, _ = _describe_folder(root)
     checkpoint = _checkpoint(root, variant, "", library, class_name)
-    if checkpoint is None:
+    if checkpoint:
+        return Source(
+            given=given, root=root, class_name="", components=(), checkpoints=(checkpoint,)
+        )
+    names = os.listdir(root)
+    adapters, others = find_adapters(names)
+    if adapters:
+        return _adapters(given, root, adapters)
+    if len(others) == 1:  # so do the libraries' loaders of adapters
+        return msgspec.structs.replace(_adapters(given, root, others), is_complete=False)
+    if not any(map(is_of_weights, names)):
         reason = f"a directory without model_index.json or {format_names()} weights"
         raise SourceNotFound(given, reason)
-    return Source(given=given, root=root, class_name="", components=(), checkpoints=(checkpoint,))
+    return Source(
+        given=given,
+        root=root,
+        class_name="",
+        components=(),
+        checkpoints=(),
+        is_complete=False,
+        unread=("",),
+        choices=tuple(others),
+    )
 
 
 def _checkpoint(

@@ -1,7 +1,7 @@
 """What a caller wants loaded: one value, parsed once from the arguments of a public function."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +16,8 @@ class Hub(msgspec.Struct, frozen=True, kw_only=True):
 
     subfolder: str | None = None
     """One component's directory in the source."""
+    weight_name: str | Sequence[str] | None = None
+    """The files to read of a directory that is no model's, such as one of adapters."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     cache_dir: str | Path | None = None
@@ -28,6 +30,12 @@ class Hub(msgspec.Struct, frozen=True, kw_only=True):
     """Download a hub id even if it is cached."""
 
     @property
+    def weight_names(self) -> tuple[str, ...]:
+        """`weight_name` as names; none if it is not given."""
+        name = self.weight_name or ()
+        return (name,) if isinstance(name, str) else tuple(name)
+
+    @property
     def kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as keyword arguments."""
         defaults = msgspec.structs.asdict(Hub())
@@ -36,7 +44,7 @@ class Hub(msgspec.Struct, frozen=True, kw_only=True):
 
 
 HUB_ARGUMENTS = frozenset(Hub.__struct_fields__)
-PIPELINE_ARGUMENTS = HUB_ARGUMENTS - {"subfolder"}
+PIPELINE_ARGUMENTS = HUB_ARGUMENTS - {"subfolder", "weight_name"}
 """A pipeline is the root of its repository."""
 _OLDER_DTYPE = "torch_dtype"
 

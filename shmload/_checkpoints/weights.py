@@ -14,6 +14,11 @@ from shmload._checkpoints.indexes import indexed_shards
 # without the suffix.
 _VARIANT = re.compile(r"[a-z_]+\.([A-Za-z]\w*)(?:-\d+-of-\d+)?")
 
+# A model's weights of any variant, and their index.
+_MODELS = re.compile("(?:" + "|".join(map(re.escape, SAFETENSORS.base_names.values())) + r")[.-]")
+# LORA_WEIGHT_NAME_SAFE and TEXT_INVERSION_NAME_SAFE of diffusers, and peft's name.
+_ADAPTER = re.compile(r"(?:pytorch_lora_weights|learned_embeds|adapter_model)\.safetensors")
+
 
 def find_shards(
     folder: Path, names: Collection[str], library: str, variant: str | None
@@ -43,6 +48,21 @@ def find_shards(
     if found is None:
         return ()
     return indexed_shards(folder / found) if found.endswith(".json") else (folder / found,)
+
+
+def find_adapters(names: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the files of weights in a folder that no model's weights are in.
+
+    Args:
+        names: of all files in it.
+
+    Returns:
+        Those that a library loads without being told a name; and all that it loads by name, if
+        nothing there belongs to a model.
+    """
+    known = sorted(name for name in names if name.endswith(SAFETENSORS.suffixes))
+    adapters = [name for name in known if _ADAPTER.fullmatch(name)]
+    return adapters, [] if any(map(_MODELS.match, names)) else known
 
 
 def default_name(names: Collection[str], library: str) -> str:

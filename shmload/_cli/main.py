@@ -146,6 +146,8 @@ def warm(
                 f"{format_nbytes(report.read_nbytes)} read in {report.reading_s:.1f} s"
                 f"{_other_times(report)}"
             )
+        for each in report.left_out:
+            click.echo(f"{source}: left to the library: {each}")
     if as_json:
         print_json("warm", reports=reports)
     if any(isinstance(report, dict) for report in reports):

@@ -9,6 +9,7 @@ import msgspec
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.identity import identify
+from shmload._checkpoints.left_out import LeftOut
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._host.linux import SHM_DIR
 from shmload._host.procfs import is_remote
@@ -56,6 +57,8 @@ class Plan(Printable, msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     shards: tuple[ShardPlan, ...]
     placement: Placement | None = None
     """The device of every module; None unless devices were asked for."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Files of weights that are left to the libraries, because shmload does not read them."""
 
     @property
     def decode_nbytes(self) -> int:
@@ -82,6 +85,18 @@ class Plan(Printable, msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
                 format_nbytes(shard.segment_nbytes),
             )
             for shard in self.shards
+        ]
+        rows += [
+            (
+                each.component or "-",
+                each.path.name,
+                "library",
+                each.kind,
+                "-",
+                format_nbytes(each.nbytes),
+                "-",
+            )
+            for each in self.left_out
         ]
         titles = ("COMPONENT", "SHARD", "ACTION", "DTYPE", "TENSORS", "FILE", "SEGMENT")
         sums = (

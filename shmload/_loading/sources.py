@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 
+import msgspec
+
 from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.left_out import why_unread
 from shmload._checkpoints.library import library
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import is_known, rule_for
 from shmload._checkpoints.wanted import Wanted
-from shmload._checkpoints.weights import variant_of, variants_below
+from shmload._checkpoints.weights import variant_of
 from shmload._host.collector import paused_gc
 from shmload._loading.steps import Step, Steps
 from shmload.errors import SourceNotFound, UnknownComponent
@@ -18,28 +21,63 @@ Rules = dict[str, Rule]
 """The rule of each component's checkpoint."""
 
 
-def find_with_rules(wanted: Wanted, steps: Steps) -> tuple[Source, Rules]:
+def find_with_rules(
+    wanted: Wanted, steps: Steps, *, may_be_unread: bool = False
+) -> tuple[Source, Rules]:
     """Find a source and derive its rules.
 
     Args:
         wanted: the source.
         steps: count the time of imports and of rules.
+        may_be_unread: as for `find_certain`.
 
     Raises:
-        SourceNotFound: it is nowhere, or has no weights of the variant.
+        SourceNotFound: as `find_certain`.
         UnknownComponent, UnknownDtype, CheckpointError.
     """
-    found = find_source(wanted)
-    shards = [shard for checkpoint in found.checkpoints for shard in checkpoint.shards]
-    variant = wanted.variant
-    if variant and shards and variant not in map(variant_of, shards):
-        raise SourceNotFound(
-            wanted.source, f"it has no weights of variant {variant!r}{variants_hint(found)}"
-        )
+    found = find_certain(wanted, may_be_unread=may_be_unread)
     if isinstance(wanted.dtype, Mapping) and found.is_pipeline:
         for name in wanted.dtype.keys() - {"default", *found.components}:
             raise UnknownComponent(name, wanted.source, found.components)
     return found, derive_rules(found, settle_dtype(wanted.dtype, found), steps)
+
+
+def find_certain(wanted: Wanted, *, may_be_unread: bool = False) -> Source:
+    """Find a source whose weights are those that were asked for.
+
+    Args:
+        wanted: the source.
+        may_be_unread: leave a source without weights that shmload reads, or without any of the
+            variant, to the library: it then has no checkpoints.
+
+    Raises:
+        SourceNotFound: it is nowhere, has no weights of the variant, or several files to choose
+            from.
+        UnknownComponent, CheckpointError.
+    """
+    found = find_source(wanted)
+    if found.choices:
+        raise SourceNotFound(
+            wanted.source,
+            f"it has several files of weights: {', '.join(found.choices)}; choose with weight_name",
+        )
+    shards = [shard for checkpoint in found.checkpoints for shard in checkpoint.shards]
+    variant = wanted.variant
+    if variant and shards and variant not in map(variant_of, shards):
+        if not may_be_unread:
+            raise SourceNotFound(wanted.source, why_unread(found, variant))
+        return msgspec.structs.replace(found, checkpoints=())
+    return found
+
+
+def require_read(source: Source, wanted: Wanted) -> None:
+    """Check that shmload reads some weights of a source.
+
+    Raises:
+        SourceNotFound: it reads none.
+    """
+    if not source.checkpoints:
+        raise SourceNotFound(wanted.source, why_unread(source, wanted.variant))
 
 
 def derive_rules(source: Source, dtype: object, steps: Steps) -> Rules:
@@ -60,11 +98,3 @@ def derive_rules(source: Source, dtype: object, steps: Steps) -> Rules:
                 library().import_libraries()
         with steps.during(Step.DERIVING_RULES, doing):
             return {each.component: rule_for(each, dtype) for each in checkpoints}
-
-
-def variants_hint(source: Source) -> str:
-    """Return words for the end of an error that name the variants of a source; empty if none."""
-    if not source.root.is_dir():
-        return ""
-    found = variants_below(source.root)
-    return f"; it has variant {', '.join(sorted(found))}" if found else ""

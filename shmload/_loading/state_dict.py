@@ -3,20 +3,18 @@
 import mmap
 import os
 import weakref
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shmload._checkpoints.dtypes import AUTO, NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.formats.known import read_header
-from shmload._checkpoints.paths import expand_home
-from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.wanted import chosen_dtype
+from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._host.limits import explained
 from shmload._host.linux import reopen
 from shmload._loading.complete import complete_load
 from shmload._loading.progress import Callback, Progress
+from shmload._loading.sources import find_certain, require_read
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Stay
 from shmload.errors import ArgumentError, ShardMalformed
@@ -33,12 +31,14 @@ def load_state_dict(
     workers: int | None = None,
     verify: bool = False,
     progress: Callback | bool | None = None,
-    torch_dtype: object = None,
+    variant: str | None = None,
+    **hub_kwargs: Any,
 ) -> "dict[str, torch.Tensor]":
     """Load one checkpoint's tensors, each a view of shared memory.
 
     Args:
-        path: a file of weights, or a directory with one, or with an index and its shards.
+        path: a file of weights; a directory with one, or with an index and its shards, or with an
+            adapter (LoRA, IP-Adapter, textual inversion); or the hub id of such a directory.
         dtype: the dtype of floating-point tensors, as a `torch.dtype` or its name; None or
             `auto` for the stored dtypes.
         keep: leave the segments resident for the next process.
@@ -46,7 +46,8 @@ def load_state_dict(
         verify: recompute the digests of all segments, resident ones too.
         progress: a function that gets bytes done and bytes in all; True or False for a bar or
             none; None for a bar on a terminal.
-        torch_dtype: the older name of `dtype`.
+        variant: as for `from_pretrained`, such as `fp16`.
+        hub_kwargs: as for `warm`; and `torch_dtype`, the older name of `dtype`.
 
     Returns:
         The tensors by name, with the checkpoint's shapes. Each has its own storage; in a segment
@@ -59,11 +60,12 @@ def load_state_dict(
         ArgumentError: the path is a whole pipeline, or the dtype is given under both names.
         UnknownDtype, SourceNotFound, CheckpointError, CapacityError, WorkerError, SegmentError.
     """
-    dtype = chosen_dtype(dtype, torch_dtype)
-    path = expand_home(path)
-    source = resolve(path, Path(path))
+    wanted = Wanted.parse(path, dtype, None, variant, hub_kwargs, function=load_state_dict)
+    source = find_certain(wanted)
     if source.is_pipeline:
         raise ArgumentError(f"{path} is a pipeline; give one component's directory or file")
+    require_read(source, wanted)
+    dtype = wanted.dtype
     is_stored = dtype is None or (isinstance(dtype, str) and dtype == AUTO)
     rule = Rule(target=None if is_stored else parse_dtype(dtype))
     rules = {checkpoint.component: rule for checkpoint in source.checkpoints}

@@ -11,23 +11,25 @@ from typing import Any
 
 import msgspec
 
-from shmload._checkpoints.formats.known import format_names
+from shmload._checkpoints.left_out import LeftOut, find_left_out, why_unread
 from shmload._checkpoints.library import library
 from shmload._checkpoints.own_dtypes import settle_dtype
+from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._host.linux import open_source
 from shmload._loading.complete import complete_load
 from shmload._loading.plan import Plan, plan_shard
 from shmload._loading.progress import Callback, Progress
-from shmload._loading.sources import find_with_rules, variants_hint
+from shmload._loading.sources import find_with_rules, require_read
 from shmload._loading.steps import Step
 from shmload._placement.inventory import Inventory, choose_inventory
 from shmload._placement.placement import place
+from shmload._segments.mentions import repair_errors
 from shmload._segments.segment import Stay
 from shmload._segments.view import View
 from shmload._settings import parse_keep_for
-from shmload.errors import ArgumentError, SourceNotFound
+from shmload.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of it, waiting for room in the service's budget and for decodes of other processes."""
     reading_s: float = 0.0
     """Of it, reading and decoding weights. The rest is planning, locks and digests."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Files of weights that are left to the libraries, because shmload does not read them."""
 
 
 def warm(
@@ -85,7 +89,8 @@ def warm(
             `90min`, a number of seconds, or a `timedelta`; `forever` for no limit; None leaves the
             limit of segments that are resident already, and gives new ones none.
         hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`,
-            `subfolder`.
+            `subfolder`; and `weight_name`, the name or names of the files to read in a directory
+            that is no model's, such as one of LoRAs or IP-Adapters.
 
     Raises:
         ArgumentError: `keep_for` is no time, or `pin` is given too.
@@ -100,10 +105,7 @@ def warm(
     with Progress(progress, wanted.title) as counter, contextlib.ExitStack() as ending:
         steps = counter.steps
         found, rules = find_with_rules(wanted, steps)
-        if not found.checkpoints:
-            raise SourceNotFound(
-                source, f"it has no {format_names()} weights{variants_hint(found)}"
-            )
+        require_read(found, wanted)
         load = ending.enter_context(
             complete_load(
                 found,
@@ -135,6 +137,7 @@ def warm(
             deriving_rules_s=steps.elapsed_s(Step.DERIVING_RULES),
             waiting_s=steps.elapsed_s(Step.WAITING),
             reading_s=steps.elapsed_s(Step.READING),
+            left_out=find_left_out(found, variant),
         )
 
 
@@ -197,7 +200,12 @@ def plan(
             )
         devices = choose_inventory(inventory, max_memory)
         placement = place(described, "auto" if device_map is None else device_map, devices)
-    return Plan(source=str(source), shards=tuple(shards), placement=placement)
+    return Plan(
+        source=str(source),
+        shards=tuple(shards),
+        placement=placement,
+        left_out=find_left_out(found, variant),
+    )
 
 
 @contextlib.contextmanager
@@ -218,7 +226,8 @@ def view(
     Use it with code that takes a path: `load_lora_weights`, `from_single_file`, peft, transformers.
 
     Args:
-        source: as for `warm`.
+        source: as for `warm`. What shmload does not read in a directory is linked as it is, with
+            a warning.
         dtype: as for `warm`. In a single file, or a directory without a known class, all
             floats get it.
         components: as for `warm`.
@@ -235,12 +244,13 @@ def view(
         tensors that were mapped through it stay valid.
 
     Raises:
-        As `warm`.
+        As `warm`. An error that the block raises passes through, with the source's path in its text
+        instead of the view's.
     """
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=view)
     with contextlib.ExitStack() as ending:
         with Progress(progress, wanted.title) as counter:
-            found, rules = find_with_rules(wanted, counter.steps)
+            found, rules = find_with_rules(wanted, counter.steps, may_be_unread=True)
             load = ending.enter_context(
                 complete_load(
                     found,
@@ -253,4 +263,22 @@ def view(
             )
         lent = ending.enter_context(View(found.root, load.holdings.files()))
         load.leave_service()
-        yield lent.path
+        note = _note_of_left_out(found, variant)
+        if note:
+            logger.warning("%s", note)
+        try:
+            yield lent.path
+        except Exception as exc:
+            repair_errors(exc, lambda text: text.replace(str(lent.path), str(found.root)))
+            if note:
+                exc.add_note(f"shmload: {note}")
+            raise
+
+
+def _note_of_left_out(source: Source, variant: str | None) -> str:
+    """Say what of a source is not shared, if it has weights that shmload does not read."""
+    if not source.checkpoints:
+        return f"{source.given}: {why_unread(source, variant)}"
+    left_out = find_left_out(source, variant)
+    files = ", ".join(map(str, left_out))
+    return f"{source.given}: left to the library: {files}" if files else ""

@@ -55,7 +55,13 @@ LIES = {
     "offsets": lambda content: lie(content, b"[0,56]", b"[8,64]"),
     "json": lambda content: lie(content, b'"F32",', b'"F32"}'),
     "twice": lambda content: lie(content, b'"b":{', b'"a":{'),
-    "pointer": lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+}
+# What is there instead of safetensors, and a part of the remedy.
+OTHERS = {
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+    "gguf": (b"GGUF\x03\0\0\0" + bytes(99), "GGUFQuantizationConfig"),
+    "pickle": (b"\x80\x02}q\0" + bytes(99), "save_pretrained"),
+    "page": (b"<!doctype html>" + bytes(99), "hf auth login"),
 }
 
 
@@ -71,6 +77,14 @@ def test_lying_header(checkpoint, door, kind):
         "download it again",
         torch_dtype=torch.bfloat16,
     )
+
+
+@every_door
+@pytest.mark.parametrize("kind", OTHERS)
+def test_file_of_another_kind(checkpoint, door, kind):
+    content, remedy = OTHERS[kind]
+    checkpoint.write_bytes(content)
+    refusal(door, checkpoint, shmload.WrongFormat, checkpoint, "not safetensors", remedy)
 
 
 @every_door

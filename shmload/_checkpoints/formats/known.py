@@ -10,7 +10,7 @@ FORMATS = (SAFETENSORS,)
 """In the order in which they are preferred where a model has weights in several."""
 
 # Weights that are left to the libraries.
-_OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".onnx")
+_OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx")
 
 
 def read_header(fd: int, path: str | os.PathLike[str]) -> Header:

@@ -13,7 +13,7 @@ from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
 
 _PAGE = Path(__file__).parents[3] / "docs" / "json.md"
-_OPTIONAL = {"error", "placement"}
+_OPTIONAL = {"error", "left_out", "placement"}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from shmload._checkpoints.resolve import resolve
-from shmload.errors import IndexMalformed, ShardMissing, SourceNotFound, UnknownComponent
+from shmload.errors import (
+    ArgumentError,
+    IndexMalformed,
+    ShardMissing,
+    SourceNotFound,
+    UnknownComponent,
+)
 
 PIPELINE = {
     "_class_name": "StableDiffusionPipeline",
@@ -126,6 +132,9 @@ def test_json_that_is_none_is_refused_by_name(pipeline, name, content):
 # Weight files -------------------------------------------------------------------------------------
 
 _D, _T = "diffusion_pytorch_model", "model"
+_LORA = ["pytorch_lora_weights.safetensors"]
+_PEFT = ["adapter_model.safetensors"]
+_EMBEDS = ["learned_embeds.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -182,18 +191,43 @@ _D, _T = "diffusion_pytorch_model", "model"
             "fp16",
             [f"{_T}.fp16-00001-of-00001.safetensors"],
         ),
+        # Only the variant is there: it must be asked for.
+        ({f"{_D}.fp16.safetensors": b""}, "fp16", [f"{_D}.fp16.safetensors"]),
+        ({f"{_D}.fp16.safetensors": b""}, None, None),
+        ({f"{_D}.fp16.safetensors": b""}, "bf16", None),
         # No safetensors files: the library loads this component.
         ({f"{_D}.bin": b""}, None, None),
         ({"pytorch_model.bin": b""}, None, None),
-        ({"lora.safetensors": b""}, None, None),
+        # Adapters, by the names that the libraries give them, or alone.
+        ({"pytorch_lora_weights.safetensors": b"", "other.safetensors": b""}, None, _LORA),
+        ({"adapter_model.safetensors": b"", "adapter_config.json": {}}, None, _PEFT),
+        ({"learned_embeds.safetensors": b"", "README.md": b""}, None, _EMBEDS),
+        ({"ip-adapter_sd15.safetensors": b""}, None, ["ip-adapter_sd15.safetensors"]),
+        ({"lora.safetensors": b"", f"{_D}.fp16.safetensors": b""}, None, None),
+        ({f"{_D}.safetensors": b"", "lora.safetensors": b""}, None, [f"{_D}.safetensors"]),
     ],
 )
 def test_weight_files_are_those_the_libraries_choose(tmp_path, files, variant, wanted):
-    if wanted is None:
-        with pytest.raises(SourceNotFound, match=r"without model_index\.json or safetensors"):
-            resolve(tmp_path, write(tmp_path, files))
-    else:
-        assert found(write(tmp_path, files), variant=variant) == {"": wanted}
+    source = resolve(tmp_path, write(tmp_path, files), variant=variant)
+    assert [[path.name for path in each.shards] for each in source.checkpoints] == (
+        [wanted] if wanted else []
+    )
+    assert source.unread == (() if wanted else ("",))
+
+
+def test_file_of_a_directory_of_adapters_is_chosen_by_name(tmp_path):
+    names = ["ip-adapter_sd15.safetensors", "ip-adapter-plus_sd15.safetensors", "x.safetensors"]
+    write(tmp_path, dict.fromkeys(names, b""))
+    source = resolve(tmp_path, tmp_path)
+    assert (source.checkpoints, source.choices) == ((), tuple(sorted(names)))
+    assert found(tmp_path, weight_names=names[:2]) == {"": sorted(names[:2])}
+    with pytest.raises(ShardMissing, match=r"gone\.safetensors"):
+        resolve(tmp_path, tmp_path, weight_names=["gone.safetensors"])
+    for name in ("../x.safetensors", "", "a/b"):
+        with pytest.raises(ArgumentError, match="weight_name"):
+            resolve(tmp_path, tmp_path, weight_names=[name])
+    with pytest.raises(ArgumentError, match="weight_name is for a directory"):
+        resolve(tmp_path, tmp_path / names[0], weight_names=["x.safetensors"])
 
 
 def test_single_file_is_itself(tmp_path):

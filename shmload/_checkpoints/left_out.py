@@ -1,0 +1,108 @@
+"""Weights of a source that shmload leaves to the libraries, and why there are none that it reads.
+
+Guarantee: a wanted component with files of weights, of which shmload reads none, is named.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from shmload._checkpoints.formats.foreign import name_of_kind
+from shmload._checkpoints.formats.known import format_names, has_known_suffix, is_of_weights
+from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.weights import variant_of, variants_below
+from shmload._wording import format_nbytes
+
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# diffusers.utils.WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME; a model's folder may have others,
+# such as `optimizer.bin`.
+_MODELS = ("diffusion_pytorch_model", "pytorch_model")
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of weights that shmload leaves to the libraries."""
+
+    component: str
+    """Its component; empty where there is no pipeline."""
+    path: Path
+    kind: str
+    """What it is, such as `PyTorch pickle`; `variant fp16` if that variant was not asked for."""
+    nbytes: int
+    """Its size, in bytes."""
+
+    def __str__(self) -> str:
+        """Return it in words, for errors and reports."""
+        name = f"{self.component}/{self.path.name}" if self.component else self.path.name
+        return f"{name} ({self.kind}, {format_nbytes(self.nbytes)})"
+
+
+def find_left_out(source: Source, variant: str | None) -> tuple[LeftOut, ...]:
+    """Return the files that the libraries would load themselves, or that are of another variant.
+
+    Opens these files, to tell what they are.
+
+    Args:
+        source: resolved for the same variant.
+        variant: as for `from_pretrained`.
+    """
+    return tuple(
+        LeftOut(
+            component=component,
+            path=path,
+            kind=f"variant {variant_of(path)}"
+            if has_known_suffix(path.name)
+            else name_of_kind(path),
+            nbytes=os.stat(path).st_size,
+        )
+        for component in source.unread
+        for path in _weights_in(source.root / component, variant)
+    )
+
+
+def why_unread(source: Source, variant: str | None) -> str:
+    """Say why shmload reads no weights of a source, and what there is instead."""
+    variants = sorted(variants_below(source.root)) if source.root.is_dir() else []
+    others = [
+        each for each in find_left_out(source, variant) if not has_known_suffix(each.path.name)
+    ]
+    reason = f"it has no {format_names()} weights"
+    if variant:
+        reason = f"it has no weights of variant {variant!r}"
+    if variants:
+        reason += f"; it has variant {', '.join(variants)}"
+        reason += "" if variant else ": ask for it with variant"
+    elif others:
+        reason += (
+            f" but {', '.join(map(str, others))}: let the library load it, or load it once and "
+            "`save_pretrained`"
+        )
+    return reason
+
+
+def _kind_of(path: Path) -> str:
+    if has_known_suffix(path.name):  # and yet not read: of another variant than was asked for
+        return f"variant {variant_of(path)}"
+    return name_of_kind(path)
+
+
+def _weights_in(folder: Path, variant: str | None) -> Iterator[Path]:
+    """Yield the files of weights in a folder: the first kind that it has, as the libraries look."""
+    if not os.path.isdir(folder):
+        return
+    names = [each for each in sorted(os.listdir(folder)) if is_of_weights(each)]
+    torch_names = [each for each in names if each.endswith(_TORCH_SUFFIXES)]
+    models = [each for each in torch_names if each.startswith(_MODELS)]
+    of_variant = [each for each in models if f".{variant}" in each] if variant else []
+    plain = [each for each in models if _has_no_variant(each)]
+    known = [each for each in names if has_known_suffix(each)]
+    for group in (of_variant, plain, known, models, torch_names, names):
+        if group:
+            yield from (folder / each for each in group if os.path.isfile(folder / each))
+            return
+
+
+def _has_no_variant(name: str) -> bool:
+    stem = name.rpartition(".")[0]
+    return "." not in stem
