@@ -195,8 +195,8 @@ class Job:
 
         Raises:
             ItemFailed, JobFailed, ShmloadError: as `map`; stored results stay.
-            JobFailed: also with `errors="pass"`, if the first eight items, or all of fewer, failed
-                with the same error and no item of the folder has a result.
+            JobFailed: also with `errors="pass"`, if eight items, or most of fewer, have failed with
+                the same error and no item of the folder has a result.
             UnknownDtype: `save_dtype` is not a floating dtype.
             ResultsError: the folder cannot be written to, or holds something else.
         """

@@ -206,11 +206,12 @@ def test_what_is_finished_is_found_without_loading_anything(light_job, folder):
     assert content_of(folder) == before
 
 
+def one_fails(pipe, item):
+    return squares(pipe, 1 // item)
+
+
 @pytest.mark.parametrize("procs", [0, 2])
 def test_where_nothing_is_left_to_do_no_process_starts(light_server, pipeline, folder, procs):
-    def one_fails(pipe, item):
-        return squares(pipe, 1 // item)
-
     arguments = {"source": pipeline, "errors": "pass"}
     light_server()
     dataprep.write(one_fails, range(3), folder, **arguments)
@@ -220,6 +221,24 @@ def test_where_nothing_is_left_to_do_no_process_starts(light_server, pipeline, f
         made = dataprep.write(one_fails, range(3), folder, procs=procs, **arguments)
     assert (made.items, made.added, made.failed, made.failed_before) == (3, 0, 1, 1)
     assert notes(program) == []
+
+
+AGAIN = """
+import sys
+from shmload.integrations import dataprep
+made = dataprep.write(None, range(3), sys.argv[1], source=sys.argv[2], errors="pass")
+print("FOUND", made.failed_before, {"torch", "diffusers", "transformers"} & sys.modules.keys())
+"""
+
+
+def test_finished_folder_is_found_without_importing_a_library(
+    light_server, pipeline, folder, new_child
+):
+    light_server()
+    dataprep.write(one_fails, range(3), folder, source=pipeline, errors="pass")
+    again = new_child(AGAIN, folder, pipeline)
+    assert again.expect("FOUND") == "1 set()"
+    assert again.wait() == 0
 
 
 def test_more_items_may_come_later(light_job, pipeline, tmp_path, folder, log):
@@ -287,7 +306,7 @@ def test_same_error_at_every_item_ends_the_job_at_once(light_job, folder, log, c
         return pipe.text_encoder_2
 
     job = light_job()
-    with pytest.raises(shmload.JobFailed, match=r"first 8 items all failed .* 'NoneType'"):
+    with pytest.raises(shmload.JobFailed, match=r"first 8 items failed .* 'NoneType'"):
         job.write(never, range(1000), folder, errors="pass")
     assert len(log.take()) < 8 + 4 * 2
     assert caplog.text == ""

@@ -206,7 +206,8 @@ def test_pipeline_that_fails_at_every_picture_ends_the_job_with_one_error(
         code, words = encode_here()
     assert code == 1
     (line,) = words.splitlines()
-    assert line.startswith("encode_dataset: the first 5 items all failed with the same error: Attr")
+    assert line.startswith("encode_dataset: the first 5 items failed with the same error")
+    assert "'Pipe' object has no attribute 'tokenizer_2'" in line
     assert encode_here("--size", "64")[0] == 0  # nothing was stored that would bind this run
     assert len(Results(tmp_path / "out")) == 5
 
