@@ -9,7 +9,12 @@ Guarantee: in JSON each line is one object of these five keys, whatever a messag
 import datetime
 import json
 import logging
+import sys
+import threading
+from types import TracebackType
 from typing import Literal
+
+logger = logging.getLogger(__name__)
 
 LogFormat = Literal["text", "json"]
 
@@ -45,3 +50,18 @@ def log_steps(form: LogFormat) -> None:
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonFormatter() if form == "json" else text)
+    if form == "json":
+        sys.excepthook = _log_uncaught
+        threading.excepthook = _log_uncaught_in_thread
+
+
+def _log_uncaught(
+    kind: type[BaseException], exc: BaseException, trace: TracebackType | None
+) -> None:
+    """Log an error that ends the process, whose traceback would be no JSON."""
+    logger.critical("the process fails: %s", exc, exc_info=(kind, exc, trace))
+
+
+def _log_uncaught_in_thread(found: threading.ExceptHookArgs) -> None:
+    exc = found.exc_value or found.exc_type()
+    logger.critical("a thread fails: %s", exc, exc_info=exc)

@@ -16,6 +16,7 @@ from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import GetStatus, Status
 from shmload._wording import format_nbytes
+from shmload.errors import SegmentBusy
 
 _INTERVAL_S = 1.0
 
@@ -123,7 +124,10 @@ class Desk:
 
 
 def _evict(row: Row) -> str:
-    removed = evict(row.model_id)
+    try:
+        removed = evict(row.model_id)
+    except SegmentBusy:
+        return f"{row.name} is in use by {row.users or 'some process'}; end that process first"
     return f"evicted {row.name}: {format_nbytes(sum(info.nbytes for info in removed))}"
 
 

@@ -167,7 +167,8 @@ def open_screen(news: News) -> Iterator[Screen]:
                 curses.start_color()
             yield Screen(window, news.fd)
         finally:
-            curses.endwin()
+            with contextlib.suppress(curses.error):  # the terminal has gone
+                curses.endwin()
 
 
 def _require_cursor() -> None:

@@ -8,13 +8,14 @@
 Guarantee: a client that is slow, silent or gone delays no other one.
 """
 
+import io
 import logging
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
@@ -58,7 +59,11 @@ def make_app(metrics: Collector, *, unhealthy: Reasons, unready: Reasons) -> "WS
         if environ["REQUEST_METHOD"] not in _METHODS:
             allowed = ("Allow", ", ".join(_METHODS))
             return _say(start, "405 Method Not Allowed", "ask with GET\n", allowed)
-        body = page({**environ, "REQUEST_METHOD": "GET"}, start)
+        try:
+            body = page({**environ, "REQUEST_METHOD": "GET"}, start)
+        except Exception:  # a request's outermost function: who asks must be told
+            logger.exception("a request for %s failed", environ["PATH_INFO"])
+            body = _say(start, "500 Internal Server Error", "the log says why\n")
         return body if environ["REQUEST_METHOD"] == "GET" else []
 
     return answer
@@ -118,6 +123,10 @@ class _Handler(WSGIRequestHandler):
     """Reads a request within a deadline, and logs none."""
 
     timeout = _TIMEOUT_S
+
+    def get_stderr(self) -> TextIO:
+        """Drop what wsgiref says of a client that left or does not read."""
+        return io.StringIO()
 
     def log_message(self, *args: object) -> None:
         """Log nothing: a supervisor asks every few seconds."""

@@ -128,6 +128,28 @@ def test_terminal_is_restored_at_a_signal(service, terminal):
         assert screen.is_as_before
 
 
+def test_program_ends_with_its_terminal(service, terminal):
+    service()
+    screen = terminal()
+    screen.expect("quit")
+    os.close(screen.end)
+    screen.end = os.open(os.devnull, os.O_RDONLY)
+    screen.process.wait(_DEADLINE_S)  # it may fail, since nothing takes its last output
+
+
+def test_model_in_use_is_not_evicted(service, checkpoint, terminal):
+    service()
+    state = shmload.load_state_dict(checkpoint, "bfloat16")
+    screen = terminal()
+    screen.expect(f"{os.getpid()} ")
+    screen.type("e")
+    screen.expect(f"evict {checkpoint.name}, ")
+    screen.type("y")
+    screen.expect(f"{checkpoint.name} is in use by {os.getpid()}")
+    assert len(shmload.segments()) == 1
+    del state
+
+
 def test_terminal_is_restored_at_an_error(service, terminal):
     service()
     code = "import shmload._cli.top as t; t.Desk.press = lambda *a: 1 / 0\n" + PROGRAM

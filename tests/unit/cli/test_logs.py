@@ -3,10 +3,11 @@
 import json
 import logging
 import sys
+import threading
 
 import pytest
 
-from shmload._cli.logs import JsonFormatter
+from shmload._cli.logs import JsonFormatter, log_steps
 
 
 @pytest.fixture
@@ -45,6 +46,23 @@ def test_error_has_its_traceback(logged):
     except ValueError:
         (line,) = logged("failed", level=logging.ERROR, exc_info=sys.exc_info())
     assert json.loads(line)["fields"]["traceback"].endswith("ValueError: wrong")
+
+
+def test_errors_that_nothing_catches_are_lines_too(monkeypatch, capfd):
+    for module in (sys, threading):
+        monkeypatch.setattr(module, "excepthook", module.excepthook)
+    handler = logging.StreamHandler()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    monkeypatch.setattr(logging.getLogger("shmload"), "level", logging.INFO)
+    log_steps("json")
+    logging.captureWarnings(False)
+    threading.Thread(target=lambda: 1 / 0).start()
+    while threading.active_count() > 1:
+        pass
+    (line,) = capfd.readouterr().err.splitlines()
+    found = json.loads(line)
+    assert found["message"] == "a thread fails: division by zero"
+    assert found["fields"]["traceback"].endswith("ZeroDivisionError: division by zero")
 
 
 def test_field_that_json_does_not_know_is_text(logged, tmp_path):

@@ -4,6 +4,7 @@ import itertools
 
 import msgspec
 import pytest
+from statuses import STATUS
 
 from shmload._cli.top import Desk
 from shmload._cli.top_feed import rate_between
@@ -18,35 +19,7 @@ from shmload._cli.top_view import (
     compose,
     sparkline,
 )
-from shmload._service.protocol import Status
 
-STATUS = Status(
-    pid=1234,
-    uptime_s=7200,
-    budget_nbytes=40 << 30,
-    resident_nbytes=22 << 30,
-    segments=9,
-    pinned=0,
-    workers=4,
-    is_decoding=True,
-    waiting=1,
-    waiting_for_room=2,
-    reserved_nbytes=0,
-    clients=3,
-    hits=120,
-    misses=7,
-    evictions=2,
-    refusals=0,
-    failed=0,
-    read_nbytes=35 << 30,
-    decode_s=20,
-    leases=(),
-    decoding=(),
-    models=(),
-    history=(0, 0, 5 << 30, 10 << 30),
-    spell_s=5,
-    room_nbytes=17 << 30,
-)
 ROWS = (
     Row(id="a", name="org/flux", dtype="bfloat16", nbytes=22 << 30, done=0.61, bytes_per_s=2 << 30),
     Row(id="b", model_id="b", name="sd", dtype="float16", nbytes=2 << 30, users="4711 server.py"),

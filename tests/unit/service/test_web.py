@@ -126,6 +126,12 @@ def test_other_paths_are_not_found(ask, path):
     assert ask(path) == (404, "there is /metrics, /healthz, /readyz\n")
 
 
+def test_page_that_fails_is_an_error_in_the_log(ask, state, monkeypatch, caplog):
+    monkeypatch.setattr(state, "status", lambda: 1 / 0)
+    assert ask("/metrics") == (500, "the log says why\n")
+    assert "a request for /metrics failed" in caplog.text
+
+
 def test_only_questions_are_answered(ask):
     assert ask("/healthz", "HEAD") == (200, "")
     assert ask("/metrics", "HEAD") == (200, "")

@@ -1,0 +1,96 @@
+"""How the rows of `shmload top` come from the listing of models and the service's status."""
+
+import msgspec
+import pytest
+from statuses import STATUS
+
+from shmload._cli.top_feed import make_rows
+from shmload._segments.grouping import Model
+from shmload._segments.models import Models
+from shmload._segments.unfinished import Decoding
+from shmload._segments.users import User
+from shmload._service.protocol import Decoding as RunningDecode
+from shmload._service.protocol import ModelUse
+
+FLUX = Model(
+    name="flux",
+    id="0123abcd",
+    dtype="bfloat16",
+    components=(),
+    nbytes=100,
+    source="/m/flux",
+    segments=(),
+    shared_with=(),
+    used_by=(User(pid=7, command="python server.py", program="server.py"),),
+    is_leased=True,
+    created_at=1,
+    used_at=2,
+    is_pinned=False,
+    pinned_segments=0,
+    keep_for_s=0,
+    is_current=True,
+)
+DECODE = Decoding(
+    name="flux",
+    dtype="bfloat16",
+    source="/m/flux",
+    parts=1,
+    nbytes=50,
+    done_nbytes=10,
+    elapsed_s=5,
+    built_by=(),
+)
+USE = ModelUse(
+    model="flux",
+    source="/m/flux",
+    hits=3,
+    misses=1,
+    read_nbytes=9,
+    decodes=1,
+    failed=0,
+    decode_s=1,
+)
+
+
+def test_resident_model_has_its_counters_and_users():
+    (row,) = make_rows(Models([FLUX]), msgspec.structs.replace(STATUS, models=(USE,)))
+    assert (row.name, row.nbytes, row.hits, row.misses) == ("flux", 100, 3, 1)
+    assert row.users == "7 server.py"
+    assert row.model_id == "0123abcd"
+    assert row.done is None
+
+
+def test_model_that_is_being_decoded_is_one_row_with_its_resident_part():
+    (row,) = make_rows(Models([FLUX], [DECODE]), STATUS)
+    assert (row.nbytes, row.done, row.bytes_per_s) == (150, 0.2, 2)
+    assert row.model_id == "0123abcd"
+
+
+def test_other_dtype_is_a_row_of_its_own_and_what_is_decoded_comes_first():
+    other = msgspec.structs.replace(DECODE, dtype="float16")
+    rows = make_rows(Models([FLUX], [other]), STATUS)
+    assert [(row.dtype, row.model_id) for row in rows] == [
+        ("float16", ""),
+        ("bfloat16", "0123abcd"),
+    ]
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_service_knows_the_rate_and_whether_a_decode_waits(is_waiting):
+    running = RunningDecode(
+        model="flux",
+        source="/m/flux",
+        done_nbytes=30,
+        total_nbytes=100,
+        elapsed_s=0 if is_waiting else 3,
+        is_waiting=is_waiting,
+    )
+    status = msgspec.structs.replace(STATUS, decoding=(running,))
+    (row,) = make_rows(Models([], [DECODE]), status)
+    assert row.is_waiting == is_waiting
+    assert row.bytes_per_s == (2 if is_waiting else 10)
+
+
+def test_without_a_service_rows_lack_the_counters_only():
+    (row,) = make_rows(Models([FLUX]), None)
+    assert (row.name, row.hits) == ("flux", 0)
