@@ -7,7 +7,7 @@ import click
 import shmload
 from shmload._cli.completion import complete_names
 from shmload._cli.output import as_json_option, print_json, print_page
-from shmload._segments.listing import SegmentInfo, Segments, amount_of
+from shmload._segments.listing import SegmentInfo, Segments, amount_of, segments_by_lock
 from shmload._segments.models import find_models
 from shmload._segments.selection import select
 from shmload._segments.upkeep import find_garbage
@@ -113,11 +113,15 @@ def remove_command(
 @as_json_option
 def collect_command(dry_run: bool, as_json: bool) -> None:
     """Remove unusable segments: leftovers of killed processes, and segments of changed sources."""
+    before = segments_by_lock()
     removed = find_garbage() if dry_run else shmload.collect_garbage()
     if as_json:
         print_json("gc", removed=removed, dry_run=dry_run)
         return
-    for name in removed:
+    known = [info for info in before if info.name in removed]
+    for model in find_models(known):
+        click.echo(f"{printing(model.full_name)}: {amount_of(model.segments)}")
+    for name in sorted({*removed} - {info.name for info in known}):
         click.echo(name)
     click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)}")
 

@@ -10,7 +10,7 @@ from shmload._segments.models import models
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import GetStatus, Shutdown, Status, Stopping
-from shmload._wording import count_of, format_nbytes
+from shmload._wording import count_of, format_age, format_nbytes
 from shmload.errors import ServiceUnavailable
 
 
@@ -62,11 +62,13 @@ def describe_status(status: Status) -> Iterator[str]:
     speed = status.read_nbytes / status.decode_s if status.decode_s else 0.0
     state = "decoding" if status.is_decoding else "idle"
     clients = count_of(status.clients, "client")
-    yield f"service    process {status.pid}, up {status.uptime_s:.0f} s, {clients}"
+    yield f"service    process {status.pid}, up {format_age(status.uptime_s)}, {clients}"
+    reserved = format_nbytes(status.reserved_nbytes)
     yield (
         f"resident   {format_nbytes(status.resident_nbytes)} of "
         f"{format_nbytes(status.budget_nbytes)} in {count_of(status.segments, 'segment')}, "
         f"{status.pinned} pinned, {len(status.leases)} in use"
+        f"{f', {reserved} reserved by loads' if status.reserved_nbytes else ''}"
     )
     yield (
         f"workers    {status.workers}, {state}, {count_of(status.waiting, 'load')} waiting, "
