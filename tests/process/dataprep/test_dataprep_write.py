@@ -232,10 +232,11 @@ print("FOUND", made.failed_before, {"torch", "diffusers", "transformers"} & sys.
 
 
 def test_finished_folder_is_found_without_importing_a_library(
-    light_server, pipeline, folder, new_child
+    light_server, pipeline, folder, new_child, monkeypatch
 ):
     light_server()
     dataprep.write(one_fails, range(3), folder, source=pipeline, errors="pass")
+    monkeypatch.undo()  # `new_child` starts a real Python
     again = new_child(AGAIN, folder, pipeline)
     assert again.expect("FOUND") == "1 set()"
     assert again.wait() == 0
