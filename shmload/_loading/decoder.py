@@ -6,22 +6,18 @@ Guarantee: if the service goes away, the load goes on without it, unless the set
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from shmload._decoding.coordinator import Coordinator, Job
 from shmload._decoding.ring import Ring
 from shmload._loading.progress import Progress
+from shmload._loading.room import WaitForRoom
 from shmload._segments.roots import Root
 from shmload._service.client import Client, find_service
 from shmload._settings import settings
-from shmload._wording import format_nbytes
 from shmload.errors import ServiceUnavailable
 
 logger = logging.getLogger(__name__)
-
-# A wait that is shorter is not worth a message, in seconds.
-_QUIET_S = 1.0
 
 
 class Decoder:
@@ -76,9 +72,8 @@ class Decoder:
         stays = self._keep or not _is_little(read_nbytes)
         if self._service and segment_nbytes and stays:
             with self._without_service():
-                self._service.reserve(
-                    segment_nbytes, _WaitForRoom(segment_nbytes), self._is_cancelled.is_set
-                )
+                wait = WaitForRoom(segment_nbytes, "the service's budget")
+                self._service.reserve(segment_nbytes, wait, self._is_cancelled.is_set)
 
     def decode(
         self, jobs: Sequence[Job], renew: Callable[[], Sequence[Job]]
@@ -165,29 +160,6 @@ class Decoder:
             if self._service:
                 self._service.close()
             self._service = None
-
-
-class _WaitForRoom:
-    """Says once, after a moment, that a load waits for room in the service's budget.
-
-    Args:
-        nbytes: size of its segments, in bytes.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._began_at = time.monotonic()
-        self._is_said = False
-
-    def __call__(self, ahead: int) -> None:
-        if not self._is_said and time.monotonic() - self._began_at >= _QUIET_S:
-            self._is_said = True
-            logger.warning(
-                "waiting for %s of room in the service's budget: other loads fill it, and %d wait "
-                "ahead (`shmload status`)",
-                format_nbytes(self._nbytes),
-                ahead,
-            )
 
 
 def _is_little(nbytes: int) -> bool:

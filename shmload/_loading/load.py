@@ -226,13 +226,13 @@ class Load:
         read_nbytes = sum(shard.plan.read_nbytes for shard in shards)
         with self._steps.during(Step.WAITING):
             self._decoder.reserve(segment_nbytes=nbytes, read_nbytes=read_nbytes)
-        is_charged_here = not self._decoder.leaves_to_service(read_nbytes)
-        self.holdings.make_parts(
-            shards,
-            is_charged_here=is_charged_here,
-            has_service=self._decoder.has_service,
-            is_cancelled=lambda: self._decoder.is_cancelled,
-        )
+            is_charged_here = not self._decoder.leaves_to_service(read_nbytes)
+            self.holdings.make_parts(
+                shards,
+                is_charged_here=is_charged_here,
+                has_service=self._decoder.has_service,
+                is_cancelled=lambda: self._decoder.is_cancelled,
+            )
         self.read_nbytes += read_nbytes
 
     def _decode(self, shards: list[OpenShard]) -> None:

@@ -9,6 +9,7 @@ never take the same room.
 """
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +21,14 @@ from shmload._segments.eviction import Budget, evict_for, require_possible
 from shmload._segments.names import part_names, room_lock_name
 from shmload._segments.removal import remove_if_free, remove_leftovers
 from shmload._settings import settings
+from shmload._wording import count_of, format_nbytes
 from shmload.errors import CapacityError, SharedMemoryFull
 
+logger = logging.getLogger(__name__)
+
 _POLL_S = 0.05
+# A wait that is shorter is not worth a message, in seconds.
+_QUIET_S = 1.0
 # A load that has ended gives its leases back slightly later, in seconds.
 _SETTLE_S = 0.5
 _NAME = "SHMLOAD_BUDGET"
@@ -32,6 +38,31 @@ def own_budget() -> Budget | None:
     """Return the budget of loads without a service; None if the settings have none."""
     nbytes = settings().budget
     return None if nbytes is None else Budget(nbytes, _NAME, (f"raise {_NAME}",))
+
+
+class WaitForRoom:
+    """Says once, after a moment, that a load waits for room; call it now and then.
+
+    Args:
+        nbytes: size of its segments, in bytes.
+        limit: what has no room for them.
+    """
+
+    def __init__(self, nbytes: int, limit: str) -> None:
+        self._nbytes = nbytes
+        self._limit = limit
+        self._began_at = time.monotonic()
+        self._is_said = False
+
+    def __call__(self, ahead: int = 0) -> None:
+        if not self._is_said and time.monotonic() - self._began_at >= _QUIET_S:
+            self._is_said = True
+            logger.warning(
+                "waiting for %s of room in %s, which other loads fill%s; `shmload ls` shows them",
+                format_nbytes(self._nbytes),
+                self._limit,
+                f" ({count_of(ahead, 'load')} ahead)" if ahead else "",
+            )
 
 
 @contextlib.contextmanager
@@ -66,8 +97,9 @@ def made_room(
         yield
     else:
         ends_at = time.monotonic() + settings().wait_timeout_s
-        with _turn(nbytes, ends_at, is_cancelled):
-            _keep_within(budget, nbytes, ends_at, is_cancelled)
+        wait = WaitForRoom(nbytes, budget.name)
+        with _turn(nbytes, ends_at, is_cancelled, wait):
+            _keep_within(budget, nbytes, ends_at, is_cancelled, wait)
             yield
 
 
@@ -81,7 +113,11 @@ def _require_room_elsewhere(nbytes: int) -> None:
 
 
 def _keep_within(
-    budget: Budget, nbytes: int, ends_at: float, is_cancelled: Callable[[], bool]
+    budget: Budget,
+    nbytes: int,
+    ends_at: float,
+    is_cancelled: Callable[[], bool],
+    wait: WaitForRoom,
 ) -> None:
     """Evict until new segments fit into a budget; wait while what others decode may end it.
 
@@ -104,6 +140,7 @@ def _keep_within(
             return
         if is_cancelled():
             raise DecodeCancelled
+        wait()
         time.sleep(_POLL_S)
 
 
@@ -116,7 +153,9 @@ def _parts_nbytes() -> int:
 
 
 @contextlib.contextmanager
-def _turn(nbytes: int, ends_at: float, is_cancelled: Callable[[], bool]) -> Iterator[None]:
+def _turn(
+    nbytes: int, ends_at: float, is_cancelled: Callable[[], bool], wait: WaitForRoom
+) -> Iterator[None]:
     """Hold the lock of the load that looks for room; if its process dies, the name is garbage.
 
     Raises:
@@ -143,4 +182,5 @@ def _turn(nbytes: int, ends_at: float, is_cancelled: Callable[[], bool]) -> Iter
                 f"later, or raise SHMLOAD_WAIT_TIMEOUT_S or {_NAME}"
             )
             raise SharedMemoryFull(nbytes, 0, _NAME, remedy)
+        wait()
         time.sleep(_POLL_S)

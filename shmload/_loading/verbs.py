@@ -51,7 +51,7 @@ class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
     deriving_rules_s: float = 0.0
     """Of it, finding dtype rules."""
     waiting_s: float = 0.0
-    """Of it, waiting for room in the service's budget and for decodes of other processes."""
+    """Of it, waiting for room in a budget and for decodes of other processes."""
     reading_s: float = 0.0
     """Of it, reading and decoding weights. The rest is planning, locks and digests."""
     left_out: tuple[LeftOut, ...] = ()

@@ -8,6 +8,7 @@ import pytest
 from warming import SHM
 
 import shmload
+from shmload._loading import room
 from shmload._segments.acquire import acquire
 from shmload._segments.layout import Layout
 from shmload._segments.names import room_lock_name
@@ -60,16 +61,16 @@ def other_decode(path):
     return part
 
 
-def test_load_waits_while_another_decodes(shards, configure, evicts):
+def test_load_waits_while_another_decodes(shards, configure, evicts, monkeypatch, caplog):
+    monkeypatch.setattr(room, "_QUIET_S", 0)
     configure(budget=3 * _SEGMENT // 2)
     with contextlib.closing(other_decode(shards[0])):
         warming = threading.Thread(
             target=shmload.warm, args=(shards[1],), kwargs={"dtype": "bfloat16"}
         )
         warming.start()
-        while not (SHM / room_lock_name()).exists():
-            pass
-        assert warming.is_alive()
+        while "waiting for 1.00 MiB of room in SHMLOAD_BUDGET" not in caplog.text:
+            assert warming.is_alive()
         assert resident() == []
     warming.join()
     assert resident() == [str(shards[1])]
