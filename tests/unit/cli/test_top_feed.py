@@ -38,6 +38,7 @@ DECODE = Decoding(
     nbytes=50,
     done_nbytes=10,
     elapsed_s=5,
+    bytes_per_s=2,
     built_by=(),
 )
 USE = ModelUse(
