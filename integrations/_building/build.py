@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.resolve import Source, weight_files
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import forget_rule
 from shmload._host.procfs import mappings, modified_nbytes
@@ -217,8 +217,7 @@ class Build:
         with libraries, contextlib.ExitStack() as lending:
             if not self._source.checkpoints and self._is_local:
                 return self._from_path(given, {})  # there are no other files to lend
-            files = self._load.holdings.files() if decoded else {}
-            view = lending.enter_context(View(self._source.root, files))
+            view = lending.enter_context(View(self._source.root, self._files(decoded=decoded)))
             repair = PathRepair(view.path, self._root, given, self._said)
             if models:
                 repair.silence(_PASSED)
@@ -228,6 +227,16 @@ class Build:
                 made = self._from_path(str(view.path), models or {})
             repair.repair(made, but=(models or {}).values())
         return made
+
+    def _files(self, *, decoded: bool) -> dict[Path, Path]:
+        """Return the files that a view leads to in place of those in the source."""
+        files = self._load.holdings.files() if decoded else {}
+        if self._kwargs.get("variant") is None:
+            return files
+        # diffusers looks for files of variants with os.walk, which follows no link to a directory:
+        # with a file to link, the view makes the directory itself.
+        others = {path: path for path in weight_files(self._source)}
+        return others | files
 
     def _from_path(self, path: str | os.PathLike[str], models: Models) -> Any:
         """Let the library build it from a directory."""

@@ -215,6 +215,18 @@ def components_with_weights(source: Source) -> set[str]:
     }
 
 
+def weight_files(source: Source) -> list[Path]:
+    """Return all files of weights in the directories of a pipeline's components."""
+    folders = (source.root / name for name in source.components)
+    return [
+        folder / name
+        for folder in folders
+        if os.path.isdir(folder)
+        for name in os.listdir(folder)
+        if is_of_weights(name)
+    ]
+
+
 def files_of(source: Source, components: Collection[str] | None = None) -> list[Path]:
     """Return the files that a pipeline is made of: code, weights, configurations, tokenizers.
 

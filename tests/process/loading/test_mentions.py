@@ -1,6 +1,7 @@
 """Messages and objects have the user's paths, never paths of a view."""
 
 import logging
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -67,6 +68,25 @@ def test_message_that_cannot_be_formatted_is_no_error_of_the_load(saved, monkeyp
     monkeypatch.setattr(logging, "raiseExceptions", False)
     logging.getLogger("diffusers.models").manager._clear_cache()
     shmload.load_pipeline(saved("flux"), torch_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("given", [{}, {"unet": None}], ids=["loaded", "passed"])
+def test_variant_in_files_with_deprecated_names_is_warned_about(saved, tmp_path, given):
+    source = tmp_path / "old"
+    shutil.copytree(saved("stable-diffusion", "float16", "fp16", sharded=True), source)
+    for path in (source / "unet").glob("*.fp16*"):
+        stem, number = path.name.split(".fp16")[0], path.name.split(".fp16")[1]
+        if number.startswith("-"):
+            path.rename(path.with_name(f"{stem}{number.replace('.', '.fp16.')}"))
+        else:
+            path.rename(path.with_name("diffusion_pytorch_model.safetensors.fp16.index.json"))
+    index = source / "unet" / "diffusion_pytorch_model.safetensors.fp16.index.json"
+    names = re.sub(r"\.fp16(-\d+-of-\d+)", r"\1.fp16", index.read_text())
+    index.write_text(names)
+    assert_loads_equal(source, "bf16", variant="fp16", **given)
+    with Messages() as said:
+        shmload.load_pipeline(source, dtype="bfloat16", variant="fp16", **given)
+    assert any("deprecated format" in str(text) for text in said.texts)
 
 
 # Names --------------------------------------------------------------------------------------------
