@@ -36,6 +36,12 @@ def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--component", "components", multiple=True, help="Only this component; repeatable."
         ),
+        click.option("--subfolder", help="Directory in the source to read instead of its root."),
+        click.option(
+            "--weight-name",
+            multiple=True,
+            help="File to read in a directory of adapters, such as LoRAs; repeatable.",
+        ),
         click.option("--revision", help="Branch, tag or commit of a hub id."),
         click.option("--cache-dir", help="Hub cache directory, if not the default."),
     ):

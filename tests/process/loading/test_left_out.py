@@ -162,7 +162,7 @@ def test_adapter_is_read_by_folder_and_by_hub_id(tmp_path, hub_cache, evicts, na
         assert len(shmload.warm(source, dtype="bfloat16", **where).segments) == 1
 
 
-def test_one_of_several_adapters_is_chosen_by_name(tmp_path, hub_cache, evicts):
+def test_one_of_several_adapters_is_chosen_by_name(tmp_path, hub_cache, invoke, evicts):
     folder = tmp_path / "adapters" / "models"
     folder.mkdir(parents=True)
     for name in ("ip-adapter.safetensors", "ip-adapter-plus.safetensors"):
@@ -178,6 +178,11 @@ def test_one_of_several_adapters_is_chosen_by_name(tmp_path, hub_cache, evicts):
     where = {"cache_dir": hub_cache.root, "subfolder": "models"}
     both = ["ip-adapter.safetensors", "ip-adapter-plus.safetensors"]
     assert len(shmload.warm("org/adapters", weight_name=both, **where).segments) == 1  # one content
+    code, printed = invoke(
+        *("warm", "org/adapters", "--subfolder", "models", "--cache-dir", hub_cache.root),
+        *("--weight-name", both[0], "--weight-name", both[1]),
+    )
+    assert (code, printed.out.split(":")[1].split(",")[0]) == (0, " already resident")
     with pytest.raises(shmload.ShardMissing, match="gone"):
         shmload.warm("org/adapters", weight_name="gone.safetensors", **where)
 
