@@ -17,7 +17,7 @@ def run(monkeypatch):
     """Run the command on given findings; return its exit code and output."""
 
     def run_on(*findings, arguments=()):
-        monkeypatch.setattr(doctor, "diagnose", lambda source: iter(findings))
+        monkeypatch.setattr(doctor, "diagnose", lambda source, dtype=None: iter(findings))
         done = click.testing.CliRunner().invoke(doctor.doctor_command, arguments)
         return done.exit_code, done.output
 
