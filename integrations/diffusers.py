@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source, components_with_weights
 from shmload._checkpoints.wanted import Wanted
@@ -121,7 +122,8 @@ def load_pipeline(
     kwargs.pop("disable_mmap", None)
     found, left_out = _find_pipeline(wanted, kwargs)
     maker = PipelineMaker(pipeline_class, left_out)
-    require_taken(kwargs, found, load_pipeline, maker.find_class)
+    with whole_libraries():
+        require_taken(kwargs, found, load_pipeline, maker.find_class)
     kwargs.update(dict.fromkeys(left_out))
     dtype = settle_dtype(wanted.dtype, found)
     destination = parse_destination(device_map, max_memory, max_host_memory, pin, kwargs)
@@ -135,7 +137,7 @@ def load_pipeline(
         verify=verify,
         is_bounded=max_host_memory is not None,
     )
-    with paused_gc(), Progress(progress, wanted.title) as counter:
+    with whole_libraries(), paused_gc(), Progress(progress, wanted.title) as counter:
         pipe: DiffusionPipeline = Attempt(
             source=maker.import_classes(found) if maker.has_class else found,
             maker=maker,

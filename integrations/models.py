@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shmload._checkpoints.hub import find_model
+from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._loading.progress import Callback, Progress
@@ -98,7 +99,8 @@ def load_model(
     destination = parse_destination(device_map, max_memory, max_host_memory, pin, kwargs)
     is_bounded = max_host_memory is not None
     if maker.has_class or is_bounded:  # devices are then chosen by the modules of the class
-        found = maker.import_classes(found)
+        with whole_libraries():
+            found = maker.import_classes(found)
     route = choose_route(
         found,
         None if is_left_to_library(wanted.dtype) else wanted.dtype,
@@ -109,7 +111,7 @@ def load_model(
         verify=verify,
         is_bounded=is_bounded,
     )
-    with paused_gc(), Progress(progress, wanted.title) as counter:
+    with whole_libraries(), paused_gc(), Progress(progress, wanted.title) as counter:
         made = Attempt(
             source=found,
             maker=maker,

@@ -5,9 +5,13 @@ questions need them. `shmload.integrations.library` answers these and is importe
 asked. No other module of the core names `integrations`.
 """
 
+import contextlib
 import importlib
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from shmload.errors import ImportCutShort, ShmloadError
 
 if TYPE_CHECKING:
     from shmload._checkpoints.resolve import Checkpoint, Source
@@ -33,6 +37,38 @@ class Library(Protocol):
         """Bring the files of a hub id into the hub cache; return their directory."""
 
 
+@contextlib.contextmanager
+def whole_libraries() -> Iterator[None]:
+    """Refuse to import or use a torch whose import was cut short, as by Ctrl-C.
+
+    Python forgets a package whose import fails, and not the modules in it. Torch's extension cannot
+    be loaded a second time: that raises odd errors, or ends the process.
+
+    Raises:
+        ImportCutShort: that was so before the block, or the block failed because of it.
+    """
+    _require_whole_torch(None)
+    try:
+        yield
+    except ShmloadError:
+        raise
+    except Exception as exc:
+        _require_whole_torch(exc)
+        raise
+
+
+def _require_whole_torch(cause: Exception | None) -> None:
+    for name in list(sys.modules):
+        parent = name.rpartition(".")[0]
+        if name.startswith("torch.") and parent not in sys.modules:
+            raise ImportCutShort(parent) from cause
+
+
 def library() -> Library:
-    """Import the module that answers with the help of the model libraries, and return it."""
+    """Import the module that answers with the help of the model libraries, and return it.
+
+    Raises:
+        ImportCutShort: as `whole_libraries`.
+    """
+    _require_whole_torch(None)
     return cast("Library", importlib.import_module("shmload.integrations.library"))

@@ -6,7 +6,7 @@ import msgspec
 
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.left_out import why_unread
-from shmload._checkpoints.library import library
+from shmload._checkpoints.library import library, whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
@@ -92,8 +92,12 @@ def derive_rules(source: Source, dtype: object, steps: Steps) -> Rules:
             doing = ""
         else:
             doing = "finding the dtype rules of its classes (once)"
-            with steps.during(
-                Step.IMPORTING, "importing diffusers and transformers to find dtype rules (once)"
+            with (
+                steps.during(
+                    Step.IMPORTING,
+                    "importing diffusers and transformers to find dtype rules (once)",
+                ),
+                whole_libraries(),
             ):
                 library().import_libraries()
         with steps.during(Step.DERIVING_RULES, doing):

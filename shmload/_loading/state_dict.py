@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmload._checkpoints.dtypes import AUTO, NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.formats.known import read_header
+from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
@@ -71,6 +72,7 @@ def load_state_dict(
     rules = {checkpoint.component: rule for checkpoint in source.checkpoints}
     with (
         explained(path),
+        whole_libraries(),
         paused_gc(),
         Progress(progress, source.root.name) as counter,
         complete_load(

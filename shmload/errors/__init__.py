@@ -12,6 +12,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   ├── DeviceMapMalformed
     │   └── DuplicateKey
     ├── LibraryTooOld (ImportError)
+    ├── ImportCutShort (ImportError)
     ├── SourceNotFound (FileNotFoundError)
     ├── CheckpointError
     │   ├── ShardMissing (FileNotFoundError)
@@ -90,6 +91,7 @@ from shmload.errors.loading import (
     CheckpointError,
     DeviceMapMalformed,
     DoesNotFit,
+    ImportCutShort,
     IndexMalformed,
     LibraryTooOld,
     MemoryLimitExceeded,
@@ -138,6 +140,7 @@ __all__ = [
     "DeviceMapMalformed",
     "DoesNotFit",
     "DuplicateKey",
+    "ImportCutShort",
     "IndexMalformed",
     "ItemError",
     "ItemFailed",

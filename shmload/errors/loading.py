@@ -105,6 +105,21 @@ class LibraryTooOld(ShmloadError, ImportError):
         )
 
 
+class ImportCutShort(ShmloadError, ImportError):
+    """The import of a library was interrupted in this process, which cannot import it again.
+
+    Attributes:
+        package: what is only half there.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        super().__init__(
+            f"an import of {package} was cut short in this process, as by Ctrl-C, and cannot be "
+            "repeated; restart the process (in a notebook, the kernel)"
+        )
+
+
 class SourceNotFound(ShmloadError, FileNotFoundError):
     """A source is neither an existing path nor a hub id that can be found or downloaded."""
 

@@ -120,3 +120,41 @@ def test_interrupt_that_the_caller_handles_is_nothing_to_its_workers(
     assert word == "READ"
     assert process.wait() == 0
     assert process.errors == ""  # no message about a lost worker either
+
+
+CUT_SHORT = """
+import sys
+import shmload
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.autograd":
+            raise KeyboardInterrupt
+pipeline, checkpoint = sys.argv[1:]
+sys.meta_path.insert(0, Interrupt())
+def attempt(call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except BaseException as exc:
+        print("GOT", type(exc).__name__, "restart the process" in str(exc), flush=True)
+    else:
+        print("GOT nothing", flush=True)
+attempt(shmload.load_pipeline, pipeline, dtype="bfloat16")
+del sys.meta_path[0]
+attempt(shmload.load_pipeline, pipeline, dtype="bfloat16")
+attempt(shmload.load_model, "AutoencoderKL", pipeline, subfolder="vae")
+attempt(shmload.load_state_dict, checkpoint)
+attempt(shmload.warm, pipeline, dtype="bfloat16")
+attempt(shmload.warm, checkpoint, dtype="bfloat16")
+"""
+
+
+@pytest.mark.libraries
+def test_load_after_an_interrupted_import_says_to_restart(
+    saved, checkpoint, new_child, configure, tmp_path, evicts
+):
+    configure(cache_dir=tmp_path / "no rules")
+    process = new_child(CUT_SHORT, saved("flux"), checkpoint)
+    assert process.expect("GOT") == "KeyboardInterrupt False"
+    said = [process.expect("GOT") for _ in range(5)]
+    # A file of weights has no class: it needs no library.
+    assert said == ["ImportCutShort True"] * 4 + ["nothing"]
