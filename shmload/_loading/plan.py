@@ -6,9 +6,10 @@ from pathlib import Path
 
 import msgspec
 
+from shmload._checkpoints.contents import content_identity
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import detect_format
-from shmload._checkpoints.identity import identify
+from shmload._checkpoints.identity import Identity, identify
 from shmload._checkpoints.left_out import LeftOut
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._host.linux import SHM_DIR
@@ -17,8 +18,10 @@ from shmload._placement.placement import Placement
 from shmload._segments.layout import Layout, lay_out, needs_conversion
 from shmload._segments.metadata import make_metadata
 from shmload._segments.names import segment_name
+from shmload._settings import settings
 from shmload._tables import Page, Printable, Table
 from shmload._wording import format_nbytes
+from shmload.errors import ShardUnreadable
 
 
 class Action(enum.Enum):
@@ -152,12 +155,15 @@ def plan_shard(
     identity = identify(path, found)
     # If the file has the wanted dtypes, every rule makes the same segment: give it one name.
     applied = rule if needs_conversion(header, rule) else RAW
-    name = segment_name(identity, applied.text)
+    may_link = (
+        file_format.can_be_linked and applied == RAW and not keep and not is_remote(found.st_dev)
+    )
+    name = segment_name(_named_by(identity, fd, may_read=not may_link), applied.text)
     metadata = make_metadata(identity.path, identity.key, applied.text)
     layout = lay_out(header, applied, metadata, piece_nbytes)
     if (SHM_DIR / name).exists():
         action = Action.ATTACH
-    elif file_format.can_be_linked and applied == RAW and not keep and not is_remote(found.st_dev):
+    elif may_link:
         action = Action.LINK
     else:
         action = Action.DECODE
@@ -177,3 +183,16 @@ def plan_shard(
         layout=layout,
         leaves_casts=any(map(rule.leaves_cast, header.tensors)),
     )
+
+
+def _named_by(identity: Identity, fd: int, *, may_read: bool) -> Identity:
+    """Return what a shard's segment is named by: the shard, or its content where that is asked for.
+
+    The segment's header always has the shard itself.
+    """
+    if not settings().share_copies:
+        return identity
+    try:
+        return content_identity(identity, fd, may_read=may_read)
+    except OSError as exc:
+        raise ShardUnreadable(identity.path, exc.strerror or str(exc)) from exc
