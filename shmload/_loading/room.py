@@ -126,12 +126,12 @@ def _keep_within(
     """
     quiet_since = time.monotonic()
     while True:
+        now = time.monotonic()
         others = _parts_nbytes()
         try:
             evict_for(nbytes, budget, others)
         except CapacityError:
             require_possible(nbytes, budget)
-            now = time.monotonic()
             if others:
                 quiet_since = now
             if now > ends_at or now - quiet_since > _SETTLE_S:

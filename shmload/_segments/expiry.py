@@ -13,7 +13,7 @@ from shmload._host.linux import is_named, shm_open, shm_unlink, wait_lock
 from shmload._host.procfs import mappers
 from shmload._segments.names import segment_names
 from shmload._segments.segment import Segment, is_protected
-from shmload.errors import SegmentUntrusted
+from shmload.errors import ShmloadError
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def _look(name: str, *, remove: bool) -> bool:
     """Tell whether a segment is idle and due; remove it then if that is asked for."""
     try:
         fd = shm_open(name)
-    except SegmentUntrusted:
+    except ShmloadError:  # another user's, or no descriptor is left: no reason for a load to fail
         return False
     if fd is None:
         return False

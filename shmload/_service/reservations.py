@@ -182,7 +182,7 @@ class Reservations:
                 try:
                     evicted = self._memory.make_room(request.nbytes, self._reserved())
                 except CapacityError as exc:
-                    self._require_hope(request, exc, is_late=is_late)
+                    self._require_hope(request, exc, now, is_late=is_late)
                 else:
                     request.claim.nbytes += request.nbytes
                     request.is_stuck = False
@@ -202,8 +202,10 @@ class Reservations:
         ahead = self._queue[: self._queue.index(request)]
         return not ahead or (not self._is_any_running() and all(each.is_stuck for each in ahead))
 
-    def _require_hope(self, request: _Request, refusal: CapacityError, *, is_late: bool) -> None:
-        """Return if room may come for a request that has found none; else raise.
+    def _require_hope(
+        self, request: _Request, refusal: CapacityError, looked_at: float, *, is_late: bool
+    ) -> None:
+        """Return if room may come for a request that has found none since a time; else raise.
 
         Raises:
             CapacityError: nothing that runs could make room, or it is too late.
@@ -215,7 +217,7 @@ class Reservations:
             return
         request.is_stuck = True
         quiet_since = max(self._quiet_since, request.began_at)
-        has_settled = time.monotonic() - quiet_since > _SETTLE_S
+        has_settled = looked_at - quiet_since > _SETTLE_S  # a look may take long on a busy machine
         if has_settled and all(each.is_stuck for each in self._queue):
             raise refusal
 

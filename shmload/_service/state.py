@@ -26,7 +26,7 @@ from shmload._service.readiness import Preloading
 from shmload._service.reservations import Claim, OnWait, Reservations
 from shmload._service.usage import SPELL_S, Usage
 from shmload._wording import format_nbytes
-from shmload.errors import CapacityError, ShmloadError
+from shmload.errors import CapacityError
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class ServiceState:
         while not self._stopping.wait(_SWEEP_S):
             try:
                 remove_expired()
-            except (ShmloadError, OSError) as exc:  # no descriptor is left, for a while
+            except OSError as exc:  # no descriptor is left, for a while
                 logger.warning("idle segments could not be looked at: %s", exc)
 
     def run_in_background(self, work: Callable[[], None]) -> None:

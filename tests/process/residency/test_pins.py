@@ -123,7 +123,7 @@ def test_what_is_in_use_or_pinned_does_not_go(shards, evicts):
     assert shmload.collect_garbage() == []
     shmload.unpin(shards[0])
     (name,) = (info.name for info in shmload.segments())
-    assert run_command("gc", "--dry-run").stdout == f"{name}\nwould remove 1\n"
+    assert run_command("gc", "--dry-run").stdout.endswith("\nwould remove 1\n")
     assert shmload.collect_garbage() == [name]
 
 

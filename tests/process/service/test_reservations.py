@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import threading
 
 import msgspec
@@ -149,17 +151,19 @@ def test_what_can_never_fit_does_not_wait(service, files):
             big.ask(Reserve(3 * _SEGMENT, 60), Reserved)
 
 
-def test_waiting_load_leaves_the_queue_when_it_is_killed(service, files, child):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_waiting_load_leaves_the_queue_when_it_ends(service, files, child, number, shm_names):
     service("--budget", str(_SEGMENT))
     code = "import sys, shmload; shmload.warm(sys.argv[1], torch_dtype='bfloat16')"
     with Client(socket_path()) as other:
         other.ask(Reserve(_SEGMENT, 0), Reserved)
         waiting = child(code, files[0])
         wait_until(lambda found: found.waiting_for_room == 1)
-        waiting.process.kill()
+        os.kill(waiting.pid, number)
         wait_until(lambda found: found.waiting_for_room == 0)
+        assert waiting.wait() != 0
     ask(Reserve(_SEGMENT, 60), Reserved)
-    assert waiting.wait() != 0
+    assert len(shm_names()) == (number == signal.SIGKILL)  # its part, which the next load takes
 
 
 def test_end_of_the_service_ends_the_wait(service, files):
