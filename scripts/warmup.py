@@ -62,6 +62,8 @@ def main(
             click.echo(f"{source}: resident after {report.elapsed_s:.1f} s")
         else:
             click.echo(f"{source}: already resident")
+        for each in report.left_out:
+            click.echo(f"{source}: left to the library: {each}")
     sys.exit(1 if failed else 0)
 
 

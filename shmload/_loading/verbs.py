@@ -127,6 +127,9 @@ def warm(
                     segment.name,
                     segment.name,
                 )
+        left_out = find_left_out(found, variant)
+        for each in left_out:  # a preload list's log has this line
+            logger.info("%s: left to the library: %s", source, each)
         return WarmReport(
             source=str(source),
             segments=tuple(segment.name for segment in held),
@@ -137,7 +140,7 @@ def warm(
             deriving_rules_s=steps.elapsed_s(Step.DERIVING_RULES),
             waiting_s=steps.elapsed_s(Step.WAITING),
             reading_s=steps.elapsed_s(Step.READING),
-            left_out=find_left_out(found, variant),
+            left_out=left_out,
         )
 
 

@@ -1,6 +1,7 @@
 """What shmload does not read is named and left to the libraries; adapters are read."""
 
 import json
+import logging
 
 import diffusers
 import pytest
@@ -44,9 +45,11 @@ def pipeline(tmp_path, evicts):
 
 
 @pytest.mark.fast
-def test_component_in_a_pickle_is_named_by_warm_and_plan(pipeline, invoke):
+def test_component_in_a_pickle_is_named_by_warm_and_plan(pipeline, invoke, caplog):
     path = pipeline / "unet" / "diffusion_pytorch_model.bin"
+    caplog.set_level(logging.INFO, "shmload")
     (left,) = shmload.warm(pipeline).left_out
+    assert f"left to the library: {left}" in caplog.text
     assert (left.component, left.path, left.kind) == ("unet", path, "PyTorch pickle")
     assert left.nbytes == path.stat().st_size
     assert shmload.plan(pipeline).left_out == (left,)
