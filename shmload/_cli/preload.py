@@ -48,6 +48,11 @@ class ListedSource(msgspec.Struct, frozen=True):
     keep_for: str | None = None
     """How long it stays while no process uses it, as it is written; None for no limit."""
 
+    @property
+    def fields(self) -> dict[str, object]:
+        """What a log as JSON says of it beside a message."""
+        return {"line": self.line, "source": self.source}
+
     def options(self) -> list[str]:
         """Return the options of `shmload warm` that do what the line says."""
         return [
@@ -135,7 +140,7 @@ def preload(wanted: Sequence[ListedSource], state: "ServiceState") -> None:
                 "preloaded %s: %s",
                 each.source,
                 format_nbytes(report.resident_nbytes),
-                extra={"source": each.source, "nbytes": report.resident_nbytes},
+                extra=each.fields | {"nbytes": report.resident_nbytes},
             )
             made.update(dict.fromkeys(report.segments, each))
             _report_evicted(made, each)
@@ -153,7 +158,12 @@ def _warm(wanted: ListedSource, state: "ServiceState") -> _Report | None:
                 stderr=subprocess.PIPE,
             )
         except OSError as exc:
-            logger.error("line %d cannot be preloaded: no process for it: %s", wanted.line, exc)
+            logger.error(
+                "line %d cannot be preloaded: no process for it: %s",
+                wanted.line,
+                exc,
+                extra=wanted.fields,
+            )
             return None
         try:
             error = _log_lines(child, wanted, state)
@@ -164,7 +174,7 @@ def _warm(wanted: ListedSource, state: "ServiceState") -> _Report | None:
             return _read_report(output.read(), wanted)
     if not state.is_stopping:
         reason = error or f"its process ended ({how})"
-        logger.error("line %d cannot be preloaded: %s", wanted.line, reason)
+        logger.error("line %d cannot be preloaded: %s", wanted.line, reason, extra=wanted.fields)
     return None
 
 
@@ -176,7 +186,9 @@ def _read_report(output: bytes, wanted: ListedSource) -> _Report | None:
     try:
         return msgspec.json.decode(output[output.rfind(b"\n{") + 1 :], type=_Answer).reports[0]
     except msgspec.MsgspecError as exc:
-        logger.error("line %d: its process printed no report: %s", wanted.line, exc)
+        logger.error(
+            "line %d: its process printed no report: %s", wanted.line, exc, extra=wanted.fields
+        )
         return None
 
 
@@ -190,7 +202,7 @@ def _log_lines(child: Child, wanted: ListedSource, state: "ServiceState") -> str
             if line.startswith(_ERROR_PREFIX):
                 error = line.removeprefix(_ERROR_PREFIX)
             else:
-                logger.info("line %d: %s", wanted.line, line)
+                logger.info("line %d: %s", wanted.line, line, extra=wanted.fields)
     return error
 
 
@@ -221,4 +233,5 @@ def _report_evicted(made: dict[str, ListedSource], latest: ListedSource) -> None
             each.line,
             each.source,
             latest.line,
+            extra=each.fields,
         )

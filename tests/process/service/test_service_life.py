@@ -282,9 +282,12 @@ def test_service_is_not_ready_while_it_preloads(service, shards, tmp_path):
     wait_for_page(process, "/readyz", 200)
 
 
-def test_log_is_json_on_request(service, checkpoint):
-    process = service("--log-format", "json")
-    shmload.warm(checkpoint, torch_dtype="bfloat16")
+def test_log_is_json_on_request(service, checkpoint, tmp_path):
+    listing = tmp_path / "preload"
+    listing.write_text(f"{checkpoint} bfloat16\n{tmp_path}/missing\n")
+    process = service("--log-format", "json", "--preload", str(listing))
+    while "cannot be preloaded" not in process.errors:
+        pass
     ask(Shutdown(), Stopping)
     assert process.wait() == 0
     lines = [json.loads(line) for line in process.errors.splitlines()]
@@ -293,6 +296,9 @@ def test_log_is_json_on_request(service, checkpoint):
     }
     (decoded,) = (line for line in lines if line["message"].startswith("decoded "))
     assert decoded["fields"]["nbytes"] == NBYTES
+    assert decoded["fields"]["source"] == str(checkpoint)
+    (failed,) = (line for line in lines if line["level"] == "ERROR")
+    assert failed["fields"] == {"line": 2, "source": f"{tmp_path}/missing"}
     assert lines[-1]["message"] == "ended; 1 segment stays"
 
 
