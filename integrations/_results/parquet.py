@@ -32,7 +32,7 @@ from shmload.integrations._results.journal import Head
 
 _KEY = "key"
 # To read one item, its row group is read: small enough for that, large enough for pyarrow.
-_GROUP_NBYTES = 4 << 20
+_GROUP_NBYTES = 1 << 20
 # A value, its page's header included, must stay below 2 GiB.
 _MAX_ARRAY_NBYTES = (1 << 31) - (1 << 20)
 # Of the metadata; pyarrow's own limit, 100 MB, is less than the keys may take in base64.

@@ -137,7 +137,7 @@ def test_items_that_failed_are_in_the_index_and_tried_again(job, source, tmp_pat
     assert lines[4]["error"] == "LookupError: not there"
     assert "3 processes ended at it" in lines[6]["error"]
     mark.touch()
-    report = job.write(fail_without_mark, range(COUNT), tmp_path / "out", errors="pass")
+    report = job.write(fail_without_mark, range(COUNT), tmp_path / "out", retry_failed=True)
     assert (report.added, report.failed) == (2, 0)
     assert contents(tmp_path / "out") == serial(source, tmp_path / "serial")
 

@@ -10,6 +10,7 @@ from storing import COUNT, FACTS, SHARD_ITEMS, arrays_of, content_of, key_of, ru
 
 import shmload
 from shmload.integrations._results.keys import KeyDigests, digest_key
+from shmload.integrations._results.names import FORMATS
 from shmload.integrations.results import Array, ResultFolder
 
 
@@ -263,11 +264,12 @@ def test_same_run_goes_on_once_there_is_room(folder, serial):
     assert content_of(folder) == serial
 
 
-def test_limit_of_file_sizes_is_an_error_and_the_run_goes_on_later(folder):
+@pytest.mark.parametrize("format", FORMATS)
+def test_limit_of_file_sizes_is_an_error_and_the_run_goes_on_later(folder, format):
     """The kernel refuses a write in the middle of a shard's data."""
     array = {"x": Array("U8", (100_000,), bytes(100_000))}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with opened(folder) as results:
+    with opened(folder, format=format) as results:
         for index in range(SHARD_ITEMS - 1):
             results.add(index, str(index), array)
         # More than the journal, less than the shard, whose data starts on a page.
@@ -283,7 +285,7 @@ def test_limit_of_file_sizes_is_an_error_and_the_run_goes_on_later(folder):
         ".lock",
         "index.jsonl",
         "results.json",
-        "shard-00000.safetensors",
+        f"shard-00000{FORMATS[format].suffix}",
     ]
 
 
