@@ -9,10 +9,31 @@ from serving import wait_until
 from warming import CHILD, begun
 
 import shmload
+from shmload._checkpoints.left_out import LeftOut
 from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
+from shmload._doctor.checks import Finding
+from shmload._segments.unfinished import Decoding
+from shmload._segments.users import User
+from shmload._service import protocol
+from shmload._service.protocol import Holders, ModelUse, Status
 
 _PAGE = Path(__file__).parents[3] / "docs" / "json.md"
+_KINDS = {
+    shmload.Model: "model",
+    shmload.SegmentInfo: "segment",
+    User: "user",
+    Decoding: "decoding",
+    shmload.WarmReport: "report",
+    shmload.Plan: "plan",
+    shmload.ShardPlan: "shard",
+    LeftOut: "leftout",
+    Status: "service",
+    Holders: "lease",
+    protocol.Decoding: "decode",
+    ModelUse: "count",
+    Finding: "finding",
+}
 _OPTIONAL = {"error", "left_out", "placement"}
 
 
@@ -60,6 +81,12 @@ def ask(page, capsys):
         return answer
 
     return ask
+
+
+@pytest.mark.parametrize("kind", _KINDS, ids=lambda kind: kind.__name__)
+def test_every_field_of_an_answer_has_a_line(page, kind):
+    more = {"error"} if kind is shmload.WarmReport else set()
+    assert page[_KINDS[kind]].keys() == {*kind.__struct_fields__} | more
 
 
 def test_every_command_with_json_has_a_section(page):
