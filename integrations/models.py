@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from shmload._checkpoints.hub import find_model
 from shmload._checkpoints.library import whole_libraries
+from shmload._checkpoints.own_dtypes import settle_dtype
+from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._loading.progress import Callback, Progress
 from shmload.integrations._building.attempt import Attempt
+from shmload.integrations._building.keywords import require_taken_by_model
 from shmload.integrations._building.model_maker import ModelMaker, is_left_to_library
 from shmload.integrations._building.route import choose_route, parse_destination
 from shmload.integrations._devices.ways import Pin
@@ -60,9 +63,9 @@ def load_model(
         source: a directory or a hub id, as for `cls.from_pretrained`.
         subfolder: the model's directory in the source, such as `unet` in a pipeline.
         variant: as for `from_pretrained`, such as `fp16`.
-        dtype: a `torch.dtype` or its name. Everything else means what it means for the class: None
-            gives float32 for models of diffusers; `auto`, for models of transformers, the
-            checkpoint's own dtype.
+        dtype: a `torch.dtype`, its name, or `auto` for the checkpoint's own dtype. None means what
+            it means for the class: float32 for models of diffusers. Names and `auto` count for
+            these too, unlike in diffusers, which loads float32 for a text.
         device_map: as for `load_pipeline`, but by the paths of the modules in the model. With a
             `quantization_config` the library copies the weights, as the class means the map.
         max_memory: as for `load_pipeline`.
@@ -96,6 +99,9 @@ def load_model(
     # It asks for large reads instead of page faults. The workers read so in any case.
     kwargs.pop("disable_mmap", None)
     found = find_model(wanted)
+    require_taken_by_model(kwargs, load_model, lambda: maker.find_class(found))
+    # Every name of a dtype counts for diffusers too, which itself takes float32 for a text.
+    dtype = settle_dtype(wanted.dtype, found) if _is_of_diffusers(found) else wanted.dtype
     destination = parse_destination(device_map, max_memory, max_host_memory, pin, kwargs)
     is_bounded = max_host_memory is not None
     if maker.has_class or is_bounded:  # devices are then chosen by the modules of the class
@@ -103,7 +109,7 @@ def load_model(
             found = maker.import_classes(found)
     route = choose_route(
         found,
-        None if is_left_to_library(wanted.dtype) else wanted.dtype,
+        None if is_left_to_library(dtype) else dtype,
         destination,
         kwargs,
         keep=keep,
@@ -115,7 +121,7 @@ def load_model(
         made = Attempt(
             source=found,
             maker=maker,
-            dtype=wanted.dtype,
+            dtype=dtype,
             route=route,
             kwargs=kwargs,
             workers=workers,
@@ -126,6 +132,10 @@ def load_model(
         ).run()
     logger.info("%s: loaded: %s", counter.title, counter.steps.describe())
     return made
+
+
+def _is_of_diffusers(source: Source) -> bool:
+    return any(checkpoint.library == "diffusers" for checkpoint in source.checkpoints)
 
 
 def _place(made: Any, destination: "Destination", load: "Load", ring: "Ring | None") -> None:

@@ -51,6 +51,38 @@ LIBRARY_KEYWORDS = frozenset(
         "variant",
     }
 )
+# The same for models of diffusers.
+MODEL_KEYWORDS = frozenset(
+    {
+        "cache_dir",
+        "dduf_entries",
+        "device_map",
+        "disable_mmap",
+        "flashpack_kwargs",
+        "force_download",
+        "from_flax",
+        "ignore_mismatched_sizes",
+        "local_dir",
+        "local_dir_use_symlinks",
+        "local_files_only",
+        "low_cpu_mem_usage",
+        "max_memory",
+        "mirror",
+        "offload_folder",
+        "offload_state_dict",
+        "output_loading_info",
+        "parallel_config",
+        "proxies",
+        "quantization_config",
+        "revision",
+        "subfolder",
+        "token",
+        "use_flashpack",
+        "use_safetensors",
+        "user_agent",
+        "variant",
+    }
+)
 # With these, other classes than the source's take keywords.
 _CHANGE_THE_CLASS = ("custom_pipeline", "load_connected_pipeline")
 
@@ -92,6 +124,40 @@ def require_taken(
         )
 
 
+def require_taken_by_model(
+    kwargs: dict[str, Any], function: Callable[..., Any], find_class: Callable[[], Any]
+) -> None:
+    """Refuse a keyword that neither shmload, diffusers nor a model of diffusers takes.
+
+    Models of transformers refuse it themselves.
+
+    Args:
+        kwargs: what a function got beside the arguments in its signature.
+        function: the function, for errors.
+        find_class: returns the model's class.
+
+    Raises:
+        UnknownArgument: with the nearest name that is taken.
+    """
+    if kwargs.keys() <= MODEL_KEYWORDS:
+        return
+    chosen = find_class()
+    from diffusers import ModelMixin
+
+    own = getattr(chosen.from_pretrained, "__func__", None)
+    if own is not ModelMixin.from_pretrained.__func__:
+        return
+    taken = _parameters_of(chosen)
+    if taken is None:
+        return
+    for name in sorted(kwargs.keys() - MODEL_KEYWORDS - taken):
+        raise UnknownArgument(
+            name,
+            [function.__qualname__, f"{chosen.__name__}.from_pretrained"],
+            MODEL_KEYWORDS | taken | named_arguments(function),
+        )
+
+
 def _class_of(source: Source) -> Any:
     """Return the class that a source names; None if it brings its own code."""
     import diffusers
@@ -108,7 +174,12 @@ def _arguments_of(pipeline_class: Any) -> Collection[str] | None:
     own = getattr(pipeline_class.from_pretrained, "__func__", None)
     if own is not DiffusionPipeline.from_pretrained.__func__:
         return None  # such as the AutoPipeline classes, which choose the class by the keywords
-    parameters = inspect.signature(pipeline_class.__init__).parameters
+    return _parameters_of(pipeline_class)
+
+
+def _parameters_of(found: type) -> set[str] | None:
+    """Return the names that a constructor takes; None if it may take any."""
+    parameters = inspect.signature(found.__init__).parameters  # type: ignore[misc]
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return None
     return parameters.keys() - {"self"}

@@ -51,12 +51,17 @@ class ModelMaker:
         """
         import shmload.integrations._building.build  # noqa: F401 with it, torch
 
-        self._class = self._find_class(source)
+        self._class = self.find_class(source)
         self._made = _class_made(self._class, source)
         named = [_name(checkpoint, self._made) for checkpoint in source.checkpoints]
         return msgspec.structs.replace(source, checkpoints=tuple(named))
 
-    def _find_class(self, source: Source) -> Any:
+    def find_class(self, source: Source) -> Any:
+        """Return the class by which to load; it imports the libraries.
+
+        Raises:
+            ArgumentError: as `import_classes`.
+        """
         import diffusers
         import transformers
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from traces import Messages, mentions_of_view
 
 import shmload
-from shmload.errors import ArgumentError, SourceNotFound, UnknownDtype
+from shmload.errors import ArgumentError, SourceNotFound, UnknownArgument, UnknownDtype
 
 pytestmark = pytest.mark.libraries
 
@@ -91,7 +91,11 @@ def test_model_is_built_before_its_bytes_are_there(saved, cls, folder):
 def test_dtype_means_what_it_means_for_the_class(saved, cls, folder, dtype):
     # The folder alone, which holds float16.
     source = saved("stable-diffusion", "float16") / folder
-    assert_model_equal(cls, source, dtype)
+    if dtype == "auto" and cls is diffusers.UNet2DConditionModel:  # which knows no "auto"
+        got = shmload.load_model(cls, source, dtype=dtype)
+        assert_component_equal(got, from_pretrained(cls, source, torch.float16), folder)
+    else:
+        assert_model_equal(cls, source, dtype)
 
 
 def test_dtype_may_be_a_name(saved):
@@ -134,6 +138,15 @@ def test_what_is_no_class_of_models_is_refused(saved, evicts, given, text):
     with pytest.raises(ArgumentError, match=text):
         shmload.load_model(given, saved("stable-diffusion"), subfolder="unet", keep=True)
     assert not shmload.segments()
+
+
+@pytest.mark.parametrize(("name", "near"), [("kept", "keep"), ("sample_siz", "sample_size")])
+def test_keyword_that_nothing_takes_is_refused(saved, name, near):
+    source = saved("stable-diffusion")
+    with pytest.raises(UnknownArgument, match=f"did you mean '{near}'"):
+        shmload.load_model("UNet2DConditionModel", source, subfolder="unet", **{name: True})
+    got = shmload.load_model("UNet2DConditionModel", source, subfolder="unet", sample_size=16)
+    assert got.config.sample_size == 16
 
 
 # Sources ------------------------------------------------------------------------------------------

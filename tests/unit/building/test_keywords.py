@@ -6,11 +6,11 @@ import re
 
 import diffusers
 import pytest
-from diffusers import DiffusionPipeline
+from diffusers import ConfigMixin, DiffusionPipeline, ModelMixin
 
 import shmload
 from shmload._checkpoints.resolve import Source
-from shmload.integrations._building.keywords import LIBRARY_KEYWORDS, require_taken
+from shmload.integrations._building.keywords import LIBRARY_KEYWORDS, MODEL_KEYWORDS, require_taken
 
 pytestmark = pytest.mark.libraries
 
@@ -42,6 +42,13 @@ def test_list_has_every_keyword_that_the_library_reads_or_documents():
         assert len(read) > 10
         missing = (read | documented) - LIBRARY_KEYWORDS - {"dtype", "torch_dtype", "kwargs"}
         assert {name for name in missing if not name.startswith("pretrained_model_name")} == set()
+
+
+def test_list_has_every_keyword_that_models_of_diffusers_read():
+    for function in (ModelMixin.from_pretrained, ConfigMixin.load_config):
+        read = set(re.findall(r"kwargs\.pop\(\s*\"(\w+)\"", inspect.getsource(function)))
+        assert len(read) > 8
+        assert read - MODEL_KEYWORDS - {"dtype", "torch_dtype"} == set()
 
 
 @pytest.mark.parametrize(
