@@ -76,8 +76,11 @@ MULTIPROCESSING = """
 import multiprocessing, signal, sys
 import shmload
 source, how = sys.argv[1:]
+child_ends = how in ("alone", "beside another")
 handle = shmload.Handle.of(source, torch_dtype="bfloat16", components=["vae"])
-if how != "alone":
+if how == "beside another":
+    other = shmload.share(source, torch_dtype="bfloat16", components=["text_encoder"]).load()
+if not child_ends:
     handle = shmload.share(source, torch_dtype="bfloat16", components=["vae"])
 def use(handle, loaded):
     handle.load()
@@ -85,7 +88,7 @@ def use(handle, loaded):
         kept = shmload.view(f"{source}/vae", torch_dtype="bfloat16")
         kept.__enter__()
     loaded.set()
-    if how != "alone":
+    if not child_ends:
         signal.pause()
 context = multiprocessing.get_context("fork")
 loaded = context.Event()
@@ -94,7 +97,7 @@ process.start()
 assert loaded.wait(60)
 if how == "closed":
     handle.close()
-if how == "alone":
+if child_ends:
     process.join()
 print("USED", flush=True)
 sys.stdin.readline()
@@ -120,12 +123,14 @@ def test_daemonic_children_end_first_where_shmload_was_imported_first(source, ne
     assert shm_names() == []
 
 
-def test_forked_child_of_multiprocessing(source, child, shm_names):
-    process = child(MULTIPROCESSING, source, "alone")
+@pytest.mark.parametrize("how", ["alone", "beside another"])
+def test_forked_child_of_multiprocessing(source, child, shm_names, how):
+    process = child(MULTIPROCESSING, source, how)
     process.expect("USED")
-    assert shm_names() == []
+    assert len(shm_names()) == (how == "beside another")  # the parent's own
     process.say()
     assert process.wait() == 0
+    assert shm_names() == []
 
 
 FORK = """

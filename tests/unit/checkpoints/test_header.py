@@ -253,6 +253,7 @@ def _forbid_large(pread):
         {'quo"te\\': entry()},
         {"a": entry(shape=[1, 4, 1])},
         {"a": entry(shape=[0, 7], data_offsets=[0, 0]), "b": entry()},
+        {"a": entry(), "b": entry(shape=[0, 7], data_offsets=[0, 0])},
     ],
 )
 def test_unusual_but_true_header_is_accepted(header):

@@ -17,7 +17,7 @@ from shmload._host.linux import PAGE_NBYTES
 from shmload._segments import pieces
 from shmload._segments.digest import combine_digests, digest_data
 from shmload._segments.layout import lay_out, needs_conversion
-from shmload._segments.metadata import read_digest
+from shmload._segments.metadata import make_metadata, parse_metadata, read_digest
 from shmload.workers.fill import Filler
 
 _PIECE_NBYTES = 256  # instead of 64 MiB, to split small tensors too
@@ -277,6 +277,17 @@ def test_shard_that_imitates_the_digest_does_not_shift_it(metadata):
         assert read_digest(read_header(fd, "segment").metadata) is None
         os.pwrite(fd, b"e" * 32, layout.digest_offset)
         assert read_digest(read_header(fd, "segment").metadata) == "e" * 32
+
+
+def test_segment_as_a_source_does_not_describe_the_new_segment():
+    old = make_metadata("old.safetensors", "old identity", "BF16")
+    new = make_metadata("new.safetensors", "new identity", "raw")
+    with in_memory(safetensors.torch.save({"a": torch.ones(3)}, old)) as fd:
+        layout = lay_out_file(fd, converting(None), **new)
+    with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
+        found = parse_metadata(read_header(fd, "segment").metadata)
+    assert (found.source, found.identity) == ("new.safetensors", "new identity")
+    assert found.conversion == "raw"
 
 
 def test_shard_of_no_tensors_is_a_header_alone():

@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,3 +60,24 @@ def test_digest_that_is_none_is_not_written_to_a_segment(monkeypatch, digest):
     job = Job(path="", source_fd=0, source=Stat(1, 1, 1, 1), part_fd=1, nbytes=1, pieces=())
     with pytest.raises(ProtocolError, match="digest"):
         ask(monkeypatch, _WELCOME, Decoded((digest,)), jobs=[job])
+
+
+def test_service_that_shows_signs_of_life_may_take_longer_than_the_deadline(monkeypatch, configure):
+    configure(stall_timeout_s=10)
+    heard = []
+    clock = SimpleNamespace(monotonic=lambda: 9.0 * len(heard))  # each sign comes after 9 s
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        monkeypatch.setattr(client_module, "connect", lambda path, timeout_s: ours)
+        monkeypatch.setattr(client_module, "time", clock)
+        theirs.sendall(b"".join(map(to_frame, (_WELCOME, BytesRead(1, 3), BytesRead(2, 3)))))
+
+        def answer_after_a_silence():
+            if len(heard) == 2:
+                theirs.sendall(to_frame(Decoded(())))
+            return False
+
+        with Client(Path("socket")) as client:
+            root = Root(path="m")
+            assert client.decode(root, [], heard.append, answer_after_a_silence) == []
+    assert heard == [1, 1]
