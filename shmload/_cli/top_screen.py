@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from shmload._cli.top_view import ASCII, BLOCKS, Charset, Line
+from shmload._cli.drawing import ASCII, BLOCKS, Charset, Line
 
 # Nothing else wakes the screen if the thread that brings news has died.
 _TIMEOUT_MS = 5000

@@ -15,14 +15,12 @@
 Guarantee: every line fits the width, and what a model is called cannot move the cursor.
 """
 
-import math
 import textwrap
-import unicodedata
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 
+from shmload._cli.drawing import Charset, Line, Span, bar, cells_of, clip, cut, pad, sparkline
 from shmload._service.protocol import Status
 from shmload._tables import printing
 from shmload._wording import count_of, format_age, format_nbytes
@@ -32,34 +30,6 @@ _LEAST_NAME_WIDTH = 12
 _LEAST_STATE_WIDTH = 22
 _GAP = "  "
 _KEYS = "up/down choose   p pin or unpin   e evict   q quit"
-
-
-class Charset(NamedTuple):
-    """The characters to draw with."""
-
-    full: str
-    """A cell of a bar that is filled."""
-    empty: str
-    levels: str
-    """Heights of a sparkline, from nothing to full."""
-    cut: str
-    """Stands for what was cut off."""
-
-
-BLOCKS = Charset("█", "░", "▁▂▃▄▅▆▇█", "…")
-ASCII = Charset("#", ".", "_.-=*#", "~")
-"""For terminals that show no other characters."""
-
-
-class Span(NamedTuple):
-    """A piece of a line."""
-
-    text: str
-    style: str = ""
-    """`bold`, `dim`, `good`, `warn`, `chosen` or empty."""
-
-
-Line = tuple[Span, ...]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,62 +210,3 @@ def _state(row: Row, width: int, charset: Charset) -> Iterator[Span]:
     else:
         yield Span(f"idle {format_age(row.idle_s)}", "dim")
         yield Span(f"  {pinned}" if pinned else "", "warn")
-
-
-def bar(share: float, width: int, charset: Charset) -> str:
-    """Return a bar that is filled by a share from 0 to 1."""
-    filled = round(width * min(1.0, max(0.0, share)))
-    return charset.full * filled + charset.empty * (width - filled)
-
-
-def sparkline(values: Sequence[int], width: int, charset: Charset) -> str:
-    """Return the latest values as heights, the greatest of those shown as the full one."""
-    shown = values[-max(1, width) :]
-    greatest = max(shown, default=0)
-    top = len(charset.levels) - 1
-    return "".join(
-        charset.levels[math.ceil(top * value / greatest) if greatest else 0] for value in shown
-    )
-
-
-def clip(line: Line, width: int, charset: Charset) -> Line:
-    """Cut a line to a width, in cells; the end goes."""
-    shown = []
-    for text, style in line:
-        safe = printing(text)
-        if cells_of(safe) > width:
-            safe = _first_cells(safe, width - 1) + charset.cut if width > 0 else ""
-        shown.append(Span(safe, style))
-        width -= cells_of(safe)
-    return tuple(shown)
-
-
-def cut(text: str, width: int, charset: Charset) -> str:
-    """Cut a text to a width, in cells; the beginning goes, since the end of a path says most."""
-    if cells_of(text) <= width:
-        return text
-    while cells_of(text) > width - 1:
-        text = text[1:]
-    return charset.cut + text
-
-
-def pad(text: str, width: int) -> str:
-    """Add spaces up to a width, in cells."""
-    return text + " " * (width - cells_of(text))
-
-
-def cells_of(text: str) -> int:
-    """Return how many cells a text takes on a terminal."""
-    return len(text) if text.isascii() else sum(map(_cells_of_one, text))
-
-
-def _cells_of_one(each: str) -> int:
-    if unicodedata.combining(each) or unicodedata.category(each) in ("Mn", "Me", "Cf"):
-        return 0
-    return 2 if unicodedata.east_asian_width(each) in "WF" else 1
-
-
-def _first_cells(text: str, width: int) -> str:
-    while cells_of(text) > width:
-        text = text[:-1]
-    return text

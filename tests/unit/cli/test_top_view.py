@@ -6,19 +6,10 @@ import msgspec
 import pytest
 from statuses import STATUS
 
+from shmload._cli.drawing import ASCII, BLOCKS, bar, cells_of, sparkline
 from shmload._cli.top import Desk
 from shmload._cli.top_feed import rate_between
-from shmload._cli.top_view import (
-    ASCII,
-    BLOCKS,
-    Row,
-    Snapshot,
-    View,
-    bar,
-    cells_of,
-    compose,
-    sparkline,
-)
+from shmload._cli.top_view import Row, Snapshot, View, compose
 
 ROWS = (
     Row(id="a", name="org/flux", dtype="bfloat16", nbytes=22 << 30, done=0.61, bytes_per_s=2 << 30),
