@@ -113,8 +113,12 @@ def test_loads_wait_for_the_room_of_those_that_run(service, files):
     errors = []
     with stopped(*workers_of(process)):
         warming = [warm_in_thread(path, errors) for path in files]
-        wait_until(lambda found: found.waiting_for_room == len(files) - 2)
-        assert status().reserved_nbytes == 2 * _SEGMENT
+        # All have come: two have room, the others wait.
+        wait_until(
+            lambda found: (
+                (found.reserved_nbytes, found.waiting_for_room) == (2 * _SEGMENT, len(files) - 2)
+            )
+        )
     for thread in warming:
         thread.join()
     assert errors == []
