@@ -63,29 +63,35 @@ class ItemLines:
     def __init__(self, total: int | None) -> None:
         self._total = total
         self._done = self._skipped = 0
-        self._began = time.monotonic()
-        self._due = self._began + _FIRST_LINE_S
+        self._first = 0.0
+        """When the first item was done; before it the processes started, which is no measure."""
+        self._due = time.monotonic() + _FIRST_LINE_S
 
     def update(self) -> None:
         """Count one more item that was done in this run; write a line if one is due."""
         self._done += 1
         now = time.monotonic()
+        self._first = self._first or now
         if now >= self._due and self._done + self._skipped != self._total:
             self._due = now + _NEXT_LINE_S
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
-                print(self._line(now - self._began), file=sys.stderr, flush=True)
+                print(self._line(now - self._first), file=sys.stderr, flush=True)
 
     def skip(self) -> None:
         """Count one more item that needs no work."""
         self._skipped += 1
 
     def _line(self, elapsed_s: float) -> str:
-        done, rate = self._done + self._skipped, self._done / elapsed_s
-        speed = f"{rate:,.0f} items/s" if rate >= 100 else f"{rate:.2g} items/s"
-        if not self._total:
-            return f"shmload: {done:,} items, {speed}"
-        share, left = done / self._total, _duration((self._total - done) / rate)
-        return f"shmload: {done:,} of {self._total:,} items ({share:.0%}), {speed}, {left} left"
+        done = self._done + self._skipped
+        text = f"shmload: {done:,} item{'' if done == 1 else 's'}"
+        if self._total:
+            text = f"shmload: {done:,} of {self._total:,} items ({done / self._total:.0%})"
+        if elapsed_s > 0:
+            rate = (self._done - 1) / elapsed_s
+            text += f", {rate:,.0f} items/s" if rate >= 100 else f", {rate:.2g} items/s"
+            if self._total and rate:
+                text += f", {_duration((self._total - done) / rate)} left"
+        return text
 
 
 def _duration(seconds: float) -> str:
