@@ -69,7 +69,7 @@ def why_unread(source: Source, variant: str | None) -> str:
     ]
     reason = f"it has no {format_names()} weights"
     if variant:
-        reason = f"it has no weights of variant {variant!r}"
+        reason = f"it has no weights of variant {variant!r} in {format_names()}"
     if variants:
         reason += f"; it has variant {', '.join(variants)}"
         reason += "" if variant else ": ask for it with variant"
