@@ -99,7 +99,8 @@ def load_model(
     # It asks for large reads instead of page faults. The workers read so in any case.
     kwargs.pop("disable_mmap", None)
     found = find_model(wanted)
-    require_taken_by_model(kwargs, load_model, lambda: maker.find_class(found))
+    with whole_libraries():
+        require_taken_by_model(kwargs, load_model, lambda: maker.find_class(found))
     # Every name of a dtype counts for diffusers too, which itself takes float32 for a text.
     dtype = settle_dtype(wanted.dtype, found) if _is_of_diffusers(found) else wanted.dtype
     destination = parse_destination(device_map, max_memory, max_host_memory, pin, kwargs)

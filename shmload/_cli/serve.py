@@ -15,6 +15,7 @@ import click
 
 from shmload._cli.logs import LogFormat, log_steps
 from shmload._cli.preload import ListedSource, preload, read_list
+from shmload._host.limits import allow_descriptors
 from shmload._segments.listing import segments
 from shmload._segments.removal import remove_leftovers
 from shmload._service.budget import budget_warnings, default_budget
@@ -36,6 +37,8 @@ from shmload.errors import (
 logger = logging.getLogger(__name__)
 
 _MAX_PORT = 65535
+# Clients lend two for each shard: room for some pipelines of hundreds of shards at once.
+_DESCRIPTORS = 1 << 14
 
 
 class _Size(click.ParamType[int]):
@@ -124,6 +127,7 @@ def _run(
     """Run the service from its start to its end."""
     with contextlib.closing(_open_endpoint(socket_path())) as endpoint:
         remove_leftovers()
+        allow_descriptors(_DESCRIPTORS)
         count = workers or worker_count(parent_is_busy=False)
         chosen = [given for given in (budget, settings().budget) if given is not None]
         state = ServiceState(count, chosen[0] if chosen else default_budget())

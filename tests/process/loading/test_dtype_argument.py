@@ -1,5 +1,7 @@
 """The dtype argument has one meaning under both of its names, in every function."""
 
+import functools
+
 import pytest
 
 import shmload
@@ -13,6 +15,7 @@ def _enter(source, **kwargs):
 
 DOORS = {
     "load_pipeline": shmload.load_pipeline,
+    "load_model": functools.partial(shmload.load_model, "AutoencoderKL"),
     "load_state_dict": shmload.load_state_dict,
     "warm": shmload.warm,
     "plan": shmload.plan,
@@ -31,9 +34,7 @@ def test_both_names_are_refused_before_the_source_is_looked_at(door):
         door("no/such/source", dtype="bfloat16", torch_dtype="bfloat16")
 
 
-@pytest.mark.parametrize(
-    "door", [door for name, door in DOORS.items() if name != "load_state_dict"]
-)
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 def test_mistyped_name_is_refused_with_the_nearest(door, saved):
     with pytest.raises(TypeError, match=r"has no argument 'dtpye'.*; did you mean 'dtype'\?"):
         door(saved("stable-diffusion"), dtpye="bfloat16")

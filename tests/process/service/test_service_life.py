@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -50,6 +51,11 @@ def test_service_ends_and_segments_stay(service, checkpoint, how):
     assert len(shmload.segments()) == 1
     service()
     assert shmload.warm(checkpoint, torch_dtype="bfloat16").read_nbytes == 0
+
+
+def test_service_may_open_the_files_of_many_shards(service):
+    soft, hard = resource.prlimit(service().pid, resource.RLIMIT_NOFILE)
+    assert soft >= (1 << 14 if hard == resource.RLIM_INFINITY else min(1 << 14, hard))
 
 
 def test_idle_client_does_not_keep_the_service(service):
