@@ -45,6 +45,13 @@ def complete_names(
     return [CompletionItem(typed, type="file")]
 
 
+def complete_paths(
+    _context: click.Context, _parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Let the shell complete paths; without this it completes nothing for a source."""
+    return [CompletionItem(typed, type="file")]
+
+
 def _describe(models: list[Model]) -> str:
     """Write what a name stands for, beside it in a shell that shows that."""
     return "; ".join(f"{model.dtype}, {format_nbytes(model.nbytes)}" for model in models)

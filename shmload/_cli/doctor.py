@@ -3,6 +3,7 @@
 import click
 
 from shmload._checkpoints.dtypes import dtype_by_component
+from shmload._cli.completion import complete_paths
 from shmload._cli.output import as_json_option, print_json
 from shmload._doctor.checks import Finding
 from shmload._doctor.doctor import diagnose
@@ -12,7 +13,7 @@ _STATE_WIDTH, _NAME_WIDTH = 4, 14
 
 
 @click.command("doctor")
-@click.argument("source", required=False)
+@click.argument("source", required=False, shell_complete=complete_paths)
 @click.option(
     "--dtype",
     "dtypes",

@@ -14,6 +14,7 @@ import click
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._cli import doctor, placement, residents, serve, service, top
+from shmload._cli.completion import complete_paths
 from shmload._cli.output import as_json_option, is_of_output, print_json, print_page
 from shmload._loading import progress
 from shmload._wording import count_of, format_nbytes
@@ -91,7 +92,7 @@ def main(context: click.Context, verbose: bool) -> None:
 
 
 @main.command()
-@click.argument("sources", nargs=-1, required=True)
+@click.argument("sources", nargs=-1, required=True, shell_complete=complete_paths)
 @_source_options
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
 @click.option(
@@ -161,7 +162,7 @@ def warm(
 
 
 @main.command()
-@click.argument("source")
+@click.argument("source", shell_complete=complete_paths)
 @_source_options
 @click.option("--keep", is_flag=True, help="Plan for `warm` instead of `load_pipeline`.")
 @placement.placement_options

@@ -52,6 +52,11 @@ def test_ids_are_completed_and_other_words_are_paths(resident, complete):
     assert complete("bash", "rm", "./sty") == ["file,./sty"]
 
 
+@pytest.mark.parametrize("command", ["warm", "plan", "doctor"])
+def test_sources_are_completed_as_paths(complete, command):
+    assert complete("bash", command, "model") == ["file,model"]
+
+
 def test_completion_in_bash(resident, tmp_path):
     script = tmp_path / "bin" / "shmload"
     script.parent.mkdir()
