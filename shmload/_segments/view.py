@@ -75,6 +75,10 @@ class View:
             for name in ("snapshots", root.name):
                 path /= name
                 self._make_folder(path)
+        elif any(root.glob("*.py")):
+            # It names the modules of a repository's code after its directory.
+            path /= root.name
+            self._make_folder(path)
         self._mirror(root, path, files)
         return path
 

@@ -1,5 +1,8 @@
 """`load_model`: what the class itself gives for `from_pretrained` is what a load gives."""
 
+import functools
+import gc
+import json
 import shutil
 
 import diffusers
@@ -8,7 +11,7 @@ import torch
 import transformers
 from comparing import assert_component_equal
 from diffusers.pipelines import pipeline_utils
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from traces import Messages, mentions_of_view
 
 import shmload
@@ -193,6 +196,46 @@ def test_what_is_not_safetensors_is_left_to_the_library(saved, tmp_path):
     assert_model_equal(transformers.CLIPTextModel, tmp_path)
 
 
+_CODE = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own-of-a-test"
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.linear = torch.nn.Linear(4, 4)
+        self.post_init()
+"""
+
+
+def test_code_of_the_repository_makes_the_same_class(tmp_path, monkeypatch):
+    modules = tmp_path / "modules"
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(modules)
+    source = tmp_path / "own.model"
+    source.mkdir()
+    (source / "own.py").write_text(_CODE)
+    config = {"model_type": "own-of-a-test", "architectures": ["OwnModel"]}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = {"linear.weight": torch.ones(4, 4), "linear.bias": torch.ones(4)}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    wanted = transformers.AutoModel.from_pretrained(
+        source, trust_remote_code=True, dtype=torch.bfloat16
+    )
+    for _ in range(2):
+        got = shmload.load_model(
+            transformers.AutoModel, source, trust_remote_code=True, dtype="bfloat16"
+        )
+        assert_component_equal(got, wanted, "model")
+    assert len(list(modules.glob("transformers_modules/*/"))) == 1
+
+
 def _error(call, *args, **kwargs):
     with pytest.raises(Exception) as raised:  # noqa: PT011 of any kind
         call(*args, **kwargs)
@@ -314,6 +357,20 @@ def test_segments_are_in_use_while_the_model_lives(saved, evicts):
     assert shmload.segments()[0].is_leased
     del again
     assert not shmload.segments()[0].is_leased
+
+
+def test_shared_segments_go_with_the_last_model(saved, shm_names):
+    source = saved("stable-diffusion")
+    load = functools.partial(shmload.load_model, "CLIPTextModel", source, subfolder="text_encoder")
+    first, second = (load(dtype="bfloat16", share=True) for _ in range(2))
+    (info,) = shmload.segments()
+    assert info.is_shared
+    del first
+    gc.collect()
+    assert len(shmload.segments()) == 1
+    del second
+    gc.collect()
+    assert shm_names() == []
 
 
 def test_model_and_pipeline_share_segments(saved, evicts):
