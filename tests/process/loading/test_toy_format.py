@@ -90,6 +90,7 @@ def test_segment_is_listed_verified_and_removed_like_any(toy_folder, shm_names, 
     for name in report.segments:
         merged |= load_file(SHM / name)
     assert_same(merged, wanted(dtype))
+    del merged  # they are in use as long as they are mapped
     assert len(shmload.evict(toy_folder)) == 3
     assert shm_names() == []
 
