@@ -9,6 +9,7 @@ import torch
 from warming import NBYTES
 
 import shmload
+from shmload.integrations import library
 
 pytestmark = pytest.mark.libraries
 
@@ -65,3 +66,21 @@ def test_model_that_is_half_in_the_cache_names_the_missing_file(hub_cache, folde
     with pytest.raises(shmload.ShardMissing, match="model-00002-of-00003"):
         shmload.warm("org/name", cache_dir=hub_cache.root)
     assert shmload.segments() == []
+
+
+def test_download_is_of_the_wanted_revision(monkeypatch):
+    asked = []
+
+    def has_index(repo_id, name, **where):
+        asked.append(where)
+        return False
+
+    def bring(repo_id, **where):
+        asked.append(where)
+        return "/snapshot"
+
+    monkeypatch.setattr("huggingface_hub.file_exists", has_index)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", bring)
+    where = {"revision": "other", "token": "secret"}
+    assert library.download("org/name", variant="fp16", **where) == "/snapshot"
+    assert asked == [where, where]

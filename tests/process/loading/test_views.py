@@ -1,7 +1,9 @@
 """A view is a private directory in the library's layout, removed at the end of its block."""
 
+import gc
 import json
 import os
+import subprocess
 
 import pytest
 import torch
@@ -102,3 +104,15 @@ def test_view_of_a_relative_path_leads_somewhere(checkpoint, monkeypatch, dtype)
     monkeypatch.chdir(checkpoint.parent)
     with shmload.view(checkpoint.name, torch_dtype=dtype) as path:
         assert_same(load_file(path), as_bf16(TENSORS) if dtype else TENSORS)
+
+
+def test_view_can_be_read_by_other_processes(checkpoint):
+    with shmload.view(checkpoint, torch_dtype=torch.bfloat16) as path:
+        done = subprocess.run(["cat", path], stdin=subprocess.DEVNULL, capture_output=True)
+        assert done.stdout == path.read_bytes()
+
+
+def test_collector_runs_while_a_view_is_in_use(checkpoint):
+    assert gc.isenabled()
+    with shmload.view(checkpoint, torch_dtype=torch.bfloat16):
+        assert gc.isenabled()

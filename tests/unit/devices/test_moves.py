@@ -154,6 +154,22 @@ def test_overlapping_tensors_all_arrive():
     assert_same(module, wanted)
 
 
+def test_overlapping_tensors_get_their_bytes_from_every_slot():
+    whole = torch.zeros(3000, dtype=torch.uint8)
+    parts = {"whole": whole, "first": whole[:100], "middle": whole[1000:2000]}
+    module = nn.Module()
+    for name, tensor in parts.items():
+        module.register_buffer(name, tensor)
+    device = LateDevice()
+    moves = Moves([(module, lambda path: device)], lambda tensor: True)
+    arrived = dict.fromkeys(moves.allocations[0].moves, 0)
+    for begin in range(0, 3000, 300):
+        first = whole.data_ptr() + begin
+        for move_, low, high in moves.streamed_within(first, first + 300):
+            arrived[move_] += high - low
+    assert sorted(arrived.values()) == [100, 1000, 3000]
+
+
 @pytest.mark.parametrize(
     "dtype",
     [

@@ -190,6 +190,13 @@ def test_auto_divides_what_fits_nowhere_whole():
     assert high - low <= 3
 
 
+def test_rest_of_a_divided_component_is_where_it_fits():
+    pipeline = (model("transformer", leaf("in", 20), blocks("blocks", 4, 2), each_step=True),)
+    placement = place(pipeline, "auto", limit_inventory({0: 10 * UNIT, 1: 24 * UNIT}))
+    assert placement.components["transformer"]["in"] == "cuda:1"
+    assert set(_devices(placement).values()) == {"cuda:0", "cuda:1"}
+
+
 def test_auto_divides_over_no_more_devices_than_it_takes():
     placement = place(flux(), "auto", parse_inventory("4x24MiB"))
     assert len(set(placement.components["transformer"].values())) == 2
