@@ -51,9 +51,7 @@ def print_json(command: str, **fields: object) -> None:
 
 def print_page(page: Page) -> None:
     """Print tables: on a terminal in colours and no wider than that, else complete."""
-    given = os.environ.get("COLUMNS", "")
-    is_limited = sys.stdout.isatty() or given.isdecimal()
-    width = shutil.get_terminal_size().columns if is_limited else None
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     click.echo(page.text(width, color=True))  # click drops the colours unless it is a terminal
 
 
