@@ -124,7 +124,10 @@ def explained(path: _Path) -> Iterator[None]:
     except (MemoryError, ImportError, RuntimeError) as exc:
         if not is_lack_of_memory(exc):
             raise
-        raise no_memory(path) from exc
+        error = no_memory(path)
+        if isinstance(exc, RuntimeError) and not isinstance(error, ProcessLimitExceeded):
+            raise  # a thread that cannot be started may have other causes than memory
+        raise error from exc
     except OSError as exc:
         named = exc.filename if isinstance(exc.filename, str) else path
         match exc.errno:
