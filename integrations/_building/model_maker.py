@@ -128,7 +128,8 @@ def _require_model_class(found: object) -> None:
             f"cls is {getattr(found, '__name__', found)!r}; give a class of models with "
             "`from_pretrained`, or its name"
         )
-    if "DiffusionPipeline" in {base.__name__ for base in found.__mro__}:
+    bases = {base.__name__ for base in found.__mro__}
+    if "DiffusionPipeline" in bases or any(each.startswith("AutoPipelineFor") for each in bases):
         raise ArgumentError(f"cls is {found.__name__}, which loads pipelines; use load_pipeline")
 
 

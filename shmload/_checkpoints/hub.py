@@ -102,9 +102,8 @@ def _find_in_hub(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source
 def _find_cached(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source:
     root = _cached_root(str(wanted.source), wanted.hub)
     if root is None:
-        raise not_found(
-            wanted.source, "not in the hub cache, and downloads are off (HF_HUB_OFFLINE)"
-        )
+        cause = "local_files_only" if wanted.hub.local_files_only else "HF_HUB_OFFLINE"
+        raise not_found(wanted.source, f"not in the hub cache, and downloads are off ({cause})")
     return resolve_in(root)
 
 

@@ -51,9 +51,7 @@ def find_left_out(source: Source, variant: str | None) -> tuple[LeftOut, ...]:
         LeftOut(
             component=component,
             path=path,
-            kind=f"variant {variant_of(path)}"
-            if has_known_suffix(path.name)
-            else name_of_kind(path),
+            kind=_kind_of(path),
             nbytes=os.stat(path).st_size,
         )
         for component in source.unread

@@ -178,7 +178,8 @@ def resolve_model(
         class_name="",
         components=(),
         checkpoints=(found,) if shards else (),
-        is_complete=any(map(is_of_weights, names)),
+        is_complete=any(map(is_of_weights, names))
+        and (variant is None or has_variant(folder, variant)),
     )
 
 

@@ -244,7 +244,9 @@ def mappers(inodes: Collection[Inode], proc: Path = Path("/proc")) -> dict[Inode
 
 def _lines_of_devices(process: Path, devices: Collection[bytes]) -> list[bytes]:
     """Return the lines of a process's maps that may be of some devices; none if it is another's."""
-    with contextlib.suppress(OSError):  # it has ended, or may not be looked at
+    # It has ended, or may not be looked at. Any other error is raised, such as too many open files:
+    # what the process uses might be removed.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         if os.stat(process).st_uid == os.geteuid():
             content = (process / "maps").read_bytes()
             if any(b" %b " % device in content for device in devices):

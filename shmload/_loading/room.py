@@ -131,7 +131,7 @@ def _keep_within(
         try:
             evict_for(nbytes, budget, others)
         except CapacityError:
-            require_possible(nbytes, budget)
+            require_possible(nbytes, budget, others)
             if others:
                 quiet_since = now
             if now > ends_at or now - quiet_since > _SETTLE_S:

@@ -16,7 +16,7 @@ from shmload._host.linux import (
 )
 from shmload._host.procfs import mappers
 from shmload._segments.names import part_names, segment_names
-from shmload._segments.segment import Segment, is_shared
+from shmload._segments.segment import Segment, is_protected, is_shared
 from shmload._segments.view import remove_dead_views
 from shmload.errors import SegmentUntrusted
 
@@ -46,7 +46,11 @@ def remove_leftovers() -> list[str]:
 
 
 def remove_idle(
-    names: Sequence[str], patience_s: float = 0.2, *, only_shared: bool = False
+    names: Sequence[str],
+    patience_s: float = 0.2,
+    *,
+    only_shared: bool = False,
+    spare_pinned: bool = False,
 ) -> list[str]:
     """Remove the segments that no process of this user holds or maps; return their names.
 
@@ -57,6 +61,7 @@ def remove_idle(
         names: of the segments.
         patience_s: how long to wait for their locks, in seconds; a listing holds each for a moment.
         only_shared: leave those that have been made resident.
+        spare_pinned: leave those that are pinned now, whatever an earlier listing said.
     """
     removed = []
     for start in range(0, len(names), _BATCH):
@@ -64,7 +69,8 @@ def remove_idle(
             inodes = {
                 name: inode_of(found)
                 for name, found in held.items()
-                if is_shared(found) or not only_shared
+                if (is_shared(found) or not only_shared)
+                and not (is_protected(found) and spare_pinned)
             }
             mapped = mappers(inodes.values())
             for name, inode in inodes.items():

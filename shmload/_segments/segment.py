@@ -19,6 +19,7 @@ duplicate).
 import enum
 import os
 import stat
+import time
 
 from shmload._checkpoints.formats.safetensors import read_header
 from shmload._checkpoints.header import Header
@@ -71,7 +72,8 @@ class Segment(Descriptor):
 
         Stored as the modification time: nothing writes to a segment, and reading keeps that time.
         """
-        os.utime(self.fd)
+        now = time.time_ns()  # the kernel's own time has steps of 4 ms, within which a load ends
+        os.utime(self.fd, ns=(now, now))
 
     @property
     def is_shared(self) -> bool:
@@ -88,8 +90,9 @@ class Segment(Descriptor):
         os.fchmod(self.fd, READ_ONLY | _PROTECTED)
 
     def unprotect(self) -> None:
-        """Undo `protect`; it stays resident."""
+        """Undo `protect`; it stays resident, and its time to live begins now."""
         if is_protected(os.fstat(self.fd)):
+            self.touch()  # first: or it might be due already
             os.fchmod(self.fd, READ_ONLY)
 
     @property

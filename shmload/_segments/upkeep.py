@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 from shmload._segments.digest import digest_data
+from shmload._segments.eviction import may_go
 from shmload._segments.expiry import find_expired, remove_expired
 from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
 from shmload._segments.metadata import read_digest
@@ -103,13 +104,14 @@ def collect_garbage() -> list[str]:
 
     These are parts whose builder died, views whose process died, and segments that no process uses
     and that were shared, or whose shard has changed or is gone, or whose time is over
-    (`warm(keep_for=)`).
+    (`warm(keep_for=)`). Pinned segments stay: their disk may only be away for a while.
 
     Returns:
         The names that were removed.
     """
     outdated = [info.name for info in segments_by_lock() if not info.is_current]
-    return [*remove_idle(outdated), *remove_expired(), *remove_leftovers()]
+    gone = remove_idle(outdated, spare_pinned=True)
+    return [*gone, *remove_expired(), *remove_leftovers()]
 
 
 def find_garbage() -> list[str]:
@@ -118,9 +120,7 @@ def find_garbage() -> list[str]:
     Holds each segment's lock for a moment; a process that wants the lock waits that long.
     """
     unused = [
-        info.name
-        for info in segments()
-        if not info.is_leased and (info.is_shared or not info.is_current)
+        info.name for info in segments() if may_go(info) and (info.is_shared or not info.is_current)
     ]
     expired = [name for name in find_expired() if name not in unused]
     return [*unused, *expired, *filter(is_free, part_names()), *dead_views()]

@@ -55,6 +55,8 @@ def test_only_a_hub_caches_blobs_are_known_by_their_names(tmp_path, checkpoint):
 def test_model_that_is_not_in_the_cache_is_not_found(hub_cache, folder):
     with pytest.raises(shmload.SourceNotFound, match=r"org/nothing.*HF_HUB_OFFLINE"):
         shmload.warm("org/nothing", cache_dir=hub_cache.root)
+    with pytest.raises(shmload.SourceNotFound, match=r"org/nothing.*local_files_only"):
+        shmload.warm("org/nothing", cache_dir=hub_cache.root, local_files_only=True)
     hub_cache.add("org/name", folder)
     with pytest.raises(shmload.SourceNotFound, match="org/name"):
         shmload.warm("org/name", cache_dir=hub_cache.root, revision="other")

@@ -288,7 +288,7 @@ def test_last_tensor_keeps_the_lease_and_gives_it_back(single, shm_names, evicts
     gc.collect()
     (info,) = shmload.segments()
     assert info.is_leased
-    with pytest.raises(shmload.SegmentBusy, match="model.safetensors"):
+    with pytest.raises(shmload.SegmentBusy, match=r"model\.safetensors"):
         shmload.evict(single)
     assert torch.equal(kept, wanted)
     del kept

@@ -12,6 +12,8 @@ import pytest
 from warming import SHM
 
 import shmload
+from shmload._segments.removal import remove_idle
+from shmload._segments.upkeep import find_garbage
 from shmload._service import state as state_module
 from shmload._service.state import ServiceState
 from shmload.errors import ArgumentError, SegmentNotFound
@@ -122,6 +124,8 @@ def test_what_is_in_use_or_pinned_does_not_go(shards, evicts):
     idle_for(_HOUR_S)
     assert shmload.collect_garbage() == []
     shmload.unpin(shards[0])
+    assert shmload.collect_garbage() == []  # the time begins again
+    idle_for(_HOUR_S)
     (name,) = (info.name for info in shmload.segments())
     assert run_command("gc", "--dry-run").stdout.endswith("\nwould remove 1\n")
     assert shmload.collect_garbage() == [name]
@@ -175,3 +179,18 @@ def test_command_and_preload_list_keep_for_a_time(service, shards, tmp_path):
 def test_pin_and_a_time_exclude_each_other(shards):
     with pytest.raises(ArgumentError, match="exclude each other"):
         shmload.warm(shards[0], pin=True, keep_for="1h")
+
+
+def test_pinned_segment_whose_source_is_away_is_no_garbage(checkpoint, evicts):
+    shmload.warm(checkpoint, pin=True)
+    away = checkpoint.parent.rename(checkpoint.parent.with_name("away"))
+    assert find_garbage() == shmload.collect_garbage() == []
+    away.rename(checkpoint.parent)
+    assert shmload.warm(checkpoint).read_nbytes == 0
+
+
+def test_eviction_spares_what_was_pinned_after_it_was_listed(checkpoint):
+    (name,) = shmload.warm(checkpoint).segments
+    shmload.pin(checkpoint)
+    assert remove_idle([name], spare_pinned=True) == []
+    assert remove_idle([name]) == [name]
