@@ -43,7 +43,7 @@ _FILES = {
     "git-lfs pointer": [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"],
     "web page": [b"\n<!DOCTYPE html>\n<html>", b"<html><head>", b"<?xml version='1.0'?><Error>"],
     "zip archive": [b"PK\3\4" + bytes(26) + b"model.safetensors" + bytes(60)],
-    "compressed file": [gzip.compress(b"weights"), b"\x28\xb5\x2f\xfd" + bytes(60)],
+    "compressed file": [gzip.compress(b"weights", mtime=0), b"\x28\xb5\x2f\xfd" + bytes(60)],
     "JSON text": [b'{"error": "Repository not found"}', b'{\n  "weight_map": {}}'],
     "text": [b"Access to model org/name is restricted."],
 }
