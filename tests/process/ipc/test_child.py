@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 
 import pytest
@@ -70,6 +71,23 @@ def test_channel_leads_to_the_child_and_names_the_parent(program):
     child, channel = start_with_channel(timeout_s=60, **program(code))
     with channel:
         assert channel.recv(100) == str(os.getpid()).encode()
+    assert child.end(60, ask=False) == "exit code 0"
+
+
+def test_default_timeout_of_the_parents_sockets_is_not_the_childs(program):
+    code = """
+from shmload._ipc.frames import take_channel
+channel = take_channel(int(sys.argv[1]))
+channel.sendall(str(os.get_blocking(channel.fileno())).encode())
+"""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(10)
+    try:
+        child, channel = start_with_channel(timeout_s=60, **program(code))
+    finally:
+        socket.setdefaulttimeout(before)
+    with channel:
+        assert channel.recv(100) == b"True"
     assert child.end(60, ask=False) == "exit code 0"
 
 
