@@ -154,7 +154,7 @@ def load_pipeline(
     return pipe
 
 
-def _find_pipeline(wanted: Wanted, kwargs: Collection[str]) -> tuple[Source, Collection[str]]:
+def _find_pipeline(wanted: Wanted, kwargs: Mapping[str, Any]) -> tuple[Source, Collection[str]]:
     """Find a pipeline; return it, and the components with weights that are not wanted."""
     found = find_source(wanted, kwargs)
     if not found.is_pipeline:

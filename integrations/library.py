@@ -30,18 +30,12 @@ def describe_components(
 
 
 def download(repo_id: str, **kwargs: Any) -> str:
-    """Bring the files of a pipeline or a component into the hub cache; return their directory.
+    """Bring the files of a pipeline into the hub cache; return their directory.
 
     Args:
         repo_id: the hub id.
         kwargs: as for `DiffusionPipeline.download`.
     """
     from diffusers import DiffusionPipeline
-    from huggingface_hub import file_exists, snapshot_download
 
-    hub = {name: kwargs[name] for name in ("revision", "token") if kwargs.get(name)}
-    if not file_exists(repo_id, "model_index.json", **hub):
-        kwargs.pop("variant", None)  # one component: all of its files
-        return str(snapshot_download(repo_id, **kwargs))
-    kwargs.pop("allow_patterns", None)  # a pipeline's files belong together
     return str(DiffusionPipeline.download(repo_id, **kwargs))

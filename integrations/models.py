@@ -98,7 +98,7 @@ def load_model(
     )
     # It asks for large reads instead of page faults. The workers read so in any case.
     kwargs.pop("disable_mmap", None)
-    found = find_model(wanted)
+    found = find_model(wanted, kwargs)
     with whole_libraries():
         require_taken_by_model(kwargs, load_model, lambda: maker.find_class(found))
     # Every name of a dtype counts for diffusers too, which itself takes float32 for a text.

@@ -4,15 +4,18 @@ The network is asked only for what the cache lacks.
 """
 
 import contextlib
+import glob
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from shmload._checkpoints.library import library
 from shmload._checkpoints.paths import not_found
+from shmload._checkpoints.repository import are_in_format, files_of_model
 from shmload._checkpoints.resolve import Source, resolve, resolve_model
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
@@ -21,12 +24,12 @@ from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadE
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def find_source(wanted: Wanted, passed: Collection[str] = ()) -> Source:
+def find_source(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Source:
     """Find a source on the local disk, or bring it there.
 
     Args:
         wanted: what to find; its dtype is not used.
-        passed: as for `resolve`.
+        kwargs: other arguments of `from_pretrained`. Components among them are not looked for.
 
     Raises:
         SourceNotFound: there is no such path or hub id.
@@ -43,19 +46,21 @@ def find_source(wanted: Wanted, passed: Collection[str] = ()) -> Source:
             below,
             variant=wanted.variant,
             components=wanted.components,
-            passed=passed,
+            passed=kwargs or (),
             weight_names=hub.weight_names,
         )
 
-    return _find(wanted, resolve_in)
+    is_model = bool(hub.subfolder or hub.weight_names)
+    return _find(wanted, resolve_in, kwargs or {}, is_model=is_model)
 
 
-def find_model(wanted: Wanted) -> Source:
+def find_model(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Source:
     """Find one model on the local disk, or bring it there.
 
     Args:
         wanted: the model's repository or directory, its subfolder and variant; its dtype is not
             used.
+        kwargs: other arguments of `from_pretrained`.
 
     Returns:
         The repository or directory, as `resolve_model` describes it.
@@ -69,10 +74,16 @@ def find_model(wanted: Wanted) -> Source:
     def resolve_in(root: Path) -> Source:
         return resolve_model(given, root, subfolder=wanted.hub.subfolder, variant=wanted.variant)
 
-    return _find(wanted, resolve_in)
+    return _find(wanted, resolve_in, kwargs or {}, is_model=True)
 
 
-def _find(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source:
+def _find(
+    wanted: Wanted,
+    resolve_in: Callable[[Path], Source],
+    kwargs: Mapping[str, Any],
+    *,
+    is_model: bool,
+) -> Source:
     """Find a source, and its files by a function that gets its directory."""
     given = wanted.source
     try:
@@ -84,19 +95,28 @@ def _find(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source:
         raise SourceNotFound(given, exc.strerror or str(exc)) from exc
     if not _HUB_ID.fullmatch(str(given)):
         raise not_found(given, "no such file or directory")
-    return _find_in_hub(wanted, resolve_in)
-
-
-def _find_in_hub(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source:
     if _is_offline(wanted.hub):
         return _find_cached(wanted, resolve_in)
     if not wanted.hub.force_download:
         # Download what the cache lacks, or has only in part.
         with contextlib.suppress(ShardMissing, IndexMalformed, SourceNotFound):
             found = _find_cached(wanted, resolve_in)
-            if found.is_complete:
+            use_safetensors = kwargs.get("use_safetensors")
+            if found.is_complete and are_in_format(
+                _folders(found, wanted, kwargs), use_safetensors
+            ):
                 return found
-    return resolve_in(_download(wanted))
+    return resolve_in(_download(wanted, kwargs, is_model=is_model))
+
+
+def _folders(found: Source, wanted: Wanted, kwargs: Mapping[str, Any]) -> list[Path]:
+    """Return the folders of the models that are wanted of a source."""
+    if found.is_pipeline:
+        chosen = found.components if wanted.components is None else wanted.components
+        return [found.root / name for name in chosen if name not in kwargs]
+    return [checkpoint.folder for checkpoint in found.checkpoints] or [
+        found.root / (wanted.hub.subfolder or "")
+    ]
 
 
 def _find_cached(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source:
@@ -143,20 +163,46 @@ def _is_offline(hub: Hub) -> bool:
     return bool(hub.local_files_only or constants.HF_HUB_OFFLINE)
 
 
-def _download(wanted: Wanted) -> Path:
+def _download(wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool) -> Path:
+    """Bring into the cache what a load needs, and return the repository's directory.
+
+    Args:
+        wanted: what to bring.
+        kwargs: other arguments of `from_pretrained`.
+        is_model: one model is wanted and not a whole pipeline.
+
+    Raises:
+        SourceNotFound: there is no such hub id, or it cannot be downloaded.
+    """
     repo_id = str(wanted.source)
-    hub_kwargs = msgspec.structs.asdict(wanted.hub)
-    subfolder, weight_name = hub_kwargs.pop("subfolder"), hub_kwargs.pop("weight_name")
-    if subfolder or weight_name:  # of a repository that is no pipeline, only these files
-        folder = f"{subfolder.strip('/')}/" if subfolder else ""
-        names = wanted.hub.weight_names or ("*",)
-        patterns = (f"{folder}{name}" for name in (*names, "*.json"))
-        hub_kwargs["allow_patterns"] = [*patterns, "*.py"]
-    # diffusers knows which of a repository's files a pipeline needs.
     try:
-        return Path(library().download(repo_id, variant=wanted.variant, **hub_kwargs))
+        return Path(_download_files(repo_id, wanted, kwargs, is_model=is_model))
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version
         reason = next(iter(str(exc).splitlines()), type(exc).__name__)
         raise not_found(
             repo_id, f"no such file or directory, and it cannot be downloaded: {reason}"
         ) from exc
+
+
+def _download_files(
+    repo_id: str, wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool
+) -> str:
+    from huggingface_hub import list_repo_files, snapshot_download
+
+    where = msgspec.structs.asdict(wanted.hub)
+    subfolder = where.pop("subfolder") or ""
+    del where["weight_name"]
+    names = list_repo_files(repo_id, revision=where["revision"], token=where["token"])
+    if "model_index.json" in names and not is_model:
+        # diffusers knows which of a repository's files a pipeline needs.
+        given = {name: value for name, value in kwargs.items() if name != "subfolder"}
+        return library().download(repo_id, **{**given, **where, "variant": wanted.variant})
+    files = files_of_model(
+        names,
+        subfolder=subfolder,
+        variant=wanted.variant,
+        weight_names=wanted.hub.weight_names,
+        kwargs=kwargs,
+    )
+    patterns = [glob.escape(each) for each in files]
+    return str(snapshot_download(repo_id, allow_patterns=patterns, **where))

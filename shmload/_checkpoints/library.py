@@ -34,7 +34,7 @@ class Library(Protocol):
         """Return the module trees of a pipeline's components, with sizes in bytes."""
 
     def download(self, repo_id: str, **kwargs: Any) -> str:
-        """Bring the files of a hub id into the hub cache; return their directory."""
+        """Bring the files of a pipeline on the hub into the hub cache; return their directory."""
 
 
 @contextlib.contextmanager

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_caches import Hub
 from warming import NBYTES
 
 import shmload
-from shmload.integrations import library
+from shmload._checkpoints.hub import find_model, find_source
+from shmload._checkpoints.wanted import Hub as Place
+from shmload._checkpoints.wanted import Wanted
 
 pytestmark = pytest.mark.libraries
 
@@ -70,19 +73,94 @@ def test_model_that_is_half_in_the_cache_names_the_missing_file(hub_cache, folde
     assert shmload.segments() == []
 
 
-def test_download_is_of_the_wanted_revision(monkeypatch):
-    asked = []
+# Downloads ----------------------------------------------------------------------------------------
 
-    def has_index(repo_id, name, **where):
-        asked.append(where)
-        return False
 
-    def bring(repo_id, **where):
-        asked.append(where)
-        return "/snapshot"
+@pytest.fixture
+def hub(hub_cache, saved, tmp_path, monkeypatch):
+    """A pipeline on the hub, whose UNet has weights in every format and a variant."""
+    source = tmp_path / "repository"
+    shutil.copytree(saved("stable-diffusion"), source)
+    for name in (
+        "diffusion_pytorch_model.fp16.safetensors",
+        "diffusion_pytorch_model.bin",
+        "diffusion_flax_model.msgpack",
+        "more/diffusion_pytorch_model.safetensors",
+    ):
+        (source / "unet" / name).parent.mkdir(exist_ok=True)
+        (source / "unet" / name).write_bytes(b"")
+    hub = Hub(hub_cache, "org/name", source)
+    hub.install(monkeypatch)
+    return hub
 
-    monkeypatch.setattr("huggingface_hub.file_exists", has_index)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", bring)
-    where = {"revision": "other", "token": "secret"}
-    assert library.download("org/name", variant="fp16", **where) == "/snapshot"
-    assert asked == [where, where]
+
+_UNET = ["model_index.json", "unet/config.json"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "weights"),
+    [
+        ({}, "diffusion_pytorch_model.safetensors"),
+        ({"use_safetensors": True}, "diffusion_pytorch_model.safetensors"),
+        ({"use_safetensors": False}, "diffusion_pytorch_model.bin"),
+        ({"variant": "fp16"}, "diffusion_pytorch_model.fp16.safetensors"),
+    ],
+)
+def test_download_of_one_model_leaves_the_rest_of_the_pipeline(hub, hub_cache, kwargs, weights):
+    wanted = Wanted.parse(
+        "org/name",
+        None,
+        None,
+        kwargs.get("variant"),
+        {"subfolder": "unet", "cache_dir": hub_cache.root, "revision": "main", "token": "secret"},
+        function=shmload.load_model,
+    )
+    find_model(wanted, kwargs)
+    assert hub.downloads == [[*_UNET, f"unet/{weights}"]]
+    assert (hub.asked[0]["revision"], hub.asked[0]["token"]) == ("main", "secret")
+
+
+def test_model_that_is_not_cached_is_downloaded_once(hub, hub_cache, evicts):
+    where = {"cache_dir": str(hub_cache.root), "subfolder": "unet"}
+    for _ in range(2):
+        got = shmload.load_model("UNet2DConditionModel", "org/name", **where)
+        assert got.config._name_or_path == "org/name"
+    shmload.warm("org/name", **where)
+    assert len(hub.downloads) == 1
+
+
+def test_one_component_is_warmed_without_the_pipeline(hub, hub_cache, evicts):
+    shmload.warm("org/name", cache_dir=hub_cache.root, subfolder="vae")
+    weights = "diffusion_pytorch_model.safetensors"
+    assert hub.downloads == [["model_index.json", "vae/config.json", f"vae/{weights}"]]
+
+
+def test_download_of_a_pipeline_knows_the_arguments_of_the_load(hub, hub_cache):
+    unet = object()
+    given = {"trust_remote_code": True, "use_safetensors": True, "custom_pipeline": "own"}
+    wanted = Wanted(source="org/name", variant="fp16", hub=Place(cache_dir=hub_cache.root))
+    find_source(wanted, {**given, "unet": unet})
+    expected = given | {"unet": unet, "variant": "fp16", "cache_dir": hub_cache.root}
+    assert expected.items() <= hub.asked[0].items()
+    assert hub.downloads[0] != _UNET
+
+
+def test_weights_cached_in_another_format_are_downloaded(hub, hub_cache):
+    pickled = [name for name in hub._list("org/name") if not name.endswith(".safetensors")]
+    hub_cache.add("org/name", hub._source, only=pickled)
+    wanted = Wanted(source="org/name", hub=Place(cache_dir=hub_cache.root, subfolder="unet"))
+    find_model(wanted, {"use_safetensors": False})
+    assert not hub.downloads
+    find_model(wanted, {"use_safetensors": True})
+    assert hub.downloads == [[*_UNET, "unet/diffusion_pytorch_model.safetensors"]]
+    find_model(wanted, {"use_safetensors": True})
+    assert len(hub.downloads) == 1
+
+
+def test_pipeline_cached_in_another_format_is_downloaded(hub, hub_cache):
+    hub_cache.add("org/name", hub._source)
+    wanted = Wanted(source="org/name", hub=Place(cache_dir=hub_cache.root))
+    find_source(wanted, {"use_safetensors": True})
+    assert not hub.downloads
+    find_source(wanted, {"use_safetensors": False})
+    assert len(hub.downloads) == 1

@@ -233,7 +233,7 @@ def test_hub_that_cannot_be_reached_is_one_sentence(monkeypatch, error):
         raise error
 
     monkeypatch.setattr("shmload._checkpoints.hub._is_offline", lambda hub_kwargs: False)
-    monkeypatch.setattr("shmload.integrations.library.download", fail)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", fail)
     with pytest.raises(shmload.SourceNotFound) as caught:
         shmload.warm("models/sd")
     assert str(caught.value).startswith("models/sd: no such file or directory, and it cannot be")
