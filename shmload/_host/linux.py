@@ -193,11 +193,12 @@ def reopen(fd: int) -> int:
 
 
 def reopen_to_write(fd: int) -> int:
-    """Open a descriptor's file again, for writing; return a close-on-exec descriptor, the caller's.
+    """Open a read-only file again, for writing; return a close-on-exec descriptor, the caller's.
 
-    The file must be this user's; its mode need not allow it.
+    The file must be this user's, and no other process may change its mode meanwhile. Afterwards it
+    is read-only, even if a process that was killed here has left it writable.
     """
-    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    mode = stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222
     os.fchmod(fd, mode | stat.S_IWUSR)
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)

@@ -10,16 +10,16 @@ never take the same room.
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 
 from shmload._decoding.coordinator import DecodeCancelled
-from shmload._host.linux import is_named, shm_nbytes, shm_open, shm_unlink, try_lock
+from shmload._host.linux import shm_nbytes
 from shmload._segments.capacity import require_room
 from shmload._segments.eviction import Budget, evict_for, require_possible
 from shmload._segments.names import part_names, room_lock_name
 from shmload._segments.removal import remove_if_free, remove_leftovers
+from shmload._segments.turn import try_turn
 from shmload._settings import settings
 from shmload._wording import count_of, format_nbytes
 from shmload.errors import CapacityError, SharedMemoryFull
@@ -161,19 +161,11 @@ def _turn(
     Raises:
         SharedMemoryFull: another load looks for room until `ends_at`.
     """
-    name = room_lock_name()
     while True:
-        fd = shm_open(name, create=True, writable=True)
-        assert fd is not None, "created if missing"
-        try:
-            if try_lock(fd, exclusive=True) and is_named(fd, name):
-                try:
-                    yield
-                finally:
-                    shm_unlink(name)
+        with try_turn(room_lock_name()) as is_mine:
+            if is_mine:
+                yield
                 return
-        finally:
-            os.close(fd)
         if is_cancelled():
             raise DecodeCancelled
         if time.monotonic() > ends_at:

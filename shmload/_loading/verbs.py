@@ -119,7 +119,7 @@ def warm(
         held = load.holdings.segments()
         for segment in held:
             if pin:
-                segment.protect()
+                segment.pin()
             if keep_for_s is not None and not segment.keep_for(keep_for_s):
                 logger.warning(
                     "%s was made by an earlier version, which knows no time to live; to limit it, "

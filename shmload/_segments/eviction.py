@@ -73,12 +73,12 @@ def may_go(info: SegmentInfo) -> bool:
 def _remedy(found: Sequence[SegmentInfo], ways: Iterable[str]) -> str:
     """Return what the user can do about segments that cannot be evicted."""
     leased = sum(info.is_leased for info in found)
-    protected = sum(info.is_pinned and not info.is_leased for info in found)
+    pinned = sum(info.is_pinned and not info.is_leased for info in found)
     own = []
     if leased:
         own.append(f"end the users of the {leased} in use (`shmload ls`)")
-    if protected:
-        own.append(f"let some of the {protected} pinned go with `shmload unpin`")
+    if pinned:
+        own.append(f"let some of the {pinned} pinned go with `shmload unpin`")
     return ", or ".join([*own, *ways])
 
 

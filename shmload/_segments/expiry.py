@@ -11,8 +11,9 @@ import time
 
 from shmload._host.linux import is_named, shm_open, shm_unlink, wait_lock
 from shmload._host.procfs import mappers
+from shmload._segments.mode import is_pinned
 from shmload._segments.names import segment_names
-from shmload._segments.segment import Segment, is_protected
+from shmload._segments.segment import Segment
 from shmload.errors import ShmloadError
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,6 @@ def _look(name: str, *, remove: bool) -> bool:
 def _is_due(segment: Segment) -> bool:
     keep_for_s = segment.keep_for_s
     found = os.fstat(segment.fd)
-    if not keep_for_s or is_protected(found):
+    if not keep_for_s or is_pinned(found):
         return False
     return time.time() - found.st_mtime >= keep_for_s

@@ -16,8 +16,9 @@ from shmload._checkpoints.identity import identify
 from shmload._host.linux import Inode, inode_of, is_named, shm_open, try_lock
 from shmload._host.procfs import mappers
 from shmload._segments.metadata import Metadata, parse_metadata
+from shmload._segments.mode import is_pinned, is_shared
 from shmload._segments.names import segment_names, short_id
-from shmload._segments.segment import Segment, is_protected, is_shared
+from shmload._segments.segment import Segment
 from shmload._segments.source_text import source_paths
 from shmload._tables import Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes
@@ -139,7 +140,7 @@ def _describe(segment: Segment) -> SegmentInfo:
         is_leased=not try_lock(segment.fd, exclusive=True),
         is_current=any(_is_of(path, metadata.identity) for path in source_paths(metadata.source)),
         used_at=found.st_mtime,
-        is_pinned=is_protected(found),
+        is_pinned=is_pinned(found),
         is_shared=is_shared(found),
         dtype=dtype,
         identity=metadata.identity,

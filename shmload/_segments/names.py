@@ -4,6 +4,7 @@ shmload-UID-KEY             a segment; KEY is 30 hexadecimal digits
 shmload-UID-KEY.part        its part, while the segment is being built
 shmload-UID-KEY.new.part    a part that is about to replace that one
 shmload-UID-room.part       empty; locked by the load that looks for room in SHMLOAD_BUDGET
+shmload-UID-mode.part       empty; locked by the process that changes a segment's mode
 shmload-UID-view-RANDOM     a view: a directory that looks like a checkpoint
 """
 
@@ -58,6 +59,11 @@ def room_lock_name() -> str:
     It ends like a part's: what a dead process leaves goes in the same way.
     """
     return f"{name_prefix()}room{_PART_SUFFIX}"
+
+
+def mode_lock_name() -> str:
+    """Return the name whose lock is held by the process that changes a segment's mode."""
+    return f"{name_prefix()}mode{_PART_SUFFIX}"
 
 
 def make_view_name() -> str:

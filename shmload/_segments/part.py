@@ -21,8 +21,9 @@ from shmload._host.linux import (
     write_at,
 )
 from shmload._segments.layout import Layout
+from shmload._segments.mode import READ_ONLY, SHARED
 from shmload._segments.names import new_part_name, part_name
-from shmload._segments.segment import READ_ONLY, SHARED, Segment, Stay
+from shmload._segments.segment import Segment, Stay
 from shmload.errors import SegmentRemoved
 
 

@@ -29,7 +29,7 @@ def pin(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
         SegmentNotFound: a pattern matches nothing; `warm(pin=True)` decodes and pins a source.
         AmbiguousName: a pattern is a part of several models' names.
     """
-    return _mark("pin", patterns, Segment.protect, is_pinned=True)
+    return _mark("pin", patterns, Segment.pin, is_pinned=True)
 
 
 def unpin(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
@@ -47,7 +47,7 @@ def unpin(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
         ArgumentError: no pattern is given.
         SegmentNotFound, AmbiguousName: as `pin`.
     """
-    return _mark("unpin", patterns, Segment.unprotect, is_pinned=False)
+    return _mark("unpin", patterns, Segment.unpin, is_pinned=False)
 
 
 def _mark(

@@ -15,8 +15,9 @@ from shmload._host.linux import (
     wait_lock,
 )
 from shmload._host.procfs import mappers
+from shmload._segments.mode import is_pinned, is_shared
 from shmload._segments.names import part_names, segment_names
-from shmload._segments.segment import Segment, is_protected, is_shared
+from shmload._segments.segment import Segment
 from shmload._segments.view import remove_dead_views
 from shmload.errors import SegmentUntrusted
 
@@ -69,8 +70,7 @@ def remove_idle(
             inodes = {
                 name: inode_of(found)
                 for name, found in held.items()
-                if (is_shared(found) or not only_shared)
-                and not (is_protected(found) and spare_pinned)
+                if (is_shared(found) or not only_shared) and not (is_pinned(found) and spare_pinned)
             }
             mapped = mappers(inodes.values())
             for name, inode in inodes.items():

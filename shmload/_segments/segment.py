@@ -18,21 +18,23 @@ duplicate).
 
 import enum
 import os
-import stat
 import time
 
 from shmload._checkpoints.formats.safetensors import read_header
 from shmload._checkpoints.header import Header
 from shmload._host.descriptors import Descriptor
-from shmload._host.linux import is_named, reopen_to_write, shm_open, wait_lock
+from shmload._host.linux import is_named, shm_open, wait_lock
 from shmload._segments.metadata import KEEP_FOR_OFFSET, read_keep_for, write_keep_for
+from shmload._segments.mode import (
+    PINNED,
+    READ_ONLY,
+    changing_mode,
+    is_pinned,
+    is_shared,
+    overwrite,
+)
 from shmload.errors import SegmentCorrupt, ShmloadError
 
-# A segment's mode: two bits that mean nothing else on its file say how long it stays.
-READ_ONLY = 0o400
-SHARED = stat.S_IXUSR
-"""Its name is removed with its last lease."""
-_PROTECTED = stat.S_ISVTX
 _BEGIN_NBYTES = 64
 
 
@@ -80,20 +82,41 @@ class Segment(Descriptor):
         """Whether its name is removed with its last lease."""
         return is_shared(os.fstat(self.fd))
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it is never evicted to make room, nor because it is idle."""
+        return is_pinned(os.fstat(self.fd))
+
     def keep(self) -> None:
-        """Make a shared segment resident: it stays without a lease."""
-        if self.is_shared:
-            os.fchmod(self.fd, READ_ONLY)
+        """Make a shared segment resident: it stays without a lease.
 
-    def protect(self) -> None:
-        """Make it resident; it is never evicted to make room, nor because it is idle."""
-        os.fchmod(self.fd, READ_ONLY | _PROTECTED)
+        Raises:
+            SegmentTimeout, SharedMemoryFull: as `changing_mode`.
+        """
+        if self.is_shared:  # most are not: no load of these waits for another process
+            with changing_mode(self.name):
+                if self.is_shared:
+                    os.fchmod(self.fd, READ_ONLY)
 
-    def unprotect(self) -> None:
-        """Undo `protect`; it stays resident, and its time to live begins now."""
-        if is_protected(os.fstat(self.fd)):
-            self.touch()  # first: or it might be due already
-            os.fchmod(self.fd, READ_ONLY)
+    def pin(self) -> None:
+        """Make it resident; it is never evicted to make room, nor because it is idle.
+
+        Raises:
+            SegmentTimeout, SharedMemoryFull: as `changing_mode`.
+        """
+        with changing_mode(self.name):
+            os.fchmod(self.fd, READ_ONLY | PINNED)
+
+    def unpin(self) -> None:
+        """Undo `pin`; it stays resident, and its time to live begins now.
+
+        Raises:
+            SegmentTimeout, SharedMemoryFull: as `changing_mode`.
+        """
+        with changing_mode(self.name):
+            if self.is_pinned:
+                self.touch()  # first: or it might be due already
+                os.fchmod(self.fd, READ_ONLY)
 
     @property
     def keep_for_s(self) -> int | None:
@@ -108,11 +131,14 @@ class Segment(Descriptor):
 
         Args:
             seconds: the time; 0 for no limit.
+
+        Raises:
+            SegmentTimeout, SharedMemoryFull: as `changing_mode`.
         """
         if self.keep_for_s is None:
             return False
-        with Descriptor(reopen_to_write(self.fd)) as writable:
-            os.pwrite(writable.fd, write_keep_for(seconds), KEEP_FOR_OFFSET)
+        with changing_mode(self.name):
+            overwrite(self.fd, write_keep_for(seconds), KEEP_FOR_OFFSET)
         return True
 
     def read_header(self) -> Header:
@@ -125,16 +151,6 @@ class Segment(Descriptor):
             return read_header(self.fd, self.name)
         except ShmloadError as exc:
             raise SegmentCorrupt(self.name, str(exc)) from exc
-
-
-def is_shared(found: os.stat_result) -> bool:
-    """Tell whether a segment's name is removed with its last lease."""
-    return bool(found.st_mode & SHARED)
-
-
-def is_protected(found: os.stat_result) -> bool:
-    """Tell whether a segment is never evicted to make room."""
-    return bool(found.st_mode & _PROTECTED)
 
 
 def attach(name: str) -> Segment | None:

@@ -1,7 +1,7 @@
 """What all sessions of the service share: the workers, the budget and the counters.
 
 Guarantee: `kill -9` loses only the decodes that run. Segments are files in /dev/shm, with last use
-and protection in the files' metadata, and leases are kernel locks; a new service finds them all.
+and pin in the files' metadata, and leases are kernel locks; a new service finds them all.
 """
 
 import contextlib

@@ -435,11 +435,16 @@ class SegmentUntrusted(SegmentError):
 
 
 class SegmentTimeout(SegmentError, TimeoutError):
-    """Another process is still decoding the wanted segment after the deadline."""
+    """Another process is still decoding or changing the wanted segment after the deadline.
 
-    def __init__(self, name: str, timeout_s: float) -> None:
+    Args:
+        doing: what the other process does to it; None for a decode.
+    """
+
+    def __init__(self, name: str, timeout_s: float, doing: str | None = None) -> None:
         self.name = name
+        remedy = "end that process" if doing else "raise SHMLOAD_WAIT_TIMEOUT_S or end that process"
         super().__init__(
-            f"segment {name} is still being decoded by another process after {timeout_s:g} s; "
-            "raise SHMLOAD_WAIT_TIMEOUT_S or end that process"
+            f"segment {name} is still being {doing or 'decoded'} by another process "
+            f"after {timeout_s:g} s; {remedy}"
         )

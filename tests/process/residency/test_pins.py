@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 from warming import SHM
 
 import shmload
+from shmload._segments import mode
+from shmload._segments.names import mode_lock_name
 from shmload._segments.removal import remove_idle
+from shmload._segments.turn import try_turn
 from shmload._segments.upkeep import find_garbage
 from shmload._service import state as state_module
 from shmload._service.state import ServiceState
-from shmload.errors import ArgumentError, SegmentNotFound
+from shmload.errors import ArgumentError, SegmentNotFound, SegmentTimeout
 
 _HOUR_S = 3600
 
@@ -78,6 +82,67 @@ def test_commands_pin_and_unpin(resident):
     assert pinned() == [str(resident[0])]
     assert "pinned" in run_command("ls", "--long").stdout
     assert run_command("unpin", resident[0]).stdout.startswith("unpinned 1 segment, 1.00 MiB")
+    assert pinned() == []
+
+
+@pytest.fixture
+def beside_a_change(monkeypatch):
+    """Call a function in a thread while a segment is writable; wait until it is done or waits."""
+    waits = threading.Event()
+
+    def start(function, *args):
+        beside = threading.Thread(target=function, args=args)
+        open_file = os.open
+
+        def open_late(path, flags, *args, **kwargs):
+            if flags & os.O_WRONLY and str(path).startswith("/proc/self/fd") and not beside.ident:
+                beside.start()
+                while beside.is_alive() and not waits.is_set():
+                    pass
+            return open_file(path, flags, *args, **kwargs)
+
+        monkeypatch.setattr(os, "open", open_late)
+        return beside
+
+    @contextlib.contextmanager
+    def tell(name):
+        with try_turn(name) as is_mine:
+            if not is_mine:
+                waits.set()
+            yield is_mine
+
+    monkeypatch.setattr(mode, "try_turn", tell)
+    return start
+
+
+def test_changes_at_once_lose_no_pin_and_leave_nothing_writable(resident, beside_a_change):
+    name = shmload.segments()[0].name
+    pinning = beside_a_change(shmload.pin, resident[0])
+    shmload.warm(resident[0], dtype="bfloat16", keep_for="1h")
+    pinning.join()
+    assert os.stat(SHM / name).st_mode & 0o7777 == 0o1400
+    changing = beside_a_change(
+        lambda: shmload.warm(resident[0], dtype="bfloat16", keep_for="3h"),
+    )
+    shmload.warm(resident[0], dtype="bfloat16", keep_for="2h")
+    changing.join()
+    assert os.stat(SHM / name).st_mode & 0o7777 == 0o1400
+    assert shmload.segments()[0].keep_for_s == 3 * _HOUR_S
+    assert not (SHM / mode_lock_name()).exists()
+
+
+@pytest.mark.parametrize("left", [0o600, 0o1600])
+def test_change_ends_what_a_killed_one_has_left_writable(resident, left):
+    path = SHM / shmload.segments()[0].name
+    path.chmod(left)  # as a process that is killed while it writes the time
+    shmload.warm(resident[0], dtype="bfloat16", keep_for="1h")
+    assert os.stat(path).st_mode & 0o7777 == left & ~0o200
+
+
+def test_change_waits_for_one_that_was_stopped_with_a_deadline(resident, monkeypatch):
+    monkeypatch.setattr(mode, "_TIMEOUT_S", 0.05)
+    with try_turn(mode_lock_name()), pytest.raises(SegmentTimeout, match="end that process"):
+        shmload.pin(resident[0])
     assert pinned() == []
 
 

@@ -1,0 +1,70 @@
+"""The mode of a segment's file: two bits, which mean nothing else there, say how long it stays.
+
+0400    resident: until it is evicted
+0500    shared: its name is removed with its last lease
+01400   pinned: resident, and never evicted to make room, nor because it is idle
+
+Guarantee: a complete segment's mode is changed by one process at a time, and as a whole. So no
+change is lost, and no process leaves a segment writable. One that is killed while it writes the
+segment's header may; the next change ends that.
+"""
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+
+from shmload._host.linux import reopen_to_write
+from shmload._segments.names import mode_lock_name
+from shmload._segments.turn import try_turn
+from shmload.errors import SegmentTimeout
+
+READ_ONLY = 0o400
+SHARED = stat.S_IXUSR
+PINNED = stat.S_ISVTX
+
+_POLL_S = 0.005
+# A change takes microseconds: only a process that was stopped in the middle takes longer.
+_TIMEOUT_S = 10.0
+
+
+def is_shared(found: os.stat_result) -> bool:
+    """Tell whether a segment's name is removed with its last lease."""
+    return bool(found.st_mode & SHARED)
+
+
+def is_pinned(found: os.stat_result) -> bool:
+    """Tell whether a segment is never evicted to make room, nor because it is idle."""
+    return bool(found.st_mode & PINNED)
+
+
+@contextlib.contextmanager
+def changing_mode(segment: str) -> Iterator[None]:
+    """Be the one process that may change modes, inside the block.
+
+    Args:
+        segment: name of the segment whose mode changes, for the error.
+
+    Raises:
+        SegmentTimeout: another process is in the middle of a change for 10 s.
+        SharedMemoryFull: /dev/shm has no inodes left.
+    """
+    deadline = time.monotonic() + _TIMEOUT_S
+    while True:
+        with try_turn(mode_lock_name()) as is_mine:
+            if is_mine:
+                yield
+                return
+        if time.monotonic() >= deadline:
+            raise SegmentTimeout(segment, _TIMEOUT_S, "pinned or given a time to stay")
+        time.sleep(_POLL_S)
+
+
+def overwrite(fd: int, content: bytes, offset: int) -> None:
+    """Write into a complete segment; call it inside `changing_mode`."""
+    writable = reopen_to_write(fd)
+    try:
+        os.pwrite(writable, content, offset)
+    finally:
+        os.close(writable)
