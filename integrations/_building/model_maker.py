@@ -155,7 +155,9 @@ def _class_made(asked: Any, source: Source) -> type | None:
     if issubclass(asked, (diffusers.ModelMixin, transformers.PreTrainedModel)):
         found: type = asked
         return found
-    config = source.checkpoints[0].config if source.checkpoints else {}
+    if not source.checkpoints:  # the library chooses the class, and reads the weights
+        return None
+    config = source.checkpoints[0].config
     if "auto_map" in config:  # code of the repository
         return None
     if issubclass(asked, diffusers.AutoModel):

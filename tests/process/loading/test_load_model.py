@@ -194,6 +194,7 @@ def test_what_is_not_safetensors_is_left_to_the_library(saved, tmp_path):
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     assert_model_equal(transformers.CLIPTextModel, tmp_path)
+    assert_model_equal(diffusers.AutoModel, str(tmp_path))
 
 
 _CODE = """
