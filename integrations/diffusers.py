@@ -4,7 +4,6 @@ Guarantee: what it returns equals what `from_pretrained` gives with the same arg
 raises.
 """
 
-import logging
 import os
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,12 @@ from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source, components_with_weights
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import has_variant
-from shmload._host.collector import paused_gc
-from shmload._loading.progress import Callback, Progress
+from shmload._loading.progress import Callback
 from shmload.errors import SourceNotFound
-from shmload.integrations._building.attempt import Attempt
+from shmload.integrations._building.attempt import load
 from shmload.integrations._building.keywords import require_taken
 from shmload.integrations._building.pipeline_maker import PipelineMaker
-from shmload.integrations._building.route import choose_route, parse_destination
+from shmload.integrations._building.route import Asked
 from shmload.integrations._devices.ways import Pin
 from shmload.integrations.ranks import linger
 
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from shmload._decoding.ring import Ring
     from shmload._loading.load import Load
     from shmload.integrations._devices.destination import Destination
-
-logger = logging.getLogger(__name__)
 
 
 def load_pipeline(
@@ -126,31 +122,27 @@ def load_pipeline(
         require_taken(kwargs, found, load_pipeline, maker.find_class)
     kwargs.update(dict.fromkeys(left_out))
     dtype = settle_dtype(wanted.dtype, found)
-    destination = parse_destination(device_map, max_memory, max_host_memory, pin, kwargs)
-    route = choose_route(
-        found,
-        dtype,
-        destination,
-        kwargs,
+    asked = Asked(
+        device_map=device_map,
+        max_memory=max_memory,
+        max_host_memory=max_host_memory,
+        pin=pin,
         keep=keep,
         share=share,
         verify=verify,
-        is_bounded=max_host_memory is not None,
     )
-    with whole_libraries(), paused_gc(), Progress(progress, wanted.title) as counter:
-        pipe: DiffusionPipeline = Attempt(
-            source=maker.import_classes(found) if maker.has_class else found,
-            maker=maker,
-            dtype=dtype,
-            route=route,
-            kwargs=kwargs,
-            workers=workers,
-            verify=verify,
-            progress=counter,
-            place=_place,
-            linger=linger,
-        ).run()
-    logger.info("%s: loaded: %s", counter.title, counter.steps.describe())
+    pipe: DiffusionPipeline = load(
+        found,
+        maker,
+        dtype,
+        asked,
+        kwargs,
+        title=wanted.title,
+        workers=workers,
+        progress=progress,
+        place=_place,
+        linger=linger,
+    )
     return pipe
 
 

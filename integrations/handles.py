@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
@@ -155,14 +156,16 @@ class Handle:
 
         Raises:
             SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
-            ArgumentError: no other process can import the class.
+            ArgumentError: there is no class of that name, or no other process can import it.
         """
-        PipelineMaker(pipeline_class)
+        maker = PipelineMaker(pipeline_class)
         wanted = Wanted.parse(
             source, dtype, components, variant, hub_kwargs, function=cls.of, is_pipeline=True
         )
         found = find_source(wanted)
         _require_pipeline(found)
+        with whole_libraries():
+            maker.taken(found)
         return cls(Recipe.of(wanted, found, pipeline_class))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -220,8 +223,8 @@ def share(
 
     Args:
         source: a pipeline's directory, or a hub id.
-        pipeline_class: as for `load_pipeline`; other processes must be able to import it. All
-            components of the source are decoded, whatever the class takes.
+        pipeline_class: as for `load_pipeline`; other processes must be able to import it. Only the
+            components that it takes are decoded.
         dtype: as for `load_pipeline`.
         components: only these of the components with weights; None for all.
         variant: as for `from_pretrained`.
@@ -232,9 +235,9 @@ def share(
             does not go into the handle.
 
     Raises:
-        As `warm`.
+        As `warm`; and ArgumentError if there is no class of that name.
     """
-    PipelineMaker(pipeline_class)
+    maker = PipelineMaker(pipeline_class)
     wanted = Wanted.parse(
         source, dtype, components, variant, hub_kwargs, function=share, is_pipeline=True
     )
@@ -246,9 +249,11 @@ def share(
         found, rules = find_with_rules(wanted, counter.steps)
         _require_pipeline(found)
         recipe = Recipe.of(wanted, found, pipeline_class)
+        with whole_libraries():
+            taken = maker.taken(found)
         load = ending.enter_context(
             complete_load(
-                found, rules, stay=Stay.SHARED, workers=workers, verify=verify, progress=counter
+                taken, rules, stay=Stay.SHARED, workers=workers, verify=verify, progress=counter
             )
         )
         # Not inherited by forked children: copies in other processes hold nothing either.

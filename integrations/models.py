@@ -4,22 +4,21 @@ Guarantee: what it returns equals what `from_pretrained` of its class gives with
 or it raises.
 """
 
-import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.hub import find_model
 from shmload._checkpoints.library import whole_libraries
-from shmload._checkpoints.own_dtypes import settle_dtype
+from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted
-from shmload._host.collector import paused_gc
-from shmload._loading.progress import Callback, Progress
-from shmload.integrations._building.attempt import Attempt
+from shmload._loading.progress import Callback
+from shmload.integrations._building.attempt import load
 from shmload.integrations._building.keywords import require_taken_by_model
-from shmload.integrations._building.model_maker import ModelMaker, is_left_to_library
-from shmload.integrations._building.route import choose_route, parse_destination
+from shmload.integrations._building.model_maker import ModelMaker
+from shmload.integrations._building.route import Asked
 from shmload.integrations._devices.ways import Pin
 from shmload.integrations.ranks import linger
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from shmload._decoding.ring import Ring
     from shmload._loading.load import Load
     from shmload.integrations._devices.destination import Destination
-
-logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -66,8 +63,8 @@ def load_model(
         dtype: a `torch.dtype`, its name, or `auto` for the checkpoint's own dtype. None means what
             it means for the class: float32 for models of diffusers. Names and `auto` count for
             these too, unlike in diffusers, which loads float32 for a text.
-        device_map: as for `load_pipeline`, but by the paths of the modules in the model. With a
-            `quantization_config` the library copies the weights, as the class means the map.
+        device_map: as for `load_pipeline`, but by the paths of the modules in the model. Quantised
+            weights are copied by the library, as the class means the map.
         max_memory: as for `load_pipeline`.
         max_host_memory: as for `load_pipeline`.
         pin: as for `load_pipeline`.
@@ -101,42 +98,44 @@ def load_model(
     found = find_model(wanted, kwargs)
     with whole_libraries():
         require_taken_by_model(kwargs, load_model, lambda: maker.find_class(found))
-    # Every name of a dtype counts for diffusers too, which itself takes float32 for a text.
-    dtype = settle_dtype(wanted.dtype, found) if _is_of_diffusers(found) else wanted.dtype
-    destination = parse_destination(device_map, max_memory, max_host_memory, pin, kwargs)
-    is_bounded = max_host_memory is not None
-    if maker.has_class or is_bounded:  # devices are then chosen by the modules of the class
-        with whole_libraries():
-            found = maker.import_classes(found)
-    route = choose_route(
-        found,
-        None if is_left_to_library(dtype) else dtype,
-        destination,
-        kwargs,
+    dtype = _settle(wanted, found, maker)
+    asked = Asked(
+        device_map=device_map,
+        max_memory=max_memory,
+        max_host_memory=max_host_memory,
+        pin=pin,
         keep=keep,
         share=share,
         verify=verify,
-        is_bounded=is_bounded,
     )
-    with whole_libraries(), paused_gc(), Progress(progress, wanted.title) as counter:
-        made = Attempt(
-            source=found,
-            maker=maker,
-            dtype=dtype,
-            route=route,
-            kwargs=kwargs,
-            workers=workers,
-            verify=verify,
-            progress=counter,
-            place=_place,
-            linger=linger,
-        ).run()
-    logger.info("%s: loaded: %s", counter.title, counter.steps.describe())
-    return made
+    return load(
+        found,
+        maker,
+        dtype,
+        asked,
+        kwargs,
+        title=wanted.title,
+        workers=workers,
+        progress=progress,
+        place=_place,
+        linger=linger,
+    )
 
 
-def _is_of_diffusers(source: Source) -> bool:
-    return any(checkpoint.library == "diffusers" for checkpoint in source.checkpoints)
+def _settle(wanted: Wanted, source: Source, maker: ModelMaker) -> object:
+    """Return the dtype, with a name in place of `auto` for a model of diffusers.
+
+    diffusers itself takes float32 for any text.
+    """
+    libraries = {checkpoint.library for checkpoint in source.checkpoints}
+    is_auto = isinstance(wanted.dtype, str) and wanted.dtype == AUTO
+    if not is_auto or "transformers" in libraries:
+        return wanted.dtype
+    if "diffusers" not in libraries:  # its files do not tell; the class does
+        with whole_libraries():
+            if not maker.makes_diffusers(source, wanted.hub.subfolder):
+                return wanted.dtype
+    return most_common_dtype(source, source.root / (wanted.hub.subfolder or ""))
 
 
 def _place(made: Any, destination: "Destination", load: "Load", ring: "Ring | None") -> None:

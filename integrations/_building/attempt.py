@@ -8,10 +8,12 @@ from typing import Any
 
 import msgspec
 
+from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Source
 from shmload._decoding.ring import Ring
+from shmload._host.collector import paused_gc
 from shmload._loading.load import Load
-from shmload._loading.progress import Progress
+from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import Rules
 from shmload._loading.steps import Step
 from shmload._segments.segment import Segment, Stay
@@ -19,7 +21,7 @@ from shmload._settings import local_world_size
 from shmload.errors import MemoryLimitExceeded, SharedMemoryFull
 from shmload.integrations._building.early import begin_early
 from shmload.integrations._building.maker import Maker
-from shmload.integrations._building.route import Route
+from shmload.integrations._building.route import Asked, Route, choose_route
 from shmload.integrations._devices.destination import Destination
 from shmload.integrations._devices.hollow import BytesNeeded
 
@@ -118,3 +120,52 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     def _place(self, destination: Destination, load: Load, ring: Ring | None, made: Any) -> None:
         self.place(made, destination, load, ring)
+
+
+def load(
+    source: Source,
+    maker: Maker,
+    dtype: object,
+    asked: Asked,
+    kwargs: dict[str, Any],
+    *,
+    title: str,
+    workers: int | None,
+    progress: Callback | bool | None,
+    place: Place,
+    linger: Linger,
+) -> Any:
+    """Load a pipeline or a model; what `load_pipeline` and `load_model` have in common.
+
+    Args:
+        source: as it was found.
+        maker: of the pipeline or model.
+        dtype: as given, without `auto` where the library does not know it.
+        asked: the arguments about memory and devices.
+        kwargs: for `from_pretrained`; changed.
+        title: what the bar and the log call it.
+        workers: as given.
+        progress: as given.
+        place: copies what was built to its devices.
+        linger: keeps shared segments for other ranks.
+    """
+    with whole_libraries(), paused_gc(), Progress(progress, title) as counter:
+        # Where only the class knows which components it takes, the others are not decoded. With a
+        # limit, devices are chosen by the modules of what is taken.
+        if asked.is_bounded or maker.foresee(source) is None:
+            with counter.steps.during(Step.IMPORTING, "importing diffusers and transformers"):
+                source = maker.import_classes(source)
+        made = Attempt(
+            source=source,
+            maker=maker,
+            dtype=dtype,
+            route=choose_route(source, dtype, asked, kwargs),
+            kwargs=kwargs,
+            workers=workers,
+            verify=asked.verify,
+            progress=counter,
+            place=place,
+            linger=linger,
+        ).run()
+    logger.info("%s: loaded: %s", title, counter.steps.describe())
+    return made

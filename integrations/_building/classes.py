@@ -5,7 +5,17 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from shmload._wording import nearest
-from shmload.errors import ArgumentError
+from shmload.errors import ArgumentError, LibraryMissing
+
+# Packages that pip calls otherwise than the libraries do.
+_PACKAGES = {
+    "bs4": "beautifulsoup4",
+    "k_diffusion": "k-diffusion",
+    "note_seq": "note-seq",
+    "onnx": "onnxruntime",
+    "opencv": "opencv-python",
+    "quanto": "optimum-quanto",
+}
 
 
 def find_class_named(name: str, argument: str, libraries: Sequence[ModuleType]) -> type:
@@ -18,12 +28,14 @@ def find_class_named(name: str, argument: str, libraries: Sequence[ModuleType]) 
 
     Raises:
         ArgumentError: there is no such class.
+        LibraryMissing: packages that it needs are missing.
     """
     module_name, _, class_name = name.rpartition(".")
     homes = [_module(module_name, name, argument)] if module_name else list(libraries)
     for home in homes:
         found = getattr(home, class_name, None)
         if isinstance(found, type):
+            require_installed(found)
             return found
     where = " and ".join(home.__name__ for home in homes)
     lacks = "have" if len(homes) > 1 else "has"
@@ -32,6 +44,23 @@ def find_class_named(name: str, argument: str, libraries: Sequence[ModuleType]) 
         f"{argument} is {name!r}, but {where} {lacks} no such class{nearest(class_name, known)}; "
         "a class of your own can be given itself, or as 'module.Class'"
     )
+
+
+def require_installed(found: type) -> None:
+    """Check that a class of a library is the real one.
+
+    In place of a class whose packages are missing the libraries have one that raises an error
+    wherever it is used.
+
+    Raises:
+        LibraryMissing: packages are missing.
+    """
+    if type(found).__name__ != "DummyObject":
+        return
+    backends = vars(found).get("_backends", ())
+    utilities = importlib.import_module(f"{found.__module__.partition('.')[0]}.utils.import_utils")
+    missing = [name for name in backends if not utilities.BACKENDS_MAPPING[name][0]()]
+    raise LibraryMissing(found.__name__, [_PACKAGES.get(name, name) for name in missing])
 
 
 def name_class(found: type, argument: str, library: ModuleType) -> str:

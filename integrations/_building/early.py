@@ -66,9 +66,10 @@ def begin_early(
         }
 
     is_cold = "diffusers" not in sys.modules
-    rules = choose(source, maker.likely_rule)
+    expected = maker.foresee(source) or source
+    rules = choose(expected, maker.likely_rule)
     with contextlib.ExitStack() as loads:
-        load = loads.enter_context(begin(source, rules, parent_is_busy=is_cold))
+        load = loads.enter_context(begin(expected, rules, parent_is_busy=is_cold))
         doing = "importing diffusers, transformers and torch" if is_cold else ""
         with progress.steps.during(Step.IMPORTING, doing):
             taken = maker.import_classes(source)
@@ -76,7 +77,7 @@ def begin_early(
                 freeze_imports()
         with progress.steps.during(Step.DERIVING_RULES):
             certain = choose(taken, maker.rule)
-        if (certain, _shards(taken)) != (rules, _shards(source)):
+        if (certain, _shards(taken)) != (rules, _shards(expected)):
             load.discard()
             if ring:
                 ring.reset()

@@ -18,6 +18,9 @@ class Maker(Protocol):
     def left_out(self) -> Collection[str]:
         """Components that are passed as None because the user chose others."""
 
+    def foresee(self, source: Source) -> Source | None:
+        """Return the source as the classes will take it, without an import; None if unknown."""
+
     def import_classes(self, source: Source) -> Source:
         """Import the classes that are needed; a second call does nothing more.
 

@@ -12,7 +12,7 @@ from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._checkpoints.rules import likely_rule, rule_for, wanted_dtype
 from shmload.errors import ArgumentError
-from shmload.integrations._building.classes import find_class_named
+from shmload.integrations._building.classes import find_class_named, require_installed
 
 _LIBRARIES = ("diffusers", "transformers")
 
@@ -38,10 +38,9 @@ class ModelMaker:
         self._class: Any = None
         self._made: type | None = None
 
-    @property
-    def has_class(self) -> bool:
-        """Whether the class is there without an import."""
-        return not isinstance(self._wanted, str)
+    def foresee(self, source: Source) -> Source | None:
+        """Return the source, if a class is to be found by its name; None if the class is here."""
+        return source if isinstance(self._wanted, str) or self._class else None
 
     def import_classes(self, source: Source) -> Source:
         """Import the model's class, and the module that builds it.
@@ -52,6 +51,8 @@ class ModelMaker:
         import shmload.integrations._building.build  # noqa: F401 with it, torch
 
         self._class = self.find_class(source)
+        if _reads_siblings(self._class, source):  # the library loads all of them
+            return msgspec.structs.replace(source, checkpoints=())
         self._made = _class_made(self._class, source)
         named = [_name(checkpoint, self._made) for checkpoint in source.checkpoints]
         return msgspec.structs.replace(source, checkpoints=tuple(named))
@@ -74,6 +75,21 @@ class ModelMaker:
         found = find_class_named(self._wanted, "cls", libraries)
         _require_model_class(found)
         return found
+
+    def makes_diffusers(self, source: Source, subfolder: str | None) -> bool:
+        """Tell whether the class makes a model of diffusers; it imports the libraries.
+
+        Args:
+            source: the model, perhaps without a checkpoint.
+            subfolder: the model's directory in it.
+        """
+        import diffusers
+
+        asked = self.find_class(source)
+        if not issubclass(asked, diffusers.AutoModel):
+            return issubclass(asked, diffusers.ModelMixin)
+        config = source.root / (subfolder or "") / "config.json"
+        return config.is_file() and "_class_name" in read_json(config)
 
     def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
         """Return the rule that most classes have."""
@@ -122,7 +138,10 @@ def _require_model_class(found: object) -> None:
 
     Raises:
         ArgumentError: it is not.
+        LibraryMissing: packages that it needs are missing.
     """
+    if isinstance(found, type):
+        require_installed(found)
     if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
         raise ArgumentError(
             f"cls is {getattr(found, '__name__', found)!r}; give a class of models with "
@@ -168,6 +187,17 @@ def _class_made(asked: Any, source: Source) -> type | None:
         if isinstance(asked, type) and issubclass(asked, transformers.PreTrainedModel):
             return asked
     return _class_mapped(getattr(asked, "_model_mapping", None), config)
+
+
+def _reads_siblings(asked: Any, source: Source) -> bool:
+    """Tell whether a class also loads the folders beside the source's, such as `controlnet_1`."""
+    import diffusers
+
+    if not source.checkpoints or not issubclass(asked, diffusers.ModelMixin):
+        return False
+    own = getattr(asked.from_pretrained, "__func__", None)
+    is_overridden = own is not diffusers.ModelMixin.from_pretrained.__func__
+    return is_overridden and os.path.isdir(f"{source.checkpoints[0].folder}_1")
 
 
 def _listed_class(source: Source) -> Any:

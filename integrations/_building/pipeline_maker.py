@@ -11,10 +11,17 @@ from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import likely_rule, rule_for
 from shmload.errors import ArgumentError
-from shmload.integrations._building.classes import find_class_named
+from shmload.integrations._building.class_parts import remember_parts, remembered_parts
+from shmload.integrations._building.classes import find_class_named, require_installed
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+_TASKS = {
+    "AutoPipelineForText2Image": "TEXT2IMAGE",
+    "AutoPipelineForImage2Image": "IMAGE2IMAGE",
+    "AutoPipelineForInpainting": "INPAINT",
+}
 
 
 class PipelineMaker:
@@ -35,11 +42,29 @@ class PipelineMaker:
         self._wanted = wanted
         self.left_out = left_out
         self._class: Any = None
+        self._source_class = ""
 
-    @property
-    def has_class(self) -> bool:
-        """Whether the class is there without an import."""
-        return isinstance(self._wanted, type)
+    def foresee(self, source: Source) -> Source | None:
+        """Return the source as the class will take it; None where only the class can tell."""
+        if self._wanted is None:
+            return source
+        if self._class is not None:
+            return self._narrow(source)
+        # A class of the user's may be edited at any time, so nothing is remembered of it.
+        if not isinstance(self._wanted, str) or "." in self._wanted:
+            return None
+        known = remembered_parts(self._wanted)
+        return without_others(source, known.names) if known else None
+
+    def taken(self, source: Source) -> Source:
+        """Return the source as the class takes it; imports the class if it is not remembered.
+
+        Raises:
+            ArgumentError, LibraryMissing: as `find_class`.
+        """
+        if self._class is None and self._wanted is not None and self.foresee(source) is None:
+            self._class = self.find_class(source)
+        return self.foresee(source) or source
 
     def import_classes(self, source: Source) -> Source:
         """Import the pipeline's class, those of its models, and the module that builds them.
@@ -52,6 +77,7 @@ class PipelineMaker:
 
         import shmload.integrations._building.build  # noqa: F401 with it, torch
 
+        self._source_class = self._source_class or source.class_name
         # Warnings from this import are not about these models.
         self._class = self.find_class(source)
         libraries = {"diffusers": diffusers, "transformers": transformers}
@@ -65,11 +91,17 @@ class PipelineMaker:
 
         Its list of optional components decides which passed components count. The list of the base
         class is another one.
+
+        Raises:
+            ArgumentError: there is no such class, or it loads no pipelines.
+            LibraryMissing: packages that it needs are missing.
         """
         import diffusers
 
         if self._wanted is None:
-            return getattr(diffusers, source.class_name, diffusers.DiffusionPipeline)
+            found = getattr(diffusers, source.class_name, diffusers.DiffusionPipeline)
+            require_installed(found)
+            return found
         if isinstance(self._wanted, str):
             found = find_class_named(self._wanted, "pipeline_class", [diffusers])
             _require_pipeline_class(found)
@@ -82,14 +114,13 @@ class PipelineMaker:
 
         is_known = getattr(diffusers, self._class.__name__, None) is self._class
         taken = _components_taken(self._class)
-        if taken is None:
-            is_base = self._class is diffusers.DiffusionPipeline
-            return source if is_base else msgspec.structs.replace(source, class_name="")
-        return msgspec.structs.replace(
-            source,
-            class_name=self._class.__name__ if is_known else "",
-            checkpoints=tuple(c for c in source.checkpoints if c.component in taken),
-        )
+        if is_known:
+            remember_parts(self._class.__name__, taken)
+        if self._class is diffusers.DiffusionPipeline:
+            return source
+        is_named = is_known and taken is not None
+        class_name = self._class.__name__ if is_named else ""
+        return msgspec.structs.replace(without_others(source, taken), class_name=class_name)
 
     def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
         """Return the rule that most classes have."""
@@ -110,6 +141,8 @@ class PipelineMaker:
         made_by = self._class
         if self._wanted is None and "custom_pipeline" in kwargs:
             made_by = diffusers.DiffusionPipeline
+        if "controlnet" in self.left_out:
+            made_by = self._chosen(made_by)
         taken = _components_taken(made_by)
         # The library warns about None, too, for a component that the class does not take.
         unknown = set(self.left_out).difference(taken) if taken is not None else ()
@@ -119,6 +152,20 @@ class PipelineMaker:
         pipe: DiffusionPipeline = made_by.from_pretrained(path, **given)
         return pipe
 
+    def _chosen(self, asked: Any) -> Any:
+        """Return the class that an automatic class chooses by the source alone.
+
+        For an automatic class `controlnet=None`, by which a component is left out, asks for
+        another class than that of the source.
+        """
+        from diffusers.pipelines import auto_pipeline
+
+        task = _TASKS.get(getattr(asked, "__name__", ""))
+        mapping = getattr(auto_pipeline, f"AUTO_{task}_PIPELINES_MAPPING", None)
+        if mapping is None or not self._source_class:
+            return asked
+        return auto_pipeline._get_task_class(mapping, self._source_class)
+
     def part(self, made: "DiffusionPipeline", component: str) -> Any:
         """Return a component; None if the pipeline has none of that name."""
         return getattr(made, component, None)
@@ -126,6 +173,17 @@ class PipelineMaker:
     def parts(self, made: "DiffusionPipeline") -> Iterable[Any]:
         """Return all components."""
         return components_by_name(made).values()
+
+
+def without_others(source: Source, taken: Collection[str] | None) -> Source:
+    """Leave out the components that are not taken; None takes all."""
+    if taken is None:
+        return source
+    return msgspec.structs.replace(
+        source,
+        checkpoints=tuple(each for each in source.checkpoints if each.component in taken),
+        unread=tuple(name for name in source.unread if name in taken),
+    )
 
 
 def components_by_name(pipe: "DiffusionPipeline") -> dict[str, Any]:
@@ -156,6 +214,7 @@ def _require_pipeline_class(found: object) -> None:
     # Not issubclass: a class of a program that has not imported diffusers needs no import here.
     if not isinstance(found, type):
         raise ArgumentError(f"pipeline_class is {found!r}; give a class or its name")
+    require_installed(found)
     bases = {base.__name__ for base in found.__mro__}
     if "DiffusionPipeline" in bases or any(each.startswith("AutoPipelineFor") for each in bases):
         return

@@ -13,14 +13,17 @@ from shmload._placement.placement import place
 from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
 from shmload.errors import ArgumentError
+from shmload.integrations._building.model_maker import is_left_to_library
 from shmload.integrations._devices.destination import Destination, parse_max_host_memory
 from shmload.integrations._devices.ways import Pin
 
+# `load_in_...` is an older way to ask transformers for it.
+_QUANTISING_KWARGS = ("quantization_config", "load_in_4bit", "load_in_8bit")
 # With these the library reads other files, or makes new tensors of what it reads.
 _BYPASSING_KWARGS = (
+    *_QUANTISING_KWARGS,
     "use_flashpack",
     "use_onnx",
-    "quantization_config",
     "gguf_file",
     "state_dict",
     "key_mapping",
@@ -51,84 +54,87 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
         return self.destination.open_ring(source) if self.destination and self.may_stream else None
 
 
-def choose_route(
-    source: Source,
-    dtype: object,
-    destination: Destination | None,
-    kwargs: Mapping[str, Any],
-    *,
-    keep: bool,
-    share: bool | None,
-    verify: bool,
-    is_bounded: bool,
-) -> Route:
-    """Decide how a pipeline's weights travel.
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments about memory and devices; each as `load_pipeline` takes it."""
+
+    device_map: object
+    max_memory: Mapping[Any, object] | None
+    max_host_memory: float | str | None
+    pin: Pin
+    keep: bool
+    share: bool | None
+    verify: bool
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether memory of the host is limited."""
+        return self.max_host_memory is not None
+
+
+def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, Any]) -> Route:
+    """Decide how weights travel.
 
     Args:
-        source: the pipeline.
+        source: the pipeline or model, as its class takes it if memory of the host is limited: a
+            strategy then decides by its components.
         dtype: as given to `load_pipeline`.
-        destination: from `parse_destination`.
-        kwargs: for `from_pretrained`.
-        keep: as given to `load_pipeline`.
-        share: as given to `load_pipeline`.
-        verify: as given to `load_pipeline`.
-        is_bounded: memory of the host is limited.
-
-    Raises:
-        ArgumentError: it is limited, and some argument keeps weights there.
-        DoesNotFit: as `place`.
-        UnknownComponent: the device map names a component that the pipeline lacks.
-    """
-    is_bypassed = kwargs.get("use_safetensors") is False or any(map(kwargs.get, _BYPASSING_KWARGS))
-    stay = Stay.RESIDENT if keep else Stay.SHARED if share else Stay.PRIVATE
-    keeps_nothing = stay is Stay.PRIVATE and not (verify or is_bypassed)
-    if is_bounded:
-        destination = _bound(destination if keeps_nothing else None, source, dtype)
-    if destination:
-        destination.require_known(source, kwargs)
-    return Route(
-        destination=destination,
-        stay=stay,
-        tries_to_share=share is None and not (keep or is_bounded) and local_world_size() > 1,
-        is_bypassed=is_bypassed,
-        may_stream=keeps_nothing and destination is not None,
-    )
-
-
-def parse_destination(
-    device_map: object,
-    max_memory: Mapping[Any, object] | None,
-    max_host_memory: float | str | None,
-    pin: Pin,
-    kwargs: dict[str, Any],
-) -> Destination | None:
-    """Return where the weights go; None if they stay, or if the library copies them.
-
-    Args:
-        device_map: as given to `load_pipeline`.
-        max_memory: as given to `load_pipeline`.
-        max_host_memory: as given to `load_pipeline`.
-        pin: as given to `load_pipeline`.
+        asked: what the caller asks.
         kwargs: for `from_pretrained`. `device_map` and `max_memory` go in if the library copies the
             weights; `offload_folder` comes out if shmload does.
 
     Raises:
         ArgumentError: an argument is wrong, or does not go with another.
+        DoesNotFit: as `place`.
+        UnknownComponent: the device map names a component that the pipeline lacks.
     """
-    if device_map is None:
-        if max_memory is not None:
+    destination = _parse_destination(source, asked, kwargs)
+    is_bypassed = kwargs.get("use_safetensors") is False or any(map(kwargs.get, _BYPASSING_KWARGS))
+    stay = Stay.RESIDENT if asked.keep else Stay.SHARED if asked.share else Stay.PRIVATE
+    keeps_nothing = stay is Stay.PRIVATE and not (asked.verify or is_bypassed)
+    if asked.is_bounded:
+        destination = _bound(destination if keeps_nothing else None, source, dtype)
+    if destination:
+        destination.require_known(source, kwargs)
+    may_share = asked.share is None and not (asked.keep or asked.is_bounded)
+    return Route(
+        destination=destination,
+        stay=stay,
+        tries_to_share=may_share and local_world_size() > 1,
+        is_bypassed=is_bypassed,
+        may_stream=keeps_nothing and destination is not None,
+    )
+
+
+def is_quantised(source: Source, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether the library quantises weights, or loads some that are quantised."""
+    return any(map(kwargs.get, _QUANTISING_KWARGS)) or any(
+        checkpoint.config.get("quantization_config")
+        for checkpoint in source.checkpoints
+        if checkpoint.component not in kwargs
+    )
+
+
+def _parse_destination(source: Source, asked: Asked, kwargs: dict[str, Any]) -> Destination | None:
+    """Return where the weights go; None if they stay, or if the library copies them.
+
+    Raises:
+        ArgumentError: an argument is wrong, or does not go with another.
+    """
+    if asked.device_map is None:
+        if asked.max_memory is not None:
             raise ArgumentError("max_memory is for a device_map, such as 'auto'; give both")
         return None
-    if kwargs.get("quantization_config") is not None:
-        kwargs["device_map"] = device_map  # weights are quantised on the device that they go to
-        if max_memory is not None:
-            kwargs["max_memory"] = max_memory
+    if is_quantised(source, kwargs):
+        # Weights are quantised on the device that they go to, and only the library can move them.
+        kwargs["device_map"] = asked.device_map
+        if asked.max_memory is not None:
+            kwargs["max_memory"] = asked.max_memory
         return None
     return Destination(
-        device_map=device_map,
-        max_memory=max_memory,
-        max_host_nbytes=parse_max_host_memory(max_host_memory),
-        pin=pin,
+        device_map=asked.device_map,
+        max_memory=asked.max_memory,
+        max_host_nbytes=parse_max_host_memory(asked.max_host_memory),
+        pin=asked.pin,
         offload_folder=kwargs.pop("offload_folder", None),
     )
 
@@ -143,14 +149,16 @@ def _bound(destination: Destination | None, source: Source, dtype: object) -> De
     if destination is None:
         raise ArgumentError(
             "max_host_memory is for loads that keep nothing on the host: give a device_map, and "
-            "neither keep, share, verify, quantization_config nor other files than safetensors"
+            "neither keep, share, verify, quantised weights nor other files than safetensors"
         )
     if destination.device_map not in STRATEGIES:
         return destination
     from shmload.integrations._building.module_trees import components_of
 
     inventory = choose_inventory(None, destination.max_memory)
-    placement = place(components_of(source, dtype), destination.device_map, inventory)
+    # For a model of transformers `auto` is the dtype that sizes are computed with anyway.
+    known = dtype if source.is_pipeline or not is_left_to_library(dtype) else None
+    placement = place(components_of(source, known), destination.device_map, inventory)
     # The default is for models without a checkpoint, such as models that the caller passes.
     first = next(iter(placement.execution_devices.values()))
     decided = {"": first} | placement.device_map

@@ -55,7 +55,7 @@ def find_left_out(source: Source, variant: str | None) -> tuple[LeftOut, ...]:
             nbytes=os.stat(path).st_size,
         )
         for component in source.unread
-        for path in _weights_in(source.root / component, variant)
+        for path in weights_in(source.root / component, variant)
     )
 
 
@@ -85,7 +85,7 @@ def _kind_of(path: Path) -> str:
     return name_of_kind(path)
 
 
-def _weights_in(folder: Path, variant: str | None) -> Iterator[Path]:
+def weights_in(folder: Path, variant: str | None) -> Iterator[Path]:
     """Yield the files of weights in a folder: the first kind that it has, as the libraries look."""
     if not os.path.isdir(folder):
         return

@@ -1,6 +1,6 @@
 """The one door from the core to the model libraries.
 
-The core imports neither diffusers nor transformers nor torch: importing them takes 3 s. Four
+The core imports neither diffusers nor transformers nor torch: importing them takes 3 s. Some
 questions need them. `shmload.integrations.library` answers these and is imported when the first is
 asked. No other module of the core names `integrations`.
 """
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from shmload.errors import ImportCutShort, ShmloadError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shmload._checkpoints.resolve import Checkpoint, Source
     from shmload._checkpoints.rule import Rule
     from shmload._placement.modules import Component
@@ -32,6 +34,9 @@ class Library(Protocol):
         self, source: "Source", dtype: object, only: Collection[str] | None
     ) -> "tuple[Component, ...]":
         """Return the module trees of a pipeline's components, with sizes in bytes."""
+
+    def pickled_floats(self, path: "Path") -> list[tuple[str, int]]:
+        """Return dtype and size, in bytes, of each float tensor in one of PyTorch's files."""
 
     def download(self, repo_id: str, **kwargs: Any) -> str:
         """Bring the files of a pipeline on the hub into the hub cache; return their directory."""

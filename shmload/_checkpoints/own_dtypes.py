@@ -2,22 +2,28 @@
 
 For a model of transformers that is what transformers does: the dtype that its configuration names,
 or else that of its first weight. diffusers knows no `auto` and would load float32; here a model of
-diffusers gets the dtype that most bytes of its weights have.
+diffusers gets the dtype that most bytes of its weights have. The same holds for weights in
+PyTorch's own files, although shmload leaves these to the libraries.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shmload._checkpoints.dtypes import AUTO, FLOATS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.indexes import read_json
+from shmload._checkpoints.left_out import weights_in
+from shmload._checkpoints.library import library
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
 from shmload.errors import UnknownDtype
 
 _DEFAULT = "float32"
+Floats = Sequence[tuple[str, int]]
+"""The safetensors dtype and the size in bytes of each float tensor."""
 
 
 def settle_dtype(dtype: object, source: Source) -> Any:
@@ -45,8 +51,23 @@ def settle_dtype(dtype: object, source: Source) -> Any:
     for name in source.components:
         if _is_auto(given.get(name, given.get("default"))):
             found = by_name.get(name)
-            settled[name] = (_own_dtype(found) if found else _named(source, name)) or _DEFAULT
+            settled[name] = (_own_dtype(found) if found else _unread(source, name)) or _DEFAULT
     return {"default": _DEFAULT} | settled
+
+
+def most_common_dtype(source: Source, folder: Path) -> str:
+    """Return what `auto` means for a model of diffusers: torch's name of its weights' dtype.
+
+    Args:
+        source: the model.
+        folder: of the model; its files are asked if the source has no checkpoint.
+
+    Raises:
+        CheckpointError: a header is wrong.
+    """
+    found = [tensor for checkpoint in source.checkpoints for tensor in _floats(checkpoint)]
+    floats = [(tensor.dtype, tensor.nbytes) for tensor in found]
+    return _most_common(floats if source.checkpoints else _pickled(source, folder)) or _DEFAULT
 
 
 def _is_auto(dtype: object) -> bool:
@@ -57,21 +78,43 @@ def _own_dtype(checkpoint: Checkpoint) -> str | None:
     """Return torch's name of a checkpoint's dtype; None if it has no class or no floats."""
     if not checkpoint.class_name:
         return None
+    floats = [(tensor.dtype, tensor.nbytes) for tensor in _floats(checkpoint)]
     if checkpoint.library == "diffusers":
-        nbytes: dict[str, int] = {}
-        for tensor in _floats(checkpoint):
-            nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
-        most = max(nbytes, key=lambda name: nbytes[name], default=None)
-        return TORCH_NAMES[most] if most else None
-    floats = [tensor.dtype for tensor in _floats(checkpoint)]
-    first = next((name for name in floats if not name.startswith("F8_")), None)
-    return _configured(checkpoint.config) or (TORCH_NAMES[first] if first else None)
+        return _most_common(floats)
+    return _configured(checkpoint.config) or _first(floats)
 
 
-def _named(source: Source, component: str) -> str | None:
-    """Return what the configuration of a component says whose weights shmload does not read."""
-    path = source.root / component / "config.json"
-    return _configured(read_json(path)) if path.is_file() else None
+def _unread(source: Source, component: str) -> str | None:
+    """Return the dtype of a component whose weights shmload does not read; None if unknown."""
+    folder = source.root / component
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    if not config or component not in source.unread:
+        return _configured(config)
+    floats = _pickled(source, folder)
+    if "_class_name" in config:  # of diffusers, which notes no dtype
+        return _most_common(floats)
+    return _configured(config) or _first(floats)
+
+
+def _pickled(source: Source, folder: Path) -> Floats:
+    """Return the floats in PyTorch's files of a folder; it imports torch if there are any."""
+    files = [path for path in weights_in(folder, source.variant) if path.suffix in (".bin", ".pt")]
+    return [each for path in files for each in library().pickled_floats(path)]
+
+
+def _most_common(floats: Floats) -> str | None:
+    """Return torch's name of the dtype that most bytes have; None for no floats."""
+    nbytes: dict[str, int] = {}
+    for dtype, size in floats:
+        nbytes[dtype] = nbytes.get(dtype, 0) + size
+    return TORCH_NAMES[max(nbytes, key=lambda name: nbytes[name])] if nbytes else None
+
+
+def _first(floats: Floats) -> str | None:
+    """Return torch's name of the first dtype that transformers would take; None if none is."""
+    first = next((dtype for dtype, _ in floats if not dtype.startswith("F8_")), None)
+    return TORCH_NAMES[first] if first else None
 
 
 def _configured(config: Mapping[str, Any]) -> str | None:

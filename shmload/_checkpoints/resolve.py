@@ -72,6 +72,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """
     unread: tuple[str, ...] = ()
     """Wanted components of which shmload reads no weights; an empty name for the root itself."""
+    variant: str | None = None
+    """The variant that was asked for."""
     choices: tuple[str, ...] = ()
     """Files of weights in the root, if there are several and none was named."""
 
@@ -110,7 +112,8 @@ def resolve(
     try:
         if weight_names:
             return _resolve_named(given, root, weight_names)
-        return _resolve(given, root, variant, components, passed)
+        found = _resolve(given, root, variant, components, passed)
+        return msgspec.structs.replace(found, variant=variant)
     except ShmloadError:
         raise
     except OSError as exc:  # a name too long, a directory that may not be entered
@@ -178,6 +181,7 @@ def resolve_model(
         class_name="",
         components=(),
         checkpoints=(found,) if shards else (),
+        variant=variant,
         is_complete=any(map(is_of_weights, names))
         and (variant is None or has_variant(folder, variant)),
     )

@@ -114,7 +114,7 @@ def _memory_path(checkpoint: Checkpoint, target: str | None) -> Path:
     """Return the file that remembers a rule; its name digests everything the rule depends on."""
     facts = (
         _RULES_VERSION,
-        _library_versions(),
+        library_versions(),
         checkpoint.library,
         checkpoint.class_name,
         checkpoint.config,
@@ -128,7 +128,8 @@ def _memory_path(checkpoint: Checkpoint, target: str | None) -> Path:
 
 
 @cache
-def _library_versions() -> tuple[str, ...]:
+def library_versions() -> tuple[str, ...]:
+    """Return version and place of the libraries that rules and classes come from."""
     found = []
     for name in _LIBRARIES:
         spec = importlib.util.find_spec(name)

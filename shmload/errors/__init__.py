@@ -11,6 +11,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   ├── UnknownModule
     │   ├── DeviceMapMalformed
     │   └── DuplicateKey
+    ├── LibraryMissing (ImportError)
     ├── LibraryTooOld (ImportError)
     ├── ImportCutShort (ImportError)
     ├── SourceNotFound (FileNotFoundError)
@@ -93,6 +94,7 @@ from shmload.errors.loading import (
     DoesNotFit,
     ImportCutShort,
     IndexMalformed,
+    LibraryMissing,
     LibraryTooOld,
     MemoryLimitExceeded,
     ProcessLimitExceeded,
@@ -147,6 +149,7 @@ __all__ = [
     "ItemKilled",
     "JobError",
     "JobFailed",
+    "LibraryMissing",
     "LibraryTooOld",
     "MemoryLimitExceeded",
     "NodeError",

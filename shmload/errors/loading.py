@@ -105,6 +105,24 @@ class LibraryTooOld(ShmloadError, ImportError):
         )
 
 
+class LibraryMissing(ShmloadError, ImportError):
+    """A class needs packages that are not installed.
+
+    Attributes:
+        class_name: the class.
+        packages: what pip calls the packages.
+    """
+
+    def __init__(self, class_name: str, packages: Sequence[str]) -> None:
+        self.class_name = class_name
+        self.packages = tuple(packages)
+        verb = "is" if len(packages) == 1 else "are"
+        super().__init__(
+            f"{class_name} needs {', '.join(packages)}, which {verb} not installed; "
+            f"`pip install {' '.join(packages)}`"
+        )
+
+
 class ImportCutShort(ShmloadError, ImportError):
     """The import of a library was interrupted in this process, which cannot import it again.
 

@@ -188,6 +188,27 @@ def test_source_is_named_as_the_library_would(saved, monkeypatch, spelling):
     assert_model_equal(diffusers.UNet2DConditionModel, given, subfolder="unet")
 
 
+def test_class_that_reads_the_folders_beside_its_own_gets_them(tmp_path):
+    net = diffusers.ControlNetModel(
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+        cross_attention_dim=8,
+        attention_head_dim=2,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        conditioning_embedding_out_channels=(8, 8),
+    )
+    diffusers.MultiControlNetModel([net, net]).save_pretrained(str(tmp_path / "net"))
+    for given in (diffusers.MultiControlNetModel, "MultiControlNetModel"):
+        got = shmload.load_model(given, str(tmp_path / "net"), dtype="bfloat16")
+        wanted = from_pretrained(
+            diffusers.MultiControlNetModel, str(tmp_path / "net"), torch.bfloat16
+        )
+        for net, wanted_net in zip(got.nets, wanted.nets, strict=True):
+            assert_component_equal(net, wanted_net, "net")
+        assert len(got.nets) == 2
+
+
 def test_what_is_not_safetensors_is_left_to_the_library(saved, tmp_path):
     source = saved("stable-diffusion") / "text_encoder"
     model = transformers.CLIPTextModel.from_pretrained(source)

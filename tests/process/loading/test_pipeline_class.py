@@ -7,7 +7,12 @@ from comparing import assert_equal, from_pretrained
 from traces import Messages, mentions_of_view
 
 import shmload
-from shmload.errors import ArgumentError
+from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.wanted import Wanted
+from shmload._loading.load import Load
+from shmload._placement.placement import place
+from shmload.errors import ArgumentError, LibraryMissing
+from shmload.integrations._building.pipeline_maker import PipelineMaker
 
 pytestmark = pytest.mark.libraries
 
@@ -75,6 +80,50 @@ def test_subclass_of_a_user_is_the_one_that_loads(saved, evicts):
     assert_equal(kept, got)
 
 
+@pytest.fixture
+def begun(monkeypatch):
+    """The components that each load began to decode."""
+    found = []
+
+    def begin(source, *args, **kwargs):
+        found.append({checkpoint.component for checkpoint in source.checkpoints})
+        return Load(source, *args, **kwargs)
+
+    monkeypatch.setattr("shmload.integrations._building.early.Load", begin)
+    return found
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_component_that_a_class_does_not_take_is_never_decoded(saved, begun, is_own):
+    own = f"{Mine.__module__}.{Mine.__qualname__}"
+    name = own if is_own else "StableDiffusionLatentUpscalePipeline"
+    maker = PipelineMaker(name)
+    for _ in range(2):
+        shmload.load_pipeline(saved("stable-diffusion"), pipeline_class=name)
+    assert begun == [{"unet", "vae", "text_encoder"}] * 2
+    # What a class of diffusers takes is remembered, so decoding begins before the import.
+    found = find_source(Wanted(source=saved("stable-diffusion")))
+    assert (maker.foresee(found) is None) is is_own
+
+
+def test_strategy_with_a_limit_places_what_the_class_takes(saved, accelerators, monkeypatch):
+    placed = []
+
+    def place_noted(components, *args):
+        placed.append({component.name for component in components})
+        return place(components, *args)
+
+    monkeypatch.setattr("shmload.integrations._building.route.place", place_noted)
+    got = shmload.load_pipeline(
+        saved("stable-diffusion"),
+        pipeline_class=f"{Mine.__module__}.{Mine.__qualname__}",
+        device_map="balanced",
+        max_host_memory="1MiB",
+    )
+    assert placed == [{"unet", "vae", "text_encoder"}]
+    assert set(got.hf_device_map) <= {"", *placed[0]}
+
+
 def test_subclass_that_takes_less_than_its_base_loads(saved, accelerators):
     source = saved("stable-diffusion")
     got = shmload.load_pipeline(source, pipeline_class=Subclass, device_map="cuda:0")
@@ -90,6 +139,45 @@ def test_component_left_out_that_the_class_does_not_take_is_no_warning(saved):
         )
     assert got.unet is None
     assert not [text for text in said.texts if "not expected" in str(text)]
+
+
+@pytest.fixture(scope="module")
+def controlled(saved, tmp_path_factory):
+    """A pipeline with a ControlNet."""
+    folder = tmp_path_factory.mktemp("controlled")
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(saved("stable-diffusion"))
+    net = diffusers.ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(8, 8))
+    diffusers.StableDiffusionControlNetPipeline(**pipe.components, controlnet=net).save_pretrained(
+        folder
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("AutoPipelineForText2Image", "StableDiffusionControlNetPipeline"),
+        ("AutoPipelineForInpainting", "StableDiffusionControlNetInpaintPipeline"),
+    ],
+)
+def test_control_net_left_out_does_not_change_the_class(controlled, name, made):
+    got = shmload.load_pipeline(controlled, pipeline_class=name, components=["vae"])
+    assert type(got).__name__ == made
+    assert got.vae is not None
+    assert (got.controlnet, got.unet) == (None, None)
+
+
+def test_class_whose_packages_are_missing_names_them(saved, monkeypatch, evicts):
+    name = "OnnxStableDiffusionPipeline"
+    dummies = diffusers.utils.dummy_torch_and_transformers_and_onnx_objects
+    monkeypatch.setattr(diffusers, name, getattr(dummies, name), raising=False)
+    source = saved("stable-diffusion")
+    for given in (name, getattr(dummies, name)):
+        with pytest.raises(LibraryMissing, match="`pip install onnxruntime`"):
+            shmload.load_pipeline(source, pipeline_class=given, keep=True)
+        with pytest.raises(LibraryMissing, match=f"{name} needs onnxruntime"):
+            shmload.load_model(given, source, subfolder="unet", keep=True)
+    assert not shmload.segments()
 
 
 def test_name_with_a_module_is_a_class_too(saved):
@@ -165,3 +253,27 @@ def test_handle_of_a_class_that_nobody_else_can_import_is_refused(saved):
 
     with pytest.raises(ArgumentError, match="put the class into a module"):
         shmload.Handle.of(saved("stable-diffusion"), pipeline_class=Local)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("StableDiffusionImg2ImgPipelin", "did you mean 'StableDiffusionImg2ImgPipeline'"),
+        ("UNet2DConditionModel", "use load_model"),
+    ],
+)
+def test_name_of_no_pipeline_is_refused_by_share_at_once(saved, evicts, given, text):
+    source = saved("stable-diffusion")
+    for make in (shmload.share, shmload.Handle.of):
+        with pytest.raises(ArgumentError, match=text):
+            make(source, pipeline_class=given)
+    assert not shmload.segments()
+
+
+def test_share_decodes_what_the_class_takes(saved, evicts):
+    name = "StableDiffusionLatentUpscalePipeline"
+    source = saved("stable-diffusion")
+    with shmload.share(source, dtype="bfloat16", pipeline_class=name) as handle:
+        assert len(shmload.segments()) == 3
+        got = shmload.Handle.from_text(handle.text).load()
+        assert type(got).__name__ == name
