@@ -10,7 +10,7 @@ from shmload._cli.output import as_json_option, print_json, print_page
 from shmload._segments.listing import SegmentInfo, Segments, amount_of, segments_by_lock
 from shmload._segments.models import find_models
 from shmload._segments.selection import select
-from shmload._segments.upkeep import find_garbage
+from shmload._segments.upkeep import evict_segments, find_garbage
 from shmload._tables import printing
 from shmload._wording import count_of
 from shmload.errors import SegmentBusy
@@ -94,7 +94,7 @@ def remove_command(
         stays = [info.name for info in chosen if info.is_leased]
     else:
         try:
-            removed = shmload.evict(*(info.name for info in chosen)) if chosen else []
+            removed = evict_segments(chosen)
         except SegmentBusy as exc:
             busy, removed = exc, [info for info in chosen if info.name in exc.removed]
         stays = list(busy.names) if busy else []

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from shmload._loading.room import made_room, own_budget
 from shmload._loading.shard import OpenShard
 from shmload._segments.acquire import Awaited, Held, Opened, acquire
 from shmload._segments.part import Hollow, Part
-from shmload._segments.removal import give_back, remove_if_free
+from shmload._segments.removal import give_back, remove_idle
 from shmload._segments.segment import Segment, Stay, attach
 from shmload._segments.view import descriptor_path
 from shmload.errors import SegmentRemoved
@@ -326,6 +327,7 @@ class Holdings:
                 unlock(held.fd)
 
     def remove_made(self) -> None:
-        """Remove the published segments that no process uses. Call it after `close`."""
-        while self._made:
-            remove_if_free(self._made.pop())
+        """Remove the published segments that no other process uses. Call it after `close`."""
+        # Tensors of this process may live on in the frames of the error that ends the load.
+        remove_idle(self._made, ignored={os.getpid()})
+        self._made.clear()

@@ -110,7 +110,8 @@ def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> l
             looks_at_mappings = True
             continue
         require_room(nbytes, evictable=sum(info.nbytes for info in found if may_go(info)))
-        removed = set(remove_idle([info.name for info in victims], spare_pinned=True))
+        names = [info.name for info in victims]
+        removed = {*remove_idle(names, condition=lambda segment: not segment.is_pinned).idle}
         gone = [info for info in victims if info.name in removed]
         for info in gone:
             logger.info(

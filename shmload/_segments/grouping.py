@@ -36,9 +36,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     shared_with: tuple[str, ...]
     """The other models that have some of the same segments."""
     used_by: tuple[User, ...]
-    """The processes that are attached, as far as this one can see them."""
+    """The processes that are attached or map it, as far as this one can see them."""
     is_leased: bool
-    """Whether some process is attached, seen or not."""
+    """Whether some process is attached or maps it, seen or not."""
     created_at: float
     """When its first segment was decoded, in seconds since the epoch."""
     used_at: float
@@ -84,7 +84,7 @@ def group_segments(
         roots: where each shard's model lies, by the shard's path.
         shards: the component of each file that a model has now, by the model's path and then by the
             file's `Identity.key`. A model that is not named has the files it was decoded from.
-        users: the processes that are attached, by segment.
+        users: the processes that are attached to segments or map them, by segment.
     """
     groups: dict[tuple[str, bool], list[SegmentInfo]] = {}
     homes: dict[str, Root] = {}

@@ -3,27 +3,44 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from shmload._host.linux import (
     SHM_DIR,
-    inode_of,
     is_named,
     shm_open,
     shm_unlink,
     try_lock,
+    unlock,
     wait_lock,
 )
 from shmload._host.procfs import mappers
-from shmload._segments.mode import is_pinned, is_shared
+from shmload._segments.mode import is_shared
 from shmload._segments.names import part_names, segment_names
 from shmload._segments.segment import Segment
 from shmload._segments.view import remove_dead_views
 from shmload.errors import SegmentUntrusted
 
 _LOCK_POLL_S = 0.02
+# A process that removes segments holds their locks while it reads all mappings, in seconds.
+_REMOVAL_S = 2.0
 # Each takes a descriptor; for each batch the mappings of all processes are read.
 _BATCH = 64
+
+Condition = Callable[[Segment], bool]
+"""Tells of a segment whose lock is held whether it is to go."""
+
+
+class Look(NamedTuple):
+    """What a look at some segments has found; those that have gone meanwhile are left out."""
+
+    idle: list[str]
+    """No process holds or maps these, and they are to go."""
+    used: list[str]
+    """Some process of this user has a lease on these, or maps them."""
+    locked: list[str]
+    """Some process lists, builds or removes these."""
 
 
 def give_back(segment: Segment) -> None:
@@ -41,7 +58,8 @@ def remove_leftovers() -> list[str]:
     shared = [name for name in segment_names() if _is_shared(name)]
     return [
         *parts,
-        *remove_idle(shared, patience_s=0, only_shared=True),
+        # Under the lock: it may have been made resident meanwhile.
+        *remove_idle(shared, patience_s=0, condition=lambda segment: segment.is_shared).idle,
         *remove_dead_views(),
     ]
 
@@ -50,10 +68,10 @@ def remove_idle(
     names: Sequence[str],
     patience_s: float = 0.2,
     *,
-    only_shared: bool = False,
-    spare_pinned: bool = False,
-) -> list[str]:
-    """Remove the segments that no process of this user holds or maps; return their names.
+    condition: Condition = lambda segment: True,
+    ignored: Collection[int] = (),
+) -> Look:
+    """Remove the segments that no process of this user holds or maps.
 
     A process that maps a segment without a lease keeps its memory, so the name stays too. While the
     mappings are read the locks are held, so no process attaches a segment meanwhile.
@@ -61,32 +79,51 @@ def remove_idle(
     Args:
         names: of the segments.
         patience_s: how long to wait for their locks, in seconds; a listing holds each for a moment.
-        only_shared: leave those that have been made resident.
-        spare_pinned: leave those that are pinned now, whatever an earlier listing said.
+            If it is not 0, a process that removes some of them is waited for longer.
+        condition: which of them are to go, whatever an earlier listing said.
+        ignored: processes whose mappings do not count.
+
+    Returns:
+        What was found; the idle ones are removed.
     """
-    removed = []
+    return _look(names, patience_s, condition, ignored, remove=True)
+
+
+def find_idle(names: Sequence[str], *, condition: Condition) -> list[str]:
+    """Return the names of those that `remove_idle` would remove; remove nothing."""
+    return _look(names, 0.0, condition, (), remove=False).idle
+
+
+def _look(
+    names: Sequence[str],
+    patience_s: float,
+    condition: Condition,
+    ignored: Collection[int],
+    *,
+    remove: bool,
+) -> Look:
+    look = Look([], [], [])
     for start in range(0, len(names), _BATCH):
-        with _hold_free(names[start : start + _BATCH], patience_s) as held:
-            inodes = {
-                name: inode_of(found)
-                for name, found in held.items()
-                if (is_shared(found) or not only_shared) and not (is_pinned(found) and spare_pinned)
-            }
-            mapped = mappers(inodes.values())
-            for name, inode in inodes.items():
-                if inode not in mapped:
-                    shm_unlink(name)
-                    removed.append(name)
-    return removed
+        with _hold_free(names[start : start + _BATCH], patience_s, look) as held:
+            going = list(filter(condition, held))
+            mapped = mappers([segment.inode for segment in going])
+            for segment in going:
+                if mapped.get(segment.inode, set()).difference(ignored):
+                    look.used.append(segment.name)
+                # A process that has waited for the lock for a second builds the segment anew. If
+                # the mappings took longer than that, the name may lead to another one by now.
+                elif segment.has_name:
+                    look.idle.append(segment.name)
+                    if remove:
+                        shm_unlink(segment.name)
+    return look
 
 
 def remove_if_free(name: str, patience_s: float = 0.2) -> bool:
-    """Remove a segment or part unless a process holds it; return whether it was removed.
-
-    It does not look for processes that only map it, as `remove_idle` does.
+    """Remove a part unless a process holds it; return whether it was removed.
 
     Args:
-        name: of the segment or part.
+        name: of the part.
         patience_s: how long to wait for its lock, in seconds; a listing holds each for a moment.
     """
     with _hold(name, patience_s) as fd:
@@ -122,28 +159,45 @@ def _is_shared(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _hold_free(names: Iterable[str], patience_s: float) -> Iterator[dict[str, os.stat_result]]:
-    """Hold the exclusive locks of those segments that no process holds; yields their states."""
+def _hold_free(names: Iterable[str], patience_s: float, look: Look) -> Iterator[list[Segment]]:
+    """Hold the exclusive locks of those segments that no process holds.
+
+    Args:
+        names: of the segments.
+        patience_s: as for `remove_idle`.
+        look: gets the names of the others.
+
+    Yields:
+        The segments.
+    """
     with contextlib.ExitStack() as closing:
-        waiting: dict[str, int] = {}
+        waiting: list[Segment] = []
         for name in names:
             with contextlib.suppress(SegmentUntrusted):
                 fd = shm_open(name)
                 if fd is not None:
-                    closing.callback(os.close, fd)
-                    waiting[name] = fd
-        held = {}
+                    waiting.append(closing.enter_context(Segment(name, fd)))
+        held: list[Segment] = []
         deadline = time.monotonic() + patience_s
         while True:
-            for name, fd in list(waiting.items()):
-                if try_lock(fd, exclusive=True):
-                    del waiting[name]
-                    if is_named(fd, name):
-                        held[name] = os.fstat(fd)
-            if not waiting or time.monotonic() >= deadline:
+            now = time.monotonic()
+            for segment in tuple(waiting):
+                if try_lock(segment.fd, exclusive=True):
+                    waiting.remove(segment)
+                    held.append(segment)
+                elif now >= deadline and try_lock(segment.fd, exclusive=False):
+                    # It was a lease that kept the lock, unless a listing has just let go of it.
+                    waiting.remove(segment)
+                    if try_lock(segment.fd, exclusive=True):
+                        held.append(segment)
+                    else:
+                        look.used.append(segment.name)
+                        unlock(segment.fd)
+            if not waiting or now >= deadline + (_REMOVAL_S if patience_s else 0):
                 break
             time.sleep(_LOCK_POLL_S)
-        yield held
+        look.locked.extend(segment.name for segment in waiting)
+        yield [segment for segment in held if segment.has_name]
 
 
 @contextlib.contextmanager

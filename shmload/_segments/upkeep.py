@@ -1,7 +1,7 @@
 """Verifying and removing segments, and collecting garbage."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shmload._segments.digest import digest_data
 from shmload._segments.eviction import may_go
@@ -84,10 +84,21 @@ def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
     """
     if not patterns:
         raise ArgumentError("evict() needs the names or sources of what to remove")
-    chosen = select(patterns, segments_by_lock(), spare_shared=True)
-    gone = set(remove_idle([info.name for info in chosen]))
-    removed = [info for info in chosen if info.name in gone]
-    busy = [info.name for info in chosen if info.name not in gone]
+    return evict_segments(select(patterns, segments_by_lock(), spare_shared=True))
+
+
+def evict_segments(chosen: Sequence[SegmentInfo]) -> list[SegmentInfo]:
+    """Remove segments that no process uses, as `evict` does.
+
+    Args:
+        chosen: from a listing; those that have gone since are left out.
+
+    Raises:
+        SegmentBusy: some are in use; the others are removed.
+    """
+    look = remove_idle([info.name for info in chosen])
+    removed = [info for info in chosen if info.name in look.idle]
+    busy = [*look.used, *look.locked]
     if busy:
         known = users_of(busy)
         pids = {name: known.get(name, set()) for name in busy}
@@ -110,7 +121,8 @@ def collect_garbage() -> list[str]:
         The names that were removed.
     """
     outdated = [info.name for info in segments_by_lock() if not info.is_current]
-    gone = remove_idle(outdated, spare_pinned=True)
+    # Under the lock: it may have been pinned meanwhile.
+    gone = remove_idle(outdated, condition=lambda segment: not segment.is_pinned).idle
     return [*gone, *remove_expired(), *remove_leftovers()]
 
 

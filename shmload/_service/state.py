@@ -175,10 +175,7 @@ class ServiceState:
     def remove_expired(self) -> None:
         """Remove what is idle for its time, again and again until the service ends."""
         while not self._stopping.wait(_SWEEP_S):
-            try:
-                remove_expired()
-            except OSError as exc:  # no descriptor is left, for a while
-                logger.warning("idle segments could not be looked at: %s", exc)
+            remove_expired()
 
     def run_in_background(self, work: Callable[[], None]) -> None:
         """Run `work` in a thread; it must return soon after the service stops."""

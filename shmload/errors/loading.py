@@ -386,16 +386,16 @@ class AmbiguousName(SegmentError, ValueError):
 
 
 class SegmentBusy(SegmentError):
-    """A process still leases a segment, so the segment was not removed.
+    """A process still has a lease on a segment, or maps it, so the segment was not removed.
 
     Attributes:
-        names: names of the segments that are leased.
+        names: names of the segments that are in use.
         removed: names of the other segments of this request, which were removed.
         variables: names of this process's variables that hold some of them; None if this process
             holds none.
 
     Args:
-        pids: the processes that hold each segment, by its name.
+        pids: the processes that use each segment, by its name.
         removed: as the attribute.
         variables: as the attribute.
         models: what to call the segments' models, by segment.
@@ -421,7 +421,7 @@ class SegmentBusy(SegmentError):
             dropping = f"`del {', '.join(self.variables)}`" if self.variables else "drop the models"
             # Pipelines refer to themselves: a dropped one stays until a collection.
             remedy = f"in this process {dropping}, then call `gc.collect()` and evict again"
-        super().__init__(f"still attached: {', '.join(held)}; {remedy}{rest}")
+        super().__init__(f"still in use: {', '.join(held)}; {remedy}{rest}")
 
 
 class SegmentCorrupt(SegmentError):

@@ -9,6 +9,7 @@ from serving import wait_until
 from warming import TENSORS, as_bf16, assert_same
 
 import shmload
+from shmload._loading import load
 
 # A program that shmload never saw: it maps a file, and ends with its stdin.
 MAPPER = """
@@ -65,6 +66,17 @@ def test_what_an_unknown_program_maps_is_in_use(checkpoint, map_through_view):
     assert len(shmload.collect_garbage()) == 1
 
 
+def test_shared_segment_goes_with_its_last_lease_though_it_is_mapped(
+    checkpoint, map_through_view, shm_names
+):
+    map_through_view(checkpoint)
+    (info,) = shmload.segments()
+    (Path("/dev/shm") / info.name).chmod(0o500)
+    with shmload.view(checkpoint, torch_dtype="bfloat16"):
+        assert info.name in shm_names()
+    assert shm_names() == []  # no process would remove it when that program ends
+
+
 def test_other_segments_are_removed(checkpoint, tmp_path, map_through_view):
     other = tmp_path / "other.safetensors"
     save_file(TENSORS, other)
@@ -82,6 +94,26 @@ def test_shared_segment_that_is_mapped_is_no_leftover(checkpoint, map_through_vi
     (Path("/dev/shm") / info.name).chmod(0o500)  # shared; its last lease is gone
     assert shmload.collect_garbage() == []
     assert is_leased() == [True]
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_load_that_fails_leaves_what_another_process_maps(
+    checkpoint, child, monkeypatch, shm_names, is_elsewhere
+):
+    mapped = []
+
+    def fail(segment):
+        path = Path("/dev/shm") / segment.name
+        if is_elsewhere:
+            child(MAPPER, path).expect("MAPPED")
+        else:
+            mapped.append(load_file(path))
+        raise shmload.SegmentCorrupt(segment.name, "test")
+
+    monkeypatch.setattr(load, "check_digest", fail)
+    with pytest.raises(shmload.SegmentCorrupt) as caught:
+        shmload.warm(checkpoint, torch_dtype="bfloat16", verify=True)
+    assert shm_names() == [caught.value.name] * is_elsewhere
 
 
 def test_service_evicts_no_segment_that_is_mapped(service, shards, map_through_view):

@@ -1,9 +1,11 @@
 """Models are listed, named and chosen as a person would do it."""
 
+import itertools
 import os
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ from safetensors.torch import save_file
 from warming import CHILD, begun
 
 import shmload
+from shmload._cli import residents
 from shmload._cli.main import main
+from shmload._host.linux import shm_unlink, try_lock
+from shmload._segments import removal
+from shmload._segments.segment import attach
 from shmload._segments.unfinished import find_decoding
 
 
@@ -153,6 +159,40 @@ def test_dry_run_removes_nothing(pipelines, capsys):
     assert len(shmload.segments()) == 2
     assert run(capsys, "gc").endswith("removed 1\n")
     assert run(capsys, "rm", "stable").endswith("stable-diffusion (bfloat16)\n")
+
+
+def test_what_goes_while_it_is_removed_is_no_error(pipelines, capsys, monkeypatch):
+    warm(pipelines[0])
+    unet = shmload.segments()[0].name
+    select = residents.select
+
+    def select_late(*args, **kwargs):
+        chosen = select(*args, **kwargs)
+        shm_unlink(unet)
+        return chosen
+
+    monkeypatch.setattr(residents, "select", select_late)
+    assert run(capsys, "rm", "--all").startswith("removed 1 segment, ")
+    assert shmload.segments() == []
+
+
+def test_removal_waits_for_another_one(pipelines, monkeypatch):
+    warm(pipelines[0])
+    unet, vae = shmload.segments()
+    others = [attach(info.name) for info in (unet, vae)]
+    for each in others:
+        assert try_lock(each.fd, exclusive=True)
+    clock = itertools.count()
+
+    def sleep(seconds):
+        if next(clock) > 1:  # longer than it waits for a lease
+            shm_unlink(unet.name)  # the other process ends; it has seen the VAE in use
+            for each in others:
+                each.close()
+
+    passing = types.SimpleNamespace(monotonic=lambda: next(clock) / 2, sleep=sleep)
+    monkeypatch.setattr(removal, "time", passing)
+    assert [info.name for info in shmload.evict(pipelines[0])] == [vae.name]
 
 
 def test_listing_fits_80_columns_and_has_no_colours_off_a_terminal(pipelines, capsys, monkeypatch):

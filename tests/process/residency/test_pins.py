@@ -13,9 +13,12 @@ import pytest
 from warming import SHM
 
 import shmload
-from shmload._segments import mode
+from shmload._host.linux import try_lock
+from shmload._segments import mode, removal
+from shmload._segments.expiry import remove_expired
 from shmload._segments.names import mode_lock_name
 from shmload._segments.removal import remove_idle
+from shmload._segments.segment import attach
 from shmload._segments.turn import try_turn
 from shmload._segments.upkeep import find_garbage
 from shmload._service import state as state_module
@@ -196,6 +199,46 @@ def test_what_is_in_use_or_pinned_does_not_go(shards, evicts):
     assert shmload.collect_garbage() == [name]
 
 
+def test_what_is_due_is_looked_at_once_for_all(shards, evicts, monkeypatch):
+    states = []
+    for path in shards[:3]:
+        shmload.warm(path, dtype="bfloat16", keep_for="1h")
+        states.append(shmload.load_state_dict(path, "bfloat16"))
+    del states[1:]
+    idle_for(_HOUR_S)
+    mappers, looks = removal.mappers, []
+
+    def look(inodes):
+        looks.append(len(inodes))
+        return mappers(inodes)
+
+    monkeypatch.setattr(removal, "mappers", look)
+    shmload.warm(shards[3], dtype="bfloat16")
+    assert looks == [2]  # a lease says enough
+    assert [info.source for info in shmload.segments()] == [str(shards[0]), str(shards[3])]
+    assert time.time() - shmload.segments()[0].used_at < 60  # it was seen in use
+
+
+def test_what_another_process_removes_or_lists_is_not_seen_in_use(shards, evicts):
+    shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
+    idle_for(_HOUR_S)
+    (info,) = shmload.segments()
+    with contextlib.closing(attach(info.name)) as segment:
+        assert try_lock(segment.fd, exclusive=True)
+        assert remove_expired() == []
+    assert remove_expired() == [info.name]
+
+
+def test_dry_run_changes_nothing(shards, evicts):
+    shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
+    state = shmload.load_state_dict(shards[0], "bfloat16")
+    idle_for(_HOUR_S)
+    before = shmload.segments()
+    assert find_garbage() == []
+    assert shmload.segments() == before
+    del state
+
+
 def test_time_begins_when_the_last_user_ends(shards, evicts, saved):
     source = saved("stable-diffusion")
     shmload.warm(source, dtype="bfloat16", keep_for="1h")
@@ -257,5 +300,5 @@ def test_pinned_segment_whose_source_is_away_is_no_garbage(checkpoint, evicts):
 def test_eviction_spares_what_was_pinned_after_it_was_listed(checkpoint):
     (name,) = shmload.warm(checkpoint).segments
     shmload.pin(checkpoint)
-    assert remove_idle([name], spare_pinned=True) == []
-    assert remove_idle([name]) == [name]
+    assert remove_idle([name], condition=lambda segment: not segment.is_pinned).idle == []
+    assert remove_idle([name]).idle == [name]

@@ -139,7 +139,7 @@ def test_remove_says_what_went_and_who_keeps_the_rest(service, shards):
     assert done.returncode == 1
     assert done.stdout.startswith("removed 1 segment,")
     assert done.stderr == (
-        f"shmload: still attached: 0.safetensors (bfloat16) by process {os.getpid()}; "
+        f"shmload: still in use: 0.safetensors (bfloat16) by process {os.getpid()}; "
         "end that process, or evict later (1 removed)\n"
     )
     assert names_of(shards) == [kept]

@@ -15,7 +15,7 @@ from shmload._segments.acquire import Awaited, acquire
 from shmload._segments.layout import lay_out
 from shmload._segments.names import part_name
 from shmload._segments.part import Part
-from shmload._segments.removal import remove_if_free
+from shmload._segments.removal import remove_idle, remove_if_free
 from shmload._segments.segment import Segment, Stay, attach
 from shmload.errors import SegmentTimeout
 
@@ -134,6 +134,19 @@ def test_bytes_of_a_builder_that_died_are_dropped(name):
     os.close(builder.take())
     with acquire(name) as found:
         assert os.fstat(found.fd).st_size == 0
+
+
+def test_name_that_is_another_segments_after_the_look_at_mappings_is_not_removed(name, before):
+    build(name).close()
+
+    def replace():
+        shm_unlink(name)
+        build(name).close()
+
+    before(removal, "mappers", replace)
+    assert remove_idle([name]).idle == []
+    with attach(name) as found:
+        assert found.has_name
 
 
 def test_name_that_is_another_segments_before_the_lock_is_taken_is_not_removed(name, before):
