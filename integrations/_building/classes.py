@@ -1,6 +1,7 @@
 """Classes that a user names: by object, by a library's name for them, or as `module.Class`."""
 
 import importlib
+import sys
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -58,7 +59,8 @@ def require_installed(found: type) -> None:
     if type(found).__name__ != "DummyObject":
         return
     backends = vars(found).get("_backends", ())
-    utilities = importlib.import_module(f"{found.__module__.partition('.')[0]}.utils.import_utils")
+    # The library has imported it to make the class.
+    utilities = sys.modules[f"{found.__module__.partition('.')[0]}.utils.import_utils"]
     missing = [name for name in backends if not utilities.BACKENDS_MAPPING[name][0]()]
     raise LibraryMissing(found.__name__, [_PACKAGES.get(name, name) for name in missing])
 

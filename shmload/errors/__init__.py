@@ -66,6 +66,34 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
         └── SegmentTimeout (TimeoutError)
 """
 
+from shmload.errors.arguments import (
+    ArgumentError,
+    DeviceMapMalformed,
+    UnknownArgument,
+    UnknownComponent,
+    UnknownDtype,
+    UnknownModule,
+)
+from shmload.errors.base import ShmloadError
+from shmload.errors.capacity import (
+    CapacityError,
+    DoesNotFit,
+    MemoryLimitExceeded,
+    ProcessLimitExceeded,
+    SharedMemoryFull,
+)
+from shmload.errors.checkpoints import (
+    CheckpointError,
+    IndexMalformed,
+    ShardChanged,
+    ShardMalformed,
+    ShardMissing,
+    ShardTruncated,
+    ShardUnreadable,
+    SourceChanged,
+    SourceNotFound,
+    WrongFormat,
+)
 from shmload.errors.jobs import (
     DuplicateKey,
     ItemError,
@@ -85,20 +113,9 @@ from shmload.errors.jobs import (
     ResultsMismatch,
     ResultsUnfinished,
 )
-from shmload.errors.loading import (
+from shmload.errors.libraries import ImportCutShort, LibraryMissing, LibraryTooOld
+from shmload.errors.segments import (
     AmbiguousName,
-    ArgumentError,
-    CapacityError,
-    CheckpointError,
-    DeviceMapMalformed,
-    DoesNotFit,
-    ImportCutShort,
-    IndexMalformed,
-    LibraryMissing,
-    LibraryTooOld,
-    MemoryLimitExceeded,
-    ProcessLimitExceeded,
-    ProtocolError,
     SegmentBusy,
     SegmentCorrupt,
     SegmentError,
@@ -106,24 +123,6 @@ from shmload.errors.loading import (
     SegmentRemoved,
     SegmentTimeout,
     SegmentUntrusted,
-    ShardChanged,
-    ShardMalformed,
-    ShardMissing,
-    ShardTruncated,
-    ShardUnreadable,
-    SharedMemoryFull,
-    ShmloadError,
-    SourceChanged,
-    SourceNotFound,
-    UnknownArgument,
-    UnknownComponent,
-    UnknownDtype,
-    UnknownModule,
-    WorkerDied,
-    WorkerError,
-    WorkerFailed,
-    WorkerStalled,
-    WrongFormat,
 )
 from shmload.errors.service import (
     PeerRefused,
@@ -132,6 +131,13 @@ from shmload.errors.service import (
     ServiceSilent,
     ServiceUnavailable,
     SocketUnusable,
+)
+from shmload.errors.workers import (
+    ProtocolError,
+    WorkerDied,
+    WorkerError,
+    WorkerFailed,
+    WorkerStalled,
 )
 
 __all__ = [

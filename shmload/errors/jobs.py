@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from os import PathLike
 
 from shmload._wording import name_processes
-from shmload.errors.loading import ArgumentError, ShmloadError
+from shmload.errors.arguments import ArgumentError
+from shmload.errors.base import ShmloadError
 
 _Path = str | PathLike[str]
 # Enough of an item to recognize it, such as a path.

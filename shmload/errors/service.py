@@ -2,7 +2,7 @@
 
 from os import PathLike
 
-from shmload.errors.loading import ShmloadError
+from shmload.errors.base import ShmloadError
 
 _Path = str | PathLike[str]
 

@@ -1,0 +1,112 @@
+"""The errors of sources and their files."""
+
+import errno
+from os import PathLike
+
+from shmload._wording import format_nbytes
+from shmload.errors.base import ShmloadError
+
+_Path = str | PathLike[str]
+
+
+class SourceNotFound(ShmloadError, FileNotFoundError):
+    """A source is neither an existing path nor a hub id that can be found or downloaded."""
+
+    def __init__(self, source: _Path, reason: str) -> None:
+        self.source = source
+        super().__init__(f"{source}: {reason}")
+
+
+class CheckpointError(ShmloadError):
+    """A file of a checkpoint is missing, damaged or changed."""
+
+
+class ShardMissing(CheckpointError, FileNotFoundError):
+    """A shard named by an index or a caller does not exist."""
+
+    def __init__(self, path: _Path, named_by: _Path | None = None) -> None:
+        self.path = path
+        by = f", named by {named_by}," if named_by else ""
+        super().__init__(f"{path}{by} does not exist; download the checkpoint again")
+
+
+class ShardUnreadable(CheckpointError, OSError):
+    """The kernel refused to open or read a shard."""
+
+    def __init__(self, path: _Path, reason: str, number: int = errno.EIO) -> None:
+        self.path = path
+        super().__init__(
+            f"{path} cannot be read: {reason}; check its permissions and the disk it is on"
+        )
+        self.errno = number
+
+
+class ShardMalformed(CheckpointError):
+    """A shard's header breaks the rules of its format."""
+
+    def __init__(self, path: _Path, reason: str, format_name: str = "safetensors") -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"{path} is not a valid {format_name} file: {reason}; download it again")
+
+
+class WrongFormat(ShardMalformed):
+    """A file is of a kind that shmload does not read.
+
+    Attributes:
+        kind: its kind, such as `GGUF`.
+        nbytes: its size, in bytes.
+    """
+
+    def __init__(self, path: _Path, kind: str, nbytes: int, remedy: str) -> None:
+        self.path = path
+        self.reason = self.kind = kind
+        self.nbytes = nbytes
+        article = "an" if kind[0] in "AHO" else "a"
+        noun = "" if " " in kind or kind == "text" else " file"
+        CheckpointError.__init__(
+            self,
+            f"{path} is {article} {kind}{noun} ({format_nbytes(nbytes)}), not safetensors: "
+            f"{remedy}",
+        )
+
+
+class ShardTruncated(CheckpointError):
+    """A shard is shorter than its header says."""
+
+    def __init__(self, path: _Path, wanted: int, got: int) -> None:
+        self.path = path
+        self.wanted = wanted
+        self.got = got
+        super().__init__(
+            f"{path} is truncated: {wanted} bytes expected, {got} there; download it again"
+        )
+
+
+class ShardChanged(CheckpointError):
+    """A shard was overwritten while it was being decoded."""
+
+    def __init__(self, path: _Path) -> None:
+        self.path = path
+        super().__init__(
+            f"{path} changed while it was read; load again when no process writes to it"
+        )
+
+
+class SourceChanged(CheckpointError):
+    """The files of a source have changed since it was shared."""
+
+    def __init__(self, source: _Path) -> None:
+        self.source = source
+        super().__init__(
+            f"the weights of {source} were replaced since they were shared; share them again, and "
+            "restart the processes that use the old ones"
+        )
+
+
+class IndexMalformed(CheckpointError):
+    """A JSON file that lists components or shards is broken or points outside its directory."""
+
+    def __init__(self, path: _Path, reason: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: {reason}; download the checkpoint again")

@@ -1,0 +1,50 @@
+"""The errors of libraries that are installed, or are not."""
+
+from collections.abc import Sequence
+
+from shmload.errors.base import ShmloadError
+
+
+class LibraryTooOld(ShmloadError, ImportError):
+    """An installed library is too old: it lacks a function that shmload needs."""
+
+    def __init__(self, library: str, version: str, wanted: str, reason: str) -> None:
+        self.library = library
+        self.version = version
+        self.wanted = wanted
+        super().__init__(
+            f"{library} {version} has no {reason}; install {library} {wanted} or later"
+        )
+
+
+class LibraryMissing(ShmloadError, ImportError):
+    """A class needs packages that are not installed.
+
+    Attributes:
+        class_name: the class.
+        packages: what pip calls the packages.
+    """
+
+    def __init__(self, class_name: str, packages: Sequence[str]) -> None:
+        self.class_name = class_name
+        self.packages = tuple(packages)
+        verb = "is" if len(packages) == 1 else "are"
+        super().__init__(
+            f"{class_name} needs {', '.join(packages)}, which {verb} not installed; "
+            f"`pip install {' '.join(packages)}`"
+        )
+
+
+class ImportCutShort(ShmloadError, ImportError):
+    """The import of a library was interrupted in this process, which cannot import it again.
+
+    Attributes:
+        package: what is only half there.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        super().__init__(
+            f"an import of {package} was cut short in this process, as by Ctrl-C, and cannot be "
+            "repeated; restart the process (in a notebook, the kernel)"
+        )

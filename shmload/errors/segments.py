@@ -1,0 +1,123 @@
+"""The errors of segments."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from shmload._wording import name_processes, nearest
+from shmload.errors.base import ShmloadError
+
+
+class SegmentError(ShmloadError):
+    """A segment cannot be used."""
+
+
+class SegmentNotFound(SegmentError, KeyError):
+    """No resident model or segment matches.
+
+    Args:
+        what: the name, id or path.
+        known: what it might have been meant for.
+    """
+
+    def __init__(self, what: str, known: Sequence[str] = ()) -> None:
+        super().__init__(
+            f"no resident model or segment matches {what!r}{nearest(what, known) or ';'} "
+            "`shmload ls` lists them"
+        )
+
+
+class AmbiguousName(SegmentError, ValueError):
+    """A part of a name fits several resident models.
+
+    Attributes:
+        candidates: the names, or ids, that it fits.
+    """
+
+    def __init__(self, what: str, candidates: Iterable[str]) -> None:
+        self.candidates = tuple(candidates)
+        super().__init__(
+            f"{what!r} fits several: {', '.join(self.candidates)}; give more of the name, or an id "
+            "from `shmload ls --long`"
+        )
+
+
+class SegmentBusy(SegmentError):
+    """A process still has a lease on a segment, or maps it, so the segment was not removed.
+
+    Attributes:
+        names: names of the segments that are in use.
+        removed: names of the other segments of this request, which were removed.
+        variables: names of this process's variables that hold some of them; None if this process
+            holds none.
+
+    Args:
+        pids: the processes that use each segment, by its name.
+        removed: as the attribute.
+        variables: as the attribute.
+        models: what to call the segments' models, by segment.
+    """
+
+    def __init__(
+        self,
+        pids: Mapping[str, Collection[int]],
+        removed: Iterable[str] = (),
+        variables: Sequence[str] | None = None,
+        models: Mapping[str, str] | None = None,
+    ) -> None:
+        self.names = tuple(pids)
+        self.removed = tuple(removed)
+        by_model: dict[str, set[int]] = {}
+        for name, by in pids.items():
+            by_model.setdefault((models or {}).get(name, name), set()).update(by)
+        held = (f"{name} by {name_processes(by)}" for name, by in by_model.items())
+        self.variables = None if variables is None else tuple(variables)
+        rest = f" ({len(self.removed)} removed)" if self.removed else ""
+        remedy = "end that process, or evict later"
+        if self.variables is not None:
+            dropping = f"`del {', '.join(self.variables)}`" if self.variables else "drop the models"
+            # Pipelines refer to themselves: a dropped one stays until a collection.
+            remedy = f"in this process {dropping}, then call `gc.collect()` and evict again"
+        super().__init__(f"still in use: {', '.join(held)}; {remedy}{rest}")
+
+
+class SegmentCorrupt(SegmentError):
+    """A segment's bytes do not match the digest in its header."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
+        super().__init__(f"segment {name} is corrupt: {reason}; remove it with `shmload rm {name}`")
+
+
+class SegmentRemoved(SegmentError):
+    """A segment's name was removed from outside while it was being decoded."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"/dev/shm/{name} was removed while it was being decoded; load again. If no one ran "
+            "`rm`, systemd did (RemoveIPC= in logind.conf) when the user's last session ended: "
+            "`loginctl enable-linger` prevents it"
+        )
+
+
+class SegmentUntrusted(SegmentError):
+    """A name in /dev/shm belongs to another user or is not a plain private file."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
+        super().__init__(f"/dev/shm/{name} is not trusted: {reason}; ask its owner to remove it")
+
+
+class SegmentTimeout(SegmentError, TimeoutError):
+    """Another process is still decoding or changing the wanted segment after the deadline.
+
+    Args:
+        doing: what the other process does to it; None for a decode.
+    """
+
+    def __init__(self, name: str, timeout_s: float, doing: str | None = None) -> None:
+        self.name = name
+        remedy = "end that process" if doing else "raise SHMLOAD_WAIT_TIMEOUT_S or end that process"
+        super().__init__(
+            f"segment {name} is still being {doing or 'decoded'} by another process "
+            f"after {timeout_s:g} s; {remedy}"
+        )
