@@ -31,6 +31,19 @@ def describe_components(
     return components_of(source, dtype, only)
 
 
+def as_taken(source: Source, pipeline_class: object) -> Source:
+    """Return a pipeline as a class takes it: without components that the class leaves out.
+
+    Raises:
+        ArgumentError: there is no class of that name, or it loads no pipelines.
+        LibraryMissing: packages that it needs are missing.
+    """
+    # Not at the top: a rule does not need it.
+    from shmload.integrations._building.pipeline_maker import PipelineMaker
+
+    return PipelineMaker(pipeline_class).taken(source)
+
+
 def pickled_floats(path: Path) -> list[tuple[str, int]]:
     """Return dtype and size, in bytes, of each float tensor in one of PyTorch's files.
 

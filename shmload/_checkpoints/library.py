@@ -35,6 +35,9 @@ class Library(Protocol):
     ) -> "tuple[Component, ...]":
         """Return the module trees of a pipeline's components, with sizes in bytes."""
 
+    def as_taken(self, source: "Source", pipeline_class: object) -> "Source":
+        """Return a pipeline as a class takes it; it may import the class."""
+
     def pickled_floats(self, path: "Path") -> list[tuple[str, int]]:
         """Return dtype and size, in bytes, of each float tensor in one of PyTorch's files."""
 

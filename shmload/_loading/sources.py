@@ -15,14 +15,14 @@ from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import variant_of
 from shmload._host.collector import paused_gc
 from shmload._loading.steps import Step, Steps
-from shmload.errors import SourceNotFound, UnknownComponent
+from shmload.errors import ArgumentError, SourceNotFound, UnknownComponent
 
 Rules = dict[str, Rule]
 """The rule of each component's checkpoint."""
 
 
 def find_with_rules(
-    wanted: Wanted, steps: Steps, *, may_be_unread: bool = False
+    wanted: Wanted, steps: Steps, *, may_be_unread: bool = False, pipeline_class: object = None
 ) -> tuple[Source, Rules]:
     """Find a source and derive its rules.
 
@@ -30,15 +30,22 @@ def find_with_rules(
         wanted: the source.
         steps: count the time of imports and of rules.
         may_be_unread: as for `find_certain`.
+        pipeline_class: only the components that it takes; None for all.
 
     Raises:
         SourceNotFound: as `find_certain`.
+        ArgumentError: the class loads no pipelines, or the source is none.
         UnknownComponent, UnknownDtype, CheckpointError.
     """
     found = find_certain(wanted, may_be_unread=may_be_unread)
     if isinstance(wanted.dtype, Mapping) and found.is_pipeline:
         for name in wanted.dtype.keys() - {"default", *found.components}:
             raise UnknownComponent(name, wanted.source, found.components)
+    if pipeline_class is not None:
+        if not found.is_pipeline:
+            raise ArgumentError(f"pipeline_class is for pipelines, and {wanted.source} is none")
+        with steps.during(Step.IMPORTING, "importing diffusers for the class (once)"):
+            found = library().as_taken(found, pipeline_class)
     return found, derive_rules(found, settle_dtype(wanted.dtype, found), steps)
 
 

@@ -61,6 +61,7 @@ class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
 def warm(
     source: str | os.PathLike[str],
     *,
+    pipeline_class: type | str | None = None,
     dtype: object = None,
     components: Collection[str] | None = None,
     variant: str | None = None,
@@ -77,6 +78,8 @@ def warm(
 
     Args:
         source: the directory of a pipeline or component, a file of weights, or a hub id.
+        pipeline_class: the same as for the later `load_pipeline`: a class of pipelines or its
+            name, whose components alone are decoded. None for all components.
         dtype: the same as for the later `load_pipeline`: a dtype, its name, `auto`, a dict of these
             by component, or None.
         components: only these components; None for all.
@@ -93,7 +96,7 @@ def warm(
             that is no model's, such as one of LoRAs or IP-Adapters.
 
     Raises:
-        ArgumentError: `keep_for` is no time, or `pin` is given too.
+        ArgumentError: `keep_for` is no time, or `pin` is given too; or there is no such class.
         SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError, CapacityError, WorkerError,
         SegmentError: this call has left nothing in shared memory.
     """
@@ -104,7 +107,7 @@ def warm(
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=warm)
     with Progress(progress, wanted.title) as counter, contextlib.ExitStack() as ending:
         steps = counter.steps
-        found, rules = find_with_rules(wanted, steps)
+        found, rules = find_with_rules(wanted, steps, pipeline_class=pipeline_class)
         require_read(found, wanted)
         load = ending.enter_context(
             complete_load(
@@ -147,6 +150,7 @@ def warm(
 def plan(
     source: str | os.PathLike[str],
     *,
+    pipeline_class: type | str | None = None,
     dtype: object = None,
     components: Collection[str] | None = None,
     variant: str | None = None,
@@ -166,6 +170,7 @@ def plan(
 
     Args:
         source: as for `warm`.
+        pipeline_class: as for `warm`.
         dtype: as for `warm`.
         components: as for `warm`.
         variant: as for `warm`.
@@ -185,7 +190,7 @@ def plan(
     """
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=plan)
     with Progress(None, wanted.title) as progress:
-        found, rules = find_with_rules(wanted, progress.steps)
+        found, rules = find_with_rules(wanted, progress.steps, pipeline_class=pipeline_class)
     shards = []
     for checkpoint in found.checkpoints:
         for path in checkpoint.shards:

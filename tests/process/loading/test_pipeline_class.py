@@ -277,3 +277,19 @@ def test_share_decodes_what_the_class_takes(saved, evicts):
         assert len(shmload.segments()) == 3
         got = shmload.Handle.from_text(handle.text).load()
         assert type(got).__name__ == name
+
+
+def test_warm_and_plan_know_what_the_class_takes(saved, evicts):
+    source = saved("stable-diffusion")
+    name = "StableDiffusionLatentUpscalePipeline"
+    planned = shmload.plan(source, dtype="bfloat16", pipeline_class=name, keep=True)
+    taken = {"unet", "vae", "text_encoder"}
+    assert {shard.component for shard in planned.shards} == taken
+    report = shmload.warm(source, dtype="bfloat16", pipeline_class=name)
+    assert len(report.segments) == 3
+    shmload.load_pipeline(source, dtype="bfloat16", pipeline_class=name, keep=True)
+    assert len(shmload.segments()) == 3
+    with pytest.raises(ArgumentError, match="did you mean"):
+        shmload.warm(source, pipeline_class=f"{name}s")
+    with pytest.raises(ArgumentError, match="is for pipelines"):
+        shmload.plan(source / "unet", pipeline_class=name)
