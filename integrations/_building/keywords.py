@@ -17,19 +17,15 @@ from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import named_arguments
 from shmload.errors import UnknownArgument
 
-# What from_pretrained and download read from their keywords, or document, in diffusers 0.35 to
-# 0.42. A test compares this with their source.
-LIBRARY_KEYWORDS = frozenset(
+# What every `from_pretrained` of diffusers reads from its keywords or documents, in 0.35 to 0.42. A
+# test compares these lists with their source.
+_COMMON = frozenset(
     {
         "cache_dir",
-        "custom_pipeline",
-        "custom_revision",
-        "dduf_file",
         "device_map",
         "disable_mmap",
         "force_download",
         "from_flax",
-        "load_connected_pipeline",
         "local_files_only",
         "low_cpu_mem_usage",
         "max_memory",
@@ -37,52 +33,38 @@ LIBRARY_KEYWORDS = frozenset(
         "offload_folder",
         "offload_state_dict",
         "output_loading_info",
-        "provider",
-        "provider_options",
         "proxies",
         "quantization_config",
         "revision",
-        "sess_options",
         "token",
-        "trust_remote_code",
         "use_flashpack",
-        "use_onnx",
         "use_safetensors",
         "variant",
     }
 )
-# The same for models of diffusers.
-MODEL_KEYWORDS = frozenset(
-    {
-        "cache_dir",
-        "dduf_entries",
-        "device_map",
-        "disable_mmap",
-        "flashpack_kwargs",
-        "force_download",
-        "from_flax",
-        "ignore_mismatched_sizes",
-        "local_dir",
-        "local_dir_use_symlinks",
-        "local_files_only",
-        "low_cpu_mem_usage",
-        "max_memory",
-        "mirror",
-        "offload_folder",
-        "offload_state_dict",
-        "output_loading_info",
-        "parallel_config",
-        "proxies",
-        "quantization_config",
-        "revision",
-        "subfolder",
-        "token",
-        "use_flashpack",
-        "use_safetensors",
-        "user_agent",
-        "variant",
-    }
-)
+# Those of pipelines, and of their downloads, alone.
+LIBRARY_KEYWORDS = _COMMON | {
+    "custom_pipeline",
+    "custom_revision",
+    "dduf_file",
+    "load_connected_pipeline",
+    "provider",
+    "provider_options",
+    "sess_options",
+    "trust_remote_code",
+    "use_onnx",
+}
+# Those of models.
+MODEL_KEYWORDS = _COMMON | {
+    "dduf_entries",
+    "flashpack_kwargs",
+    "ignore_mismatched_sizes",
+    "local_dir",
+    "local_dir_use_symlinks",
+    "parallel_config",
+    "subfolder",
+    "user_agent",
+}
 # With these, other classes than the source's take keywords.
 _CHANGE_THE_CLASS = ("custom_pipeline", "load_connected_pipeline")
 
@@ -112,16 +94,11 @@ def require_taken(
     if not unknown:
         return
     chosen = (find_class or _class_of)(source)
-    taken = _arguments_of(chosen)
-    if taken is None:
+    if chosen is None:  # the source brings its own code
         return
-    for name in sorted(unknown.difference(taken)):
-        known = {each for each in (*listed, *taken) if not each.startswith("_")}
-        raise UnknownArgument(
-            name,
-            [function.__qualname__, f"{chosen.__name__}.from_pretrained"],
-            known | named_arguments(function),
-        )
+    from diffusers import DiffusionPipeline
+
+    _require_listed(kwargs, listed, chosen, DiffusionPipeline, function)
 
 
 def require_taken_by_model(
@@ -144,17 +121,39 @@ def require_taken_by_model(
     chosen = find_class()
     from diffusers import ModelMixin
 
-    own = getattr(chosen.from_pretrained, "__func__", None)
-    if own is not ModelMixin.from_pretrained.__func__:
+    _require_listed(kwargs, MODEL_KEYWORDS, chosen, ModelMixin, function)
+
+
+def _require_listed(
+    kwargs: Collection[str],
+    listed: Collection[str],
+    chosen: Any,
+    base: Any,
+    function: Callable[..., Any],
+) -> None:
+    """Refuse a keyword that is not listed and that the constructor of a class does not take.
+
+    Args:
+        kwargs: the keywords.
+        listed: what `from_pretrained` of the base takes.
+        chosen: the class. One that loads in its own way may take anything.
+        base: the class of diffusers whose `from_pretrained` is known.
+        function: the function, for errors.
+
+    Raises:
+        UnknownArgument: with the nearest name that is taken.
+    """
+    if getattr(chosen.from_pretrained, "__func__", None) is not base.from_pretrained.__func__:
         return
     taken = _parameters_of(chosen)
     if taken is None:
         return
-    for name in sorted(kwargs.keys() - MODEL_KEYWORDS - taken):
+    for name in sorted(set(kwargs).difference(listed, taken)):
+        known = {each for each in (*listed, *taken) if not each.startswith("_")}
         raise UnknownArgument(
             name,
             [function.__qualname__, f"{chosen.__name__}.from_pretrained"],
-            MODEL_KEYWORDS | taken | named_arguments(function),
+            known | named_arguments(function),
         )
 
 
@@ -163,18 +162,6 @@ def _class_of(source: Source) -> Any:
     import diffusers
 
     return getattr(diffusers, source.class_name, None) if source.class_name else None
-
-
-def _arguments_of(pipeline_class: Any) -> Collection[str] | None:
-    """Return the names that a pipeline's constructor takes; None if others may be taken too."""
-    if pipeline_class is None:
-        return None
-    from diffusers import DiffusionPipeline
-
-    own = getattr(pipeline_class.from_pretrained, "__func__", None)
-    if own is not DiffusionPipeline.from_pretrained.__func__:
-        return None  # such as the AutoPipeline classes, which choose the class by the keywords
-    return _parameters_of(pipeline_class)
 
 
 def _parameters_of(found: type) -> set[str] | None:
