@@ -123,7 +123,8 @@ class Holdings:
         Args:
             shards: from `acquire`.
             is_charged_here: this process's memory limit pays for the parts, not a service's.
-            has_service: a service keeps what is resident within its budget.
+            has_service: a service keeps what is resident within its budget, or did so when it
+                gave room for these parts.
             is_cancelled: as for `made_room`.
 
         Raises:
@@ -151,7 +152,9 @@ class Holdings:
                     part = self._part(shard)
                     assert isinstance(part, Part), "a ring's slots are lent to no service"
                     part.renew()
-                self.make_parts(shards, is_charged_here=True)
+                # Their room in a budget was the service's to give. To wait for room in another one
+                # would keep the caller waiting here, and loads that wait for these parts.
+                self.make_parts(shards, is_charged_here=True, has_service=True)
 
     def jobs(self, shards: Iterable[OpenShard]) -> list[Job]:
         """Return the jobs that decode some shards into their parts."""

@@ -130,11 +130,13 @@ def _keep_within(
         others = _parts_nbytes()
         try:
             evict_for(nbytes, budget, others)
-        except CapacityError:
+        except CapacityError as exc:
             require_possible(nbytes, budget, others)
             if others:
                 quiet_since = now
-            if now > ends_at or now - quiet_since > _SETTLE_S:
+            if now > ends_at:
+                raise exc.after(settings().wait_timeout_s) from None
+            if now - quiet_since > _SETTLE_S:
                 raise
         else:
             return
@@ -170,9 +172,10 @@ def _turn(
             raise DecodeCancelled
         if time.monotonic() > ends_at:
             remedy = (
-                "another load waits for room ahead of this one; end it (`shmload ls`), load again "
-                f"later, or raise SHMLOAD_WAIT_TIMEOUT_S or {_NAME}"
+                "another load still waits for room ahead of this one after "
+                f"{settings().wait_timeout_s:g} s; end it (`shmload ls`), load again later, or "
+                f"raise SHMLOAD_WAIT_TIMEOUT_S or {_NAME}"
             )
-            raise SharedMemoryFull(nbytes, 0, _NAME, remedy)
+            raise SharedMemoryFull(nbytes, None, _NAME, remedy)
         wait()
         time.sleep(_POLL_S)

@@ -45,7 +45,7 @@ def require_room(nbytes: int, *, evictable: int = 0, is_charged_here: bool = Tru
     for limit in _limits(of_group=is_charged_here):
         free = limit.free + evictable
         if nbytes + limit.kept > free:
-            raise limit.error(nbytes, free, limit.name, limit.remedy)
+            raise limit.error(nbytes, max(0, free - limit.kept), limit.name, limit.remedy)
 
 
 def room_nbytes() -> int:

@@ -10,7 +10,8 @@ and there is no room for the first, the next that does fit goes ahead: the first
 
 Guarantee: a load is refused only if nothing that runs could make room for it, or after its
 deadline. A load that waits for others' parts does not count as one that runs, so no circle of
-loads waits for ever.
+loads waits for ever. Nor does one that came later and only attaches what is resident: else a row of
+these would hold up each refusal until the deadline.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from shmload._wording import count_of
 from shmload.errors import CapacityError, SharedMemoryFull
 
 _POLL_S = 0.1
@@ -60,21 +62,36 @@ class Claim:
         """Whether it has all its segments, and gives its leases back soon."""
         self.is_waiting = False
         """Whether it waits for room."""
+        self.has_reserved = False
+        """Whether it ever reserved room; else its load only attaches what is resident."""
+        self.began_at = time.monotonic()
+        """When it was made, in seconds of the monotonic clock."""
 
     @property
     def runs(self) -> bool:
         """Whether it can give something back without waiting for another load."""
         return not self.is_waiting and (self.is_ending or self.nbytes > 0)
 
+    def counts_for(self, request: "_Request") -> bool:
+        """Whether what it gives back may be what a request lacks.
+
+        A load that came later and only attaches holds nothing that the request could have had.
+        """
+        return self.has_reserved or self.began_at <= request.began_at
+
 
 class _Request:
-    """A claim that wants more room; `is_stuck` after it was tried in vain while nothing ran."""
+    """A claim that wants more room; `is_stuck` after it was tried in vain while nothing ran.
+
+    `quiet_since` is when something last happened that could have made room for it.
+    """
 
     def __init__(self, claim: Claim, nbytes: int, timeout_s: float) -> None:
         self.claim = claim
         self.nbytes = nbytes
         self.timeout_s = timeout_s
         self.began_at = time.monotonic()
+        self.quiet_since = self.began_at
         self.looks_at = 0.0
         self.is_stuck = False
 
@@ -91,7 +108,6 @@ class Reservations:
         self._changed = threading.Condition()
         self._claims: set[Claim] = set()
         self._queue: list[_Request] = []
-        self._quiet_since = time.monotonic()
 
     @property
     def nbytes(self) -> int:
@@ -115,20 +131,20 @@ class Reservations:
         finally:
             with self._changed:
                 self._claims.remove(claim)
-                self._note_change()
+                self._note_change(claim)
 
     def settle(self, claim: Claim) -> None:
         """Give back the room of a claim, because segments fill it now or it is not needed."""
         with self._changed:
             claim.nbytes = 0
-            self._note_change()
+            self._note_change(claim)
 
     def finish(self, claim: Claim) -> None:
         """Note that a load has all its segments, and ends without waiting for other loads."""
         with self._changed:
             claim.nbytes = 0
             claim.is_ending = True
-            self._note_change()
+            self._note_change(claim)
 
     def reserve(
         self, claim: Claim, nbytes: int, timeout_s: float, on_wait: OnWait = lambda ahead: None
@@ -167,7 +183,7 @@ class Reservations:
             with self._changed:
                 self._queue.remove(request)
                 request.claim.is_waiting = False
-                self._note_change()
+                self._note_change(request.claim)
 
     def _try(self, request: _Request) -> list[str] | None:
         """Try to get the room; if there is none yet, wait a moment and return None.
@@ -185,9 +201,10 @@ class Reservations:
                     self._require_hope(request, exc, now, is_late=is_late)
                 else:
                     request.claim.nbytes += request.nbytes
+                    request.claim.has_reserved = True
                     request.is_stuck = False
                     return evicted
-                request.looks_at = now + _LOOK_AGAIN_S if self._is_any_running() else now
+                request.looks_at = now + _LOOK_AGAIN_S if self._is_any_running(request) else now
             elif is_late:
                 raise _late_in_queue(request, self._ahead(request))
             self._changed.wait(_POLL_S)
@@ -200,7 +217,9 @@ class Reservations:
     def _may_try(self, request: _Request) -> bool:
         """Tell whether it is a request's turn."""
         ahead = self._queue[: self._queue.index(request)]
-        return not ahead or (not self._is_any_running() and all(each.is_stuck for each in ahead))
+        if not ahead:
+            return True
+        return not self._is_any_running(request) and all(each.is_stuck for each in ahead)
 
     def _require_hope(
         self, request: _Request, refusal: CapacityError, looked_at: float, *, is_late: bool
@@ -212,42 +231,35 @@ class Reservations:
         """
         self._memory.require_possible(request.nbytes, self._reserved())
         if is_late:
-            raise _late(refusal, request.timeout_s)
-        if self._is_any_running():
+            raise refusal.after(request.timeout_s)
+        if self._is_any_running(request):
             return
         request.is_stuck = True
-        quiet_since = max(self._quiet_since, request.began_at)
-        has_settled = looked_at - quiet_since > _SETTLE_S  # a look may take long on a busy machine
+        # A look may take long on a busy machine.
+        has_settled = looked_at - request.quiet_since > _SETTLE_S
         if has_settled and all(each.is_stuck for each in self._queue):
             raise refusal
 
-    def _is_any_running(self) -> bool:
-        return any(claim.runs for claim in self._claims)
+    def _is_any_running(self, request: _Request) -> bool:
+        return any(claim.runs and claim.counts_for(request) for claim in self._claims)
 
     def _reserved(self) -> int:
         return sum(claim.nbytes for claim in self._claims)
 
-    def _note_change(self) -> None:
-        """Let all that wait look again."""
-        self._quiet_since = time.monotonic()
+    def _note_change(self, claim: Claim) -> None:
+        """Let all that wait look again, since a claim has changed."""
+        now = time.monotonic()
         for request in self._queue:
+            if claim.counts_for(request):
+                request.quiet_since = now
             request.is_stuck = False
             request.looks_at = 0.0
         self._changed.notify_all()
 
 
-def _late(refusal: CapacityError, timeout_s: float) -> CapacityError:
-    """Return a refusal that also says how long the load has waited."""
-    refusal.args = (
-        f"{refusal}; loads that run may free some, but not within {timeout_s:g} s "
-        "(SHMLOAD_WAIT_TIMEOUT_S)",
-    )
-    return refusal
-
-
 def _late_in_queue(request: _Request, ahead: int) -> CapacityError:
     remedy = (
-        f"{ahead} loads wait for room ahead of this one, and {request.timeout_s:g} s have passed; "
-        "load again later, or raise SHMLOAD_WAIT_TIMEOUT_S or `shmload serve --budget`"
+        f"this load is still behind {count_of(ahead, 'load')} after {request.timeout_s:g} s; load "
+        "again later, or raise SHMLOAD_WAIT_TIMEOUT_S or `shmload serve --budget`"
     )
-    return SharedMemoryFull(request.nbytes, 0, "the service's budget", remedy)
+    return SharedMemoryFull(request.nbytes, None, "the service's budget", remedy)

@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Mapping
 from os import PathLike
+from typing import Self
 
 from shmload._wording import format_nbytes
 from shmload.errors.base import ShmloadError
@@ -15,21 +16,28 @@ class CapacityError(ShmloadError, OSError):
 
     Attributes:
         needed: what the load needs, in bytes; or 1 inode if the file system has none left.
-        available: what is left, in the same unit.
+        available: what is left, in the same unit; None if it was not looked at.
         limit: what sets the limit, such as `/dev/shm`.
     """
 
     def __init__(
-        self, needed: int, available: int, limit: str, remedy: str, unit: str | None = None
+        self, needed: int, available: int | None, limit: str, remedy: str, unit: str | None = None
     ) -> None:
         self.needed = needed
         self.available = available
         self.limit = limit
-        amounts = [f"{n} {unit}" if unit else format_nbytes(n) for n in (needed, available)]
-        super().__init__(
-            f"{amounts[0]} needed in shared memory but {limit} leaves {amounts[1]}; {remedy}"
-        )
+        amounts = [f"{n} {unit}" if unit else format_nbytes(n) for n in (needed, available or 0)]
+        what = f" but {limit} leaves {amounts[1]}" if available is not None else f", of {limit}"
+        super().__init__(f"{amounts[0]} needed in shared memory{what}; {remedy}")
         self.errno = errno.ENOSPC
+
+    def after(self, waited_s: float) -> Self:
+        """Say also how long the load has waited for room, in seconds; return the error."""
+        self.args = (
+            f"{self}; loads that run may free some, but not within {waited_s:g} s "
+            "(SHMLOAD_WAIT_TIMEOUT_S)",
+        )
+        return self
 
 
 class SharedMemoryFull(CapacityError):

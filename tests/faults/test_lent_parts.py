@@ -100,10 +100,17 @@ def test_part_that_a_load_has_opened_for_reading_stays(service, shard):
         os.close(fd)
 
 
+def test_room_that_the_service_gave_is_not_asked_of_a_budget(service, shard, configure, evicts):
+    configure(inline_nbytes=0, workers=1, budget=1 << 20)
+    service.may_go.set()
+    assert len(shmload.warm(shard, torch_dtype="bfloat16").segments) == 1
+    service.write()
+
+
 def test_memory_that_the_service_takes_need_not_be_there_for_its_client(service, shard, cgroup):
     cgroup(1 << 30, (1 << 30) - (50 << 20))  # less than the margin
     service.may_go.set()
-    with pytest.raises(shmload.MemoryLimitExceeded, match="the memory control group"):
+    with pytest.raises(shmload.MemoryLimitExceeded, match="group leaves 0 B"):
         shmload.warm(shard, torch_dtype="bfloat16")
     assert service.lent  # only a client that decodes by itself needs the memory
     service.write()

@@ -228,18 +228,18 @@ def never(done, total):
 
 @decoding_door
 def test_no_room_in_the_control_group(large, door, cgroup):
-    cgroup(1 << 30, (1 << 30) - (50 << 20))  # less than the segment and the margin
+    cgroup(1 << 30, (1 << 30) - (70 << 20))  # less than the segment and the margin
     error = refusal(
         door,
         large,
         shmload.MemoryLimitExceeded,
         "19.08 MiB needed",
-        "the memory control group leaves 50.00 MiB",
+        "the memory control group leaves 6.00 MiB",
         "raise the container's memory limit",
         torch_dtype=torch.bfloat16,
         progress=never,
     )
-    assert (error.needed >> 20, error.available, error.errno) == (19, 50 << 20, errno.ENOSPC)
+    assert (error.needed >> 20, error.available, error.errno) == (19, 6 << 20, errno.ENOSPC)
     assert isinstance(error, OSError)
 
 
@@ -251,14 +251,14 @@ def test_room_in_the_control_group(large, cgroup):
 @decoding_door
 def test_no_room_in_the_machine(large, door, tmp_path, monkeypatch):
     meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 100000 kB\nMemAvailable: 51200 kB\n")
+    meminfo.write_text("MemTotal: 100000 kB\nMemAvailable: 71680 kB\n")
     read = functools.partial(machine_free_nbytes, meminfo)
     monkeypatch.setattr(capacity, "machine_free_nbytes", read)
     refusal(
         door,
         large,
         shmload.MemoryLimitExceeded,
-        "the machine's memory leaves 50.00 MiB",
+        "the machine's memory leaves 6.00 MiB",
         "shmload rm",
         torch_dtype=torch.bfloat16,
         progress=never,

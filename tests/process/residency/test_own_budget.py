@@ -12,6 +12,7 @@ from shmload._loading import room
 from shmload._segments.acquire import acquire
 from shmload._segments.layout import Layout
 from shmload._segments.names import room_lock_name
+from shmload._segments.turn import try_turn
 from shmload.errors import SharedMemoryFull
 
 _SEGMENT = (1 << 20) + 4096
@@ -79,8 +80,19 @@ def test_load_waits_while_another_decodes(shards, configure, evicts, monkeypatch
 
 def test_wait_has_a_deadline(shards, configure, evicts):
     configure(budget=3 * _SEGMENT // 2, wait_timeout_s=0.1)
-    with contextlib.closing(other_decode(shards[0])), pytest.raises(SharedMemoryFull):
+    with (
+        contextlib.closing(other_decode(shards[0])),
+        pytest.raises(SharedMemoryFull, match=r"not within 0.1 s \(SHMLOAD_WAIT_TIMEOUT_S\)"),
+    ):
         shmload.warm(shards[1], dtype="bfloat16")
+
+
+def test_wait_for_a_turn_has_a_deadline(shards, two_fit, configure):
+    configure(budget=3 * _SEGMENT, wait_timeout_s=0.1)
+    with try_turn(room_lock_name()), pytest.raises(SharedMemoryFull) as caught:
+        shmload.warm(shards[1], dtype="bfloat16")
+    assert "leaves" not in str(caught.value)  # it had no look
+    assert "still waits for room ahead of this one after 0.1 s" in str(caught.value)
 
 
 def test_part_of_a_dead_process_takes_nothing_from_it(shards, configure, evicts):

@@ -1,5 +1,6 @@
 """Loads wait for room in order of arrival, and are refused only if nothing could make room."""
 
+import contextlib
 import threading
 
 import pytest
@@ -111,10 +112,12 @@ def test_load_that_waits_for_others_does_not_count_as_running(reservations, memo
             reservations.reserve(other, 9, 60)
 
 
-def test_load_that_ends_soon_is_waited_for(reservations, memory, monkeypatch):
+@pytest.mark.parametrize("nbytes", [0, 5])
+def test_load_that_ends_soon_is_waited_for(reservations, memory, monkeypatch, nbytes):
     monkeypatch.setattr(module, "_SETTLE_S", 0.0)
     with reservations.claim() as claim:
-        reservations.reserve(claim, 5, 60)
+        if nbytes:  # else it only attaches
+            reservations.reserve(claim, nbytes, 60)
         memory.held = 5
         reservations.finish(claim)
         other = Waiter(reservations, 9)
@@ -124,14 +127,26 @@ def test_load_that_ends_soon_is_waited_for(reservations, memory, monkeypatch):
     other.end()
 
 
+def test_loads_that_come_later_and_only_attach_hold_up_no_refusal(reservations, memory):
+    memory.held = 5
+    waiting = Waiter(reservations, 9, timeout_s=20)
+    assert waiting.waits.wait(60)
+    with contextlib.ExitStack() as attached:
+        while waiting.is_alive():
+            reservations.finish(attached.enter_context(reservations.claim()))
+            waiting.join(0.05)
+    assert "SHMLOAD_WAIT_TIMEOUT_S" not in str(waiting.error)  # it was refused before its deadline
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_wait_has_a_deadline(reservations, is_first):
     with reservations.claim() as claim, reservations.claim() as other:
         reservations.reserve(claim, 5, 60)
         ahead = None if is_first else Waiter(reservations, 9)
         assert is_first or ahead.waits.wait(60)
-        with pytest.raises(SharedMemoryFull, match="SHMLOAD_WAIT_TIMEOUT_S"):
+        with pytest.raises(SharedMemoryFull, match="SHMLOAD_WAIT_TIMEOUT_S") as caught:
             reservations.reserve(other, 8, 0)
+        assert ("leaves 5 B" if is_first else "still behind 1 load after 0 s") in str(caught.value)
         reservations.settle(claim)
         if ahead:
             assert ahead.has_room.wait(60)
