@@ -26,7 +26,7 @@ class PathRepair:
 
     Args:
         view: the view's directory.
-        root: the path of the source's directory, as the libraries would spell it.
+        root: the path of the source's directory, as the libraries would write it.
         given: the source as the user named it; replaces the view's directory itself.
         said: what earlier builds of the same pipeline logged; this build does not repeat it, and
             adds what it logs.

@@ -68,7 +68,7 @@ def skeleton_path(source: Source, load: Load, torch_dtype: object, root: str) ->
         source: the pipeline.
         load: the load of its shards.
         torch_dtype: as given to `load_pipeline`.
-        root: the source's path as the models spell it.
+        root: the source's path as the models write it.
     """
     if torch.get_default_device().type != "cpu" or not all(map(_is_plain_install, _LIBRARIES)):
         return None

@@ -18,11 +18,10 @@ import msgspec
 from shmload._cli.top_view import Row, Snapshot
 from shmload._segments.grouping import Model
 from shmload._segments.models import Models, models
-from shmload._segments.unfinished import Decoding
+from shmload._segments.unfinished import UnfinishedModel
 from shmload._segments.users import name_users
 from shmload._service.client import Client
-from shmload._service.protocol import Decoding as RunningDecode
-from shmload._service.protocol import GetStatus, ModelUse, Status
+from shmload._service.protocol import GetStatus, ModelUse, RunningDecode, Status
 from shmload.errors import ShmloadError
 
 _INTERVAL_S = 1.0
@@ -149,7 +148,7 @@ def _of_model(model: Model, use: ModelUse | None) -> Row:
     )
 
 
-def _of_source(found: Decoding, use: ModelUse | None) -> Row:
+def _of_source(found: UnfinishedModel, use: ModelUse | None) -> Row:
     return Row(
         id=f"{found.source} {found.dtype}",
         name=found.name,
@@ -160,7 +159,7 @@ def _of_source(found: Decoding, use: ModelUse | None) -> Row:
     )
 
 
-def _with_decode(row: Row, found: Decoding, at_service: RunningDecode | None) -> Row:
+def _with_decode(row: Row, found: UnfinishedModel, at_service: RunningDecode | None) -> Row:
     """Return a model's row while some of its segments are being decoded."""
     rate = found.bytes_per_s
     if at_service and at_service.elapsed_s > 0:

@@ -8,7 +8,7 @@ import msgspec
 from shmload._segments.grouping import Model, group_segments
 from shmload._segments.listing import SegmentInfo, amount_of, segments_by_lock
 from shmload._segments.roots import find_roots, shards_below
-from shmload._segments.unfinished import Decoding, find_decoding
+from shmload._segments.unfinished import UnfinishedModel, find_decoding
 from shmload._segments.users import User, find_users, name_users
 from shmload._tables import Cell, Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes
@@ -33,7 +33,9 @@ class Models(Listing[Model]):
         decoding: what was being decoded when they were listed.
     """
 
-    def __init__(self, found: Iterable[Model] = (), decoding: Sequence[Decoding] = ()) -> None:
+    def __init__(
+        self, found: Iterable[Model] = (), decoding: Sequence[UnfinishedModel] = ()
+    ) -> None:
         super().__init__(found)
         self.decoding = tuple(decoding)
 
@@ -140,7 +142,7 @@ def _expiry(model: Model, now: float) -> str:
     return f"in {format_age(model.used_at + model.keep_for_s - now)}"
 
 
-def _table_of_decodes(found: Iterable[Decoding]) -> Table:
+def _table_of_decodes(found: Iterable[UnfinishedModel]) -> Table:
     rows = [
         (
             Cell(each.name, "bold"),

@@ -17,7 +17,7 @@ from shmload._segments.users import User, find_builders
 from shmload.errors import SegmentCorrupt, SegmentError
 
 
-class Decoding(msgspec.Struct, frozen=True, kw_only=True):
+class UnfinishedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model, or some of its shards, while they are being decoded."""
 
     name: str
@@ -49,7 +49,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
 
 
-def find_decoding() -> list[Decoding]:
+def find_decoding() -> list[UnfinishedModel]:
     """List what is being decoded by processes of this user, by model.
 
     A part whose header is not written yet is left out. Weights that go straight to a device lie in
@@ -70,11 +70,11 @@ def find_decoding() -> list[Decoding]:
 
 def _sum_up(
     name: str, path: str, parts: list[_Part], users: dict[str, tuple[User, ...]]
-) -> Decoding:
+) -> UnfinishedModel:
     done = sum(part.done_nbytes for part in parts)
     elapsed_s = max(0.0, time.time() - min(part.created_at for part in parts))
     builders = {user.pid: user for part in parts for user in users.get(part.name, ())}
-    return Decoding(
+    return UnfinishedModel(
         name=name,
         dtype=parts[0].dtype,
         source=path,

@@ -27,7 +27,7 @@ from shmload._segments.roots import Root
 from shmload._wording import printable
 from shmload.errors import ShmloadError
 
-VERSION: Final = 3
+VERSION: Final = 4
 """To be increased with every change of a message."""
 
 _Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -139,7 +139,7 @@ class Holders(msgspec.Struct, frozen=True):
     """Process ids, without processes of other pid namespaces, which the service cannot see."""
 
 
-class Decoding(msgspec.Struct, frozen=True, kw_only=True):
+class RunningDecode(msgspec.Struct, frozen=True, kw_only=True):
     """A decode that runs or waits for the workers."""
 
     model: str
@@ -210,14 +210,14 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     decode_s: float
     """Time spent decoding, in seconds."""
     leases: tuple[Holders, ...]
-    decoding: tuple[Decoding, ...]
+    decoding: tuple[RunningDecode, ...]
     """What is being decoded, in the order in which it was asked for."""
     models: tuple[ModelUse, ...]
     """The counters of each model, the most recently used first; at most some hundred models."""
     history: tuple[int, ...]
-    """Bytes of weights read in each of the latest spells, the latest last."""
-    spell_s: float
-    """Length of a spell of `history`, in seconds."""
+    """Bytes of weights read in each of the latest intervals, the latest last."""
+    interval_s: float
+    """Length of an interval of `history`, in seconds."""
     room_nbytes: int
     """Memory that is free for segments without evicting any, in bytes."""
 

@@ -24,7 +24,7 @@ from shmload._service.pool import WorkerPool
 from shmload._service.protocol import Holders, Status
 from shmload._service.readiness import Preloading
 from shmload._service.reservations import Claim, OnWait, Reservations
-from shmload._service.usage import SPELL_S, Usage
+from shmload._service.usage import INTERVAL_S, Usage
 from shmload._wording import format_nbytes
 from shmload.errors import CapacityError
 
@@ -214,7 +214,7 @@ class ServiceState:
                 decoding=self.usage.running(),
                 models=self.usage.models(),
                 history=self.usage.history(),
-                spell_s=SPELL_S,
+                interval_s=INTERVAL_S,
                 room_nbytes=free_nbytes,
             )
 

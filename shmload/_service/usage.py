@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from shmload._segments.roots import Root
-from shmload._service.protocol import Decoding, ModelUse
+from shmload._service.protocol import ModelUse, RunningDecode
 
 MAX_MODELS = 200
 """Number of models that are remembered."""
@@ -24,9 +24,9 @@ _MAX_PATH_LENGTH = 4096  # PATH_MAX
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds of the histogram of decode times, in seconds; one bucket more has the rest."""
 
-SPELL_S = 5.0
-"""Length of the spells that `Usage.history` counts by, in seconds."""
-_SPELLS = 60
+INTERVAL_S = 5.0
+"""Length of the intervals that `Usage.history` counts by, in seconds."""
+_INTERVALS = 60
 
 Clock = Callable[[], float]
 
@@ -72,9 +72,9 @@ class RunningDecode:
         """How long the workers have been at it, in seconds; 0 while it waits for them."""
         return 0.0 if self._began_at is None else self._clock() - self._began_at
 
-    def describe(self) -> Decoding:
+    def describe(self) -> RunningDecode:
         """Return it as it stands now."""
-        return Decoding(
+        return RunningDecode(
             model=self.name,
             source=_shorten(self.model.path, _MAX_PATH_LENGTH),
             done_nbytes=self.done_nbytes,
@@ -98,8 +98,8 @@ class Usage:
         # By the path of the model's source.
         self._models: OrderedDict[str, _Counts] = OrderedDict()
         self._running: list[RunningDecode] = []
-        # Number of a spell since the clock's zero, and the bytes read in it; oldest first.
-        self._spells: deque[tuple[int, int]] = deque(maxlen=_SPELLS)
+        # Number of an interval since the clock's zero, and the bytes read in it; oldest first.
+        self._intervals: deque[tuple[int, int]] = deque(maxlen=_INTERVALS)
 
     def note(self, model: Root, *, hits: int, misses: int) -> None:
         """Count segments that a load of a model found resident, and those that were decoded."""
@@ -139,15 +139,15 @@ class Usage:
 
     def add_read(self, running: RunningDecode, nbytes: int) -> None:
         """Count bytes that a decode has read."""
-        spell = int(self._clock() // SPELL_S)
+        interval = int(self._clock() // INTERVAL_S)
         with self._lock:
             running.done_nbytes += nbytes
             for counts in (self._all, self._counts_of(running.model)):
                 counts.read_nbytes += nbytes
             before = 0
-            if self._spells and self._spells[-1][0] == spell:
-                _, before = self._spells.pop()
-            self._spells.append((spell, before + nbytes))
+            if self._intervals and self._intervals[-1][0] == interval:
+                _, before = self._intervals.pop()
+            self._intervals.append((interval, before + nbytes))
 
     def _counts_of(self, model: Root) -> _Counts:
         """Return a model's counters, as the most recently used ones."""
@@ -179,7 +179,7 @@ class Usage:
         """Decodes that ended with an error, or whose client left."""
         return self._all.failed
 
-    def running(self) -> tuple[Decoding, ...]:
+    def running(self) -> tuple[RunningDecode, ...]:
         """Return the decodes that run or wait, in the order in which they were asked for."""
         with self._lock:
             return tuple(running.describe() for running in self._running)
@@ -211,11 +211,11 @@ class Usage:
             )
 
     def history(self) -> tuple[int, ...]:
-        """Return the bytes read in each of the latest spells of `SPELL_S`, the latest last."""
-        latest = int(self._clock() // SPELL_S)
+        """Return the bytes read in each of the latest intervals of `INTERVAL_S`, the latest last."""
+        latest = int(self._clock() // INTERVAL_S)
         with self._lock:
-            known = dict(self._spells)
-        return tuple(known.get(latest - back, 0) for back in reversed(range(_SPELLS)))
+            known = dict(self._intervals)
+        return tuple(known.get(latest - back, 0) for back in reversed(range(_INTERVALS)))
 
 
 def _name_of(model: Root) -> str:

@@ -26,6 +26,6 @@ STATUS = Status(
     decoding=(),
     models=(),
     history=(0, 0, 5 << 30, 10 << 30),
-    spell_s=5,
+    interval_s=5,
     room_nbytes=17 << 30,
 )

@@ -13,7 +13,7 @@ from shmload._checkpoints.left_out import LeftOut
 from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
 from shmload._doctor.checks import Finding
-from shmload._segments.unfinished import Decoding
+from shmload._segments.unfinished import UnfinishedModel
 from shmload._segments.users import User
 from shmload._service import protocol
 from shmload._service.protocol import Holders, ModelUse, Status
@@ -23,14 +23,14 @@ _KINDS = {
     shmload.Model: "model",
     shmload.SegmentInfo: "segment",
     User: "user",
-    Decoding: "decoding",
+    UnfinishedModel: "unfinishedmodel",
     shmload.WarmReport: "report",
     shmload.Plan: "plan",
     shmload.ShardPlan: "shard",
     LeftOut: "leftout",
     Status: "service",
     Holders: "lease",
-    protocol.Decoding: "decode",
+    protocol.RunningDecode: "runningdecode",
     ModelUse: "count",
     Finding: "finding",
 }

@@ -7,10 +7,9 @@ from statuses import STATUS
 from shmload._cli.top_feed import make_rows
 from shmload._segments.grouping import Model
 from shmload._segments.models import Models
-from shmload._segments.unfinished import Decoding
+from shmload._segments.unfinished import UnfinishedModel
 from shmload._segments.users import User
-from shmload._service.protocol import Decoding as RunningDecode
-from shmload._service.protocol import ModelUse
+from shmload._service.protocol import ModelUse, RunningDecode
 
 FLUX = Model(
     name="flux",
@@ -30,7 +29,7 @@ FLUX = Model(
     keep_for_s=0,
     is_current=True,
 )
-DECODE = Decoding(
+DECODE = UnfinishedModel(
     name="flux",
     dtype="bfloat16",
     source="/m/flux",

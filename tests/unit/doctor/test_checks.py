@@ -56,7 +56,7 @@ STATUS = Status(
     decoding=(),
     models=(),
     history=(),
-    spell_s=1.0,
+    interval_s=1.0,
     room_nbytes=0,
 )
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from shmload._segments.roots import Root
-from shmload._service.usage import BUCKETS_S, MAX_MODELS, SPELL_S, Usage
+from shmload._service.usage import BUCKETS_S, INTERVAL_S, MAX_MODELS, Usage
 
 
 class Clock:
@@ -111,11 +111,11 @@ def test_history_has_the_bytes_of_each_spell(usage, clock):
     with usage.decoding(Root(path="m"), 100) as running:
         for nbytes in (10, 20):
             usage.add_read(running, nbytes)
-        clock.now += 2 * SPELL_S
+        clock.now += 2 * INTERVAL_S
         usage.add_read(running, 5)
-        clock.now += SPELL_S
+        clock.now += INTERVAL_S
     history = usage.history()
     assert len(history) == 60
     assert history[-4:] == (30, 0, 5, 0)
-    clock.now += 1000 * SPELL_S
+    clock.now += 1000 * INTERVAL_S
     assert set(usage.history()) == {0}
