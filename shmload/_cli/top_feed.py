@@ -21,7 +21,7 @@ from shmload._segments.models import Models, models
 from shmload._segments.unfinished import UnfinishedModel
 from shmload._segments.users import name_users
 from shmload._service.client import Client
-from shmload._service.protocol import GetStatus, ModelUse, RunningDecode, Status
+from shmload._service.protocol import DecodeStatus, GetStatus, ModelUse, Status
 from shmload.errors import ShmloadError
 
 _INTERVAL_S = 1.0
@@ -159,7 +159,7 @@ def _of_source(found: UnfinishedModel, use: ModelUse | None) -> Row:
     )
 
 
-def _with_decode(row: Row, found: UnfinishedModel, at_service: RunningDecode | None) -> Row:
+def _with_decode(row: Row, found: UnfinishedModel, at_service: DecodeStatus | None) -> Row:
     """Return a model's row while some of its segments are being decoded."""
     rate = found.bytes_per_s
     if at_service and at_service.elapsed_s > 0:

@@ -139,7 +139,7 @@ class Holders(msgspec.Struct, frozen=True):
     """Process ids, without processes of other pid namespaces, which the service cannot see."""
 
 
-class RunningDecode(msgspec.Struct, frozen=True, kw_only=True):
+class DecodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A decode that runs or waits for the workers."""
 
     model: str
@@ -210,7 +210,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     decode_s: float
     """Time spent decoding, in seconds."""
     leases: tuple[Holders, ...]
-    decoding: tuple[RunningDecode, ...]
+    decoding: tuple[DecodeStatus, ...]
     """What is being decoded, in the order in which it was asked for."""
     models: tuple[ModelUse, ...]
     """The counters of each model, the most recently used first; at most some hundred models."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from shmload._segments.roots import Root
-from shmload._service.protocol import ModelUse, RunningDecode
+from shmload._service.protocol import DecodeStatus, ModelUse
 
 MAX_MODELS = 200
 """Number of models that are remembered."""
@@ -72,9 +72,9 @@ class RunningDecode:
         """How long the workers have been at it, in seconds; 0 while it waits for them."""
         return 0.0 if self._began_at is None else self._clock() - self._began_at
 
-    def describe(self) -> RunningDecode:
+    def describe(self) -> DecodeStatus:
         """Return it as it stands now."""
-        return RunningDecode(
+        return DecodeStatus(
             model=self.name,
             source=_shorten(self.model.path, _MAX_PATH_LENGTH),
             done_nbytes=self.done_nbytes,
@@ -179,7 +179,7 @@ class Usage:
         """Decodes that ended with an error, or whose client left."""
         return self._all.failed
 
-    def running(self) -> tuple[RunningDecode, ...]:
+    def running(self) -> tuple[DecodeStatus, ...]:
         """Return the decodes that run or wait, in the order in which they were asked for."""
         with self._lock:
             return tuple(running.describe() for running in self._running)
@@ -211,7 +211,7 @@ class Usage:
             )
 
     def history(self) -> tuple[int, ...]:
-        """Return the bytes read in each of the latest intervals of `INTERVAL_S`, the latest last."""
+        """Return the bytes read in the latest intervals of `INTERVAL_S`, the latest last."""
         latest = int(self._clock() // INTERVAL_S)
         with self._lock:
             known = dict(self._intervals)

@@ -30,7 +30,7 @@ _KINDS = {
     LeftOut: "leftout",
     Status: "service",
     Holders: "lease",
-    protocol.RunningDecode: "runningdecode",
+    protocol.DecodeStatus: "decodestatus",
     ModelUse: "count",
     Finding: "finding",
 }

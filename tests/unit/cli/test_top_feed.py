@@ -9,7 +9,7 @@ from shmload._segments.grouping import Model
 from shmload._segments.models import Models
 from shmload._segments.unfinished import UnfinishedModel
 from shmload._segments.users import User
-from shmload._service.protocol import ModelUse, RunningDecode
+from shmload._service.protocol import DecodeStatus, ModelUse
 
 FLUX = Model(
     name="flux",
@@ -77,7 +77,7 @@ def test_other_dtype_is_a_row_of_its_own_and_what_is_decoded_comes_first():
 
 @pytest.mark.parametrize("is_waiting", [False, True])
 def test_service_knows_the_rate_and_whether_a_decode_waits(is_waiting):
-    running = RunningDecode(
+    running = DecodeStatus(
         model="flux",
         source="/m/flux",
         done_nbytes=30,
