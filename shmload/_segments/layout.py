@@ -13,7 +13,7 @@ from shmload._checkpoints.dtypes import FLOATS, NBITS
 from shmload._checkpoints.formats.safetensors import build_header
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.linux import PAGE_NBYTES
-from shmload._segments.metadata import FOR_EVER, UNFINISHED, find_digest
+from shmload._segments.metadata import FOR_EVER, UNFINISHED, dtype_entry, find_digest
 from shmload._segments.pieces import Run, cut_pieces, join_runs
 
 _LINE_NBYTES = 64
@@ -73,7 +73,7 @@ def lay_out(
     # transformers 4.57 requires the framework in files that have any metadata.
     own = header.metadata if header.metadata is not None else {"format": "pt"}
     # Twice: the first decides the place, the last the value, whatever the shard's metadata has.
-    entries = FOR_EVER | own | metadata | UNFINISHED | FOR_EVER
+    entries = FOR_EVER | own | metadata | dtype_entry(specs, metadata) | UNFINISHED | FOR_EVER
     raw = build_header(tuple(specs), entries, PAGE_NBYTES)
     runs = join_runs([tensor for tensor, _ in stored], specs, header.data_offset, len(raw))
     return Layout(

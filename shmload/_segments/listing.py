@@ -10,12 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shmload._checkpoints.dtypes import TORCH_NAMES
-from shmload._checkpoints.header import Header
 from shmload._checkpoints.identity import identify
 from shmload._host.linux import Inode, inode_of, is_named, shm_open, try_lock
 from shmload._host.procfs import mappers
-from shmload._segments.metadata import Metadata, parse_metadata
+from shmload._segments.metadata import Metadata
 from shmload._segments.mode import is_pinned, is_shared
 from shmload._segments.names import segment_names, short_id
 from shmload._segments.segment import Segment
@@ -121,12 +119,9 @@ def _list() -> list[tuple[SegmentInfo, Inode]]:
 
 
 def _describe(segment: Segment) -> SegmentInfo:
-    dtype = ""
     try:
-        header = segment.read_header()
-        metadata = parse_metadata(header.metadata)
-        dtype = main_dtype(header, metadata.conversion)
-    except (SegmentCorrupt, ValueError):
+        metadata = segment.read_metadata()
+    except SegmentCorrupt:
         metadata = Metadata(conversion="corrupt")
     found = os.fstat(segment.fd)
     return SegmentInfo(
@@ -142,7 +137,7 @@ def _describe(segment: Segment) -> SegmentInfo:
         used_at=found.st_mtime,
         is_pinned=is_pinned(found),
         is_shared=is_shared(found),
-        dtype=dtype,
+        dtype=metadata.dtype,
         identity=metadata.identity,
         keep_for_s=metadata.keep_for_s,
     )
@@ -154,22 +149,6 @@ def _is_of(path: str, identity: str) -> bool:
         return identify(path, os.stat(path)).key == identity
     except (OSError, ValueError):
         return False
-
-
-def main_dtype(header: Header, conversion: str) -> str:
-    """Return torch's name of the dtype that a segment's floats got, or of most of its bytes.
-
-    Args:
-        header: of the segment.
-        conversion: as in its metadata.
-    """
-    target = conversion.partition("/")[0]
-    if target not in TORCH_NAMES:  # raw: the tensors are as the file has them
-        nbytes: dict[str, int] = {}
-        for tensor in header.tensors:
-            nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
-        target = max(nbytes, key=lambda dtype: nbytes[dtype], default="")
-    return TORCH_NAMES.get(target, target)
 
 
 def _state(info: SegmentInfo) -> str:

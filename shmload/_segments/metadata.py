@@ -5,18 +5,22 @@ written last, over a digest of zeros: a segment that has one is complete. Only `
 anew later.
 """
 
+import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.header import TensorSpec
 from shmload._segments.source_text import source_text
 from shmload._version import __version__
 
 _SOURCE_KEY = "shmload.source"
 _IDENTITY_KEY = "shmload.identity"
 _CONVERSION_KEY = "shmload.conversion"
+_DTYPE_KEY = "shmload.dtype"
 _CREATED_AT_KEY = "shmload.created_at"
 _CREATOR_KEY = "shmload.creator"
 _KEEP_FOR_KEY = "shmload.keep_for"
@@ -24,6 +28,9 @@ _DIGEST_KEY = "shmload.digest"
 _NO_DIGEST = "0" * 32
 _KEEP_FOR_NDIGITS = 10
 _HEADER_BEGIN = b'{"__metadata__":{"' + _KEEP_FOR_KEY.encode() + b'":"'
+_METADATA_BEGIN = 8 + _HEADER_BEGIN.rindex(b"{")
+# Enough for almost all metadata; the entries of the tensors come behind it.
+_READ_NBYTES = 8192
 
 UNFINISHED = {_DIGEST_KEY: _NO_DIGEST}
 """The digest's entry in the metadata of a segment that is not complete."""
@@ -45,6 +52,8 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     """The shard's `Identity.key` when it was decoded."""
     conversion: str = ""
     """What was done to its dtypes, or `raw`."""
+    dtype: str = ""
+    """torch's name of the dtype that its floats got; if it is `raw`, of most of its bytes."""
     created_at: float = 0.0
     """Seconds since the epoch."""
     creator: str = ""
@@ -83,11 +92,60 @@ def parse_metadata(entries: Mapping[str, str] | None) -> Metadata:
         source=entries.get(_SOURCE_KEY, ""),
         identity=entries.get(_IDENTITY_KEY, ""),
         conversion=entries.get(_CONVERSION_KEY, ""),
+        dtype=entries.get(_DTYPE_KEY, ""),
         created_at=float(entries.get(_CREATED_AT_KEY, 0)),
         creator=entries.get(_CREATOR_KEY, ""),
         digest=read_digest(entries) or "",
         keep_for_s=int(entries.get(_KEEP_FOR_KEY, 0)),
     )
+
+
+def read_metadata(fd: int) -> Metadata | None:
+    """Read what the header of an open segment or part says, without the entries of its tensors.
+
+    Returns:
+        None if that is impossible: the header is damaged, of an earlier version, or not written
+        yet. `Segment.read_header` says more.
+    """
+    begin = os.pread(fd, _READ_NBYTES, 0)
+    if read_keep_for(begin) is None:
+        return None
+    try:
+        _, end = _DECODER.raw_decode(begin.decode("latin-1"), _METADATA_BEGIN)
+        entries = msgspec.json.decode(begin[_METADATA_BEGIN:end], type=dict[str, str])
+        metadata = parse_metadata(entries)
+    except ValueError:  # it may be longer than what was read
+        return None
+    return metadata if metadata.dtype else None
+
+
+def dtype_entry(tensors: Sequence[TensorSpec], entries: Mapping[str, str]) -> dict[str, str]:
+    """Return the entry for the header of a new segment that says its dtype.
+
+    Args:
+        tensors: of the segment.
+        entries: from `make_metadata`.
+    """
+    return {_DTYPE_KEY: main_dtype(tensors, entries.get(_CONVERSION_KEY, ""))}
+
+
+def main_dtype(tensors: Sequence[TensorSpec], conversion: str) -> str:
+    """Return torch's name of the dtype that a segment's floats got, or of most of its bytes.
+
+    Args:
+        tensors: of the segment.
+        conversion: as in its metadata.
+    """
+    target = conversion.partition("/")[0]
+    if target not in TORCH_NAMES:  # raw: the tensors are as the file has them
+        nbytes: dict[str, int] = {}
+        for tensor in tensors:
+            nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
+        target = max(nbytes, key=lambda dtype: nbytes[dtype], default="")
+    return TORCH_NAMES.get(target, target)
+
+
+_DECODER = json.JSONDecoder()
 
 
 def write_keep_for(keep_for_s: int) -> bytes:

@@ -20,11 +20,21 @@ import enum
 import os
 import time
 
+import msgspec
+
 from shmload._checkpoints.formats.safetensors import read_header
 from shmload._checkpoints.header import Header
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import is_named, shm_open, wait_lock
-from shmload._segments.metadata import KEEP_FOR_OFFSET, read_keep_for, write_keep_for
+from shmload._segments.metadata import (
+    KEEP_FOR_OFFSET,
+    Metadata,
+    main_dtype,
+    parse_metadata,
+    read_keep_for,
+    read_metadata,
+    write_keep_for,
+)
 from shmload._segments.mode import (
     PINNED,
     READ_ONLY,
@@ -140,6 +150,23 @@ class Segment(Descriptor):
         with changing_mode(self.name):
             overwrite(self.fd, write_keep_for(seconds), KEEP_FOR_OFFSET)
         return True
+
+    def read_metadata(self) -> Metadata:
+        """Read what its header says, in as little time for 1,000 tensors as for one.
+
+        Raises:
+            SegmentCorrupt: it is not one that shmload wrote.
+        """
+        metadata = read_metadata(self.fd)
+        if metadata:
+            return metadata
+        header = self.read_header()
+        try:
+            metadata = parse_metadata(header.metadata)
+        except ValueError as exc:
+            raise SegmentCorrupt(self.name, str(exc)) from exc
+        dtype = main_dtype(header.tensors, metadata.conversion)
+        return msgspec.structs.replace(metadata, dtype=dtype)
 
     def read_header(self) -> Header:
         """Read the header.

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import msgspec
 
 from shmload._host.linux import shm_open, try_lock
-from shmload._segments.listing import main_dtype
-from shmload._segments.metadata import parse_metadata
 from shmload._segments.names import part_names
 from shmload._segments.roots import find_roots, tell_apart
 from shmload._segments.segment import Segment
@@ -97,18 +95,17 @@ def _living_parts(names: list[str], users: dict[str, tuple[User, ...]]) -> Itera
                 # /proc/locks names most builders; asking the lock itself is for the others, since
                 # it holds a dead builder's part for a moment.
                 if name in users or not try_lock(fd, exclusive=False):
-                    with contextlib.suppress(SegmentCorrupt, ValueError):  # no header yet
+                    with contextlib.suppress(SegmentCorrupt):  # no header yet
                         yield _describe(part)
 
 
 def _describe(part: Segment) -> _Part:
-    header = part.read_header()
-    metadata = parse_metadata(header.metadata)
+    metadata = part.read_metadata()
     found = os.fstat(part.fd)
     return _Part(
         name=part.name,
         source=metadata.source,
-        dtype=main_dtype(header, metadata.conversion),
+        dtype=metadata.dtype,
         nbytes=found.st_size,
         # stat(2): units of 512 bytes, whole pages
         done_nbytes=min(found.st_size, 512 * found.st_blocks),

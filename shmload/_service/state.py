@@ -16,7 +16,7 @@ from shmload._decoding.coordinator import Job, OnBytes
 from shmload._segments.capacity import room_nbytes
 from shmload._segments.eviction import evict_for, require_possible
 from shmload._segments.expiry import remove_expired
-from shmload._segments.listing import SegmentInfo, segments
+from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.pids import users_of
 from shmload._segments.roots import Root
 from shmload._service.budget import service_budget
@@ -185,7 +185,7 @@ class ServiceState:
 
     def status(self) -> Status:
         """Return the status."""
-        found = segments()
+        found = segments_by_lock()  # what is mapped is looked at below, once
         # Not under the lock, which `make_room` and new clients take: it takes 0.1 s.
         reserved_nbytes = self.reservations.nbytes
         leases, free_nbytes = tuple(_leases(found)), max(0, room_nbytes())

@@ -45,13 +45,13 @@ def test_tensors_of_one_component(handle, source, shm_names):
 
 
 def test_listing_that_outlives_the_last_lease_removes_the_segments(handle, shm_names, monkeypatch):
-    read_header = Segment.read_header
+    read_metadata = Segment.read_metadata
 
     def close_and_read(segment):
         handle.close()
-        return read_header(segment)
+        return read_metadata(segment)
 
-    monkeypatch.setattr(Segment, "read_header", close_and_read)
+    monkeypatch.setattr(Segment, "read_metadata", close_and_read)
     assert shmload.segments() == []
     assert shm_names() == []
 

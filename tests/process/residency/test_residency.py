@@ -15,6 +15,7 @@ from warming import CHILD, NBYTES, SHM, TENSORS, as_bf16, assert_same, begun
 
 import shmload
 from shmload._segments.names import name_prefix
+from shmload._segments.segment import Segment
 
 # A source that changes ----------------------------------------------------------------------------
 
@@ -206,6 +207,12 @@ def test_segment_with_a_broken_header_is_found_and_can_be_removed(checkpoint, sh
         shmload.load_state_dict(checkpoint, torch.bfloat16)
     shmload.evict(name)
     assert shm_names() == []
+
+
+def test_listing_reads_no_entries_of_tensors(checkpoint, evicts, monkeypatch):
+    shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
+    monkeypatch.setattr(Segment, "read_header", pytest.fail)
+    assert [info.dtype for info in shmload.segments()] == ["bfloat16"]
 
 
 def test_segment_with_odd_metadata_is_no_crash(checkpoint):

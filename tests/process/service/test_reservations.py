@@ -14,7 +14,7 @@ from serving import ask, status, stopped, wait_until, workers_of
 
 import shmload
 from shmload._loading import room
-from shmload._segments import eviction
+from shmload._segments import eviction, listing, pids
 from shmload._segments.acquire import acquire
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
@@ -91,6 +91,15 @@ def test_segment_that_is_only_looked_at_may_go(shards, evicts, monkeypatch):
     )
     with contextlib.closing(ServiceState(1, _SEGMENT)) as state, state.reservations.claim() as one:
         assert state.reservations.reserve(one, _SEGMENT, 60) == [info.name]
+
+
+def test_status_reads_the_mappings_of_processes_once(shards, evicts, monkeypatch):
+    shmload.warm(shards[0], torch_dtype="bfloat16")
+    looks = []
+    for module in (listing, pids):
+        monkeypatch.setattr(module, "mappers", lambda inodes: looks.append(inodes) or {})
+    with contextlib.closing(ServiceState(1, _SEGMENT)) as state:
+        assert state.status().segments == len(looks) == 1
 
 
 # Waiting for room ---------------------------------------------------------------------------------

@@ -11,13 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES
-from shmload._checkpoints.formats.safetensors import read_header
+from shmload._checkpoints.formats.safetensors import build_header, read_header
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.linux import PAGE_NBYTES
 from shmload._segments import pieces
 from shmload._segments.digest import combine_digests, digest_data
 from shmload._segments.layout import lay_out, needs_conversion
-from shmload._segments.metadata import make_metadata, parse_metadata, read_digest
+from shmload._segments.metadata import (
+    FOR_EVER,
+    make_metadata,
+    parse_metadata,
+    read_digest,
+    read_metadata,
+)
 from shmload.workers.fill import Filler
 
 _PIECE_NBYTES = 256  # instead of 64 MiB, to split small tensors too
@@ -288,6 +294,43 @@ def test_segment_as_a_source_does_not_describe_the_new_segment():
         found = parse_metadata(read_header(fd, "segment").metadata)
     assert (found.source, found.identity) == ("new.safetensors", "new identity")
     assert found.conversion == "raw"
+
+
+def read_back(layout):
+    """Read a segment's metadata alone, and from its whole header."""
+    with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
+        whole = parse_metadata(read_header(fd, "segment").metadata)
+        return read_metadata(fd), whole
+
+
+def test_metadata_is_read_without_the_tensors():
+    new = make_metadata("ä.safetensors", "identity", "raw")
+    tensors = {f"{n}": torch.ones(3, dtype=torch.bfloat16) for n in range(1000)}
+    with in_memory(safetensors.torch.save(tensors | {"a": torch.ones(2)})) as fd:
+        alone, whole = read_back(lay_out_file(fd, converting(None), **new))
+    assert alone == whole
+    assert (alone.source, alone.dtype) == ("ä.safetensors", "bfloat16")
+    with in_memory(safetensors.torch.save(tensors)) as fd:
+        converted = lay_out_file(fd, converting("F16"), **new | {"shmload.conversion": "F16/x"})
+    assert read_back(converted)[0].dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"shmload.dtype": ""},  # as a version before it has it
+        {"long": "x" * 10_000},
+        {"shmload.created_at": "never"},
+    ],
+)
+def test_metadata_that_cannot_be_read_alone_needs_the_whole_header(own):
+    with in_memory(safetensors.torch.save({"a": torch.ones(3)})) as fd:
+        header = read_header(fd, "shard")
+    entries = FOR_EVER | make_metadata("a", "identity", "raw") | {"shmload.dtype": "float32"} | own
+    with in_memory(build_header(header.tensors, entries, 8)) as fd:
+        assert read_metadata(fd) is None
+    with in_memory() as fd:
+        assert read_metadata(fd) is None
 
 
 def test_shard_of_no_tensors_is_a_header_alone():
