@@ -57,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Worker processes for one load; None means one for each core that the parent does not need."""
 
     inline_nbytes: int = 64 << 20
-    """The caller decodes by itself, without workers, if it reads fewer bytes than this.
+    """The caller decodes by itself, without workers, if it reads no more bytes than this.
 
     A worker takes about 0.1 s to start; in that time one process decodes some 200 MiB.
     """
@@ -69,8 +69,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a worker may take to start, in seconds."""
 
     wait_timeout_s: float = 600.0
-    """How long to wait for a segment that another process is decoding, or for room in the service's
-    budget that running loads may give back, in seconds."""
+    """How long to wait for a segment that another process is decoding, or for room that running
+    loads may give back in the service's budget or in `budget`, in seconds."""
 
     service: ServiceUse = "auto"
     """Whether a service decodes. `auto`: if one runs; `off`: never; `require`: an error without
