@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 LogFormat = Literal["text", "json"]
 
-# What every record has; what a call adds with `extra=` is a field.
+# What every record has. Libraries give every record attributes of their own, with names that begin
+# with an underscore. All others come from a call, with `extra=`, and are fields.
 _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
@@ -29,7 +30,9 @@ class JsonFormatter(logging.Formatter):
         """Return the line, without its end."""
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         fields = {
-            name: value for name, value in vars(record).items() if name not in _OF_EVERY_RECORD
+            name: value
+            for name, value in vars(record).items()
+            if name not in _OF_EVERY_RECORD and not name.startswith("_")
         }
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)

@@ -68,3 +68,14 @@ def test_errors_that_nothing_catches_are_lines_too(monkeypatch, capfd):
 def test_field_that_json_does_not_know_is_text(logged, tmp_path):
     (line,) = logged("m", extra={"path": tmp_path})
     assert json.loads(line)["fields"] == {"path": str(tmp_path)}
+
+
+def test_attribute_that_a_library_gives_every_record_is_no_field(logged, monkeypatch):
+    def record(*args, **kwargs):
+        made = logging.LogRecord(*args, **kwargs)
+        made._ray_timestamp_ns = 1  # as Ray does
+        return made
+
+    monkeypatch.setattr(logging, "_logRecordFactory", record)
+    (line,) = logged("m", extra={"nbytes": 7})
+    assert json.loads(line)["fields"] == {"nbytes": 7}
