@@ -19,6 +19,13 @@ import shmload
 from shmload._service.protocol import Shutdown, Stopping
 
 PROGRAM = "from shmload._cli.main import main; main(['top'])"
+# A shell lets its background jobs ignore some of these, and so would the program.
+_AS_ON_A_TERMINAL = """
+import signal
+for number in (signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
 _DEADLINE_S = 60.0
 _LEAVES_SCREEN = b"\x1b[?1049l"
 
@@ -32,7 +39,7 @@ class Terminal:
         self.before = termios.tcgetattr(self._other)
         self.seen = b""
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code],
+            [sys.executable, "-W", "ignore", "-c", _AS_ON_A_TERMINAL + code],
             stdin=self._other,
             stdout=self._other,
             stderr=self._other,
