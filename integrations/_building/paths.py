@@ -7,12 +7,12 @@ import contextlib
 import logging
 import os
 import types
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from shmload._segments.mentions import repair_errors
+from shmload._segments.messages import message_of, repaired_messages, rewrite
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
@@ -114,86 +114,36 @@ class PathRepair:
     def in_messages(self) -> Iterator[None]:
         """Repair paths in log records and warnings of all threads, and in the block's error.
 
-        Hides log records that are in `said`, and adds to it what was logged. Changes hooks of the
-        whole process: hold `libraries`.
+        Hides log records that are in `said`, and adds to it what was logged.
         """
-        _install_record_factory()
-        _active.append(self)
         try:
-            with self._in_warnings():
+            with repaired_messages(self):
                 yield
         except Exception as exc:
             repair_errors(exc, self.text)
             raise
         finally:
-            _active.remove(self)
             self._said |= self._saying
 
-    @contextlib.contextmanager
-    def _in_warnings(self) -> Iterator[None]:
-        """Repair and note what Python's `warnings` show."""
-        show = warnings.showwarning
-
-        def show_repaired(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
-            text = self.text(str(message))
-            self._saying.add((filename, logging.WARNING, text))
-            repaired = category(text) if text != str(message) else message
-            show(repaired, category, filename, lineno, file, line)
-
-        warnings.showwarning = show_repaired
-        try:
-            yield
-        finally:
-            if warnings.showwarning is show_repaired:
-                warnings.showwarning = show
+    def repair_warning(self, filename: str, text: str) -> str:
+        """Return the repaired text of a warning, and note it."""
+        repaired = self.text(text)
+        self._saying.add((filename, logging.WARNING, repaired))
+        return repaired
 
     def repair_record(self, record: logging.LogRecord) -> None:
         """Repair a log record's message; hide one that was said before from all handlers."""
-        try:
-            original = record.getMessage()
-        except Exception:  # wrong arguments of the logging call, which logging itself reports
+        message = self.text(message_of(record))
+        if not message:
             return
-        message = self.text(original)
         if record.name.startswith(_LIBRARIES):
             key = (record.name, record.levelno, message)
             if key in self._said or message.startswith(self._silenced):
                 record.levelno = -1  # below the level of any handler
             self._saying.add(key)
-        if message != original:
-            record.msg, record.args = message, ()
+        rewrite(record, message)
 
 
 def _may_hold_paths(value: object) -> bool:
     """Return False for what would take most of the time: empty dicts of hooks, vocabularies."""
     return not isinstance(value, (dict, list)) or 0 < len(value) < _VOCABULARY_COUNT
-
-
-_active: list[PathRepair] = []
-_factory_is_installed = False
-
-
-def _install_record_factory() -> None:
-    """Install a factory that repairs log records while a view is in use.
-
-    It stays installed: removing it could also remove a factory that was installed later.
-    """
-    global _factory_is_installed
-    if _factory_is_installed:
-        return
-    _factory_is_installed = True
-    make = logging.getLogRecordFactory()
-
-    def make_repaired(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make(*args, **kwargs)
-        for repair in _active:
-            repair.repair_record(record)
-        return record
-
-    logging.setLogRecordFactory(make_repaired)

@@ -26,6 +26,7 @@ from shmload._loading.steps import Step
 from shmload._placement.inventory import Inventory, choose_inventory
 from shmload._placement.placement import place
 from shmload._segments.mentions import repair_errors
+from shmload._segments.messages import LentPath, repaired_messages
 from shmload._segments.segment import Stay
 from shmload._segments.view import View
 from shmload._settings import parse_keep_for
@@ -252,8 +253,8 @@ def view(
         tensors that were mapped through it stay valid.
 
     Raises:
-        As `warm`. An error that the block raises passes through, with the source's path in its text
-        instead of the view's.
+        As `warm`. An error that the block raises passes through. It has the source's path in its
+        text instead of the view's, as have log records and warnings during the block.
     """
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=view)
     with contextlib.ExitStack() as ending:
@@ -274,10 +275,12 @@ def view(
         note = _note_of_left_out(found, variant)
         if note:
             logger.warning("%s", note)
+        repair = LentPath(str(lent.path), str(found.root))
         try:
-            yield lent.path
+            with repaired_messages(repair):
+                yield lent.path
         except Exception as exc:
-            repair_errors(exc, lambda text: text.replace(str(lent.path), str(found.root)))
+            repair_errors(exc, repair.text)
             if note:
                 exc.add_note(f"shmload: {note}")
             raise
