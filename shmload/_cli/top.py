@@ -66,8 +66,8 @@ def _watch() -> None:
     ):
         desk = Desk(feed.order)
         while not screen.is_ending:
-            snapshot = feed.latest
-            screen.draw(compose(snapshot, desk.view(feed.message), *screen.size, screen.charset))
+            message, snapshot = feed.message, feed.latest  # in this order
+            screen.draw(compose(snapshot, desk.view(message), *screen.size, screen.charset))
             for key in screen.pressed():
                 if key == "q" and not desk.is_asking:
                     return

@@ -48,7 +48,8 @@ class Feed:
         self.latest = Snapshot(status=None, rows=())
         """What was found last; replaced as a whole."""
         self.message = ""
-        """What the last order came to."""
+        """What the last order came to. It comes after the snapshot that shows it, so read it first:
+        else a key could be taken for what the order has changed already."""
         self._thread = threading.Thread(target=self._run, name="shmload-top", daemon=True)
 
     def __enter__(self) -> Self:
@@ -66,9 +67,12 @@ class Feed:
         self._orders.put(order)
 
     def _run(self) -> None:
+        message: str | None = None
         try:
             while True:
                 self.latest = self._look()
+                if message is not None:
+                    self.message, message = message, None
                 self._notify()
                 try:
                     order = self._orders.get(timeout=_INTERVAL_S)
@@ -77,9 +81,9 @@ class Feed:
                 if order is None:
                     return
                 try:
-                    self.message = order()
+                    message = order()
                 except ShmloadError as exc:
-                    self.message = str(exc)
+                    message = str(exc)
         finally:
             if self._client:
                 self._client.close()

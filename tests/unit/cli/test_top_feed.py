@@ -1,10 +1,15 @@
 """How the rows of `shmload top` come from the listing of models and the service's status."""
 
+import queue
+import threading
+from pathlib import Path
+
 import msgspec
 import pytest
 from statuses import STATUS
 
-from shmload._cli.top_feed import make_rows
+from shmload._cli.top_feed import Feed, make_rows
+from shmload._cli.top_view import Snapshot
 from shmload._segments.grouping import Model
 from shmload._segments.models import Models
 from shmload._segments.unfinished import UnfinishedModel
@@ -94,3 +99,26 @@ def test_service_knows_the_rate_and_whether_a_decode_waits(is_waiting):
 def test_without_a_service_rows_lack_the_counters_only():
     (row,) = make_rows(Models([FLUX]), None)
     assert (row.name, row.hits) == ("flux", 0)
+
+
+def test_what_an_order_came_to_is_said_with_the_rows_that_show_it(monkeypatch):
+    looks, may_end = queue.SimpleQueue(), threading.Semaphore(1)
+
+    def look(feed):
+        looks.put(None)
+        assert may_end.acquire(timeout=60)
+        return Snapshot(status=None, rows=(), trouble="later" if feed.latest.trouble else "first")
+
+    monkeypatch.setattr(Feed, "_look", look)
+    told = threading.Semaphore(0)
+    with Feed(Path("nowhere"), told.release) as feed:
+        assert told.acquire(timeout=60)
+        feed.order(lambda: "pinned flux")
+        looks.get(timeout=60)
+        looks.get(timeout=60)  # the order is done
+        assert (feed.message, feed.latest.trouble) == ("", "first")
+        may_end.release()
+        assert told.acquire(timeout=60)
+        assert (feed.message, feed.latest.trouble) == ("pinned flux", "later")
+        for _ in range(3):
+            may_end.release()
