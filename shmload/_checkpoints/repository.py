@@ -59,8 +59,9 @@ def _chosen_weights(
         return [kwargs["gguf_file"]]
     for is_preferred in _formats(kwargs.get("use_safetensors")):
         known = [name for name in names if is_preferred(name)]
-        models = [name for name in known if name.startswith(_MODELS)] or known
-        if chosen := [name for name in models if variant_in(name) == variant]:
+        models = [name for name in known if name.startswith(_MODELS)]
+        # Of adapters, which have names of any kind, the user chooses.
+        if chosen := [name for name in models if variant_in(name) == variant] if models else known:
             return chosen
     return [] if variant or kwargs.get("use_safetensors") is not None else list(names)
 
