@@ -20,6 +20,7 @@ from shmload._host.linux import inode_of, try_lock
 from shmload._host.procfs import lock_holders
 from shmload._settings import settings
 from shmload.errors import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
+from shmload.errors.service import OWN_DIRECTORY
 
 _SOCKET_NAME = "service.sock"
 _LOCK_NAME = "service.lock"
@@ -55,7 +56,8 @@ class Endpoint:
 
     Raises:
         ServiceRunning: another service has the lock.
-        SocketUnusable: other users can enter the directory, or another file is at the path.
+        SocketUnusable: other users can enter the directory, or this one may not; or another file is
+            at the path.
         PeerRefused: the descriptor that systemd passed is no listening socket.
     """
 
@@ -64,17 +66,18 @@ class Endpoint:
         self._lock_fd = -1
         if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
             raise SocketUnusable(path, f"the path is longer than {_MAX_PATH_NBYTES} bytes")
-        if path.is_dir():
-            raise SocketUnusable(path, "it is a directory")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             _make_private_folder(path)
+            if path.is_dir():
+                raise SocketUnusable(path, "it is a directory")
             self._lock_fd = os.open(lock_path(path), flags, 0o600)
         except OSError as exc:
             raise SocketUnusable(path, f"{exc.filename}: {exc.strerror}") from exc
         try:
             if not stat.S_ISREG(os.fstat(self._lock_fd).st_mode):
                 raise SocketUnusable(path, f"{lock_path(path)} is not a regular file; remove it")
+            os.fchmod(self._lock_fd, 0o600)  # whatever the umask
             if not try_lock(self._lock_fd, exclusive=True):
                 pid = os.pread(self._lock_fd, 20, 0).decode("ascii", "replace")
                 raise ServiceRunning(path, pid, is_there=_is_listening(path))
@@ -102,7 +105,7 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
     """Connect to the service and check that it belongs to this user.
 
     Raises:
-        ServiceUnavailable: no process listens there.
+        ServiceUnavailable: no process listens there, or this user may not connect.
         PeerRefused: another user's process does.
     """
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -113,6 +116,8 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
     except BaseException as exc:
         client.close()
         if isinstance(exc, OSError) and not isinstance(exc, PeerRefused):
+            if isinstance(exc, PermissionError):
+                raise ServiceUnavailable(path, _why_closed(path), OWN_DIRECTORY) from exc
             raise ServiceUnavailable(path, exc.strerror or str(exc)) from exc
         raise
     return client
@@ -164,17 +169,34 @@ def require_same_user(connection: socket.socket) -> None:
 def _make_private_folder(path: Path) -> None:
     """Make the directory of a socket, or check that only this user can enter it."""
     folder = path.parent
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700, parents=True)
+    for each in (*reversed(folder.parents), folder):
+        with contextlib.suppress(FileExistsError):
+            each.mkdir(mode=0o700)
+            each.chmod(0o700)  # whatever the umask
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
         raise SocketUnusable(path, f"{folder} is not a directory")
     if found.st_uid != os.geteuid():
         raise SocketUnusable(path, f"{folder} belongs to user {found.st_uid}")
+    if found.st_mode & 0o700 != 0o700:
+        raise SocketUnusable(
+            path, f"{folder} is closed to its owner (`chmod 700 {folder}` opens it)"
+        )
     if found.st_mode & 0o077:
         # Advise chmod only for the default directory, which nothing else uses.
         advice = f" (`chmod 700 {folder}` closes it)" if path == _default_path() else ""
         raise SocketUnusable(path, f"{folder} lets others in{advice}")
+
+
+def _why_closed(path: Path) -> str:
+    """Say why this user may not connect to a socket."""
+    for each in (path, *path.parents):
+        with contextlib.suppress(OSError):  # hidden by a directory above
+            owner = each.stat().st_uid
+            if owner != os.geteuid():
+                return f"{each} belongs to user {owner}"
+            return f"{each} is closed to its owner"
+    return "Permission denied"
 
 
 def _is_listening(path: Path) -> bool:

@@ -6,6 +6,9 @@ from shmload.errors.base import ShmloadError
 
 _Path = str | PathLike[str]
 
+OWN_DIRECTORY = "choose a directory of your own with SHMLOAD_SOCKET"
+"""The remedy for a socket that this user may not use."""
+
 
 class ServiceError(ShmloadError):
     """The service cannot be used."""
@@ -14,9 +17,11 @@ class ServiceError(ShmloadError):
 class ServiceUnavailable(ServiceError, ConnectionError):
     """No service listens, or it ended."""
 
-    def __init__(self, path: _Path, reason: str) -> None:
+    def __init__(
+        self, path: _Path, reason: str, remedy: str = "start one with `shmload serve`"
+    ) -> None:
         self.path = path
-        super().__init__(f"no service answers at {path}: {reason}; start one with `shmload serve`")
+        super().__init__(f"no service answers at {path}: {reason}; {remedy}")
 
 
 class ServiceSilent(ServiceUnavailable):
@@ -61,9 +66,7 @@ class SocketUnusable(ServiceError):
 
     def __init__(self, path: _Path, reason: str) -> None:
         self.path = path
-        super().__init__(
-            f"cannot listen at {path}: {reason}; choose a directory of your own with SHMLOAD_SOCKET"
-        )
+        super().__init__(f"cannot listen at {path}: {reason}; {OWN_DIRECTORY}")
 
 
 class PeerRefused(ServiceError, PermissionError):

@@ -3,12 +3,15 @@
 import contextlib
 import os
 import socket
+import tempfile
+from pathlib import Path
 
 import pytest
+from privileges import no_privileges
 
 from shmload._service import endpoint
-from shmload._service.endpoint import Endpoint, lock_path, socket_path
-from shmload.errors import ServiceRunning, SocketUnusable
+from shmload._service.endpoint import Endpoint, connect, lock_path, socket_path
+from shmload.errors import ServiceRunning, ServiceUnavailable, SocketUnusable
 
 REMEDY = "; choose a directory of your own with SHMLOAD_SOCKET"
 
@@ -81,6 +84,42 @@ def test_directory_that_may_not_be_made(path, monkeypatch):
 def test_directory_of_another_user(path):
     os.chown(path.parent, 65534, -1)
     assert "belongs to user 65534" in refusal(path)
+
+
+@pytest.fixture
+def open_folder():
+    """A directory that every user may enter and write to; those of pytest are closed."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
+
+
+def test_directory_that_this_user_may_not_enter(open_folder):
+    folder = open_folder / "run"
+    folder.mkdir(mode=0)
+    with no_privileges():
+        is_own = folder.stat().st_uid == os.geteuid()
+        why = "closed to its owner (`chmod 700" if is_own else "belongs to user 0"
+        assert why in refusal(folder / "service.sock")
+        assert "Permission denied" in refusal(folder / "below" / "service.sock")
+        with pytest.raises(ServiceUnavailable) as caught:
+            connect(folder / "service.sock", 1)
+    why = "is closed to its owner" if is_own else "belongs to user 0"
+    assert str(caught.value).endswith(f"{folder} {why}{REMEDY}")
+    folder.chmod(0o700)
+
+
+def test_directory_is_private_and_open_to_its_owner_whatever_the_umask(open_folder):
+    path = open_folder / "above" / "run" / "service.sock"
+    before = os.umask(0o777)
+    try:
+        with no_privileges():
+            for _ in range(2):
+                with contextlib.closing(Endpoint(path)):
+                    assert path.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_chmod_is_advised_for_the_services_own_directory_only(path, monkeypatch):
