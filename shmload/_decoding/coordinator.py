@@ -1,4 +1,4 @@
-"""Hands pieces of segments to workers and watches the workers.
+"""A set of worker processes that decode jobs, one call after the other.
 
 Guarantee: `decode` returns when every piece is complete, or raises a typed error within a deadline,
 even if a worker dies, stops, stalls or sends rubbish. A piece whose worker is lost is tried once
@@ -6,70 +6,19 @@ more on another.
 """
 
 import contextlib
-import logging
 import os
 import select
-import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import msgspec
-
-from shmload._checkpoints.dtypes import NBITS
-from shmload._checkpoints.identity import SourceStat, is_unchanged
-from shmload._decoding.ring import FilledSlot, Ring
-from shmload._decoding.worker_process import Task, WorkerProcess
-from shmload._host.limits import is_lack_of_memory, no_memory
-from shmload._host.linux import shm_free_nbytes
-from shmload._segments.digest import combine_digests
-from shmload._segments.pieces import Run
+from shmload._checkpoints.identity import is_unchanged
+from shmload._decoding.handout import Handout
+from shmload._decoding.job import Job, OnBytes, decode_here
+from shmload._decoding.ring import Ring
+from shmload._decoding.worker_process import WorkerProcess
 from shmload._settings import settings
-from shmload.errors import (
-    ProtocolError,
-    ShardChanged,
-    ShardTruncated,
-    ShardUnreadable,
-    SharedMemoryFull,
-    ShmloadError,
-    WorkerDied,
-    WorkerFailed,
-    WorkerStalled,
-)
-from shmload.workers.messages import BytesRead, Failed, Fill, Filled, FromWorker, Pong, Reason
-
-logger = logging.getLogger(__name__)
-
-# Two pieces wait in each worker's socket, so that it does not idle while the parent's thread waits
-# for the interpreter lock (up to 5 ms while the main thread imports).
-_QUEUE_DEPTH = 3
-_MAX_ATTEMPTS = 2
-
-OnBytes = Callable[[int], None]
-"""Called with the number of bytes newly read, from the thread that decodes."""
-
-
-class DecodeCancelled(Exception):
-    """A decode was cancelled by its caller; the parts are not complete."""
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A shard to decode into a part; the caller owns the descriptors."""
-
-    path: str | os.PathLike[str]
-    source_fd: int
-    source: SourceStat
-    """The shard's fstat when the load was planned."""
-    part_fd: int
-    nbytes: int
-    """Size of the segment, in bytes."""
-    pieces: tuple[tuple[Run, ...], ...]
-    """As `Layout` has them."""
-
-    @property
-    def read_nbytes(self) -> int:
-        """Number of bytes to read from the shard."""
-        return sum(run.count * NBITS[run.source] // 8 for piece in self.pieces for run in piece)
+from shmload.errors import ProtocolError, ShardChanged, WorkerFailed
 
 
 class Coordinator:
@@ -165,241 +114,11 @@ class Coordinator:
         if self._workers:
             if stall_timeout_s is None:
                 stall_timeout_s = settings().stall_timeout_s
-            decoding = _Decoding(self._workers, jobs, on_bytes, ring, stall_timeout_s)
-            digests = decoding.run(is_cancelled)
+            handout = Handout(self._workers, jobs, on_bytes, ring, stall_timeout_s)
+            digests = handout.run(is_cancelled)
         else:
-            digests = [_decode_here(job, on_bytes, is_cancelled) for job in jobs]
+            digests = [decode_here(job, on_bytes, is_cancelled) for job in jobs]
         for job in jobs:
             if not is_unchanged(job.source, os.fstat(job.source_fd)):
                 raise ShardChanged(job.path)
         return digests
-
-
-def _decode_here(job: Job, on_bytes: OnBytes, is_cancelled: Callable[[], bool]) -> str:
-    # Imported here: a parent with workers never needs the conversions.
-    from shmload.workers.fill import Filler, FillError
-
-    filler = Filler()
-    try:
-        digests = []
-        for runs in job.pieces:
-            if is_cancelled():
-                raise DecodeCancelled
-            digests.append(filler.fill(job.source_fd, job.part_fd, runs, on_bytes))
-        return combine_digests(digests)
-    except FillError as exc:
-        raise _error_of(job, exc.reason, str(exc), exc.offset) from exc
-    except (MemoryError, ImportError, OSError) as exc:
-        if not is_lack_of_memory(exc):
-            raise
-        raise no_memory(job.path) from exc
-
-
-def _error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadError:
-    match reason:
-        case Reason.TRUNCATED:
-            return ShardTruncated(job.path, job.source.st_size, offset)
-        case Reason.READ_ERROR:
-            return ShardUnreadable(job.path, detail)
-        case Reason.NO_SPACE:
-            return SharedMemoryFull(
-                job.nbytes,
-                shm_free_nbytes(),
-                "/dev/shm",
-                "another process took the room; free some with `shmload rm` or enlarge it",
-            )
-        case Reason.NO_MEMORY:
-            return no_memory(job.path)
-        case Reason.INTERNAL:
-            error = WorkerFailed(f"a worker failed while it decoded {job.path}; please report this")
-            error.add_note(detail)
-            return error
-
-
-def _moved(runs: tuple[Run, ...], offset: int) -> tuple[Run, ...]:
-    """Return a piece's runs with targets shifted so that the piece begins at `offset`, in bytes."""
-    shift = offset - runs[0].target_offset
-    return tuple(
-        Run(run.source_offset, run.target_offset + shift, run.count, run.source, run.target)
-        for run in runs
-    )
-
-
-def _interleave(pieces: Sequence[int]) -> list[Task]:
-    """Return a task for each piece, with each shard's pieces spread evenly over the whole list.
-
-    The kernel lets one process at a time write to a file (tmpfs takes the inode's lock), so workers
-    should not fill the same part at the same time.
-
-    Args:
-        pieces: number of pieces of each shard.
-    """
-    tasks = [Task(shard, piece, 0) for shard, count in enumerate(pieces) for piece in range(count)]
-    return sorted(tasks, key=lambda task: (task.piece + 0.5) / pieces[task.shard])
-
-
-class _Decoding:
-    """The state of one `decode`: which pieces wait, are handed out, or are complete."""
-
-    def __init__(
-        self,
-        workers: list[WorkerProcess],
-        jobs: Sequence[Job],
-        on_bytes: OnBytes,
-        ring: Ring | None,
-        stall_timeout_s: float,
-    ) -> None:
-        self._workers = workers
-        self._stall_timeout_s = stall_timeout_s
-        self._ring = ring
-        # Slots of pieces handed out, by (shard, piece).
-        self._slots: dict[tuple[int, int], int] = {}
-        self._jobs = jobs
-        self._on_bytes = on_bytes
-        self._waiting = deque(_interleave([len(job.pieces) for job in jobs]))
-        self._digests = [[b""] * len(job.pieces) for job in jobs]
-        self._left = len(self._waiting)
-        self._most_workers = len(workers)
-        self._lost_in_a_row = 0
-        self._selector = selectors.DefaultSelector()
-
-    def run(self, is_cancelled: Callable[[], bool]) -> list[str]:
-        with self._selector:
-            if self._ring:
-                self._selector.register(self._ring.wake_fd, selectors.EVENT_READ)
-            for worker in self._workers:
-                self._watch(worker)
-            while self._left:
-                if is_cancelled():
-                    raise DecodeCancelled
-                for key, _ in self._selector.select(0.1):
-                    worker = key.data
-                    if worker is None:
-                        self._go_on()
-                    elif worker in self._workers:
-                        self._hear(worker, died=key.fileobj is not worker.channel)
-                self._check_deadlines()
-            for worker in self._workers:
-                for shard in range(len(self._jobs)):
-                    worker.forget(shard)
-        return [combine_digests(pieces) for pieces in self._digests]
-
-    def _watch(self, worker: WorkerProcess) -> None:
-        self._selector.register(worker.channel, selectors.EVENT_READ, worker)
-        self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
-        if worker.is_ready:
-            self._feed(worker)
-
-    def _hear(self, worker: WorkerProcess, *, died: bool) -> None:
-        try:
-            messages = [] if died else list(worker.receive())
-        except (ProtocolError, WorkerFailed, OSError) as exc:
-            self._replace(worker, WorkerFailed(f"a worker broke the protocol: {exc}"))
-            return
-        for message in messages:
-            self._take(worker, message)
-        if died:
-            how = worker.how_it_ended()
-            if worker.has_exited and worker.lacked_memory:  # so would the next one
-                raise no_memory(self._jobs[worker.tasks[0].shard if worker.tasks else 0].path)
-            if not worker.is_ready:
-                error = worker.start_failure()
-                if worker.has_exited:  # so would the next one
-                    raise error
-                self._replace(worker, error)
-                return
-            path = self._jobs[worker.tasks[0].shard].path if worker.tasks else "nothing"
-            self._replace(worker, WorkerDied(path, how))
-
-    def _take(self, worker: WorkerProcess, message: FromWorker) -> None:
-        match message:
-            case Pong():
-                return
-            case BytesRead(nbytes):
-                self._on_bytes(nbytes)
-            case Filled(shard, piece, digest):
-                self._digests[shard][piece] = digest
-                self._pass_on(shard, piece)
-                self._left -= 1
-                self._lost_in_a_row = 0
-            case Failed(shard, _, reason, detail, offset):
-                raise _error_of(self._jobs[shard], reason, detail, offset)
-        self._feed(worker)
-
-    def _feed(self, worker: WorkerProcess) -> None:
-        # With few pieces left, one each, so that the last ones end at the same time.
-        depth = _QUEUE_DEPTH if len(self._waiting) > len(self._workers) else 1
-        while self._waiting and len(worker.tasks) < depth:
-            task = self._waiting[0]
-            job = self._jobs[task.shard]
-            runs, target_fd = job.pieces[task.piece], job.part_fd
-            if self._ring:
-                slot = self._ring.take()
-                if slot is None:
-                    return  # a slot that is given back wakes this thread
-                self._slots[task.shard, task.piece] = slot
-                runs, target_fd = _moved(runs, slot), self._ring.fd
-            self._waiting.popleft()
-            fill = Fill(task.shard, task.piece, runs)
-            try:
-                worker.give(task, fill, job.source_fd, target_fd)
-            except OSError:
-                return  # it died, as its pidfd will tell; the task is in its list
-
-    def _go_on(self) -> None:
-        """Hand out pieces for the slots that are free again."""
-        assert self._ring is not None
-        self._ring.rest()
-        for worker in self._workers:
-            if worker.is_ready:
-                self._feed(worker)
-
-    def _pass_on(self, shard: int, piece: int) -> None:
-        """Pass a filled slot on to the thread that empties it."""
-        if self._ring:
-            runs = self._jobs[shard].pieces[piece]
-            begin = runs[0].target_offset
-            end = runs[-1].target_offset + runs[-1].count * NBITS[runs[-1].target] // 8
-            slot = self._slots.pop((shard, piece))
-            self._ring.filled.put(FilledSlot(shard, begin, end - begin, slot))
-
-    def _check_deadlines(self) -> None:
-        now = time.monotonic()
-        for worker in list(self._workers):
-            if not worker.is_ready and now - worker.active_at > settings().start_timeout_s:
-                worker.close()
-                raise WorkerFailed(f"a worker was not ready in {settings().start_timeout_s:g} s")
-            is_silent = now - worker.active_at > self._stall_timeout_s
-            # Its messages may still be unread if feeding another worker has taken that long.
-            if worker.tasks and is_silent and not worker.has_news():
-                path = self._jobs[worker.tasks[0].shard].path
-                self._replace(worker, WorkerStalled(path, self._stall_timeout_s))
-
-    def _replace(self, worker: WorkerProcess, error: ShmloadError) -> None:
-        """Replace a broken worker, or raise `error` if its piece was tried before."""
-        for fileobj in (worker.channel, worker.pidfd):
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(fileobj)
-        # Only its oldest piece counts as tried; the ones behind it were never begun.
-        tasks = [
-            task._replace(attempts=task.attempts + (position == 0))
-            for position, task in enumerate(worker.tasks)
-        ]
-        self._workers.remove(worker)
-        worker.close()
-        for task in worker.tasks:
-            if self._ring:  # the worker is dead and no longer writes
-                self._ring.give_back(self._slots.pop((task.shard, task.piece)))
-        self._lost_in_a_row += 1
-        is_hopeless = self._lost_in_a_row >= max(_MAX_ATTEMPTS, self._most_workers)
-        if is_hopeless or any(task.attempts >= _MAX_ATTEMPTS for task in tasks):
-            raise error
-        logger.warning("a worker was lost (%s); its pieces go to another", type(error).__name__)
-        self._waiting.extendleft(reversed(tasks))
-        for other in self._workers:
-            if other.is_ready:
-                self._feed(other)
-        if self._waiting or not self._workers:
-            replacement = WorkerProcess()
-            self._workers.append(replacement)
-            self._watch(replacement)

@@ -8,7 +8,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from shmload._decoding.coordinator import Coordinator, Job
+from shmload._decoding.coordinator import Coordinator
+from shmload._decoding.job import Job
 from shmload._decoding.ring import Ring
 from shmload._loading.progress import Progress
 from shmload._loading.room import WaitForRoom

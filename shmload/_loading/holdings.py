@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
-from shmload._decoding.coordinator import Job
+from shmload._decoding.job import Job
 from shmload._host.descriptors import occupy_standard_streams
 from shmload._host.limits import allow_descriptors, require_file_size
 from shmload._host.linux import Inode, is_cached, read_ahead, unlock

@@ -18,7 +18,7 @@ from typing import Self
 
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
-from shmload._decoding.coordinator import DecodeCancelled, Job
+from shmload._decoding.job import DecodeCancelled, Job
 from shmload._decoding.ring import Ring
 from shmload._host.background import Background
 from shmload._host.limits import explained

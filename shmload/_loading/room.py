@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from shmload._decoding.coordinator import DecodeCancelled
+from shmload._decoding.job import DecodeCancelled
 from shmload._host.linux import shm_nbytes
 from shmload._segments.capacity import require_room
 from shmload._segments.eviction import Budget, evict_for, require_possible

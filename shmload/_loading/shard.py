@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shmload._checkpoints.rule import Rule
-from shmload._decoding.coordinator import Job
+from shmload._decoding.job import Job
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
 from shmload._loading.plan import Action, plan_shard

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
-from shmload._decoding.coordinator import Job, OnBytes
+from shmload._decoding.job import Job, OnBytes
 from shmload._ipc.frames import Inbox, send
 from shmload._segments.roots import Root
 from shmload._service.endpoint import connect, service_pid, socket_path

@@ -9,7 +9,7 @@ import os
 import stat
 
 from shmload._checkpoints.dtypes import FLOATS, NBITS
-from shmload._decoding.coordinator import Job
+from shmload._decoding.job import Job
 from shmload._host.linux import is_writable
 from shmload._segments.pieces import Run
 from shmload.errors import ArgumentError, ShardUnreadable

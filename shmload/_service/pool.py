@@ -5,7 +5,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from shmload._decoding.coordinator import Coordinator, DecodeCancelled, Job, OnBytes
+from shmload._decoding.coordinator import Coordinator
+from shmload._decoding.job import DecodeCancelled, Job, OnBytes
 from shmload.errors import WorkerError
 
 _POLL_S = 0.1

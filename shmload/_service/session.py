@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
-from shmload._decoding.coordinator import DecodeCancelled, Job
+from shmload._decoding.job import DecodeCancelled, Job
 from shmload._ipc.frames import Inbox, send, to_frame
 from shmload._segments.roots import Root
 from shmload._service.endpoint import require_same_user, socket_path

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from shmload._decoding.coordinator import Job, OnBytes
+from shmload._decoding.job import Job, OnBytes
 from shmload._segments.capacity import room_nbytes
 from shmload._segments.eviction import evict_for, require_possible
 from shmload._segments.expiry import remove_expired

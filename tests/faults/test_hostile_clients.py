@@ -9,7 +9,7 @@ import pytest
 from serving import held_by, raw_client, read_to_the_end, wait_until_alone
 
 import shmload
-from shmload._decoding.coordinator import Job
+from shmload._decoding.job import Job
 from shmload._ipc.frames import Inbox, to_frame
 from shmload._segments.pieces import Run
 from shmload._segments.roots import Root

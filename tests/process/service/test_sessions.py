@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shmload._decoding.coordinator import DecodeCancelled
+from shmload._decoding.job import DecodeCancelled
 from shmload._segments.roots import Root
 from shmload._service import server as server_module
 from shmload._service.client import Client

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmload._decoding.coordinator import Job
+from shmload._decoding.job import Job
 from shmload._ipc.frames import to_frame
 from shmload._segments.roots import Root
 from shmload._service import client as client_module

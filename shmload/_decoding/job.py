@@ -1,0 +1,102 @@
+"""A shard to decode: what is read where to, and what can go wrong with it."""
+
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from shmload._checkpoints.dtypes import NBITS
+from shmload._checkpoints.identity import SourceStat
+from shmload._host.limits import is_lack_of_memory, no_memory
+from shmload._host.linux import shm_free_nbytes
+from shmload._segments.digest import combine_digests
+from shmload._segments.pieces import Run
+from shmload.errors import (
+    ShardTruncated,
+    ShardUnreadable,
+    SharedMemoryFull,
+    ShmloadError,
+    WorkerFailed,
+)
+from shmload.workers.messages import Reason
+
+OnBytes = Callable[[int], None]
+"""Called with the number of bytes newly read, from the thread that decodes."""
+
+
+class DecodeCancelled(Exception):
+    """A decode was cancelled by its caller; the parts are not complete."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A shard to decode into a part; the caller owns the descriptors."""
+
+    path: str | os.PathLike[str]
+    source_fd: int
+    source: SourceStat
+    """The shard's fstat when the load was planned."""
+    part_fd: int
+    nbytes: int
+    """Size of the segment, in bytes."""
+    pieces: tuple[tuple[Run, ...], ...]
+    """As `Layout` has them."""
+
+    @property
+    def read_nbytes(self) -> int:
+        """Number of bytes to read from the shard."""
+        return sum(run.count * NBITS[run.source] // 8 for piece in self.pieces for run in piece)
+
+
+def decode_here(job: Job, on_bytes: OnBytes, is_cancelled: Callable[[], bool]) -> str:
+    """Fill a job's part in the caller's thread; return the digest of its segment.
+
+    Raises:
+        CheckpointError, CapacityError: as `Coordinator.decode`.
+        DecodeCancelled: `is_cancelled` was true before the end.
+    """
+    # Imported here: a parent with workers never needs the conversions.
+    from shmload.workers.fill import Filler, FillError
+
+    filler = Filler()
+    try:
+        digests = []
+        for runs in job.pieces:
+            if is_cancelled():
+                raise DecodeCancelled
+            digests.append(filler.fill(job.source_fd, job.part_fd, runs, on_bytes))
+        return combine_digests(digests)
+    except FillError as exc:
+        raise error_of(job, exc.reason, str(exc), exc.offset) from exc
+    except (MemoryError, ImportError, OSError) as exc:
+        if not is_lack_of_memory(exc):
+            raise
+        raise no_memory(job.path) from exc
+
+
+def error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadError:
+    """Return the error for a piece of a job that could not be filled.
+
+    Args:
+        job: the job.
+        reason: what went wrong.
+        detail: what the kernel or the worker says of it.
+        offset: where in the shard, in bytes.
+    """
+    match reason:
+        case Reason.TRUNCATED:
+            return ShardTruncated(job.path, job.source.st_size, offset)
+        case Reason.READ_ERROR:
+            return ShardUnreadable(job.path, detail)
+        case Reason.NO_SPACE:
+            return SharedMemoryFull(
+                job.nbytes,
+                shm_free_nbytes(),
+                "/dev/shm",
+                "another process took the room; free some with `shmload rm` or enlarge it",
+            )
+        case Reason.NO_MEMORY:
+            return no_memory(job.path)
+        case Reason.INTERNAL:
+            error = WorkerFailed(f"a worker failed while it decoded {job.path}; please report this")
+            error.add_note(detail)
+            return error
