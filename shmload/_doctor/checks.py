@@ -57,7 +57,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def check_shared_memory(
-    found: FileSystem | None, total: int, free: int, is_writable: bool, needed: int | None = None
+    found: FileSystem | None,
+    total: int,
+    free: int,
+    is_writable: bool,
+    needed: int | None = None,
+    idle: int = 0,
 ) -> Finding:
     """Check the file system at /dev/shm.
 
@@ -67,6 +72,7 @@ def check_shared_memory(
         free: what is free of it, in bytes.
         is_writable: this user may write to it.
         needed: what a source would take, in bytes; None to judge by the sizes of models.
+        idle: what a load evicts if it is short of room, in bytes.
     """
     if found is not None and found.kind != "tmpfs":
         remedy = "sudo mkdir -p /dev/shm && sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
@@ -77,8 +83,9 @@ def check_shared_memory(
     remedy = f"{_ENLARGE}  # a container: docker run --shm-size=16g"
     if _room(total, needed) == "ok":
         remedy = f"{_MAKE_ROOM}; du -ah /dev/shm | sort -h | tail -n 5"
-    detail = f"{format_nbytes(free)} free of {format_nbytes(total)} at /dev/shm{_need(needed)}"
-    return _finding("shared memory", _room(free, needed), detail, remedy)
+    room = f"{format_nbytes(free)} free of {format_nbytes(total)} at /dev/shm"
+    detail = f"{room}{_more(idle)}{_need(needed)}"
+    return _finding("shared memory", _room(free + idle, needed), detail, remedy)
 
 
 def check_huge_pages(found: FileSystem | None, policy: str | None) -> Finding:
@@ -114,26 +121,28 @@ def check_removal(is_removed_at_logout: bool) -> Finding:
     return Finding("logout", "warn", detail, "loginctl enable-linger")
 
 
-def check_control_group(free: int | None, limit: int | None, needed: int | None = None) -> Finding:
+def check_control_group(
+    free: int | None, limit: int | None, needed: int | None = None, idle: int = 0
+) -> Finding:
     """Check the room in the memory control groups, in bytes; None for no limit.
 
-    `needed` is as for `check_shared_memory`.
+    `needed` and `idle` are as for `check_shared_memory`.
     """
     if free is None or limit is None:
         return Finding("control group", "ok", "no memory limit")
-    detail = f"{format_nbytes(free)} free of {format_nbytes(limit)}{_need(needed)}"
+    detail = f"{format_nbytes(free)} free of {format_nbytes(limit)}{_more(idle)}{_need(needed)}"
     remedy = f"{_MAKE_ROOM}  # and docker update --memory=16g --memory-swap=16g CONTAINER"
-    return _finding("control group", _room(free, needed), detail, remedy)
+    return _finding("control group", _room(free + idle, needed), detail, remedy)
 
 
-def check_machine_memory(available: int, needed: int | None = None) -> Finding:
+def check_machine_memory(available: int, needed: int | None = None, idle: int = 0) -> Finding:
     """Check the memory that is available without swapping, in bytes.
 
-    `needed` is as for `check_shared_memory`.
+    `needed` and `idle` are as for `check_shared_memory`.
     """
     remedy = f"{_MAKE_ROOM}; ps -eo rss,pid,args --sort=-rss | head"
-    detail = f"{format_nbytes(available)} available{_need(needed)}"
-    return _finding("machine memory", _room(available, needed), detail, remedy)
+    detail = f"{format_nbytes(available)} available{_more(idle)}{_need(needed)}"
+    return _finding("machine memory", _room(available + idle, needed), detail, remedy)
 
 
 def _room(nbytes: int, needed: int | None) -> State:
@@ -143,6 +152,10 @@ def _room(nbytes: int, needed: int | None) -> State:
     if nbytes < _LEAST_NBYTES:
         return "bad"
     return "warn" if nbytes < _SMALL_PIPELINE_NBYTES else "ok"
+
+
+def _more(idle: int) -> str:
+    return f", {format_nbytes(idle)} more of idle models" if idle else ""
 
 
 def _need(needed: int | None) -> str:
@@ -236,10 +249,16 @@ def check_source(
     sizes: Sequence[int],
     file_systems: Iterable[FileSystem | None],
     resident: int = 0,
+    dtype: object = None,
 ) -> Finding:
     """Check the file systems of a source's weight files; sizes in bytes.
 
-    `resident` is the size of its segments that are resident in the wanted dtype.
+    Args:
+        source: what was given.
+        sizes: of its files.
+        file_systems: those that have the files.
+        resident: size of its segments that are resident in the wanted dtype.
+        dtype: as for `warm`, for the remedy.
     """
     if not sizes:
         remedy = f"ls -lRL {shlex.quote(source)}"
@@ -251,11 +270,16 @@ def check_source(
     detail = f"{format_nbytes(sum(sizes))} in {_count(len(sizes))} on {kinds}, {place}"
     if resident:
         detail += f"; {format_nbytes(resident)} resident"
-    return _finding("source", "warn" if is_remote else "ok", detail, _warm(source))
+    return _finding("source", "warn" if is_remote else "ok", detail, _warm(source, dtype))
 
 
-def check_read_speed(source: str, speed: ReadSpeed, cached: int, files: int) -> Finding:
-    """Check the speed of reading a source, and how many of its files are in the page cache."""
+def check_read_speed(
+    source: str, speed: ReadSpeed, cached: int, files: int, dtype: object = None
+) -> Finding:
+    """Check the speed of reading a source, and how many of its files are in the page cache.
+
+    `dtype` is as for `check_source`.
+    """
     slow = _SLOW_CACHE_BYTES_PER_S if speed.was_cached else _SLOW_DISK_BYTES_PER_S
     is_slow = speed.nbytes >= _TELLING_NBYTES and speed.bytes_per_s < slow
     origin = "from the page cache" if speed.was_cached else "not from the page cache"
@@ -263,15 +287,21 @@ def check_read_speed(source: str, speed: ReadSpeed, cached: int, files: int) -> 
         f"{speed.bytes_per_s / 1e9:.2f} GB/s, {format_nbytes(speed.nbytes)} {origin}; "
         f"{cached} of {_count(files)} {'is' if files == 1 else 'are'} in it"
     )
-    return _finding("read speed", "warn" if is_slow else "ok", detail, _warm(source))
+    return _finding("read speed", "warn" if is_slow else "ok", detail, _warm(source, dtype))
 
 
 def _count(files: int) -> str:
     return "1 file" if files == 1 else f"{files} files"
 
 
-def _warm(source: str) -> str:
-    return f"shmload warm {shlex.quote(source)}"
+def _warm(source: str, dtype: object) -> str:
+    """Write the command that warms a source in a dtype, as `dtype_by_component` reads it."""
+    by_component = dtype if isinstance(dtype, dict) else {"default": dtype} if dtype else {}
+    options = (
+        f"--dtype {shlex.quote(f'{each}' if name == 'default' else f'{name}={each}')}"
+        for name, each in by_component.items()
+    )
+    return " ".join(("shmload warm", shlex.quote(source), *options))
 
 
 # Devices ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import os
 import resource
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shmload._doctor.checks import (
@@ -47,8 +47,10 @@ from shmload._host.procfs import (
     huge_page_policy,
     machine_free_nbytes,
 )
-from shmload._loading.plan import Plan
+from shmload._loading.plan import Plan, ShardPlan
 from shmload._loading.verbs import plan
+from shmload._segments.eviction import may_go
+from shmload._segments.listing import segments
 from shmload._segments.upkeep import find_garbage
 from shmload._service.client import Client
 from shmload._service.endpoint import connect, service_pid, socket_path
@@ -70,16 +72,17 @@ def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Findin
     """
     planned = _plan(source, dtype) if source is not None else None
     needed = planned.decode_nbytes if isinstance(planned, Plan) else None
-    yield from _diagnose_shared_memory(needed)
+    idle = _idle_nbytes(planned.shards if isinstance(planned, Plan) else ())
+    yield from _diagnose_shared_memory(needed, idle)
     yield check_removal(removes_ipc(os.getuid()))
-    yield check_control_group(cgroup_free_nbytes(), cgroup_limit_nbytes(), needed)
-    yield check_machine_memory(machine_free_nbytes(), needed)
+    yield check_control_group(cgroup_free_nbytes(), cgroup_limit_nbytes(), needed, idle)
+    yield check_machine_memory(machine_free_nbytes(), needed, idle)
     yield check_locked_memory(resource_limits(resource.RLIMIT_MEMLOCK)[0])
     yield check_open_files(*resource_limits(resource.RLIMIT_NOFILE))
     yield check_kernel(kernel_release(), has_pidfds())
     yield _diagnose_service(socket_path())
     if source is not None and planned is not None:
-        yield from _diagnose_source(source, planned)
+        yield from _diagnose_source(source, dtype, planned)
     yield from _diagnose_devices()
 
 
@@ -93,12 +96,20 @@ def _plan(source: str, dtype: object) -> Plan | ShmloadError:
         return exc
 
 
-def _diagnose_shared_memory(needed: int | None) -> Iterator[Finding]:
+def _idle_nbytes(own: Iterable[ShardPlan]) -> int:
+    """Return how much a load would evict if it were short of room, in bytes; not its own."""
+    if not SHM_DIR.is_dir():
+        return 0
+    attached = {shard.segment for shard in own}
+    return sum(info.nbytes for info in segments() if may_go(info) and info.name not in attached)
+
+
+def _diagnose_shared_memory(needed: int | None, idle: int) -> Iterator[Finding]:
     if SHM_DIR.is_dir():
         found = file_system(SHM_DIR.stat().st_dev)
         is_writable = os.access(SHM_DIR, os.W_OK | os.X_OK)
         total, free = shm_total_nbytes(), shm_free_nbytes()
-        yield check_shared_memory(found, total, free, is_writable, needed)
+        yield check_shared_memory(found, total, free, is_writable, needed, idle)
         yield check_huge_pages(found, huge_page_policy())
         yield check_leftovers(find_garbage())
     else:
@@ -129,7 +140,7 @@ def _service_pid(path: Path) -> int | None:
     return None
 
 
-def _diagnose_source(source: str, planned: Plan | ShmloadError) -> Iterator[Finding]:
+def _diagnose_source(source: str, dtype: object, planned: Plan | ShmloadError) -> Iterator[Finding]:
     try:
         if isinstance(planned, ShmloadError):
             raise planned
@@ -143,9 +154,9 @@ def _diagnose_source(source: str, planned: Plan | ShmloadError) -> Iterator[Find
         return
     kinds = {stat.st_dev: file_system(stat.st_dev) for stat in found.values()}
     sizes = [stat.st_size for stat in found.values()]
-    yield check_source(source, sizes, kinds.values(), planned.resident_nbytes)
+    yield check_source(source, sizes, kinds.values(), planned.resident_nbytes, dtype)
     if speed:
-        yield check_read_speed(source, speed, cached, len(shards))
+        yield check_read_speed(source, speed, cached, len(shards), dtype)
 
 
 def _diagnose_devices() -> Iterator[Finding]:

@@ -91,6 +91,14 @@ CASES = {
         "the source takes 1.00 MiB",
         "",
     ),
+    "enough-when-idle-ones-go": (
+        check_shared_memory(TMPFS, 9 * GIB, 3 * GIB, True, 5 * GIB, 2 * GIB),
+        "ok",
+        "3.00 GiB free of 9.00 GiB at /dev/shm, 2.00 GiB more of idle models; the source takes 5",
+        "",
+    ),
+    "group-when-idle-ones-go": (check_control_group(GIB, 9 * GIB, 2 * GIB, GIB), "ok", "more", ""),
+    "memory-when-idle-ones-go": (check_machine_memory(GIB, 2 * GIB, GIB), "ok", "more", ""),
     "too-little": (
         check_shared_memory(TMPFS, 9 * GIB, 3 * GIB, True, 30 * GIB),
         "bad",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shmload import evict, warm
+from shmload import evict, pin, warm
 from shmload._doctor import doctor
 from shmload._doctor.checks import Finding
 from shmload._doctor.doctor import diagnose
@@ -103,6 +103,31 @@ def test_room_is_judged_by_the_source(examine, monkeypatch, tmp_path):
     wide = examine(str(path))["shared memory"]
     assert (wide.state, "the source takes 4.00 MiB" in wide.detail) == ("bad", True)
     assert examine(str(path), "bfloat16")["shared memory"].state == "ok"
+
+
+def test_idle_models_are_room_unless_pinned_or_the_source_itself(examine, monkeypatch, tmp_path):
+    other, path = tmp_path / "other.safetensors", tmp_path / "model.safetensors"
+    for each in (other, path):
+        save_file({"a": torch.zeros(1 << 20)}, each)
+    monkeypatch.setattr(doctor, "shm_free_nbytes", lambda: 3 << 20)
+    warm(other)
+    try:
+        found = examine(str(path))["shared memory"]
+        assert (found.state, "4.00 MiB more of idle models" in found.detail) == ("ok", True)
+        assert examine(str(other))["shared memory"].detail.count("idle") == 0
+        pin(other)
+        assert examine(str(path))["shared memory"].state == "bad"
+    finally:
+        evict(other)
+
+
+def test_advice_repeats_the_dtype(examine, monkeypatch, tmp_path):
+    path = tmp_path / "a model.safetensors"
+    save_file({"a": torch.zeros(1 << 20)}, path)
+    monkeypatch.setattr("shmload._doctor.checks._TELLING_NBYTES", 0)
+    monkeypatch.setattr("shmload._doctor.checks._SLOW_CACHE_BYTES_PER_S", 1e15)
+    found = examine(str(path), {"default": "bfloat16", "vae": "float32"})["read speed"]
+    assert found.remedy == f"shmload warm '{path}' --dtype bfloat16 --dtype vae=float32"
 
 
 def test_resident_source_takes_no_more_room(examine, tmp_path):
