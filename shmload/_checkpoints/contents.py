@@ -47,6 +47,18 @@ def content_identity(identity: Identity, fd: int, *, may_read: bool) -> Identity
     return identity if digest is None else _with_digest(identity, digest)
 
 
+def known_content(identity: Identity) -> Identity:
+    """Return the identity that a file shares with its copies, if its digest is remembered.
+
+    Args:
+        identity: of the file, from `identify`; returned if the digest is not known.
+    """
+    if identity.stamp.startswith(_STAMP):
+        return identity
+    digest = _remembered(_memory_path(identity))
+    return identity if digest is None else _with_digest(identity, digest)
+
+
 def _with_digest(identity: Identity, digest: str) -> Identity:
     return msgspec.structs.replace(identity, stamp=f"{_STAMP}{digest}")
 

@@ -6,6 +6,7 @@
 .../lora.safetensors                                 a file alone
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from shmload._checkpoints.formats.known import has_known_suffix
-from shmload._checkpoints.identity import identify
+from shmload._checkpoints.identity import Identity, identify
 
 _IN_HUB_CACHE = re.compile(r"(?P<root>.*/models--(?P<id>[^/]+)/snapshots/(?P<revision>[^/]+))/.+")
 _REVISION_NCHARS = 7  # as git shortens it
@@ -110,17 +111,21 @@ def shards_below(root: Root) -> Mapping[str, str]:
     Copies of one file in a hub cache, and hard links, have one identity: so models that share a
     text encoder are found.
     """
-    found = {}
-    folders = [root.path]
+    return {found.key: root.component_of(found.path) for found in weights_below(root.path)}
+
+
+def weights_below(path: str) -> Iterator[Identity]:
+    """Yield the identity of each file of weights in a directory and in its folders.
+
+    Nothing for what is a file itself, or gone.
+    """
+    folders = [path]
     try:
-        folders += [entry.path for entry in os.scandir(root.path) if entry.is_dir()]
+        folders += [entry.path for entry in os.scandir(path) if entry.is_dir()]
     except OSError:
-        return {}  # a file, or gone
+        return
     for folder in folders:
-        try:
-            names = filter(has_known_suffix, os.listdir(folder))
-            for path in (os.path.join(folder, name) for name in names):
-                found[identify(path, os.stat(path)).key] = root.component_of(path)
-        except OSError:
-            continue
-    return found
+        with contextlib.suppress(OSError):
+            for name in filter(has_known_suffix, os.listdir(folder)):
+                file = os.path.join(folder, name)
+                yield identify(file, os.stat(file))

@@ -1,7 +1,7 @@
 """Chooses resident segments by what a person calls them.
 
 a segment's name                                      that segment
-the path of a file, or of a directory above it        what was decoded from there
+the path of a file, or of a directory above it        what was decoded from there, or from copies
 a model's name, such as `org/name`                    that model, in every dtype
 an id, or its first four digits or more               that model or segment
 a part of a model's name that no other model has      that model, in every dtype
@@ -11,10 +11,13 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
+from shmload._checkpoints.contents import known_content
+from shmload._checkpoints.identity import identify
 from shmload._segments.grouping import Model
 from shmload._segments.listing import SegmentInfo, segments
 from shmload._segments.models import find_models
-from shmload._segments.names import name_prefix
+from shmload._segments.names import name_prefix, segment_name
+from shmload._segments.roots import weights_below
 from shmload._segments.source_text import source_paths
 from shmload.errors import AmbiguousName, SegmentNotFound
 
@@ -50,6 +53,7 @@ def select(
     for given in patterns:
         pattern = os.fspath(given)
         matching = [info for info in found if is_below(info, pattern)]
+        matching = matching or _of_copies_below(found, pattern)
         if not matching:
             models = find_models(found) if models is None else models
             match = match_name(pattern, models, found)
@@ -99,6 +103,24 @@ def known_names(models: Iterable[Model]) -> list[str]:
     texts = [(model.name, model.name.rpartition("/")[2], model.source) for model in models]
     words = (word for model in models for word in _WORD.findall(model.name))
     return list(dict.fromkeys((*(text for several in texts for text in several), *words)))
+
+
+def _of_copies_below(found: Iterable[SegmentInfo], pattern: str) -> list[SegmentInfo]:
+    """Return the segments that loads of the files at a path attach: they are of copies of these.
+
+    The conversion is in the name of a segment too, and in its header.
+    """
+    path = os.path.expanduser(pattern)
+    try:
+        files = [identify(path, os.stat(path)), *weights_below(path)]
+    except (OSError, ValueError):  # no file has a zero byte in its name
+        return []
+    copies = [known_content(file) for file in files]
+    return [
+        info
+        for info in found
+        if any(info.name == segment_name(copy, info.conversion) for copy in copies)
+    ]
 
 
 def is_below(info: SegmentInfo, pattern: str) -> bool:

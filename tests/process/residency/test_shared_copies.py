@@ -43,6 +43,20 @@ def test_copies_share_a_segment_and_are_read_once(checkpoint, copy, hub_cache, m
 
 
 @pytest.mark.usefixtures("share_copies")
+def test_each_copy_is_a_name_of_the_segment(checkpoint, tmp_path):
+    copy = tmp_path / "pipeline" / "vae" / "model.safetensors"
+    copy.parent.mkdir(parents=True)
+    shutil.copy(checkpoint, copy)
+    shmload.warm(checkpoint)
+    with pytest.raises(shmload.SegmentNotFound):
+        shmload.pin(copy)  # its digest is not known yet
+    first = shmload.warm(copy).segments
+    for path in (copy, copy.parent, copy.parent.parent):
+        assert [info.name for info in shmload.pin(path)] == list(first)
+    assert [info.name for info in shmload.evict(copy.parent.parent)] == list(first)
+
+
+@pytest.mark.usefixtures("share_copies")
 def test_copy_that_changes_has_its_own_segment(checkpoint, copy):
     before = shmload.warm(checkpoint).segments
     changed = {name: tensor + 1 for name, tensor in TENSORS.items()}
