@@ -87,7 +87,7 @@ def measure_attach(bench: Bench) -> list[Figure]:
         ),
         Figure(
             name="memory",
-            what="its private memory, as a share of the weights",
+            what="what it adds to the process's private memory, as a share of the weights",
             sample=(private["shmload"] / weights).scaled(100),
             unit="%",
             target=Target(2),

@@ -23,6 +23,13 @@ def test_environment_is_read(monkeypatch):
     assert settings().cache_dir == Path.home() / "there"
 
 
+def test_variables_that_change_after_the_first_use_have_no_effect(monkeypatch):
+    monkeypatch.setenv("SHMLOAD_BUDGET", "1GiB")
+    assert settings().budget == 1 << 30
+    monkeypatch.setenv("SHMLOAD_BUDGET", "2GiB")
+    assert settings().budget == 1 << 30
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
