@@ -15,7 +15,7 @@ import click
 
 from shmload._cli.logs import LogFormat, log_steps
 from shmload._cli.preload import ListedSource, preload, read_list
-from shmload._host.limits import allow_descriptors
+from shmload._host.limits import allow_descriptors, allow_file_size
 from shmload._segments.listing import segments
 from shmload._segments.removal import remove_leftovers
 from shmload._service.budget import budget_warnings, default_budget
@@ -133,7 +133,7 @@ def _run(
         state = ServiceState(count, chosen[0] if chosen else default_budget())
         with contextlib.closing(state):
             _end_by_signals(state)
-            for warning in budget_warnings(state.budget_nbytes, segments()):
+            for warning in budget_warnings(state.budget_nbytes, segments(), allow_file_size()):
                 logger.warning("%s", warning)
             state.preloading.expect(len(wanted))
             if metrics:

@@ -107,10 +107,10 @@ class Handout:
                 error = worker.start_failure()
                 if worker.has_exited:  # so would the next one
                     raise error
-                self._replace(worker, error)
+                self._replace(worker, error, how)
                 return
             path = self._jobs[worker.tasks[0].shard].path if worker.tasks else "nothing"
-            self._replace(worker, WorkerDied(path, how))
+            self._replace(worker, WorkerDied(path, how), how)
 
     def _take(self, worker: WorkerProcess, message: FromWorker) -> None:
         match message:
@@ -176,8 +176,15 @@ class Handout:
                 path = self._jobs[worker.tasks[0].shard].path
                 self._replace(worker, WorkerStalled(path, self._stall_timeout_s))
 
-    def _replace(self, worker: WorkerProcess, error: ShmloadError) -> None:
-        """Replace a broken worker, or raise `error` if its piece was tried before."""
+    def _replace(self, worker: WorkerProcess, error: ShmloadError, how: str = "") -> None:
+        """Replace a broken worker, or raise `error` if its piece was tried before.
+
+        Args:
+            worker: the worker.
+            error: what is wrong with it.
+            how: how its process ended, if it did by itself.
+        """
+        path = self._jobs[worker.tasks[0].shard].path if worker.tasks else ""
         for fileobj in (worker.channel, worker.pidfd):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(fileobj)
@@ -195,7 +202,13 @@ class Handout:
         is_hopeless = self._lost_in_a_row >= max(_MAX_ATTEMPTS, self._most_workers)
         if is_hopeless or any(task.attempts >= _MAX_ATTEMPTS for task in tasks):
             raise error
-        logger.warning("a worker was lost (%s); its pieces go to another", type(error).__name__)
+        logger.warning(
+            "a worker was lost (%s%s)%s; its pieces go to another",
+            type(error).__name__,
+            f", {how}" if how else "",
+            f" while it decoded {path}" if path else "",
+            extra={"error": type(error).__name__, "source": str(path), "how": how},
+        )
         self._waiting.extendleft(reversed(tasks))
         for other in self._workers:
             if other.is_ready:

@@ -41,8 +41,27 @@ def allow_descriptors(count: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def require_file_size(path: _Path, nbytes: int) -> None:
+def allow_file_size() -> int | None:
+    """Let this process write files as large as its hard limit allows; return that, in bytes.
+
+    Returns:
+        None if nothing limits it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def require_file_size(path: _Path, nbytes: int, writer: str = "this process") -> None:
     """Check that this process may write a file of so many bytes.
+
+    Args:
+        path: of the shard whose segment it is.
+        nbytes: size of the segment, in bytes.
+        writer: what this process is called in the error.
 
     Raises:
         ProcessLimitExceeded: RLIMIT_FSIZE forbids it.
@@ -51,7 +70,7 @@ def require_file_size(path: _Path, nbytes: int) -> None:
     if soft != resource.RLIM_INFINITY and nbytes > soft:
         raise ProcessLimitExceeded(
             path,
-            f"its segment takes {format_nbytes(nbytes)}, and RLIMIT_FSIZE lets this process write "
+            f"its segment takes {format_nbytes(nbytes)}, and RLIMIT_FSIZE lets {writer} write "
             f"files of {format_nbytes(soft)}",
             "`ulimit -f unlimited`, or LimitFSIZE= of a systemd unit",
             "RLIMIT_FSIZE",

@@ -74,7 +74,7 @@ class Decoder:
         if self._service and segment_nbytes and stays:
             with self._without_service():
                 wait = WaitForRoom(segment_nbytes, "the service's budget")
-                self._service.reserve(segment_nbytes, wait, self._is_cancelled.is_set)
+                self._service.reserve(self._model, segment_nbytes, wait, self._is_cancelled.is_set)
 
     def decode(
         self, jobs: Sequence[Job], renew: Callable[[], Sequence[Job]]

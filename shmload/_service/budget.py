@@ -26,13 +26,24 @@ def default_budget() -> int:
     return min(_limits().values()) // 2
 
 
-def budget_warnings(budget: int, resident: Iterable[SegmentInfo]) -> Iterator[str]:
+def budget_warnings(
+    budget: int, resident: Iterable[SegmentInfo], file_nbytes: int | None = None
+) -> Iterator[str]:
     """Yield warnings for a budget that cannot be reached or is exceeded already.
 
     Args:
         budget: in bytes.
         resident: all segments at the start of the service.
+        file_nbytes: the largest file that the service may write, in bytes; None for no limit.
     """
+    if budget == 0:
+        yield "the budget is 0: each load that keeps weights is refused"
+    if file_nbytes is not None and file_nbytes < budget:
+        yield (
+            f"RLIMIT_FSIZE lets the service write files of {format_nbytes(file_nbytes)}; it "
+            "refuses a load with a larger segment; raise it with `ulimit -f unlimited`, or "
+            "LimitFSIZE= of a systemd unit"
+        )
     for name, nbytes in _limits().items():
         if budget > nbytes:
             yield (

@@ -120,13 +120,21 @@ class Client:
         timeout_s = self._timeout_s if on_progress is None else settings().stall_timeout_s
         return self._receive(kind, timeout_s, on_progress, on_wait, is_cancelled)
 
-    def reserve(self, nbytes: int, on_wait: OnWait, is_cancelled: Callable[[], bool]) -> None:
+    def reserve(
+        self, model: Root, nbytes: int, on_wait: OnWait, is_cancelled: Callable[[], bool]
+    ) -> None:
         """Reserve room for `nbytes` of segments; wait while loads that run may give some back.
+
+        Args:
+            model: the model that the segments are of.
+            nbytes: their size, in bytes.
+            on_wait: see `OnWait`.
+            is_cancelled: called several times a second; when true, the wait ends.
 
         Raises:
             CapacityError: there is none, and none will come within `wait_timeout_s`.
         """
-        request = Reserve(nbytes, settings().wait_timeout_s)
+        request = Reserve(nbytes, settings().wait_timeout_s, model)
         self.ask(request, Reserved, on_wait=on_wait, is_cancelled=is_cancelled)
 
     def settle(self) -> None:

@@ -10,6 +10,7 @@ import stat
 
 from shmload._checkpoints.dtypes import FLOATS, NBITS
 from shmload._decoding.job import Job
+from shmload._host.limits import require_file_size
 from shmload._host.linux import is_writable
 from shmload._segments.pieces import Run
 from shmload.errors import ArgumentError, ShardUnreadable
@@ -22,6 +23,7 @@ def require_sound(job: Job) -> None:
 
     Raises:
         ShardUnreadable: the shard is not a regular file.
+        ProcessLimitExceeded: RLIMIT_FSIZE forbids the service to write the part.
         ArgumentError: the part is not a writable file or has another length than the segment, or
             pieces overlap, are out of order, or reach beyond shard or segment.
     """
@@ -34,6 +36,7 @@ def require_sound(job: Job) -> None:
         raise ArgumentError(
             f"the part that was lent for {job.path} has {part.st_size} bytes, not {job.nbytes}"
         )
+    require_file_size(job.path, job.nbytes, "the service")
     if not all(job.pieces):
         raise ArgumentError(f"a piece of {job.path} is empty")
     position = 0

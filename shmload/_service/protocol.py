@@ -27,7 +27,7 @@ from shmload._segments.roots import Root
 from shmload._wording import printable
 from shmload.errors import ShmloadError
 
-VERSION: Final = 4
+VERSION: Final = 5
 """To be increased with every change of a message."""
 
 _Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -77,6 +77,8 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
     nbytes: _Nbytes
     timeout_s: _Seconds
     """How long to wait for room that other loads may give back, in seconds."""
+    model: Root | None = None
+    """The model that it is for, which the log names."""
 
 
 class Settle(msgspec.Struct, frozen=True, tag=True):

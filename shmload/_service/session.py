@@ -11,6 +11,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from shmload._decoding.job import DecodeCancelled, Job
 from shmload._ipc.frames import Inbox, send, to_frame
 from shmload._segments.roots import Root
-from shmload._service.endpoint import require_same_user, socket_path
+from shmload._service.endpoint import peer_of, require_same_user, socket_path
 from shmload._service.loans import require_sound
 from shmload._service.protocol import (
     VERSION,
@@ -43,7 +44,13 @@ from shmload._service.protocol import (
 )
 from shmload._service.reservations import Claim
 from shmload._settings import settings
-from shmload.errors import PeerRefused, ProtocolError, ServiceUnavailable, ShmloadError
+from shmload.errors import (
+    CapacityError,
+    PeerRefused,
+    ProtocolError,
+    ServiceUnavailable,
+    ShmloadError,
+)
 
 if TYPE_CHECKING:
     from shmload._service.state import ServiceState
@@ -107,8 +114,10 @@ class Session:
             raise  # ends the session without an answer
         except ShmloadError as exc:
             self._forget_loans()
+            self._log_refusal(request, exc)
             answer = refuse(exc)
         except DecodeCancelled:  # the client has left, or the service ends
+            self._log_refusal(request, None)
             answer = refuse(ServiceUnavailable(socket_path(), "it ends"))
         except Exception:  # the session's outermost loop: the client must be told
             logger.exception("a request failed")
@@ -117,6 +126,25 @@ class Session:
         if answer is not None:
             self._progress.finish()
             send(self._connection, answer)
+
+    def _log_refusal(self, request: Request, exc: ShmloadError | None) -> None:
+        """Log that a request failed; without an error its client left, or the service ends."""
+        pid, _ = peer_of(self._connection)
+        fields: dict[str, object] = {"pid": pid}
+        what = "a request"
+        if isinstance(request, Decode | Reserve) and request.model:
+            what = self._state.name_of(request.model)
+            fields |= {"model": what, "source": request.model.path}
+        if exc is None:
+            why = "the service ends" if self._state.is_stopping else f"process {pid} left"
+            logger.info("%s was given up: %s", what, why, extra=fields)
+            return
+        refused = refuse(exc)
+        fields |= {"error": refused.kind, "notes": refused.notes, **_told(refused.fields)}
+        if isinstance(exc, CapacityError):
+            logger.warning("%s was refused: %s", what, exc, extra=fields)
+        else:
+            logger.error("%s failed: %s", what, " ".join((str(exc), *refused.notes)), extra=fields)
 
     def _answer(self, request: Request) -> Answer | None:
         match request:
@@ -252,6 +280,13 @@ class ProgressStream:
             self._latest = BytesRead(0, 0)
             if unsent:
                 self._connection.sendall(unsent)
+
+
+def _told(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return what an error says of a file and of amounts, for the log."""
+    return {
+        name: fields[name] for name in ("path", "needed", "available", "limit") if name in fields
+    }
 
 
 def _takes_more(connection: socket.socket) -> bool:

@@ -160,6 +160,10 @@ class ServiceState:
         )
         return digests
 
+    def name_of(self, model: Root) -> str:
+        """Return what a model is called in the log."""
+        return self.usage.name_of(model)
+
     def reasons_unhealthy(self) -> list[str]:
         """Say why the service no longer serves clients; nothing if it does."""
         return ["the service ends"] if self.is_stopping else []

@@ -210,6 +210,10 @@ class Usage:
                 if any(counts.buckets)
             )
 
+    def name_of(self, model: Root) -> str:
+        """Return what a model is called."""
+        return _name_of(model)
+
     def history(self) -> tuple[int, ...]:
         """Return the bytes read in the latest intervals of `INTERVAL_S`, the latest last."""
         latest = int(self._clock() // INTERVAL_S)

@@ -34,7 +34,11 @@ def test_worker_killed_once_is_replaced(checkpoint, workers_that, caplog, worker
     assert_right(checkpoint)
     # The second of two workers may be ended before it starts.
     assert 2 <= starts() <= workers + 1
-    assert caplog.messages == ["a worker was lost (WorkerDied); its pieces go to another"]
+    (line,) = caplog.messages
+    assert line == (
+        f"a worker was lost (WorkerDied, SIGKILL) while it decoded {checkpoint}; its pieces go to "
+        "another"
+    )
 
 
 def test_pieces_behind_the_one_that_killed_a_worker_are_not_lost(tmp_path, workers_that):
@@ -173,7 +177,9 @@ def test_worker_killed_while_it_starts_is_replaced(checkpoint, workers_that, cap
     starts = workers_that("is_first() and os.kill(os.getpid(), signal.SIGKILL)")
     assert_right(checkpoint)
     assert starts() == 2
-    assert caplog.messages == ["a worker was lost (WorkerFailed); its pieces go to another"]
+    assert caplog.messages == [
+        "a worker was lost (WorkerFailed, SIGKILL); its pieces go to another"
+    ]
 
 
 @decoding_door

@@ -42,3 +42,11 @@ def test_budget_that_will_not_be_kept_to_is_warned_of(monkeypatch, budget, group
     assert len(found) == len(said)
     for sentence, part in zip(found, said, strict=True):
         assert part in sentence
+
+
+def test_limit_of_files_and_a_budget_of_nothing_are_warned_of():
+    (said,) = budget_warnings(1 << 20, (), 1 << 10)
+    assert "RLIMIT_FSIZE lets the service write files of 1.00 KiB" in said
+    assert list(budget_warnings(1 << 20, (), 1 << 20)) == []
+    (said,) = budget_warnings(0, ())
+    assert said == "the budget is 0: each load that keeps weights is refused"

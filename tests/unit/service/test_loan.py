@@ -1,6 +1,7 @@
 """A lent shard is decoded within its part's length, or refused before it is read."""
 
 import os
+import resource
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from shmload._decoding.job import Job
 from shmload._segments.pieces import Run
 from shmload._service.loans import require_sound
 from shmload._service.protocol import Stat
-from shmload.errors import ArgumentError
+from shmload.errors import ArgumentError, ProcessLimitExceeded
 from shmload.workers.fill import Filler
 
 _NBYTES = 64
@@ -90,3 +91,15 @@ def test_pieces_that_overlap_are_refused(fds):
     piece = (Run(0, 0, 8, "U8", "U8"),)
     with pytest.raises(ArgumentError):
         require_sound(job(fds, (piece, piece)))
+
+
+def test_part_that_a_limit_forbids_the_service_to_write(fds):
+    lent = job(fds, ())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_NBYTES - 1, before[1]))
+    try:
+        with pytest.raises(ProcessLimitExceeded, match="RLIMIT_FSIZE lets the service write") as it:
+            require_sound(lent)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (it.value.limit, it.value.path) == ("RLIMIT_FSIZE", "the shard")
