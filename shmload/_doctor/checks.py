@@ -15,6 +15,7 @@ import msgspec
 from shmload._checkpoints.formats.known import format_names
 from shmload._doctor.speed import CopySpeed, ReadSpeed
 from shmload._host.procfs import FileSystem
+from shmload._segments.eviction import Budget
 from shmload._service.protocol import VERSION, Status
 from shmload._settings import ServiceUse
 from shmload._wording import format_nbytes
@@ -84,8 +85,7 @@ def check_shared_memory(
     if _room(total, needed) == "ok":
         remedy = f"{_MAKE_ROOM}; du -ah /dev/shm | sort -h | tail -n 5"
     room = f"{format_nbytes(free)} free of {format_nbytes(total)} at /dev/shm"
-    detail = f"{room}{_more(idle)}{_need(needed)}"
-    return _finding("shared memory", _room(free + idle, needed), detail, remedy)
+    return _judged("shared memory", free + idle, needed, f"{room}{_more(idle)}", remedy)
 
 
 def check_huge_pages(found: FileSystem | None, policy: str | None) -> Finding:
@@ -130,9 +130,9 @@ def check_control_group(
     """
     if free is None or limit is None:
         return Finding("control group", "ok", "no memory limit")
-    detail = f"{format_nbytes(free)} free of {format_nbytes(limit)}{_more(idle)}{_need(needed)}"
+    detail = f"{format_nbytes(free)} free of {format_nbytes(limit)}{_more(idle)}"
     remedy = f"{_MAKE_ROOM}  # and docker update --memory=16g --memory-swap=16g CONTAINER"
-    return _finding("control group", _room(free + idle, needed), detail, remedy)
+    return _judged("control group", free + idle, needed, detail, remedy)
 
 
 def check_machine_memory(available: int, needed: int | None = None, idle: int = 0) -> Finding:
@@ -141,8 +141,41 @@ def check_machine_memory(available: int, needed: int | None = None, idle: int = 
     `needed` and `idle` are as for `check_shared_memory`.
     """
     remedy = f"{_MAKE_ROOM}; ps -eo rss,pid,args --sort=-rss | head"
-    detail = f"{format_nbytes(available)} available{_more(idle)}{_need(needed)}"
-    return _finding("machine memory", _room(available + idle, needed), detail, remedy)
+    detail = f"{format_nbytes(available)} available{_more(idle)}"
+    return _judged("machine memory", available + idle, needed, detail, remedy)
+
+
+def check_budget(
+    budget: Budget | None, resident: int, needed: int | None = None, idle: int = 0
+) -> Finding:
+    """Check the room in the budget that loads keep to.
+
+    Args:
+        budget: the budget; None if there is none.
+        resident: what is resident, in bytes.
+        needed: what a source would take, in bytes; None to judge by the sizes of models.
+        idle: what of the resident a load may evict, in bytes.
+    """
+    if budget is None:
+        return Finding("budget", "ok", "none: idle models go when memory is short")
+    free = max(0, budget.nbytes - resident)
+    room = max(0, budget.nbytes - (resident - idle))
+    total = f"{format_nbytes(budget.nbytes)}, {budget.name}"
+    detail = f"{format_nbytes(free)} free of {total}{_more(room - free)}"
+    remedy = f"{_MAKE_ROOM}  # unpin or remove models; or {budget.ways[0]}"
+    return _judged("budget", room, needed, detail, remedy)
+
+
+def _judged(name: str, room: int, needed: int | None, detail: str, remedy: str) -> Finding:
+    """Judge room in bytes, and say by what."""
+    state = _room(room, needed)
+    if needed is not None:
+        detail += f"; the source takes {format_nbytes(needed)}"
+    elif state == "bad":
+        detail += "; almost no model fits"
+    elif state == "warn":
+        detail += f"; a small pipeline takes {format_nbytes(_SMALL_PIPELINE_NBYTES)}"
+    return _finding(name, state, detail, remedy)
 
 
 def _room(nbytes: int, needed: int | None) -> State:
@@ -156,10 +189,6 @@ def _room(nbytes: int, needed: int | None) -> State:
 
 def _more(idle: int) -> str:
     return f", {format_nbytes(idle)} more of idle models" if idle else ""
-
-
-def _need(needed: int | None) -> str:
-    return "" if needed is None else f"; the source takes {format_nbytes(needed)}"
 
 
 # Limits and kernel --------------------------------------------------------------------------------

@@ -13,8 +13,11 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from shmload._doctor.checks import (
     Finding,
+    check_budget,
     check_control_group,
     check_devices,
     check_huge_pages,
@@ -48,10 +51,12 @@ from shmload._host.procfs import (
     machine_free_nbytes,
 )
 from shmload._loading.plan import Plan, ShardPlan
+from shmload._loading.room import own_budget
 from shmload._loading.verbs import plan
-from shmload._segments.eviction import may_go
-from shmload._segments.listing import segments
+from shmload._segments.eviction import Budget, may_go
+from shmload._segments.listing import segments, segments_by_lock
 from shmload._segments.upkeep import find_garbage
+from shmload._service.budget import service_budget
 from shmload._service.client import Client
 from shmload._service.endpoint import connect, service_pid, socket_path
 from shmload._service.protocol import GetStatus, Status
@@ -69,7 +74,9 @@ def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Findin
 
     Raises:
         UnknownDtype: a name is not that of a dtype.
+        ArgumentError: a variable such as SHMLOAD_BUDGET has a value of the wrong kind.
     """
+    settings()  # now: a mistake must not come after some of the findings
     planned = _plan(source, dtype) if source is not None else None
     needed = planned.decode_nbytes if isinstance(planned, Plan) else None
     idle = _idle_nbytes(planned.shards if isinstance(planned, Plan) else ())
@@ -77,10 +84,12 @@ def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Findin
     yield check_removal(removes_ipc(os.getuid()))
     yield check_control_group(cgroup_free_nbytes(), cgroup_limit_nbytes(), needed, idle)
     yield check_machine_memory(machine_free_nbytes(), needed, idle)
+    answer = _ask_service(socket_path())
+    yield check_budget(_budget_of(answer.found), _resident_nbytes(), needed, idle)
     yield check_locked_memory(resource_limits(resource.RLIMIT_MEMLOCK)[0])
     yield check_open_files(*resource_limits(resource.RLIMIT_NOFILE))
     yield check_kernel(kernel_release(), has_pidfds())
-    yield _diagnose_service(socket_path())
+    yield _diagnose_service(socket_path(), answer)
     if source is not None and planned is not None:
         yield from _diagnose_source(source, dtype, planned)
     yield from _diagnose_devices()
@@ -104,6 +113,10 @@ def _idle_nbytes(own: Iterable[ShardPlan]) -> int:
     return sum(info.nbytes for info in segments() if may_go(info) and info.name not in attached)
 
 
+def _resident_nbytes() -> int:
+    return sum(info.nbytes for info in segments_by_lock()) if SHM_DIR.is_dir() else 0
+
+
 def _diagnose_shared_memory(needed: int | None, idle: int) -> Iterator[Finding]:
     if SHM_DIR.is_dir():
         found = file_system(SHM_DIR.stat().st_dev)
@@ -116,7 +129,14 @@ def _diagnose_shared_memory(needed: int | None, idle: int) -> Iterator[Finding]:
         yield check_shared_memory(FileSystem("no directory", ()), 0, 0, is_writable=False)
 
 
-def _diagnose_service(path: Path) -> Finding:
+class _Answer(msgspec.Struct, frozen=True):
+    """What the service said, or why it said nothing; None if there is no socket."""
+
+    found: Status | ShmloadError | None
+    elapsed_s: float
+
+
+def _ask_service(path: Path) -> _Answer:
     found: Status | ShmloadError | None = None
     began_at = time.monotonic()
     if os.path.lexists(path):
@@ -125,9 +145,19 @@ def _diagnose_service(path: Path) -> Finding:
                 found = client.ask(GetStatus(), Status)
         except (ServiceError, ProtocolError) as exc:
             found = exc
-    elapsed_s = time.monotonic() - began_at
-    pid = _service_pid(path) if isinstance(found, ShmloadError) else None
-    return check_service(path, settings().service, found, elapsed_s, pid)
+    return _Answer(found, time.monotonic() - began_at)
+
+
+def _budget_of(found: Status | ShmloadError | None) -> Budget | None:
+    """Return the budget that a load of this process would keep to."""
+    if isinstance(found, Status) and settings().service != "off":
+        return service_budget(found.budget_nbytes)
+    return own_budget()
+
+
+def _diagnose_service(path: Path, answer: _Answer) -> Finding:
+    pid = _service_pid(path) if isinstance(answer.found, ShmloadError) else None
+    return check_service(path, settings().service, answer.found, answer.elapsed_s, pid)
 
 
 def _service_pid(path: Path) -> int | None:

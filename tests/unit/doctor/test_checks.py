@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shmload._doctor.checks import (
+    check_budget,
     check_control_group,
     check_devices,
     check_huge_pages,
@@ -23,6 +24,7 @@ from shmload._doctor.checks import (
 )
 from shmload._doctor.speed import CopySpeed, ReadSpeed
 from shmload._host.procfs import FileSystem
+from shmload._segments.eviction import Budget
 from shmload._service.protocol import Status
 from shmload.errors import PeerRefused, ProtocolError, ServiceUnavailable
 
@@ -220,3 +222,18 @@ def test_check_grades_what_it_is_given_and_names_a_command(finding, state, detai
         assert remedy in finding.remedy
         assert shlex.split(finding.remedy, comments=True)  # raises if a quote is open
         assert "\n" not in finding.remedy
+
+
+def test_room_in_a_budget_is_what_is_free_and_what_is_idle():
+    budget = Budget(4 * GIB, "the service's budget", ("raise it",))
+    found = check_budget(budget, resident=3 * GIB, needed=2 * GIB, idle=GIB)
+    assert found.state == "ok"
+    assert found.detail.startswith("1.00 GiB free of 4.00 GiB, the service's budget, 1.00 GiB more")
+    assert check_budget(budget, 3 * GIB, 2 * GIB, idle=0).state == "bad"
+    assert check_budget(budget, resident=9 * GIB, needed=GIB, idle=5 * GIB).state == "bad"
+    assert check_budget(None, 3 * GIB).state == "ok"
+
+
+def test_too_little_room_says_by_what_it_is_judged():
+    assert check_machine_memory(GIB).detail.endswith("; a small pipeline takes 2.51 GiB")
+    assert check_machine_memory(1 << 20).detail.endswith("; almost no model fits")

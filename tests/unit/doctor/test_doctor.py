@@ -7,6 +7,7 @@ import socket
 import pytest
 import torch
 from safetensors.torch import save_file
+from statuses import STATUS
 
 from shmload import evict, pin, warm
 from shmload._doctor import doctor
@@ -15,7 +16,7 @@ from shmload._doctor.doctor import diagnose
 from shmload._host.linux import SHM_DIR, shm_open, try_lock
 from shmload._segments.names import name_prefix, part_name
 from shmload._segments.upkeep import collect_garbage, find_garbage
-from shmload.errors import UnknownDtype
+from shmload.errors import ArgumentError, UnknownDtype
 
 # Leftovers ----------------------------------------------------------------------------------------
 
@@ -75,6 +76,7 @@ def test_everything_is_examined_and_has_its_say(examine):
         "logout",
         "control group",
         "machine memory",
+        "budget",
         "locked memory",
         "open files",
         "kernel",
@@ -103,6 +105,28 @@ def test_room_is_judged_by_the_source(examine, monkeypatch, tmp_path):
     wide = examine(str(path))["shared memory"]
     assert (wide.state, "the source takes 4.00 MiB" in wide.detail) == ("bad", True)
     assert examine(str(path), "bfloat16")["shared memory"].state == "ok"
+
+
+def test_budget_is_judged_by_the_source(examine, configure, tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(1 << 20)}, path)
+    assert examine(str(path))["budget"].detail.startswith("none: ")
+    configure(budget="3MiB")
+    wide = examine(str(path))["budget"]
+    assert wide.detail == "3.00 MiB free of 3.00 MiB, SHMLOAD_BUDGET; the source takes 4.00 MiB"
+    assert (wide.state, "raise SHMLOAD_BUDGET" in wide.remedy) == ("bad", True)
+    assert examine(str(path), "bfloat16")["budget"].state == "ok"
+    configure(budget="xx")
+    with pytest.raises(ArgumentError, match="SHMLOAD_BUDGET"):
+        examine()
+
+
+def test_budget_is_that_of_the_service(examine, configure, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "_ask_service", lambda path: doctor._Answer(STATUS, 0.0))
+    configure(service="auto", budget="3GiB")
+    assert "40.00 GiB, the service's budget" in examine()["budget"].detail
+    configure(service="off")
+    assert "3.00 GiB, SHMLOAD_BUDGET" in examine()["budget"].detail
 
 
 def test_idle_models_are_room_unless_pinned_or_the_source_itself(examine, monkeypatch, tmp_path):
