@@ -17,10 +17,13 @@ run.
 import csv
 import inspect
 import json
+import math
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -28,7 +31,11 @@ import shmload
 from shmload.integrations import dataprep
 from shmload.integrations.results import Results, ResultsReport
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+_CAPTION_SUFFIX = ".txt"
 _SOME_FAILED = 3
 _SHOWN_FAILURES = 10
 
@@ -48,18 +55,16 @@ def encode(pipe: Any, picture: Picture) -> dict[str, Any]:
     `text.0`, `text.1`, ... are the values that the pipeline's `encode_prompt` returns, in its
     order, without the batch axis. Without a text encoder there are none.
     """
-    from PIL import Image, ImageOps
-
-    with Image.open(picture.path) as image:
-        square = ImageOps.fit(image.convert("RGB"), (picture.size, picture.size))
-    pixels = pipe.image_processor.preprocess(square).to(pipe.vae.device, pipe.vae.dtype)
+    pixels = pipe.image_processor.preprocess(square_of(picture))
+    if (width := pixels.shape[-1]) != picture.size:
+        raise ValueError(
+            f"the pipeline takes {width} pixels, not {picture.size}; give --size {width}"
+        )
+    pixels = pixels.to(pipe.vae.device, pipe.vae.dtype)
     arrays = {"latents": pipe.vae.encode(pixels).latent_dist.sample()[0]}
     if getattr(pipe, "text_encoder", None) is None:
         return arrays
-    caption = picture.caption
-    if caption is None:
-        text = Path(picture.path).with_suffix(".txt")
-        caption = text.read_text("utf-8").strip() if text.exists() else ""
+    caption = caption_of(picture)
     known = inspect.signature(pipe.encode_prompt).parameters
     wanted = {
         "prompt": caption,
@@ -75,12 +80,62 @@ def encode(pipe: Any, picture: Picture) -> dict[str, Any]:
     return arrays
 
 
-def find_pictures(folder: Path) -> list[Path]:
-    """Return the pictures below a folder, sorted by path."""
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
+def square_of(picture: Picture) -> "Image":
+    """Return the middle of a picture as a square in RGB, turned as its camera says."""
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    with Image.open(picture.path) as file:
+        image = ImageOps.exif_transpose(file)
+    if image.mode.startswith("I"):  # grey of 16 bits, which `convert` would clip to 255
+        shades = np.clip(np.asarray(image, np.int64), 0, 0xFFFF)
+        image = Image.fromarray(((shades + 128) // 257).astype(np.uint8))
+    return ImageOps.fit(image.convert("RGB"), (picture.size, picture.size))
+
+
+def caption_of(picture: Picture) -> str:
+    """Return a picture's caption; empty if it has none."""
+    if picture.caption is not None:
+        return picture.caption
+    text = Path(picture.path).with_suffix(_CAPTION_SUFFIX)
+    try:
+        return text.read_text("utf-8-sig").strip() if text.exists() else ""
+    except UnicodeDecodeError as exc:
+        raise ValueError(f"{text} is not UTF-8: {exc}") from exc
+
+
+def find_pictures(folder: Path) -> tuple[list[str], str]:
+    """Return the paths of the pictures below a folder, in order, and what is skipped."""
+    found, others, links = [], Counter[str](), 0
+    for where, folders, files in os.walk(folder):
+        links += sum(os.path.islink(os.path.join(where, name)) for name in folders)
+        for path in (Path(where, name) for name in files):
+            suffix = path.suffix.lower()
+            if suffix in _SUFFIXES:
+                found.append(path.relative_to(folder))
+            elif suffix != _CAPTION_SUFFIX:
+                others[suffix or "no suffix"] += 1
+    skipped = []
+    if others:
+        skipped.append(f"{_counted(others.total(), 'file')} ({', '.join(sorted(others))})")
+    if links:
+        skipped.append(f"{_counted(links, 'folder')} behind a symbolic link")
+    words = ", ".join(skipped)
     if not found:
-        raise click.UsageError(f"there is no picture in {folder} ({', '.join(_SUFFIXES)})")
-    return found
+        more = f"; skipped: {words}" if words else ""
+        raise click.UsageError(f"there is no picture in {folder} ({', '.join(_SUFFIXES)}){more}")
+    names = [str(path) for path in sorted(found)]
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as exc:
+            raw = os.fsencode(name)
+            raise click.UsageError(f"the name {raw!r} in {folder} is not UTF-8; rename it") from exc
+    return names, words
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def encoders_of(pipeline: str) -> tuple[str, ...]:
@@ -104,17 +159,33 @@ def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
         case ".parquet":
             import pyarrow.parquet
 
-            yield from pyarrow.parquet.read_table(file).to_pylist()
+            try:
+                yield from pyarrow.parquet.read_table(file).to_pylist()
+            except (pyarrow.ArrowException, OSError, IndexError) as exc:
+                raise ValueError(str(exc)) from exc
         case ".jsonl":
-            with file.open(encoding="utf-8") as lines:
-                yield from map(json.loads, filter(str.strip, lines))
+            with file.open(encoding="utf-8-sig") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield _object_of(line, number)
         case ".csv" | ".tsv" as suffix:
             with file.open(encoding="utf-8-sig", newline="") as lines:
                 yield from csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else ",")
         case _:
             raise click.UsageError(
-                f"{file} is no table: give a .csv, .tsv, .jsonl or .parquet file"
+                f"{file} is no table of captions: its name must end in .csv, .tsv, .jsonl or "
+                ".parquet"
             )
+
+
+def _object_of(line: str, number: int) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as exc:
+        raise ValueError(f"line {number}, column {exc.colno}: {exc.msg}") from exc
+    if not isinstance(row, dict):
+        raise ValueError(f"line {number}: it is no object of JSON")
+    return row
 
 
 def read_captions(file: Path, name_column: str, text_column: str) -> dict[str, str]:
@@ -123,11 +194,58 @@ def read_captions(file: Path, name_column: str, text_column: str) -> dict[str, s
         rows = list(rows_of(file))
     except (ValueError, ImportError, csv.Error) as exc:
         raise click.UsageError(f"{file} cannot be read: {exc}") from exc
-    for column in (name_column, text_column):
-        if any(column not in row for row in rows):
-            known = ", ".join(map(str, rows[0]))
-            raise click.UsageError(f"{file} has no column {column!r}; it has {known}")
-    return {str(row[name_column]): str(row[text_column] or "").strip() for row in rows}
+    captions: dict[str, str] = {}
+    for number in range(1, len(rows) + 1):
+        name, text = (_cell(file, rows, number, column) for column in (name_column, text_column))
+        if captions.setdefault(name, text) != text:
+            raise click.UsageError(
+                f"{file}, row {number}: {name!r} has the caption {text!r}, and {captions[name]!r} "
+                "in an earlier row; leave one"
+            )
+    return captions
+
+
+def _cell(file: Path, rows: Sequence[Mapping[str, Any]], number: int, column: str) -> str:
+    """Return a text of a row, counted from 1; empty if the cell is."""
+    row = rows[number - 1]
+    if column not in row:
+        has = (
+            f"row {number} has no"
+            if any(column in other for other in rows)
+            else "there is no column"
+        )
+        raise click.UsageError(f"{file}: {has} {column!r}; it has {', '.join(map(str, row))}")
+    value = row[column]
+    if value is None or (isinstance(value, float) and math.isnan(value)):  # as pandas writes None
+        return ""
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        raise click.UsageError(
+            f"{file}, row {number}: {column!r} is {value!r}, a {kind}; give text"
+        )
+    return value.strip()
+
+
+def captions_for(names: Sequence[str], captions: Mapping[str, str], table: Path) -> dict[str, str]:
+    """Return the captions of pictures by name, and say which have none.
+
+    Args:
+        names: of the pictures.
+        captions: by name, as the table has them.
+        table: its file, for messages.
+    """
+    without = [name for name in names if not captions.get(name)]
+    if without:
+        first = f"{table} has no caption for {without[0]}"
+        if not any(name in captions for name in names):
+            example = (
+                f"it has {next(iter(captions))!r}, for instance" if captions else "it is empty"
+            )
+            raise click.UsageError(
+                f"{first}, nor for any other picture; {example}; see --file-column"
+            )
+        click.echo(f"{first}; without one: {len(without)} of {len(names)}", err=True)
+    return {name: captions.get(name, "") for name in names}
 
 
 def report_on(report: ResultsReport) -> int:
@@ -154,7 +272,11 @@ def report_on(report: ResultsReport) -> int:
 @click.option("--dtype", default="bfloat16", show_default=True, help="Dtype of the models.")
 @click.option("--save-dtype", help="Dtype of what is stored; as computed if not given.")
 @click.option(
-    "--size", default=512, show_default=True, help="Width and height of a picture, in pixels."
+    "--size",
+    default=512,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Width and height of a picture, in pixels.",
 )
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first pictures, by path.")
 @click.option(
@@ -181,8 +303,20 @@ def report_on(report: ResultsReport) -> int:
     show_default=True,
     help="cpu, a list such as cuda:0,cuda:1, or round-robin for all GPUs.",
 )
-@click.option("--threads", default=1, show_default=True, help="Threads of each process.")
-@click.option("--shard-items", default=1000, show_default=True, help="Pictures in each shard.")
+@click.option(
+    "--threads",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Threads of each process.",
+)
+@click.option(
+    "--shard-items",
+    default=1000,
+    show_default=True,
+    type=click.IntRange(min=1, max=10_000),
+    help="Pictures in each shard.",
+)
 @click.option(
     "--format",
     default="safetensors",
@@ -205,21 +339,16 @@ def main(
     **options: Any,
 ) -> None:
     """Encode the PICTURES of a folder with a PIPELINE (directory or hub id) into the folder OUT."""
-    names = [str(path.relative_to(pictures)) for path in find_pictures(pictures)[:limit]]
-    texts: dict[str, str] | None = None
+    names, skipped = find_pictures(pictures)
+    if skipped:
+        click.echo(f"skipped: {skipped}", err=True)
+    names = names[:limit]
+    texts: Mapping[str, str | None] = dict.fromkeys(names)
     facts = {"size": str(size)}
     if captions:
-        texts = read_captions(captions, file_column, caption_column)
+        texts = captions_for(names, read_captions(captions, file_column, caption_column), captions)
         facts["captions"] = caption_column
-        if missing := [name for name in names if name not in texts]:
-            first = f"{captions} has no caption for {missing[0]}"
-            if len(missing) == len(names):
-                raise click.UsageError(f"{first}, nor for any other picture; see --file-column")
-            click.echo(f"{first}; without one: {len(missing)} of {len(names)}", err=True)
-    items = [
-        Picture(str(pictures / name), size, None if texts is None else texts.get(name, ""))
-        for name in names
-    ]
+    items = [Picture(str(pictures / name), size, texts[name]) for name in names]
     try:
         report = dataprep.write(
             encode,

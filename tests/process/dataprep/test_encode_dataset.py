@@ -147,7 +147,8 @@ class Pipe:
         self.image_processor = self.vae = self.text_encoder = self
 
     def preprocess(self, image):
-        return torch.tensor(image.getpixel((0, 0)), dtype=torch.float32)[None]
+        pixel = torch.tensor(image.getpixel((0, 0)), dtype=torch.float32)
+        return pixel[None, :, None, None].expand(1, 3, *image.size)
 
     def encode(self, pixels):
         return SimpleNamespace(latent_dist=SimpleNamespace(sample=lambda: pixels))
@@ -257,8 +258,12 @@ def test_captions_come_from_a_table(encode_here, tmp_path, name):
 def test_wrong_use_is_a_sentence_with_exit_code_2(encode_here, tmp_path):
     table = tmp_path / "a.csv"
     for content, option, says in [
-        (TABLES["a.csv"], "--caption-column=x", "has no column 'x'; it has file_name, text"),
-        ("file_name,text\n7.png,one\n", "--limit=1", "nor for any other picture; see --file"),
+        (TABLES["a.csv"], "--caption-column=x", "there is no column 'x'; it has file_name, text"),
+        (
+            "file_name,text\n7.png,one\n",
+            "--limit=1",
+            "nor for any other picture; it has '7.png', for instance; see --file",
+        ),
     ]:
         table.write_text(content)
         code, words = encode_here("--captions", str(table), option)
