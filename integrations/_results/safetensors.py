@@ -37,6 +37,12 @@ class _Front(msgspec.Struct):
     metadata: dict[str, str] = msgspec.field(name="__metadata__")
 
 
+class _Entry(msgspec.Struct, gc=False):
+    """Where a tensor of a header is; the metadata, an entry too, has no place."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
+
 class SafetensorsFile:
     """An open results file; owns its descriptor. A place is the offset of an array's first byte.
 
@@ -134,14 +140,20 @@ def _write(path: Path, first: int, items: Sequence[StoredItem], facts: Mapping[s
 
 def _read_contents(path: Path) -> Contents:
     with open(path, "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if length > os.fstat(file.fileno()).st_size:
+        if length > nbytes:
             raise ResultsCorrupt(path, "it ends within its header", AGAIN)
         raw = file.read(length)
     try:
-        return read_description(msgspec.json.decode(raw, type=_Front).metadata)
+        contents = read_description(msgspec.json.decode(raw, type=_Front).metadata)
+        entries = msgspec.json.decode(raw, type=dict[str, _Entry])
     except (KeyError, ValueError) as exc:
         raise ResultsCorrupt(path, "its header is not that of a results file", AGAIN) from exc
+    wanted = 8 + length + max(entry.data_offsets[1] for entry in entries.values())
+    if nbytes != wanted:
+        raise ResultsCorrupt(path, f"it has {nbytes} bytes instead of {wanted}", AGAIN)
+    return contents
 
 
 SAFETENSORS = ResultsFormat(

@@ -38,6 +38,8 @@ from shmload.integrations._results.safetensors import SafetensorsFile, as_safete
 _DESCRIPTION = "__shmload__/results"
 # Of an array in a sample. A member of the tar file begins at a multiple of 512.
 _ALIGNMENT = 64
+# A tar file ends with two empty blocks or more, and fills its last record.
+_END_NBYTES = 2 * tarfile.BLOCKSIZE
 # The plain kind of tar file has 11 octal digits for the size of a member.
 _MAX_SAMPLE_NBYTES = (8 << 30) - (1 << 20)
 
@@ -93,6 +95,14 @@ def _next(members: Iterator[tarfile.TarInfo], name: str) -> tarfile.TarInfo:
     return member
 
 
+def _check_end(file: BinaryIO) -> None:
+    """Raise ValueError if a tar file does not end as one; the members before are not looked at."""
+    nbytes = file.seek(0, os.SEEK_END)
+    file.seek(max(0, nbytes - _END_NBYTES))
+    if nbytes % tarfile.RECORDSIZE or file.read() != bytes(_END_NBYTES):
+        raise ValueError("its end is missing")
+
+
 def _description(archive: tarfile.TarFile) -> Contents:
     first = archive.next()
     content = archive.extractfile(first) if first and first.name.startswith(_DESCRIPTION) else None
@@ -121,8 +131,11 @@ def _write(path: Path, first: int, items: Sequence[StoredItem], facts: Mapping[s
 
 def _read_contents(path: Path) -> Contents:
     try:
-        with tarfile.open(path, "r:") as archive:
-            return _description(archive)
+        with open(path, "rb") as file:
+            _check_end(file)
+            file.seek(0)
+            with tarfile.open(fileobj=file, mode="r:") as archive:
+                return _description(archive)
     except (tarfile.TarError, KeyError, ValueError) as exc:
         raise ResultsCorrupt(path, str(exc), AGAIN) from exc
 

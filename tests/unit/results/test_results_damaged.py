@@ -6,6 +6,8 @@ import pytest
 from storing import COUNT, content_of, done_in, run, unfinished
 
 import shmload
+from shmload.integrations._results.names import FORMATS
+from shmload.integrations.results import Array, ResultFolder
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -83,6 +85,21 @@ def test_damaged_shard_is_an_error_until_it_is_removed(tmp_path, serial, harm):
     path.unlink()
     run(tmp_path, range(COUNT))
     assert content_of(tmp_path) == serial
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("cut", [1, 10_240])
+def test_file_of_a_finished_folder_that_is_cut_is_an_error(tmp_path, format, cut):
+    with ResultFolder(tmp_path, facts={}, format=format) as results:
+        results.add(0, "a", {"x": Array("U8", (20_000,), b"x" * 20_000)})
+        results.finish(1)
+    (path,) = tmp_path.glob("shard-*")
+    os.truncate(path, path.stat().st_size - cut)
+    with (
+        ResultFolder(tmp_path, facts={}, format=format) as results,
+        pytest.raises(shmload.ResultsCorrupt, match=r"shard-00000.* is damaged: .*; remove it"),
+    ):
+        results.is_done(0, "a")
 
 
 def test_shards_without_their_facts_are_refused(tmp_path):
