@@ -153,6 +153,8 @@ def warm(
                 f"{format_nbytes(report.read_nbytes)} read in {report.reading_s:.1f} s"
                 f"{_other_times(report)}"
             )
+        for gone in report.evicted:
+            click.echo(f"{source}: {gone}")
         for each in report.left_out:
             click.echo(f"{source}: left to the library: {each}")
     if as_json:
@@ -227,7 +229,8 @@ def _other_times(report: shmload.WarmReport) -> str:
     times = {
         "imports": report.importing_s,
         "dtype rules": report.deriving_rules_s,
-        "waiting": report.waiting_s,
+        "making room": report.making_room_s,
+        "waiting for other processes": report.waiting_s,
     }
     told = [f"{name} {elapsed_s:.1f} s" for name, elapsed_s in times.items() if elapsed_s >= 0.1]
     return f" ({', '.join(told)})" if told else ""

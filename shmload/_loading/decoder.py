@@ -13,6 +13,7 @@ from shmload._decoding.job import Job
 from shmload._decoding.ring import Ring
 from shmload._loading.progress import Progress
 from shmload._loading.room import WaitForRoom
+from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.roots import Root
 from shmload._service.client import Client, find_service
 from shmload._settings import settings
@@ -57,7 +58,7 @@ class Decoder:
         """Tell whether the service decodes shards of this size."""
         return self._service is not None and not _is_little(read_nbytes)
 
-    def reserve(self, *, segment_nbytes: int, read_nbytes: int) -> None:
+    def reserve(self, *, segment_nbytes: int, read_nbytes: int) -> list[SegmentInfo]:
         """Reserve room for segments that will stay in the service's budget.
 
         Args:
@@ -67,6 +68,9 @@ class Decoder:
 
         It waits while loads that run may give room back.
 
+        Returns:
+            The segments that the service has evicted for them.
+
         Raises:
             CapacityError: the budget has no room for them.
         """
@@ -74,7 +78,12 @@ class Decoder:
         if self._service and segment_nbytes and stays:
             with self._without_service():
                 wait = WaitForRoom(segment_nbytes, "the service's budget")
-                self._service.reserve(self._model, segment_nbytes, wait, self._is_cancelled.is_set)
+                before = segments_by_lock()  # what went has no header left to read
+                gone = self._service.reserve(
+                    self._model, segment_nbytes, wait, self._is_cancelled.is_set
+                )
+                return [info for info in before if info.name in gone]
+        return []
 
     def decode(
         self, jobs: Sequence[Job], renew: Callable[[], Sequence[Job]]

@@ -18,6 +18,7 @@ from shmload._loading.plan import ShardPlan
 from shmload._loading.room import made_room, own_budget
 from shmload._loading.shard import OpenShard
 from shmload._segments.acquire import Awaited, Held, Opened, acquire
+from shmload._segments.listing import SegmentInfo
 from shmload._segments.part import Hollow, Part
 from shmload._segments.removal import give_back, remove_idle
 from shmload._segments.segment import Segment, Stay, attach
@@ -117,7 +118,7 @@ class Holdings:
         is_charged_here: bool,
         has_service: bool = False,
         is_cancelled: Callable[[], bool] = bool,
-    ) -> None:
+    ) -> list[SegmentInfo]:
         """Make room for some shards' parts; give them their length and header.
 
         Args:
@@ -126,6 +127,9 @@ class Holdings:
             has_service: a service keeps what is resident within its budget, or did so when it
                 gave room for these parts.
             is_cancelled: as for `made_room`.
+
+        Returns:
+            The segments that were evicted for them.
 
         Raises:
             CapacityError: there is no room.
@@ -136,9 +140,12 @@ class Holdings:
         nbytes = 0 if self._is_hollow else sum(shard.layout.nbytes for shard in shards)
         stays = self._stay is Stay.RESIDENT and not has_service
         budget = own_budget() if stays else None
-        with made_room(nbytes, budget, is_charged_here=is_charged_here, is_cancelled=is_cancelled):
+        with made_room(
+            nbytes, budget, is_charged_here=is_charged_here, is_cancelled=is_cancelled
+        ) as evicted:
             for shard in shards:
                 self._part(shard).prepare(shard.layout)
+        return evicted
 
     def renew_parts(self, shards: Sequence[OpenShard]) -> None:
         """Replace some shards' parts by new ones, unless the caller may have mapped them.

@@ -29,7 +29,9 @@ from shmload._loading.progress import Progress
 from shmload._loading.shard import OpenShard
 from shmload._loading.steps import Step
 from shmload._segments.acquire import Awaited
+from shmload._segments.evicted import group_evicted
 from shmload._segments.expiry import remove_expired
+from shmload._segments.listing import SegmentInfo
 from shmload._segments.roots import Root, find_roots
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import check_digest
@@ -86,6 +88,8 @@ class Load:
         self._work: Background | None = None
         self.read_nbytes = 0
         """Bytes of weights that this load reads."""
+        self.evicted = list[SegmentInfo]()
+        """The segments that were evicted to make room for this load's."""
         try:
             with explained(source.given):
                 self.holdings.open_shards(source, rules, ring.shape.slot_nbytes if ring else None)
@@ -224,16 +228,19 @@ class Load:
         """Check the room for some shards' parts, and give them their length and header."""
         nbytes = sum(shard.layout.nbytes for shard in shards)
         read_nbytes = sum(shard.plan.read_nbytes for shard in shards)
-        with self._steps.during(Step.WAITING):
-            self._decoder.reserve(segment_nbytes=nbytes, read_nbytes=read_nbytes)
+        with self._steps.during(Step.MAKING_ROOM):
+            gone = self._decoder.reserve(segment_nbytes=nbytes, read_nbytes=read_nbytes)
             is_charged_here = not self._decoder.leaves_to_service(read_nbytes)
-            self.holdings.make_parts(
+            gone += self.holdings.make_parts(
                 shards,
                 is_charged_here=is_charged_here,
                 has_service=self._decoder.has_service,
                 is_cancelled=lambda: self._decoder.is_cancelled,
             )
         self.read_nbytes += read_nbytes
+        self.evicted += gone
+        for each in group_evicted(gone):
+            logger.info("%s: %s", self._source.given, each)
 
     def _decode(self, shards: list[OpenShard]) -> None:
         jobs = self.holdings.jobs(shards)

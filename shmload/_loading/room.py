@@ -17,6 +17,7 @@ from shmload._decoding.job import DecodeCancelled
 from shmload._host.linux import shm_nbytes
 from shmload._segments.capacity import require_room
 from shmload._segments.eviction import Budget, evict_for, require_possible
+from shmload._segments.listing import SegmentInfo
 from shmload._segments.names import part_names, room_lock_name
 from shmload._segments.removal import remove_if_free, remove_leftovers
 from shmload._segments.turn import try_turn
@@ -72,7 +73,7 @@ def made_room(
     *,
     is_charged_here: bool,
     is_cancelled: Callable[[], bool],
-) -> Iterator[None]:
+) -> Iterator[list[SegmentInfo]]:
     """Make room for new segments; give their parts their length inside the block.
 
     Args:
@@ -82,25 +83,28 @@ def made_room(
             made room already.
         is_cancelled: asked now and then; when true, the wait for room ends.
 
+    Yields:
+        The segments that were evicted for it.
+
     Raises:
         CapacityError: leased and pinned segments leave too little room.
         DecodeCancelled: `is_cancelled` was true.
     """
     if not is_charged_here:
         _require_room_elsewhere(nbytes)
-        yield
+        yield []
     elif budget is None or nbytes == 0:
+        evicted: list[SegmentInfo] = []
         try:
             require_room(nbytes)
         except CapacityError:
-            evict_for(nbytes)
-        yield
+            evicted = evict_for(nbytes)
+        yield evicted
     else:
         ends_at = time.monotonic() + settings().wait_timeout_s
         wait = WaitForRoom(nbytes, budget.name)
         with _turn(nbytes, ends_at, is_cancelled, wait):
-            _keep_within(budget, nbytes, ends_at, is_cancelled, wait)
-            yield
+            yield _keep_within(budget, nbytes, ends_at, is_cancelled, wait)
 
 
 def _require_room_elsewhere(nbytes: int) -> None:
@@ -118,8 +122,11 @@ def _keep_within(
     ends_at: float,
     is_cancelled: Callable[[], bool],
     wait: WaitForRoom,
-) -> None:
+) -> list[SegmentInfo]:
     """Evict until new segments fit into a budget; wait while what others decode may end it.
+
+    Returns:
+        The segments that were evicted.
 
     Raises:
         CapacityError: it does not fit, and nothing that is decoded could change that in time.
@@ -129,7 +136,7 @@ def _keep_within(
         now = time.monotonic()
         others = _parts_nbytes()
         try:
-            evict_for(nbytes, budget, others)
+            return evict_for(nbytes, budget, others)
         except CapacityError as exc:
             require_possible(nbytes, budget, others)
             if others:
@@ -138,8 +145,6 @@ def _keep_within(
                 raise exc.after(settings().wait_timeout_s) from None
             if now - quiet_since > _SETTLE_S:
                 raise
-        else:
-            return
         if is_cancelled():
             raise DecodeCancelled
         wait()

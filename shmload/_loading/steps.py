@@ -15,7 +15,8 @@ class Step(enum.Enum):
 
     IMPORTING = "imports"
     DERIVING_RULES = "dtype rules"
-    WAITING = "waiting"
+    MAKING_ROOM = "making room"
+    WAITING = "waiting for other processes"
     READING = "reading"
     BUILDING = "building"
 

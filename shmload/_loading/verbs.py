@@ -25,6 +25,7 @@ from shmload._loading.sources import find_with_rules, require_read
 from shmload._loading.steps import Step
 from shmload._placement.inventory import Inventory, choose_inventory
 from shmload._placement.placement import place
+from shmload._segments.evicted import Evicted, group_evicted
 from shmload._segments.mentions import repair_errors
 from shmload._segments.messages import LentPath, repaired_messages
 from shmload._segments.segment import Stay
@@ -51,12 +52,16 @@ class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of it, importing the model libraries to find dtype rules; 0 if they are remembered."""
     deriving_rules_s: float = 0.0
     """Of it, finding dtype rules."""
+    making_room_s: float = 0.0
+    """Of it, looking for room, evicting idle models, and waiting for room in a budget."""
     waiting_s: float = 0.0
-    """Of it, waiting for room in a budget and for decodes of other processes."""
+    """Of it, waiting for decodes of other processes."""
     reading_s: float = 0.0
     """Of it, reading and decoding weights. The rest is planning, locks and digests."""
     left_out: tuple[LeftOut, ...] = ()
     """Files of weights that are left to the libraries, because shmload does not read them."""
+    evicted: tuple[Evicted, ...] = ()
+    """The models, or parts of models, that were evicted to make room for it."""
 
 
 def warm(
@@ -142,9 +147,11 @@ def warm(
             elapsed_s=time.monotonic() - began,
             importing_s=steps.elapsed_s(Step.IMPORTING),
             deriving_rules_s=steps.elapsed_s(Step.DERIVING_RULES),
+            making_room_s=steps.elapsed_s(Step.MAKING_ROOM),
             waiting_s=steps.elapsed_s(Step.WAITING),
             reading_s=steps.elapsed_s(Step.READING),
             left_out=left_out,
+            evicted=group_evicted(load.evicted),
         )
 
 

@@ -28,6 +28,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """torch's name of the dtype of its weights; several with commas, the largest share first."""
     components: tuple[str, ...]
     """Its resident components, the largest first; empty for a model without components."""
+    absent: tuple[str, ...] = ()
+    """Its other components with weights on disk: evicted, or never decoded in this dtype."""
     nbytes: int
     """Size of its segments in bytes, with those that it shares."""
     source: str
@@ -145,12 +147,14 @@ def _make(
         dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.nbytes
     by_pid = {user.pid: user for info in held for user in users.get(info.name, ())}
     dtype = ", ".join(each for each in _largest_first(dtypes) if each)
+    on_disk = set(inside.values()) if held[0].is_current else set()
     key = f"{home.path}\0{draft.dtype or dtype}\0{held[0].is_current}"
     return Model(
         name=name,
         id=hashlib.blake2b(key.encode(), digest_size=_ID_NBYTES).hexdigest(),
         dtype=dtype,
         components=tuple(each for each in _largest_first(components) if each),
+        absent=tuple(sorted(on_disk - components.keys() - {""})) if any(components) else (),
         nbytes=sum(info.nbytes for info in held),
         source=home.path,
         segments=held,

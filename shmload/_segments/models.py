@@ -118,7 +118,6 @@ def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
 
 def _row(model: Model, now: float) -> list[str | Cell]:
     users = name_users(model.used_by) or ("unknown" if model.is_leased else "-")
-    components = ", ".join(model.components)
     pinned = "yes" if model.is_pinned else "partly" if model.pinned_segments else "-"
     return [
         model.id,
@@ -129,8 +128,19 @@ def _row(model: Model, now: float) -> list[str | Cell]:
         "now" if model.is_leased else format_age(now - model.used_at),
         pinned,
         _expiry(model, now),
-        Cell(components or "-", short=str(len(model.components)) if components else "-"),
+        _components(model),
     ]
+
+
+def _components(model: Model) -> Cell:
+    """Write which components are resident, and which are not."""
+    if not model.components:
+        return Cell("-")
+    count = str(len(model.components))
+    if not model.absent:
+        return Cell(", ".join(model.components), short=count)
+    text = f"{', '.join(model.components)} (not {', '.join(model.absent)})"
+    return Cell(text, short=f"{count} of {len(model.components) + len(model.absent)}")
 
 
 def _expiry(model: Model, now: float) -> str:

@@ -122,7 +122,7 @@ class Client:
 
     def reserve(
         self, model: Root, nbytes: int, on_wait: OnWait, is_cancelled: Callable[[], bool]
-    ) -> None:
+    ) -> tuple[str, ...]:
         """Reserve room for `nbytes` of segments; wait while loads that run may give some back.
 
         Args:
@@ -131,11 +131,14 @@ class Client:
             on_wait: see `OnWait`.
             is_cancelled: called several times a second; when true, the wait ends.
 
+        Returns:
+            The names of the segments that the service has evicted for it.
+
         Raises:
             CapacityError: there is none, and none will come within `wait_timeout_s`.
         """
         request = Reserve(nbytes, settings().wait_timeout_s, model)
-        self.ask(request, Reserved, on_wait=on_wait, is_cancelled=is_cancelled)
+        return self.ask(request, Reserved, on_wait=on_wait, is_cancelled=is_cancelled).evicted
 
     def settle(self) -> None:
         """Say that segments fill the room that was reserved."""

@@ -13,6 +13,7 @@ from shmload._checkpoints.left_out import LeftOut
 from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
 from shmload._doctor.checks import Finding
+from shmload._segments.evicted import Evicted
 from shmload._segments.unfinished import UnfinishedModel
 from shmload._segments.users import User
 from shmload._service import protocol
@@ -28,6 +29,7 @@ _KINDS = {
     shmload.Plan: "plan",
     shmload.ShardPlan: "shard",
     LeftOut: "leftout",
+    Evicted: "evicted",
     Status: "service",
     Holders: "lease",
     protocol.DecodeStatus: "decodestatus",

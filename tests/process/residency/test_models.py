@@ -70,6 +70,16 @@ def test_models_are_listed_with_what_they_share(pipelines):
     assert "<td" in shmload.models()._repr_html_()
 
 
+def test_components_that_are_not_resident_are_named(pipelines):
+    first = pipelines[0]
+    warm(first)
+    (segment,) = shmload.evict(first / "unet")
+    (model,) = shmload.models()
+    assert (model.components, model.absent) == (("vae",), ("unet",))
+    assert "vae (not unet)" in str(shmload.models())
+    assert segment.source.endswith("unet/model.safetensors")
+
+
 def test_model_in_use_names_its_process(pipelines):
     state = shmload.load_state_dict(
         pipelines[0] / "unet" / "model.safetensors", "bfloat16", keep=True

@@ -1,6 +1,7 @@
 """Without a service SHMLOAD_BUDGET limits what is resident; the least recently used goes first."""
 
 import contextlib
+import logging
 import os
 import threading
 
@@ -8,6 +9,7 @@ import pytest
 from warming import SHM
 
 import shmload
+from shmload._cli.main import main
 from shmload._loading import room
 from shmload._segments.acquire import acquire
 from shmload._segments.layout import Layout
@@ -37,6 +39,22 @@ def test_least_recently_used_goes_for_what_is_kept(shards, two_fit):
     state = shmload.load_state_dict(shards[2], "bfloat16", keep=True)
     assert resident() == [str(shards[0]), str(shards[2])]
     assert state["weight"].eq(2).all()
+
+
+def test_what_goes_for_a_load_is_told(shards, configure, evicts, caplog, capsys):
+    caplog.set_level(logging.INFO)
+    configure(budget=3 * _SEGMENT // 2)
+    assert shmload.warm(shards[0], dtype="bfloat16").evicted == ()
+    (gone,) = shmload.warm(shards[1], dtype="bfloat16").evicted
+    assert (gone.model, gone.dtype) == (shards[0].name, "bfloat16")
+    assert (gone.nbytes, gone.components, len(gone.segments)) == (_SEGMENT, (), 1)
+    told = f"evicted {shards[0].name} (bfloat16), 1.00 MiB, for room"
+    assert f"{shards[1]}: {told}" in caplog.messages
+    with pytest.raises(SystemExit) as ended:
+        main(["warm", str(shards[0]), "--dtype", "bfloat16", "--quiet"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"{shards[0]}: {told.replace(shards[0].name, shards[1].name)}"
 
 
 def test_what_is_in_use_or_pinned_stays_and_the_rest_is_refused(shards, two_fit):

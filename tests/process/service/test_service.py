@@ -160,7 +160,8 @@ def test_least_recently_used_goes_first(service, shards):
     for path in shards[:3]:
         shmload.warm(path, torch_dtype="bfloat16")
     shmload.warm(shards[0], torch_dtype="bfloat16")  # its last use is now the newest
-    shmload.warm(shards[3], torch_dtype="bfloat16")
+    (gone,) = shmload.warm(shards[3], torch_dtype="bfloat16").evicted
+    assert (gone.model, gone.dtype) == (shards[1].name, "bfloat16")
     assert {Path(info.source) for info in shmload.segments()} == {shards[0], shards[2], shards[3]}
     assert status().evictions == 1
 
