@@ -217,6 +217,23 @@ def mappings(inodes: set[Inode]) -> list[Mapping]:
     return found
 
 
+def mappings_below(prefix: str) -> list[tuple[int, int]]:
+    """Return the addresses of this process's mappings of shared memory, in bytes.
+
+    Args:
+        prefix: of the names; a file counts that has no name any more, or is a memfd.
+    """
+    beginnings = (b"/dev/shm/" + prefix.encode(), b"/memfd:" + prefix.encode())
+    found = []
+    with open("/proc/self/maps", "rb") as lines:
+        for line in lines:
+            addresses, *_, path = line.split(None, 5)
+            if path.startswith(beginnings):
+                start, _, end = addresses.partition(b"-")
+                found.append((int(start, 16), int(end, 16)))
+    return found
+
+
 def mappers(inodes: Collection[Inode], proc: Path = Path("/proc")) -> dict[Inode, set[int]]:
     """Return the processes of this user that map the given files, by file.
 

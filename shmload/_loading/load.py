@@ -35,9 +35,10 @@ from shmload._segments.listing import SegmentInfo
 from shmload._segments.roots import Root, find_roots
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import check_digest
+from shmload._segments.variables import holders_of
 from shmload._settings import settings, worker_count
 from shmload._wording import format_nbytes, printable
-from shmload.errors import ArgumentError, SegmentTimeout
+from shmload.errors import ArgumentError, CapacityError, SegmentTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,10 @@ class Load:
         remove_expired()  # not earlier: what this load uses stays
         if not (self._ring or self.holdings.is_empty):
             self._decoder.find_service()
-        self._prepare(mine)
+        try:
+            self._prepare(mine)
+        except CapacityError as exc:
+            raise exc.held_here(holders_of(None).remedy) from exc.__cause__
         self._log(mine)
         if self.holdings.is_complete:
             self._run([])

@@ -14,7 +14,7 @@ from shmload._segments.pids import users_of
 from shmload._segments.removal import give_back, is_free, remove_idle, remove_leftovers
 from shmload._segments.segment import Segment, attach
 from shmload._segments.selection import select
-from shmload._segments.variables import variables_over
+from shmload._segments.variables import holders_of
 from shmload._segments.view import dead_views
 from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt
 
@@ -106,7 +106,14 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> list[SegmentInfo]:
         called = {
             info.name: model.full_name for model in find_models(chosen) for info in model.segments
         }
-        raise SegmentBusy(pids, (info.name for info in removed), variables_over(mine), called)
+        held = holders_of(mine) if mine else None
+        raise SegmentBusy(
+            pids,
+            (info.name for info in removed),
+            held and held.variables,
+            called,
+            held.remedy if held else "",
+        )
     return removed
 
 

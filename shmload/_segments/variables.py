@@ -1,58 +1,115 @@
-"""Finds the variables of this process whose tensors lie in segments, for a message to the user."""
+"""Finds what of this process holds tensors in segments, for a message to the user.
+
+These are variables; in IPython the outputs of cells (`Out`, `_`, `_3`), which `del` does not free;
+and the traceback of the last error, whose functions still have their variables.
+"""
 
 import contextlib
 import itertools
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
 
 from shmload._host.linux import SHM_DIR, inode_of
-from shmload._host.procfs import mappings
+from shmload._host.procfs import mappings, mappings_below
+from shmload._segments.names import name_prefix
 
 _PACKAGE = __name__.partition(".")[0]
 # In lists and dicts, and in the components of a pipeline, the models are this deep.
 _DEPTH = 2
 _MAX_PARTS = 10_000  # of a list or dict
+_MAX_ERRORS = 20  # of one chain; they can be cyclic
+_Spans = list[tuple[int, int]]
 
 
-def variables_over(names: Collection[str]) -> list[str] | None:
-    """Return the variables of the calling functions and their modules that lie in segments.
+class Holders(NamedTuple):
+    """What holds segments in this process."""
+
+    variables: tuple[str, ...] = ()
+    """The names of variables; outputs of IPython's cells that have no other name are among them."""
+    displayed: tuple[str, ...] = ()
+    """Those of the variables that IPython's outputs hold too."""
+    error: str = ""
+    """The type of the last error, if its traceback holds some."""
+
+    @property
+    def remedy(self) -> str:
+        """What the user can do about them, as a part of a sentence; empty if nothing was found."""
+        ways = []
+        plain = [name for name in self.variables if name not in self.displayed]
+        if plain:
+            ways.append(f"`del {', '.join(plain)}`")
+        if self.displayed:
+            # It also frees the outputs and `_`. `del Out` would only break IPython.
+            lines = ", ".join(f"`%xdel {name}`" for name in self.displayed)
+            ways.append(
+                f"{lines} (a cell has displayed {'it' if len(self.displayed) == 1 else 'them'})"
+            )
+        if self.error:
+            ways.append(
+                f"let another error take the place of the last one ({self.error}), whose traceback "
+                "holds weights: `1/0` does"
+            )
+        return " and ".join(ways)
+
+
+def holders_of(names: Collection[str] | None) -> Holders:
+    """Return what holds segments in the calling functions, their modules and `__main__`.
 
     A variable counts if it is a tensor or a model, or a pipeline, dict or list of these. Imports
     nothing: without torch there are no tensors.
 
     Args:
-        names: of segments that this process holds.
-
-    Returns:
-        The names of the variables; None if no segment is given.
+        names: of segments that this process holds; None for all that it maps, those without a name
+            too.
     """
-    if not names:
-        return None
     torch = sys.modules.get("torch")
-    if torch is None:
-        return []
+    spans = _spans_of(names) if torch else []
+    if not spans:
+        return Holders()
+    # By object: in IPython one `%xdel` deletes all names of an object, and its outputs.
+    found: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
+    for variables in _scopes(sys._getframe(1)):
+        is_ipython = "get_ipython" in variables and isinstance(variables.get("Out"), dict)
+        for name, value in list(variables.items()):
+            if name.startswith("_") or (is_ipython and name == "Out"):
+                continue
+            if _lies_in(value, spans, torch):
+                found[name] = value
+        if is_ipython:
+            shown = {f"_{number}": value for number, value in list(variables["Out"].items())}
+            shown |= {name: variables.get(name) for name in ("_", "__", "___")}
+            outputs |= {name: v for name, v in shown.items() if _lies_in(v, spans, torch)}
+    displayed = []
+    named = {id(value): name for name, value in reversed(found.items())}
+    for name, value in outputs.items():
+        if id(value) not in named:
+            named[id(value)] = name
+            found[name] = value
+        if named[id(value)] not in displayed:
+            displayed.append(named[id(value)])
+    return Holders(tuple(found), tuple(displayed), _last_error(spans, torch, found.values()))
+
+
+def _spans_of(names: Collection[str] | None) -> _Spans:
+    """Return where this process maps segments: addresses in bytes."""
+    if names is None:
+        return mappings_below(name_prefix())
     inodes = set()
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             inodes.add(inode_of(os.stat(SHM_DIR / name, follow_symlinks=False)))
-    spans = [(mapping.start, mapping.end) for mapping in mappings(inodes)]
-    found: dict[str, None] = {}
-    for variables in _scopes(sys._getframe(1)):
-        for name, value in list(variables.items()):
-            if not name.startswith("_") and _lies_in(value, spans, torch):
-                found[name] = None
-    return list(found)
+    return [(mapping.start, mapping.end) for mapping in mappings(inodes)]
 
 
 def _scopes(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
     """Yield the variables of the user's functions that are running, and of their modules."""
     seen = set()
     while frame is not None:
-        home = str(frame.f_globals.get("__name__"))
-        if home.partition(".")[0] != _PACKAGE:
+        if _is_users(frame):
             if sys.version_info >= (3, 13):
                 # Before, this makes a dict that keeps the values alive until the function ends.
                 yield frame.f_locals
@@ -60,9 +117,38 @@ def _scopes(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
                 seen.add(id(frame.f_globals))
                 yield frame.f_globals
         frame = frame.f_back
+    main = vars(sys.modules["__main__"])
+    if id(main) not in seen:
+        yield main
 
 
-def _lies_in(value: Any, spans: Collection[tuple[int, int]], torch: Any) -> bool:
+def _is_users(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] != _PACKAGE
+
+
+def _last_error(spans: _Spans, torch: Any, known: Collection[Any]) -> str:
+    """Return the type of the last error that was shown, if its traceback alone holds something."""
+    ids = {id(value) for value in known}
+    error = last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    for _ in range(_MAX_ERRORS):
+        if error is None:
+            return ""
+        for frame in _frames_of(error.__traceback__):
+            # The functions have ended: what reads their variables keeps nothing alive for longer.
+            values = [] if frame.f_locals is frame.f_globals else list(frame.f_locals.values())
+            if any(id(each) not in ids and _lies_in(each, spans, torch) for each in values):
+                return type(last).__name__
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _frames_of(traceback: TracebackType | None) -> Iterator[FrameType]:
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _lies_in(value: Any, spans: _Spans, torch: Any) -> bool:
     with contextlib.suppress(Exception):  # a variable may be anything, and raise anything
         for tensor in _tensors(value, torch, _DEPTH):
             address = tensor.untyped_storage().data_ptr()

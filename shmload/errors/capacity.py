@@ -31,6 +31,19 @@ class CapacityError(ShmloadError, OSError):
         super().__init__(f"{amounts[0]} needed in shared memory{what}; {remedy}")
         self.errno = errno.ENOSPC
 
+    def held_here(self, dropping: str) -> Self:
+        """Say that this process holds some of the room, and how to drop it; return the error.
+
+        Args:
+            dropping: what to do, such as a `del`; empty if this process holds nothing known.
+        """
+        if dropping:
+            # Pipelines refer to themselves: a dropped one stays until a collection.
+            what, _, remedy = str(self).partition("; ")
+            own = f"in this process {dropping}, then call `gc.collect()` and load again"
+            self.args = (f"{what}; {own}; or {remedy}",)
+        return self
+
     def after(self, waited_s: float) -> Self:
         """Say also how long the load has waited for room, in seconds; return the error."""
         self.args = (

@@ -54,6 +54,7 @@ class SegmentBusy(SegmentError):
         removed: as the attribute.
         variables: as the attribute.
         models: what to call the segments' models, by segment.
+        dropping: how to drop what holds them in this process; empty if that is not known.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SegmentBusy(SegmentError):
         removed: Iterable[str] = (),
         variables: Sequence[str] | None = None,
         models: Mapping[str, str] | None = None,
+        dropping: str = "",
     ) -> None:
         self.names = tuple(pids)
         self.removed = tuple(removed)
@@ -73,9 +75,11 @@ class SegmentBusy(SegmentError):
         rest = f" ({len(self.removed)} removed)" if self.removed else ""
         remedy = "end that process, or evict later"
         if self.variables is not None:
-            dropping = f"`del {', '.join(self.variables)}`" if self.variables else "drop the models"
             # Pipelines refer to themselves: a dropped one stays until a collection.
-            remedy = f"in this process {dropping}, then call `gc.collect()` and evict again"
+            remedy = (
+                f"in this process {dropping or 'drop the models'}, then call `gc.collect()` and "
+                "evict again"
+            )
         super().__init__(f"still in use: {', '.join(held)}; {remedy}{rest}")
 
 
