@@ -13,6 +13,7 @@ items and their results alone: the order of results, kills and earlier failures 
 
 from shmload.integrations._results.folder import ResultFolder, ResultsReport
 from shmload.integrations._results.items import Array
+from shmload.integrations._results.order import continued_order
 from shmload.integrations._results.reading import Results
 
-__all__ = ["Array", "ResultFolder", "Results", "ResultsReport"]
+__all__ = ["Array", "ResultFolder", "Results", "ResultsReport", "continued_order"]

@@ -29,7 +29,7 @@ import click
 
 import shmload
 from shmload.integrations import dataprep
-from shmload.integrations.results import Results, ResultsReport
+from shmload.integrations.results import Results, ResultsReport, continued_order
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -339,17 +339,24 @@ def main(
     **options: Any,
 ) -> None:
     """Encode the PICTURES of a folder with a PIPELINE (directory or hub id) into the folder OUT."""
-    names, skipped = find_pictures(pictures)
+    found, skipped = find_pictures(pictures)
     if skipped:
         click.echo(f"skipped: {skipped}", err=True)
-    names = names[:limit]
-    texts: Mapping[str, str | None] = dict.fromkeys(names)
+    names = found[:limit]
     facts = {"size": str(size)}
+    texts: Mapping[str, str] | None = None
     if captions:
         texts = captions_for(names, read_captions(captions, file_column, caption_column), captions)
         facts["captions"] = caption_column
-    items = [Picture(str(pictures / name), size, texts[name]) for name in names]
     try:
+        names = continued_order(out, names)
+        if gone := sorted(set(names).difference(found)):
+            more = f" and {len(gone) - 1} more" if gone[1:] else ""
+            click.echo(f"not in {pictures} any more: {gone[0]}{more}; results stay", err=True)
+        items = [
+            Picture(str(pictures / name), size, None if texts is None else texts.get(name, ""))
+            for name in names
+        ]
         report = dataprep.write(
             encode,
             items,

@@ -9,7 +9,7 @@ from shmload._host.files import replacing
 from shmload.errors import ArgumentError, ResultsCorrupt, ResultsMismatch
 from shmload.integrations._results.names import FACTS_NAME, FORMATS
 
-_OTHERWISE = "give another folder, or remove this one"
+_OTHERWISE = "put the file back from a copy, or give another folder"
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

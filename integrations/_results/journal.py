@@ -27,6 +27,7 @@ from shmload._host.procfs import boot_id
 Buffer = bytes | bytearray | memoryview
 
 _MAGIC = "shmload journal 1"
+_FIRST_NBYTES = len(_MAGIC) + 1 + 36 + 1
 _SIZES = struct.Struct("<IQ")
 _DIGEST_NBYTES = 16
 _PREFIX_NBYTES = _SIZES.size + _DIGEST_NBYTES
@@ -108,17 +109,7 @@ class Journal:
 
     def read(self, offset: int) -> tuple[Head, int] | None:
         """Return a record's head and its body's offset; None if there is no whole record."""
-        prefix = os.pread(self._open(), _PREFIX_NBYTES, offset)
-        if len(prefix) < _PREFIX_NBYTES:
-            return None
-        head_nbytes, body_nbytes = _SIZES.unpack_from(prefix)
-        body = offset + _PREFIX_NBYTES + head_nbytes
-        if body + body_nbytes > os.fstat(self._open()).st_size:
-            return None
-        raw = os.pread(self._open(), head_nbytes, offset + _PREFIX_NBYTES)
-        if xxhash.xxh3_128_digest(prefix[: _SIZES.size] + raw) != prefix[_SIZES.size :]:
-            return None
-        return _DECODER.decode(raw), body
+        return _read_record(self._open(), offset)
 
     def blocks(self, place: int, nbytes: int) -> Iterator[memoryview]:
         """Yield a range of the file from an offset, or as much as there is.
@@ -165,6 +156,37 @@ class Journal:
                 return False
             body += array.nbytes
         return True
+
+
+def read_heads(path: str | os.PathLike[str]) -> Iterator[Head]:
+    """Yield what a journal says of its items; change nothing, and compare no array.
+
+    A process may write to it meanwhile.
+
+    Raises:
+        OSError: it cannot be opened or read.
+    """
+    with open(path, "rb") as file:
+        offset = len(file.readline(_FIRST_NBYTES))
+        while record := _read_record(file.fileno(), offset):
+            head, body = record
+            yield head
+            offset = body + sum(array.nbytes for array in head.arrays)
+
+
+def _read_record(fd: int, offset: int) -> tuple[Head, int] | None:
+    """Return a record's head and its body's offset; None if there is no whole record."""
+    prefix = os.pread(fd, _PREFIX_NBYTES, offset)
+    if len(prefix) < _PREFIX_NBYTES:
+        return None
+    head_nbytes, body_nbytes = _SIZES.unpack_from(prefix)
+    body = offset + _PREFIX_NBYTES + head_nbytes
+    if body + body_nbytes > os.fstat(fd).st_size:
+        return None
+    raw = os.pread(fd, head_nbytes, offset + _PREFIX_NBYTES)
+    if xxhash.xxh3_128_digest(prefix[: _SIZES.size] + raw) != prefix[_SIZES.size :]:
+        return None
+    return _DECODER.decode(raw), body
 
 
 def read_blocks(fd: int, offset: int, nbytes: int) -> Iterator[memoryview]:

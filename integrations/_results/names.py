@@ -49,6 +49,11 @@ def journal_name(number: int) -> str:
     return f"shard-{number:05}{_JOURNAL_SUFFIX}"
 
 
+def is_journal(name: str) -> bool:
+    """Tell whether a name is that of a journal."""
+    return name.endswith(_JOURNAL_SUFFIX)
+
+
 def number_of(name: str) -> int | None:
     """Return the number in the name of a results file or its journal; None for another name."""
     found = _NUMBERED.fullmatch(name)

@@ -101,8 +101,8 @@ class ResultsMismatch(ResultsError):
         self.folder = folder
         self.reason = reason
         super().__init__(
-            f"{folder} holds the results of another job: {reason}; give another folder, or remove "
-            "this one"
+            f"{folder} holds the results of another job: {reason}; give another folder, or the "
+            "items and facts of before. Nothing was changed"
         )
 
 

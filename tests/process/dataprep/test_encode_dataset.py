@@ -151,7 +151,7 @@ class Pipe:
         return pixel[None, :, None, None].expand(1, 3, *image.size)
 
     def encode(self, pixels):
-        return SimpleNamespace(latent_dist=SimpleNamespace(sample=lambda: pixels))
+        return SimpleNamespace(latent_dist=SimpleNamespace(sample=lambda: pixels[..., 0, 0]))
 
     def encode_prompt(self, prompt, device):
         return torch.tensor([[len(prompt)]]), None, torch.ones(1, 2)
@@ -218,9 +218,19 @@ def test_only_the_first_pictures_are_encoded_with_a_limit(encode_here, tmp_path)
     assert encode_here("--limit", "3")[0] == 0
     assert list(Results(tmp_path / "out")) == ["0.png", "1.png", "2.png"]
     assert "2 of them in this run" in encode_here()[1]
-    code, words = encode_here("--limit", "2")
-    assert code == 1
-    assert "there are 2 now" in words
+    assert "5 pictures, 0 of them in this run" in encode_here("--limit", "2")[1]
+
+
+def test_pictures_may_come_and_go(encode_here, tmp_path):
+    assert encode_here()[0] == 0
+    Image.new("RGB", (8, 8)).save(tmp_path / "in" / "00.png")
+    (tmp_path / "in" / "1.png").unlink()
+    code, words = encode_here()
+    assert code == 0, words
+    assert "any more: 1.png; results stay" in words
+    assert "6 pictures, 1 of them in this run, 0 failed" in words
+    before = ["0.png", "1.png", "2.png", "b/3.png", "b/4.png"]
+    assert list(Results(tmp_path / "out")) == [*before, "00.png"]
 
 
 def test_results_are_stored_in_the_dtype_asked_for(encode_here, tmp_path):

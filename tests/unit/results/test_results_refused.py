@@ -50,7 +50,7 @@ def test_other_facts_are_refused_and_named(folder, serial, changes, says):
     run(folder, range(COUNT))
     with pytest.raises(shmload.ResultsMismatch, match=says) as caught:
         opened(folder, **changes)
-    assert "give another folder, or remove this one" in str(caught.value)
+    assert "give another folder, or the items and facts of before" in str(caught.value)
     assert content_of(folder) == serial
 
 
