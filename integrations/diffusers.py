@@ -14,7 +14,7 @@ from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source, components_with_weights
-from shmload._checkpoints.wanted import Wanted
+from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._checkpoints.weights import has_variant
 from shmload._loading.progress import Callback
 from shmload.errors import SourceNotFound
@@ -102,6 +102,7 @@ def load_pipeline(
         ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
         Exception: any error of `from_pretrained`, with the source's paths instead of the view's.
     """
+    require_bools(keep=keep, share=False if share is None else share, verify=verify)
     kwargs = from_pretrained_kwargs
     variant = kwargs.get("variant")
     wanted = Wanted.parse(

@@ -13,7 +13,7 @@ from shmload._checkpoints.hub import find_model
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.wanted import Wanted
+from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._loading.progress import Callback
 from shmload.integrations._building.attempt import load
 from shmload.integrations._building.keywords import require_taken_by_model
@@ -84,6 +84,7 @@ def load_model(
         ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
         Exception: any error of `from_pretrained`, with the source's paths.
     """
+    require_bools(keep=keep, share=False if share is None else share, verify=verify)
     kwargs = from_pretrained_kwargs
     # Only what was given: the classes have defaults of their own.
     for name, value in (("subfolder", subfolder), ("variant", variant)):

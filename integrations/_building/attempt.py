@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from shmload._checkpoints.left_out import hint_of_variants
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Source
 from shmload._decoding.ring import Ring
@@ -18,7 +19,7 @@ from shmload._loading.sources import Rules
 from shmload._loading.steps import Step
 from shmload._segments.segment import Segment, Stay
 from shmload._settings import local_world_size
-from shmload.errors import MemoryLimitExceeded, SharedMemoryFull
+from shmload.errors import MemoryLimitExceeded, SharedMemoryFull, ShmloadError
 from shmload.integrations._building.early import begin_early
 from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.route import Asked, Route, choose_route
@@ -155,7 +156,7 @@ def load(
         if asked.is_bounded or maker.foresee(source) is None:
             with counter.steps.during(Step.IMPORTING, "importing diffusers and transformers"):
                 source = maker.import_classes(source)
-        made = Attempt(
+        attempt = Attempt(
             source=source,
             maker=maker,
             dtype=dtype,
@@ -166,6 +167,13 @@ def load(
             progress=counter,
             place=place,
             linger=linger,
-        ).run()
+        )
+        try:
+            made = attempt.run()
+        except (OSError, ValueError) as exc:  # a library says only that it found no file
+            hint = hint_of_variants(source, kwargs.get("subfolder"))
+            if hint and not isinstance(exc, ShmloadError):
+                exc.add_note(f"shmload: {hint}")
+            raise
     logger.info("%s: loaded: %s", title, counter.steps.describe())
     return made

@@ -4,7 +4,7 @@ Guarantee: a wanted component with files of weights, of which shmload reads none
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -69,14 +69,44 @@ def why_unread(source: Source, variant: str | None) -> str:
     if variant:
         reason = f"it has no weights of variant {variant!r} in {format_names()}"
     if variants:
-        reason += f"; it has variant {', '.join(variants)}"
-        reason += "" if variant else ": ask for it with variant"
+        reason += f"; {_ask_for(variants)}"
     elif others:
         reason += (
             f" but {', '.join(map(str, others))}: let the library load it, or load it once and "
             "`save_pretrained`"
         )
     return reason
+
+
+def hint_of_variants(source: Source, subfolder: str | None = None) -> str:
+    """Say which variants there are of weights that a library found no files of; may be empty.
+
+    Args:
+        source: a pipeline, or a model's repository.
+        subfolder: the model's directory in it.
+    """
+    if source.is_pipeline:
+        folders = {name: source.root / name for name in source.unread}
+    else:
+        folders = {} if source.checkpoints else {"": source.root / (subfolder or "")}
+    hints = (
+        (name, sorted(variants_below(folder)))
+        for name, folder in folders.items()
+        if folder.is_dir()
+    )
+    return "; ".join(
+        f"{os.path.join(source.given, name) if name else source.given}: {_ask_for(variants)}"
+        for name, variants in hints
+        if variants and source.variant not in variants
+    )
+
+
+def _ask_for(variants: Sequence[str]) -> str:
+    which = "it" if len(variants) == 1 else "one"
+    return (
+        f"it has variant {', '.join(variants)}: ask for {which} with variant={variants[0]!r} "
+        f"(--variant {variants[0]})"
+    )
 
 
 def _kind_of(path: Path) -> str:

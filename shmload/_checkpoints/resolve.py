@@ -198,7 +198,8 @@ def _resolve_named(
                 f"weight_name is {name!r}; give a name, and its folder as subfolder"
             )
         if not os.path.exists(root / name):
-            raise ShardMissing(root / name, "weight_name")
+            there = sorted(filter(is_of_weights, os.listdir(root)))
+            raise ShardMissing(root / name, "weight_name", there)
     return _adapters(given, root, sorted(set(weight_names)))
 
 

@@ -80,6 +80,18 @@ def require_known(
         raise UnknownArgument(name, [function.__qualname__], named_arguments(function).union(known))
 
 
+def require_bools(**given: object) -> None:
+    """Refuse what is neither True nor False: a text such as `no` would count as True.
+
+    Raises:
+        ArgumentError: an argument is of another type.
+    """
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            hint = "; how long weights stay is `warm(keep_for=)`" if name == "keep" else ""
+            raise ArgumentError(f"{name} is {value!r}; it must be True or False{hint}")
+
+
 def named_arguments(function: Callable[..., Any]) -> set[str]:
     """Return the names of the arguments in a function's signature, and the dtype's older name."""
     import inspect  # only for an error: importing it takes longer than the rest of this module

@@ -9,7 +9,7 @@ from shmload._checkpoints.dtypes import AUTO, NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.wanted import Wanted
+from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._host.collector import paused_gc
 from shmload._host.limits import explained
 from shmload._host.linux import reopen
@@ -61,6 +61,7 @@ def load_state_dict(
         ArgumentError: the path is a whole pipeline, or the dtype is given under both names.
         UnknownDtype, SourceNotFound, CheckpointError, CapacityError, WorkerError, SegmentError.
     """
+    require_bools(keep=keep, verify=verify)
     wanted = Wanted.parse(path, dtype, None, variant, hub_kwargs, function=load_state_dict)
     source = find_certain(wanted)
     if source.is_pipeline:

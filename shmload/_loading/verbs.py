@@ -15,7 +15,7 @@ from shmload._checkpoints.left_out import LeftOut, find_left_out, why_unread
 from shmload._checkpoints.library import library
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.wanted import Wanted
+from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._host.collector import paused_gc
 from shmload._host.linux import open_source
 from shmload._loading.complete import complete_load
@@ -107,6 +107,7 @@ def warm(
         SegmentError: this call has left nothing in shared memory.
     """
     began = time.monotonic()
+    require_bools(verify=verify, pin=pin)
     keep_for_s = None if keep_for is None else parse_keep_for(keep_for)
     if pin and keep_for_s:
         raise ArgumentError("pin and keep_for exclude each other: what is pinned stays when idle")
@@ -196,6 +197,7 @@ def plan(
         UnknownModule, DeviceMapMalformed: the device map does not fit the pipeline.
         DoesNotFit: the devices are too small; the message says what would fit.
     """
+    require_bools(keep=keep)
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=plan)
     with Progress(None, wanted.title) as progress:
         found, rules = find_with_rules(wanted, progress.steps, pipeline_class=pipeline_class)
@@ -263,6 +265,7 @@ def view(
         As `warm`. An error that the block raises passes through. It has the source's path in its
         text instead of the view's, as have log records and warnings during the block.
     """
+    require_bools(keep=keep, verify=verify)
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=view)
     with contextlib.ExitStack() as ending:
         with Progress(progress, wanted.title) as counter:

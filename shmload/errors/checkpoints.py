@@ -1,9 +1,11 @@
 """The errors of sources and their files."""
 
 import errno
+import os
+from collections.abc import Sequence
 from os import PathLike
 
-from shmload._wording import format_nbytes
+from shmload._wording import format_nbytes, nearest_name
 from shmload.errors.base import ShmloadError
 
 _Path = str | PathLike[str]
@@ -24,10 +26,22 @@ class CheckpointError(ShmloadError):
 class ShardMissing(CheckpointError, FileNotFoundError):
     """A shard named by an index or a caller does not exist."""
 
-    def __init__(self, path: _Path, named_by: _Path | None = None) -> None:
+    def __init__(
+        self, path: _Path, named_by: _Path | None = None, there: Sequence[str] = ()
+    ) -> None:
         self.path = path
         by = f", named by {named_by}," if named_by else ""
-        super().__init__(f"{path}{by} does not exist; download the checkpoint again")
+        super().__init__(f"{path}{by} does not exist; {self._remedy(there)}")
+
+    def _remedy(self, there: Sequence[str]) -> str:
+        """Say what to do; `there` are the files that a caller can name instead."""
+        if not there:
+            return "download the checkpoint again"
+        by_stem = {os.path.splitext(name)[0]: name for name in there}  # endings are all alike
+        stem = os.path.splitext(os.path.basename(self.path))[0]
+        near = nearest_name(stem, list(by_stem))
+        hint = f"; did you mean {by_stem[near]!r}?" if near else ""
+        return f"there are {', '.join(there)}{hint}"
 
 
 class ShardUnreadable(CheckpointError, OSError):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import diffusers
 import pytest
@@ -12,6 +13,7 @@ from warming import TENSORS, as_bf16, assert_same
 import shmload
 from shmload._cli.main import main
 
+_ASK = r"it has variant fp16: ask for it with variant='fp16' \(--variant fp16\)"
 _LORA = "pytorch_lora_weights.safetensors"
 
 
@@ -115,11 +117,31 @@ def test_variant_is_read_if_it_is_asked_for_and_else_named(variant):
     assert_same(shmload.load_state_dict(variant, variant="fp16"), wanted)
     assert shmload.warm(variant, variant="fp16").left_out == ()
     for door in (shmload.warm, shmload.load_state_dict):
-        with pytest.raises(shmload.SourceNotFound, match="it has variant fp16: ask for it"):
+        with pytest.raises(shmload.SourceNotFound, match=_ASK):
             door(variant)
         with pytest.raises(shmload.SourceNotFound, match=r"no weights of variant 'bf16'.* fp16"):
             door(variant, variant="bf16")
     assert [each.kind for each in shmload.plan(variant).left_out] == ["variant fp16"]
+
+
+@pytest.mark.libraries
+def test_error_of_the_library_gets_the_variant_that_there_is(variant, tmp_path):
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(32, 32),
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    ddpm = tmp_path / "ddpm"
+    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(ddpm, variant="fp16")
+    with pytest.raises(OSError, match="Error no file named") as of_pipeline:
+        shmload.load_pipeline(ddpm)
+    with pytest.raises(OSError, match="Error no file named") as of_model:
+        shmload.load_model("AutoencoderKL", variant)
+    for caught in (of_pipeline, of_model):
+        (note,) = caught.value.__notes__
+        assert re.search(_ASK, note)
+    assert "unet" in of_pipeline.value.__notes__[0]
 
 
 @pytest.mark.libraries

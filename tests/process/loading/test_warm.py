@@ -1,5 +1,6 @@
 """`warm` makes sources resident once, and `plan` predicts what it will do."""
 
+import functools
 import json
 import os
 import signal
@@ -186,6 +187,20 @@ def test_plan_links_what_needs_no_segment(checkpoint):
     assert (shard.action, shard.segment_nbytes) == (shmload.Action.LINK, 0)
     (shard,) = shmload.plan(checkpoint, torch_dtype=torch.float32, keep=True).shards
     assert shard.action is shmload.Action.DECODE
+
+
+@pytest.mark.parametrize("value", ["2h", "no", 7200, None])
+def test_keep_that_is_no_bool_is_refused(checkpoint, value):
+    def view(source, **kwargs):
+        with shmload.view(source, **kwargs):
+            raise AssertionError
+
+    model = functools.partial(shmload.load_model, "UNet2DModel")
+    for door in (shmload.load_pipeline, model, shmload.load_state_dict, shmload.plan, view):
+        with pytest.raises(shmload.ArgumentError, match=r"True or False; .*warm\(keep_for=\)"):
+            door(checkpoint, keep=value)
+    with pytest.raises(shmload.ArgumentError, match="share is 'no'; it must be True or False"):
+        shmload.load_pipeline(checkpoint, share="no")
 
 
 def test_variant_that_is_not_there_is_said(folder, tmp_path):

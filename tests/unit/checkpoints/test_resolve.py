@@ -221,8 +221,13 @@ def test_file_of_a_directory_of_adapters_is_chosen_by_name(tmp_path):
     source = resolve(tmp_path, tmp_path)
     assert (source.checkpoints, source.choices) == ((), tuple(sorted(names)))
     assert found(tmp_path, weight_names=names[:2]) == {"": sorted(names[:2])}
-    with pytest.raises(ShardMissing, match=r"gone\.safetensors"):
+    with pytest.raises(ShardMissing, match=r"gone\.safetensors") as caught:
         resolve(tmp_path, tmp_path, weight_names=["gone.safetensors"])
+    assert f"weight_name, does not exist; there are {', '.join(sorted(names))}" in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+    assert "download" not in str(caught.value)
+    with pytest.raises(ShardMissing, match=r"did you mean 'ip-adapter_sd15\.safetensors'\?"):
+        resolve(tmp_path, tmp_path, weight_names=["ip-adapter_sd51.safetensors"])
     for name in ("../x.safetensors", "", "a/b"):
         with pytest.raises(ArgumentError, match="weight_name"):
             resolve(tmp_path, tmp_path, weight_names=[name])
