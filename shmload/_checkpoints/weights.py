@@ -65,6 +65,11 @@ def find_adapters(names: Collection[str]) -> tuple[list[str], list[str]]:
     return adapters, [] if any(map(_MODELS.match, names)) else known
 
 
+def is_of_model(name: str) -> bool:
+    """Tell whether a file has the name of a model's weights, of any variant, or of their index."""
+    return _MODELS.match(name) is not None
+
+
 def default_name(names: Collection[str], library: str) -> str:
     """Return what the weights would be called in a directory that has none."""
     preferred = known.FORMATS[0]

@@ -123,23 +123,26 @@ def make_rows(found: Models, status: Status | None) -> tuple[Row, ...]:
         found: what is resident and what is being decoded, as /dev/shm says.
         status: what the service says of it.
     """
-    counts = {use.source: use for use in status.models} if status else {}
-    at_service = {each.source: each for each in status.decoding} if status else {}
-    rows: dict[tuple[str, str, bool], Row] = {}
+    counts = {(use.source, use.variant): use for use in status.models} if status else {}
+    decodes = {(each.source, each.variant): each for each in status.decoding} if status else {}
+    rows: dict[str, Row] = {}
+    current: dict[tuple[str, str, str], str] = {}
     for model in found:
-        key = (model.source, model.dtype, model.is_current)
-        rows[key] = _of_model(model, counts.get(model.source))
+        rows[model.id] = _of_model(model, counts.get((model.source, model.variant)))
+        if model.is_current:
+            current[model.source, model.variant, model.dtype] = model.id
     for each in found.decoding:
-        key = (each.source, each.dtype, True)
-        row = rows.get(key) or _of_source(each, counts.get(each.source))
-        rows[key] = _with_decode(row, each, at_service.get(each.source))
+        its = each.source, each.variant
+        row = _of_source(each, counts.get(its))
+        key = current.get((*its, each.dtype), row.id)
+        rows[key] = _with_decode(rows.get(key, row), each, decodes.get(its))
     return tuple(sorted(rows.values(), key=lambda row: (row.done is None, row.name, row.dtype)))
 
 
 def _of_model(model: Model, use: ModelUse | None) -> Row:
     users = name_users(model.used_by) or ("unknown" if model.is_leased else "")
     return Row(
-        id=f"{model.source} {model.dtype}",
+        id=f"{model.source} {model.variant} {model.dtype}",
         name=model.name if model.is_current else f"{model.name} (changed)",
         dtype=model.dtype,
         nbytes=model.nbytes,
@@ -154,7 +157,7 @@ def _of_model(model: Model, use: ModelUse | None) -> Row:
 
 def _of_source(found: UnfinishedModel, use: ModelUse | None) -> Row:
     return Row(
-        id=f"{found.source} {found.dtype}",
+        id=f"{found.source} {found.variant} {found.dtype}",
         name=found.name,
         dtype=found.dtype,
         nbytes=0,

@@ -1,8 +1,9 @@
 """Groups segments into models: functions of their arguments alone.
 
-A segment belongs to the source that it was decoded from. Where a shard of a source is resident in
-several dtypes, each dtype is a model. A segment belongs to several models where these have the same
-file, or where it is the only one of its shard.
+A segment belongs to the source that it was decoded from. A variant of the source is another model;
+so is each dtype, where a shard is resident in several, and each earlier version of changed files. A
+segment belongs to several models where these have the same file, or where it is the only one of its
+shard.
 """
 
 import hashlib
@@ -21,7 +22,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """The resident segments of one source in one dtype."""
 
     name: str
-    """The hub id, or as many last folders of the source as tell it apart; a file's own name."""
+    """The hub id, or as many last folders of the source as tell it apart; a file's own name. A
+    variant follows behind a colon."""
     id: str
     """Eight hexadecimal digits, the same as long as its source and dtype are."""
     dtype: str
@@ -44,7 +46,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     """When its first segment was decoded, in seconds since the epoch."""
     used_at: float
-    """When it was last decoded, attached or given back, in seconds since the epoch."""
+    """When it was last decoded, attached, given back or unpinned, in seconds since the epoch."""
     is_pinned: bool
     """Whether none of its segments is evicted to make room."""
     pinned_segments: int
@@ -53,6 +55,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
     is_current: bool
     """Whether the files on disk are still those that were decoded."""
+    variant: str = ""
+    """The variant of its files, such as `fp16`; empty for plain files."""
 
     @property
     def full_name(self) -> str:
@@ -84,26 +88,46 @@ def group_segments(
     Args:
         found: the segments.
         roots: where each shard's model lies, by the shard's path.
-        shards: the component of each file that a model has now, by the model's path and then by the
+        shards: the component of each file that a model has now, by the model's key and then by the
             file's `Identity.key`. A model that is not named has the files it was decoded from.
         users: the processes that are attached to segments or map them, by segment.
     """
-    groups: dict[tuple[str, bool], list[SegmentInfo]] = {}
+    groups: dict[tuple[str, int], list[SegmentInfo]] = {}
     homes: dict[str, Root] = {}
+    ages = _ages(found)
     for info in found:
         home = roots.get(info.source) or Root(path=info.source or info.name)
-        homes[home.path] = home
-        groups.setdefault((home.path, info.is_current), []).append(info)
+        homes[home.key] = home
+        groups.setdefault((home.key, ages.get(info.name, 0)), []).append(info)
     drafts = []
-    for (path, is_current), own in groups.items():
-        others = shards.get(path, {}) if is_current else {}
+    for (key, age), own in groups.items():
+        others = {} if age else shards.get(key, {})
         mine = {info.name for info in own}
         also = [info for info in found if info.identity in others and info.name not in mine]
-        drafts += _divide(homes[path], own, also)
+        drafts += _divide(homes[key], own, also)
     drafts = [draft for draft in drafts if not any(draft.names < each.names for each in drafts)]
-    names = tell_apart({draft.home.path: draft.home for draft in drafts}.values())
-    made = [_make(draft, names[draft.home.path], shards, users) for draft in drafts]
+    names = tell_apart({draft.home.key: draft.home for draft in drafts}.values())
+    made = [_make(draft, names[draft.home.key], shards, users) for draft in drafts]
     return [_with_shared(model, made) for model in made]
+
+
+def _ages(found: Sequence[SegmentInfo]) -> dict[str, int]:
+    """Return which version of its file each segment is of, where the file has changed since.
+
+    Returns:
+        By segment: 1 for the latest version that is resident, 2 for the one before, and so on.
+        Nothing for a file that is as it was decoded.
+    """
+    versions: dict[str, list[str]] = {}
+    for info in sorted(found, key=lambda info: info.created_at, reverse=True):
+        known = versions.setdefault(info.source, [])
+        if not info.is_current and info.identity not in known:
+            known.append(info.identity)
+    return {
+        info.name: versions[info.source].index(info.identity) + 1
+        for info in found
+        if not info.is_current
+    }
 
 
 def _divide(home: Root, own: Sequence[SegmentInfo], also: Sequence[SegmentInfo]) -> list[_Draft]:
@@ -140,7 +164,7 @@ def _make(
     home, held = draft.home, draft.segments
     components: dict[str, int] = {}
     dtypes: dict[str, int] = {}
-    inside = shards.get(home.path, {})
+    inside = shards.get(home.key, {})
     for info in held:
         component = home.component_of(info.source) or inside.get(info.identity, "")
         components[component] = components.get(component, 0) + info.nbytes
@@ -148,7 +172,9 @@ def _make(
     by_pid = {user.pid: user for info in held for user in users.get(info.name, ())}
     dtype = ", ".join(each for each in _largest_first(dtypes) if each)
     on_disk = set(inside.values()) if held[0].is_current else set()
-    key = f"{home.path}\0{draft.dtype or dtype}\0{held[0].is_current}"
+    key = f"{home.key}\0{draft.dtype or dtype}\0{held[0].is_current}"
+    if not held[0].is_current:  # of several versions of a file
+        key += f"\0{held[0].identity}"
     return Model(
         name=name,
         id=hashlib.blake2b(key.encode(), digest_size=_ID_NBYTES).hexdigest(),
@@ -167,6 +193,7 @@ def _make(
         pinned_segments=sum(info.is_pinned for info in held),
         keep_for_s=min((info.keep_for_s for info in held if info.keep_for_s), default=0),
         is_current=held[0].is_current,
+        variant=home.variant,
     )
 
 

@@ -44,7 +44,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_current: bool
     """Whether the shard on disk is still the one that was decoded."""
     used_at: float
-    """When it was last decoded, attached or given back, in seconds since the epoch."""
+    """When it was last decoded, attached, given back or unpinned, in seconds since the epoch."""
     is_pinned: bool
     """Whether it is pinned: it is never evicted to make room."""
     is_shared: bool = False

@@ -76,7 +76,7 @@ def models() -> Models:
         msgspec.structs.replace(info, is_leased=True) if info.name in users else info
         for info in found
     ]
-    return Models(find_models(seen, users), find_decoding())
+    return Models(find_models(seen, users), find_decoding(info.source for info in found))
 
 
 def find_models(
@@ -89,9 +89,9 @@ def find_models(
         users: the processes that use them, by segment; None to leave them out.
     """
     roots = find_roots(info.source for info in found if info.source)
-    by_path = {root.path: root for root in roots.values()}
+    by_key = {root.key: root for root in roots.values()}
     # Only where there are several sources can they share files.
-    shards = {path: shards_below(root) for path, root in by_path.items()} if by_path else {}
+    shards = {key: shards_below(root) for key, root in by_key.items()}
     return group_segments(found, roots, shards, users or {})
 
 
@@ -102,7 +102,7 @@ def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
     are_shown = {
         "ID": with_ids,
         "PINNED": any(model.pinned_segments for model in listed),
-        "EXPIRES": any(model.keep_for_s for model in listed),
+        "EXPIRES": any(_expiry(model, now) != "-" for model in listed),
         "COMPONENTS": any(model.components for model in listed),
     }
     titles = tuple(title for title in _TITLES if are_shown.get(title, True))
@@ -145,7 +145,7 @@ def _components(model: Model) -> Cell:
 
 def _expiry(model: Model, now: float) -> str:
     """Write when a model goes if no process uses it until then."""
-    if not model.keep_for_s:
+    if not model.keep_for_s or model.is_pinned:
         return "-"
     if model.is_leased:
         return f"{format_age(model.keep_for_s)} idle"

@@ -2,6 +2,7 @@
 
 .../models--ORG--NAME/snapshots/REVISION/unet/FILE   hub cache: ORG/NAME
 .../stable-diffusion/unet/FILE                       a pipeline: its folder has model_index.json
+.../stable-diffusion/unet/NAME.fp16.safetensors      its variant: stable-diffusion:fp16
 .../clip/FILE                                        a component: its folder has config.json
 .../lora.safetensors                                 a file alone
 """
@@ -15,6 +16,8 @@ import msgspec
 
 from shmload._checkpoints.formats.known import has_known_suffix
 from shmload._checkpoints.identity import Identity, identify
+from shmload._checkpoints.repository import variant_in
+from shmload._checkpoints.weights import is_of_model
 
 _IN_HUB_CACHE = re.compile(r"(?P<root>.*/models--(?P<id>[^/]+)/snapshots/(?P<revision>[^/]+))/.+")
 _REVISION_NCHARS = 7  # as git shortens it
@@ -37,6 +40,16 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
     """Such as `org/name`; empty outside a hub cache."""
     revision: str = ""
     """The snapshot's commit; empty outside a hub cache."""
+    variant: str = ""
+    """The variant of its files, such as `fp16`; empty for plain files."""
+
+    @property
+    def key(self) -> str:
+        """What no other model has: its path, and its variant."""
+        return self._called(self.path)
+
+    def _called(self, name: str) -> str:
+        return f"{name}:{self.variant}" if self.variant else name
 
     def component_of(self, source: str) -> str:
         """Return the component that a shard belongs to; empty for a model that has none."""
@@ -47,12 +60,12 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
     def names(self) -> Iterator[str]:
         """Yield what it may be called, the shortest first; only the last is surely its own."""
         if self.hub_id:
-            yield self.hub_id
-            yield f"{self.hub_id}@{self.revision[:_REVISION_NCHARS]}"
+            yield self._called(self.hub_id)
+            yield self._called(f"{self.hub_id}@{self.revision[:_REVISION_NCHARS]}")
         else:
             folders = self.path.strip(os.sep).split(os.sep)
-            yield from (os.sep.join(folders[-n:]) for n in range(1, len(folders)))
-        yield self.path
+            yield from (self._called(os.sep.join(folders[-n:])) for n in range(1, len(folders)))
+        yield self.key
 
 
 def find_roots(sources: Iterable[str]) -> dict[str, Root]:
@@ -61,24 +74,43 @@ def find_roots(sources: Iterable[str]) -> dict[str, Root]:
     Looks for the configurations beside the shards. Where they are gone, the names have to do.
     """
     found: dict[str, Root] = {}
-    by_folder: dict[tuple[str, bool], str] = {}
+    by_folder: dict[tuple[str, bool, bool], str] = {}
     for source in sources:
+        folder, name = os.path.split(source)
+        variant = _variant_of(name)
         match = _IN_HUB_CACHE.fullmatch(source)
         if match:
             repository = match["id"].replace("--", "/")
-            root = Root(path=match["root"], hub_id=repository, revision=match["revision"])
+            root = Root(
+                path=match["root"],
+                hub_id=repository,
+                revision=match["revision"],
+                variant=variant,
+            )
         else:
-            folder = os.path.dirname(source)
-            key = (folder, _NUMBERED.fullmatch(source) is not None)
+            is_gone = not os.path.exists(source)
+            is_part = _NUMBERED.fullmatch(name) is not None or (is_gone and is_of_model(name))
+            key = (folder, is_part, is_gone)
             if key not in by_folder:
-                by_folder[key] = _root_of_folder(*key)
-            root = Root(path=by_folder[key] or source)
+                by_folder[key] = _root_of_folder(folder, is_part=is_part, is_gone=is_gone)
+            path = by_folder[key]
+            root = Root(path=path or source, variant=variant if path else "")
         found[source] = root
     return found
 
 
-def _root_of_folder(folder: str, is_numbered: bool) -> str:
-    """Return the directory of a model that has a shard in this folder; empty for a file alone."""
+def _variant_of(name: str) -> str:
+    return (variant_in(name) or "") if is_of_model(name) else ""
+
+
+def _root_of_folder(folder: str, *, is_part: bool, is_gone: bool) -> str:
+    """Return the directory of a model that has a shard in this folder; empty for a file alone.
+
+    Args:
+        folder: the folder.
+        is_part: the shard's name is that of a model's file in a folder of its own.
+        is_gone: the shard no longer exists.
+    """
     above = os.path.dirname(folder)
     if os.path.exists(os.path.join(folder, "model_index.json")):
         return folder
@@ -86,21 +118,21 @@ def _root_of_folder(folder: str, is_numbered: bool) -> str:
         return above
     if os.path.exists(os.path.join(folder, "config.json")):
         return folder
-    if not os.path.exists(folder) and _COMPONENT.fullmatch(os.path.basename(folder)):
+    if is_gone and _COMPONENT.fullmatch(os.path.basename(folder)):
         return above
-    return folder if is_numbered else ""
+    return folder if is_part else ""
 
 
 def tell_apart(roots: Iterable[Root]) -> dict[str, str]:
-    """Return a name for each model, by its path: the shortest ones that all differ."""
-    waiting = {root.path: list(root.names()) for root in roots}
+    """Return a name for each model, by its `key`: the shortest ones that all differ."""
+    waiting = {root.key: list(root.names()) for root in roots}
     while True:
         taken: dict[str, int] = {}
         for names in waiting.values():
             taken[names[0]] = taken.get(names[0], 0) + 1
         alike = [names for names in waiting.values() if taken[names[0]] > 1 and len(names) > 1]
         if not alike:
-            return {path: names[0] for path, names in waiting.items()}
+            return {key: names[0] for key, names in waiting.items()}
         for names in alike:
             del names[0]
 
@@ -109,9 +141,18 @@ def shards_below(root: Root) -> Mapping[str, str]:
     """Return the component of each file of weights that a model has now, by `Identity.key`.
 
     Copies of one file in a hub cache, and hard links, have one identity: so models that share a
-    text encoder are found.
+    text encoder are found. A variant has the plain files of the folders that lack it.
     """
-    return {found.key: root.component_of(found.path) for found in weights_below(root.path)}
+    by_folder: dict[str, list[tuple[Identity, str]]] = {}
+    for each in weights_below(root.path):
+        folder, name = os.path.split(each.path)
+        by_folder.setdefault(folder, []).append((each, _variant_of(name)))
+    return {
+        each.key: root.component_of(each.path)
+        for files in by_folder.values()
+        for each, variant in files
+        if variant == (root.variant if any(v == root.variant for _, v in files) else "")
+    }
 
 
 def weights_below(path: str) -> Iterator[Identity]:

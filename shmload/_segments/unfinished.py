@@ -3,13 +3,13 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from shmload._host.linux import shm_open, try_lock
 from shmload._segments.names import part_names
-from shmload._segments.roots import find_roots, tell_apart
+from shmload._segments.roots import Root, find_roots, tell_apart
 from shmload._segments.segment import Segment
 from shmload._segments.users import User, find_builders
 from shmload.errors import SegmentCorrupt, SegmentError
@@ -24,6 +24,8 @@ class UnfinishedModel(msgspec.Struct, frozen=True, kw_only=True):
     """As `Model.dtype`."""
     source: str
     """Path of the directory or file that it is loaded from."""
+    variant: str
+    """As `Model.variant`."""
     parts: int
     """How many segments are being made."""
     nbytes: int
@@ -47,11 +49,14 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
 
 
-def find_decoding() -> list[UnfinishedModel]:
+def find_decoding(resident: Iterable[str] = ()) -> list[UnfinishedModel]:
     """List what is being decoded by processes of this user, by model.
 
     A part whose header is not written yet is left out. Weights that go straight to a device lie in
     no part.
+
+    Args:
+        resident: the sources of segments, whose models' names are for these alone.
     """
     names = list(part_names())
     if not names:
@@ -59,15 +64,16 @@ def find_decoding() -> list[UnfinishedModel]:
     users = find_builders(names)
     found = list(_living_parts(names, users))
     roots = find_roots(part.source for part in found)
-    called = tell_apart({root.path: root for root in roots.values()}.values())
+    by_key = {root.key: root for root in (*find_roots(resident).values(), *roots.values())}
+    called = tell_apart(by_key.values())
     groups: dict[tuple[str, str], list[_Part]] = {}
     for part in found:
-        groups.setdefault((roots[part.source].path, part.dtype), []).append(part)
-    return [_sum_up(called[path], path, parts, users) for (path, _), parts in groups.items()]
+        groups.setdefault((roots[part.source].key, part.dtype), []).append(part)
+    return [_sum_up(called[key], by_key[key], parts, users) for (key, _), parts in groups.items()]
 
 
 def _sum_up(
-    name: str, path: str, parts: list[_Part], users: dict[str, tuple[User, ...]]
+    name: str, root: Root, parts: list[_Part], users: dict[str, tuple[User, ...]]
 ) -> UnfinishedModel:
     done = sum(part.done_nbytes for part in parts)
     elapsed_s = max(0.0, time.time() - min(part.created_at for part in parts))
@@ -75,7 +81,8 @@ def _sum_up(
     return UnfinishedModel(
         name=name,
         dtype=parts[0].dtype,
-        source=path,
+        source=root.path,
+        variant=root.variant,
         parts=len(parts),
         nbytes=sum(part.nbytes for part in parts),
         done_nbytes=done,

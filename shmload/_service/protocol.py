@@ -145,9 +145,11 @@ class DecodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A decode that runs or waits for the workers."""
 
     model: str
-    """The model's name, which other models may have too."""
+    """The model's name, as `ls` has it."""
     source: str
     """Path of the directory or file that it is loaded from."""
+    variant: str
+    """The variant of its files; empty for plain files."""
     done_nbytes: int
     """Bytes of weights read so far."""
     total_nbytes: int
@@ -162,9 +164,11 @@ class ModelUse(msgspec.Struct, frozen=True, kw_only=True):
     """What a service has counted for a model since it started."""
 
     model: str
-    """The model's name, which other models may have too."""
+    """The model's name, as `ls` has it."""
     source: str
     """Path of the directory or file that it is loaded from."""
+    variant: str
+    """The variant of its files; empty for plain files."""
     hits: int
     """Segments that loads found resident or got from another process."""
     misses: int

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from shmload._decoding.job import Job, OnBytes
 from shmload._segments.capacity import room_nbytes
@@ -18,7 +18,7 @@ from shmload._segments.eviction import evict_for, require_possible
 from shmload._segments.expiry import remove_expired
 from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.pids import users_of
-from shmload._segments.roots import Root
+from shmload._segments.roots import Root, find_roots
 from shmload._service.budget import service_budget
 from shmload._service.pool import WorkerPool
 from shmload._service.protocol import Holders, Status
@@ -51,7 +51,7 @@ class ServiceState:
         self._evictions = self._refusals = 0
         self.reservations = Reservations(self)
         """What loads have reserved in the budget."""
-        self.usage = Usage()
+        self.usage = Usage(resident=_resident_models)
         """What was counted for each model."""
         self.preloading = Preloading()
         """How far the preload list is."""
@@ -146,13 +146,14 @@ class ServiceState:
                 on_bytes(nbytes)
 
             digests = self._pool.decode(jobs, count, is_cancelled, stall_timeout_s, running.begin)
+        name = self.name_of(model)
         logger.info(
             "decoded %s: %s in %.1f s",
-            running.name,
+            name,
             format_nbytes(running.total_nbytes),
             running.elapsed_s,
             extra={
-                "model": running.name,
+                "model": name,
                 "source": model.path,
                 "nbytes": running.total_nbytes,
                 "elapsed_s": round(running.elapsed_s, 3),
@@ -221,6 +222,11 @@ class ServiceState:
                 interval_s=INTERVAL_S,
                 room_nbytes=free_nbytes,
             )
+
+
+def _resident_models() -> Collection[Root]:
+    sources = (info.source for info in segments_by_lock())
+    return find_roots(source for source in sources if source).values()
 
 
 def _leases(found: Iterable[SegmentInfo]) -> Iterator[Holders]:

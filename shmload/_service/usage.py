@@ -9,11 +9,11 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from shmload._segments.roots import Root
+from shmload._segments.roots import Root, tell_apart
 from shmload._service.protocol import DecodeStatus, ModelUse
 
 MAX_MODELS = 200
@@ -29,13 +29,14 @@ INTERVAL_S = 5.0
 _INTERVALS = 60
 
 Clock = Callable[[], float]
+Resident = Callable[[], Iterable[Root]]
 
 
 class _Counts:
     """The counters of one model, or of all."""
 
-    def __init__(self) -> None:
-        self.name = ""
+    def __init__(self, model: Root | None = None) -> None:
+        self.model = model
         self.hits = self.misses = self.read_nbytes = self.failed = 0
         self.decode_s = self.done_s = 0.0
         self.buckets = [0] * (len(BUCKETS_S) + 1)
@@ -56,8 +57,6 @@ class RunningDecode:
 
     def __init__(self, model: Root, total_nbytes: int, clock: Clock) -> None:
         self.model = model
-        self.name = _name_of(model)
-        """What the model is called."""
         self.total_nbytes = total_nbytes
         self.done_nbytes = 0
         self._clock = clock
@@ -72,11 +71,12 @@ class RunningDecode:
         """How long the workers have been at it, in seconds; 0 while it waits for them."""
         return 0.0 if self._began_at is None else self._clock() - self._began_at
 
-    def describe(self) -> DecodeStatus:
-        """Return it as it stands now."""
+    def describe(self, name: str) -> DecodeStatus:
+        """Return it as it stands now; `name` is what the model is called."""
         return DecodeStatus(
-            model=self.name,
+            model=name,
             source=_shorten(self.model.path, _MAX_PATH_LENGTH),
+            variant=self.model.variant,
             done_nbytes=self.done_nbytes,
             total_nbytes=self.total_nbytes,
             elapsed_s=self.elapsed_s,
@@ -89,13 +89,15 @@ class Usage:
 
     Args:
         clock: as `time.monotonic`, in seconds.
+        resident: returns the resident models, which have the names that `ls` gives them.
     """
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = time.monotonic, resident: Resident = tuple) -> None:
         self._clock = clock
+        self._resident = resident
         self._lock = threading.Lock()
         self._all = _Counts()
-        # By the path of the model's source.
+        # By the model's key.
         self._models: OrderedDict[str, _Counts] = OrderedDict()
         self._running: list[RunningDecode] = []
         # Number of an interval since the clock's zero, and the bytes read in it; oldest first.
@@ -151,10 +153,9 @@ class Usage:
 
     def _counts_of(self, model: Root) -> _Counts:
         """Return a model's counters, as the most recently used ones."""
-        source = _shorten(model.path, _MAX_PATH_LENGTH)
-        counts = self._models.setdefault(source, _Counts())
-        counts.name = _name_of(model)
-        self._models.move_to_end(source)
+        key = _shorten(model.key, _MAX_PATH_LENGTH)
+        counts = self._models.setdefault(key, _Counts(model))
+        self._models.move_to_end(key)
         if len(self._models) > MAX_MODELS:
             self._models.popitem(last=False)
         return counts
@@ -181,16 +182,22 @@ class Usage:
 
     def running(self) -> tuple[DecodeStatus, ...]:
         """Return the decodes that run or wait, in the order in which they were asked for."""
+        names = self._names()
         with self._lock:
-            return tuple(running.describe() for running in self._running)
+            return tuple(
+                each.describe(names.get(each.model.key) or _name_of(each.model))
+                for each in self._running
+            )
 
     def models(self) -> tuple[ModelUse, ...]:
         """Return what was counted for each model, the most recently used first."""
+        names = self._names()
         with self._lock:
             return tuple(
                 ModelUse(
-                    model=counts.name,
-                    source=source,
+                    model=names.get(counts.model.key) or _name_of(counts.model),
+                    source=_shorten(counts.model.path, _MAX_PATH_LENGTH),
+                    variant=counts.model.variant,
                     hits=counts.hits,
                     misses=counts.misses,
                     read_nbytes=counts.read_nbytes,
@@ -198,21 +205,42 @@ class Usage:
                     failed=counts.failed,
                     decode_s=counts.decode_s,
                 )
-                for source, counts in reversed(self._models.items())
+                for counts in reversed(self._models.values())
+                if counts.model
             )
 
     def histograms(self) -> tuple[ModelHistogram, ...]:
         """Return the decode times of each model that was decoded."""
+        names = self._names()
         with self._lock:
             return tuple(
-                ModelHistogram(counts.name, source, tuple(counts.buckets), counts.done_s)
-                for source, counts in self._models.items()
-                if any(counts.buckets)
+                ModelHistogram(
+                    model=names.get(counts.model.key) or _name_of(counts.model),
+                    source=_shorten(counts.model.path, _MAX_PATH_LENGTH),
+                    buckets=tuple(counts.buckets),
+                    sum_s=counts.done_s,
+                )
+                for counts in self._models.values()
+                if counts.model and any(counts.buckets)
             )
 
     def name_of(self, model: Root) -> str:
-        """Return what a model is called."""
-        return _name_of(model)
+        """Return what a model is called: as in `ls`, also before it is resident."""
+        return self._names(model)[model.key]
+
+    def _names(self, *more: Root) -> dict[str, str]:
+        """Return what the models are called, by their keys; no two alike.
+
+        A resident model has the name that `ls` gives it. A name gets longer when another model that
+        would have it comes.
+        """
+        with self._lock:
+            counted = [counts.model for counts in self._models.values() if counts.model]
+            counted += [running.model for running in self._running]
+        resident = {root.key: root for root in self._resident()}
+        every = resident | {root.key: root for root in (*counted, *more)}
+        names = tell_apart(every.values()) | tell_apart(resident.values())
+        return {key: _shorten(name, _MAX_NAME_LENGTH) for key, name in names.items()}
 
     def history(self) -> tuple[int, ...]:
         """Return the bytes read in the latest intervals of `INTERVAL_S`, the latest last."""
@@ -223,7 +251,7 @@ class Usage:
 
 
 def _name_of(model: Root) -> str:
-    """Return a model's shortest name, which does not change when other models come."""
+    """Return the shortest name of a model that has come since the names were looked up."""
     return _shorten(next(model.names()), _MAX_NAME_LENGTH)
 
 

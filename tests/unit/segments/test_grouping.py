@@ -1,10 +1,15 @@
 """Segments are shown as the models that a person knows."""
 
+import os
+
 import pytest
 
+from shmload._checkpoints.identity import identify
 from shmload._segments.grouping import group_segments
 from shmload._segments.listing import SegmentInfo
+from shmload._segments.models import find_models
 from shmload._segments.roots import Root, find_roots, tell_apart
+from shmload._segments.selection import match_name
 from shmload._segments.users import User, describe_user, name_users
 
 _SD = Root(path="/models/sd15")
@@ -104,6 +109,52 @@ def test_segments_of_a_changed_source_are_a_model_apart():
     assert old.id != new.id
 
 
+def test_versions_of_a_changed_source_are_models_apart():
+    found = [
+        sd("unet", key="a", identity="1", created_at=1.0, is_current=False),
+        sd("vae", key="b", identity="2", created_at=1.0, is_current=False),
+        sd("unet", key="c", identity="3", created_at=2.0, is_current=False),
+    ]
+    first, second = group(found, _SD)
+    assert [info.name for info in first.segments] == ["shmload-0-a"]
+    assert [info.name for info in second.segments] == ["shmload-0-b", "shmload-0-c"]
+    assert first.id != second.id
+
+
+def test_variants_are_models_apart(tmp_path):
+    folders = [tmp_path / name for name in ("unet", "vae")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+    (tmp_path / "unet" / "model.fp16.safetensors").touch()
+    (tmp_path / "model_index.json").touch()
+    plain, half, vae = (
+        str(tmp_path / name)
+        for name in (
+            "unet/model.safetensors",
+            "unet/model.fp16.safetensors",
+            "vae/model.safetensors",
+        )
+    )
+    keys = [identify(path, os.stat(path)).key for path in (plain, half, vae)]
+    found = [
+        segment(str(n), path, identity=key)
+        for n, (path, key) in enumerate(zip((plain, half, vae), keys, strict=True))
+    ]
+    first, second = find_models(found)
+    name = tmp_path.name
+    assert (first.name, second.name) == (name, f"{name}:fp16")
+    assert (first.variant, second.variant) == ("", "fp16")
+    # The VAE has no files of the variant, so a load of the variant takes the plain ones.
+    assert [info.source for info in first.segments] == [plain, vae]
+    assert [info.source for info in second.segments] == [half, vae]
+    assert second.source == first.source == str(tmp_path)
+    assert first.id != second.id
+    assert find_models(found[1:])[0].name == f"{name}:fp16"
+    assert match_name(name, [first, second], found) == [first]
+    assert match_name("fp16", [first, second], found) == [second]
+
+
 def test_segment_that_cannot_be_read_has_its_own_name():
     (model,) = group([segment("0badc0de", "", dtype="")])
     assert (model.name, model.dtype) == ("shmload-0-0badc0de", "")
@@ -133,6 +184,7 @@ def test_folder_above_with_an_index_is_the_pipeline(tmp_path):
     unet = tmp_path / "sd15" / "unet"
     unet.mkdir(parents=True)
     source = str(unet / "diffusion_pytorch_model.safetensors")
+    (unet / "diffusion_pytorch_model.safetensors").touch()
     assert find_roots([source])[source].path == source
     (unet / "config.json").touch()
     assert find_roots([source])[source].path == str(unet)
@@ -149,6 +201,17 @@ def test_numbered_files_are_one_model_without_a_configuration(tmp_path):
 def test_components_of_a_pipeline_that_is_gone_stay_together():
     sources = [f"/gone/sd15/{c}/model.safetensors" for c in ("unet", "text_encoder_2", "vae")]
     assert {root.path for root in find_roots(sources).values()} == {"/gone/sd15"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "diffusion_pytorch_model.fp16.safetensors"])
+def test_model_that_is_gone_keeps_its_name(name):
+    source = f"/gone/team/clip/{name}"
+    root = find_roots([source])[source]
+    assert root.path == "/gone/team/clip"
+    assert next(root.names()).partition(":")[0] == "clip"
+    assert find_roots(["/gone/lora.safetensors"])["/gone/lora.safetensors"].path.endswith(
+        "lora.safetensors"
+    )
 
 
 def test_names_are_the_shortest_that_differ():

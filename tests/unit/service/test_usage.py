@@ -119,3 +119,37 @@ def test_history_has_the_bytes_of_each_spell(usage, clock):
     assert history[-4:] == (30, 0, 5, 0)
     clock.now += 1000 * INTERVAL_S
     assert set(usage.history()) == {0}
+
+
+# Names --------------------------------------------------------------------------------------------
+
+
+def names_in(usage):
+    return [use.model for use in usage.models()]
+
+
+def test_models_of_one_name_are_told_apart_everywhere(usage, clock):
+    a, b = Root(path="/models/team-a/sd"), Root(path="/models/team-b/sd")
+    usage.note(a, hits=1, misses=0)
+    assert names_in(usage) == ["sd"]
+    assert usage.name_of(b) == "team-b/sd"
+    with usage.decoding(b, 10) as running:
+        running.begin()
+        assert [each.model for each in usage.running()] == ["team-b/sd"]
+    assert names_in(usage) == ["team-b/sd", "team-a/sd"]
+    assert [each.model for each in usage.histograms()] == ["team-b/sd"]
+
+
+def test_resident_models_have_the_names_of_ls(clock):
+    resident = [Root(path="/models/team-a/sd"), Root(path="/models/lora.safetensors")]
+    usage = Usage(clock, lambda: resident)
+    for path in ("/models/team-a/sd", "/models/team-b/sd"):
+        usage.note(Root(path=path), hits=1, misses=0)
+    assert names_in(usage) == ["team-b/sd", "sd"]
+
+
+def test_variants_are_counted_apart(usage):
+    usage.note(Root(path="/models/sd"), hits=1, misses=0)
+    usage.note(Root(path="/models/sd", variant="fp16"), hits=0, misses=2)
+    found = [(use.model, use.source, use.variant, use.misses) for use in usage.models()]
+    assert found == [("sd:fp16", "/models/sd", "fp16", 2), ("sd", "/models/sd", "", 0)]
