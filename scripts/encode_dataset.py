@@ -11,21 +11,20 @@ alone, unless `--retry-failed` is given.
 
 Exit code 0: every picture is encoded, or failed in an earlier run. 1: the job failed; one line says
 why. 2: wrong usage, or a folder without pictures. 3: the job is done, but pictures failed in this
-run.
+run. 130: it was interrupted.
 """
 
-import csv
 import inspect
 import json
-import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+from caption_table import captions_for, read_captions
 
 import shmload
 from shmload.integrations import dataprep
@@ -36,7 +35,15 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 _CAPTION_SUFFIX = ".txt"
+# Those of diffusers that encode one picture, and give a distribution.
+_VAES = (
+    "AutoencoderKL",
+    "AsymmetricAutoencoderKL",
+    "AutoencoderKLFlux2",
+    "AutoencoderKLHunyuanImage",
+)
 _SOME_FAILED = 3
+_INTERRUPTED = 130
 _SHOWN_FAILURES = 10
 
 
@@ -53,15 +60,18 @@ def encode(pipe: Any, picture: Picture) -> dict[str, Any]:
     """Return unscaled latents of shape (channels, height, width), and text embeddings.
 
     `text.0`, `text.1`, ... are the values that the pipeline's `encode_prompt` returns, in its
-    order, without the batch axis. Without a text encoder there are none.
+    order, without the batch axis. Without a text encoder there are none, and no latents without a
+    VAE.
     """
-    pixels = pipe.image_processor.preprocess(square_of(picture))
-    if (width := pixels.shape[-1]) != picture.size:
-        raise ValueError(
-            f"the pipeline takes {width} pixels, not {picture.size}; give --size {width}"
-        )
-    pixels = pixels.to(pipe.vae.device, pipe.vae.dtype)
-    arrays = {"latents": pipe.vae.encode(pixels).latent_dist.sample()[0]}
+    arrays = {}
+    if pipe.vae is not None:
+        pixels = pipe.image_processor.preprocess(square_of(picture))
+        if (width := pixels.shape[-1]) != picture.size:
+            raise ValueError(
+                f"the pipeline takes {width} pixels, not {picture.size}; give --size {width}"
+            )
+        pixels = pixels.to(pipe.vae.device, pipe.vae.dtype)
+        arrays["latents"] = pipe.vae.encode(pixels).latent_dist.sample()[0]
     if getattr(pipe, "text_encoder", None) is None:
         return arrays
     caption = caption_of(picture)
@@ -138,114 +148,65 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def encoders_of(pipeline: str) -> tuple[str, ...]:
-    """Return the VAE and the text encoders that a pipeline's index lists."""
-    index = Path(pipeline, "model_index.json")
+def models_of(pipeline: str) -> dict[str, tuple[str, str]]:
+    """Return library and class of each model by name; none if the index cannot be read."""
     try:
-        if not Path(pipeline).is_dir():
-            from huggingface_hub import hf_hub_download
-
-            index = Path(hf_hub_download(pipeline, index.name))
-        listed = json.loads(index.read_text("utf-8"))
-        found = [name for name, entry in listed.items() if isinstance(entry, list) and entry[0]]
+        listed = read_json(pipeline, "model_index.json")
+        pairs = {name: entry for name, entry in listed.items() if isinstance(entry, list)}
+        return {name: (library, kind) for name, (library, kind) in pairs.items() if library}
     except Exception:  # shmload says what is wrong with the source
-        return ("vae",)
-    return tuple(name for name in found if name == "vae" or name.startswith("text_encoder"))
+        return {}
 
 
-def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a table of captions: .csv, .tsv, .jsonl, or .parquet."""
-    match file.suffix.lower():
-        case ".parquet":
-            import pyarrow.parquet
+def read_json(pipeline: str, name: str) -> Any:
+    """Return the content of a JSON file of a pipeline."""
+    path = Path(pipeline, name)
+    if not Path(pipeline).is_dir():
+        from huggingface_hub import hf_hub_download
 
-            try:
-                yield from pyarrow.parquet.read_table(file).to_pylist()
-            except (pyarrow.ArrowException, OSError, IndexError) as exc:
-                raise ValueError(str(exc)) from exc
-        case ".jsonl":
-            with file.open(encoding="utf-8-sig") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield _object_of(line, number)
-        case ".csv" | ".tsv" as suffix:
-            with file.open(encoding="utf-8-sig", newline="") as lines:
-                yield from csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else ",")
-        case _:
-            raise click.UsageError(
-                f"{file} is no table of captions: its name must end in .csv, .tsv, .jsonl or "
-                ".parquet"
-            )
+        path = Path(hf_hub_download(pipeline, name))
+    return json.loads(path.read_text("utf-8"))
 
 
-def _object_of(line: str, number: int) -> Mapping[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as exc:
-        raise ValueError(f"line {number}, column {exc.colno}: {exc.msg}") from exc
-    if not isinstance(row, dict):
-        raise ValueError(f"line {number}: it is no object of JSON")
-    return row
-
-
-def read_captions(file: Path, name_column: str, text_column: str) -> dict[str, str]:
-    """Return the captions in a table by the picture's path below the folder."""
-    try:
-        rows = list(rows_of(file))
-    except (ValueError, ImportError, csv.Error) as exc:
-        raise click.UsageError(f"{file} cannot be read: {exc}") from exc
-    captions: dict[str, str] = {}
-    for number in range(1, len(rows) + 1):
-        name, text = (_cell(file, rows, number, column) for column in (name_column, text_column))
-        if captions.setdefault(name, text) != text:
-            raise click.UsageError(
-                f"{file}, row {number}: {name!r} has the caption {text!r}, and {captions[name]!r} "
-                "in an earlier row; leave one"
-            )
-    return captions
-
-
-def _cell(file: Path, rows: Sequence[Mapping[str, Any]], number: int, column: str) -> str:
-    """Return a text of a row, counted from 1; empty if the cell is."""
-    row = rows[number - 1]
-    if column not in row:
-        has = (
-            f"row {number} has no"
-            if any(column in other for other in rows)
-            else "there is no column"
-        )
-        raise click.UsageError(f"{file}: {has} {column!r}; it has {', '.join(map(str, row))}")
-    value = row[column]
-    if value is None or (isinstance(value, float) and math.isnan(value)):  # as pandas writes None
-        return ""
-    if not isinstance(value, str):
-        kind = type(value).__name__
-        raise click.UsageError(
-            f"{file}, row {number}: {column!r} is {value!r}, a {kind}; give text"
-        )
-    return value.strip()
-
-
-def captions_for(names: Sequence[str], captions: Mapping[str, str], table: Path) -> dict[str, str]:
-    """Return the captions of pictures by name, and say which have none.
+def choose_components(pipeline: str, given: Sequence[str], size: int) -> Sequence[str]:
+    """Return the components to load, after a check of what can be known before.
 
     Args:
-        names: of the pictures.
-        captions: by name, as the table has them.
-        table: its file, for messages.
+        pipeline: directory or hub id.
+        given: the components that were asked for; none for the VAE and all text encoders.
+        size: of the pictures.
     """
-    without = [name for name in names if not captions.get(name)]
-    if without:
-        first = f"{table} has no caption for {without[0]}"
-        if not any(name in captions for name in names):
-            example = (
-                f"it has {next(iter(captions))!r}, for instance" if captions else "it is empty"
-            )
+    models = models_of(pipeline)
+    found = [name for name in models if name == "vae" or name.startswith("text_encoder")]
+    chosen = given or found or ["vae"]
+    if not {"vae", "text_encoder"}.intersection(chosen):
+        raise click.UsageError("give --component vae, --component text_encoder, or both")
+    alone = "for captions alone give --component text_encoder"
+    if models and "vae" in chosen:
+        library, kind = models.get("vae", ("", "none"))
+        if library in ("", "diffusers") and kind not in _VAES:
             raise click.UsageError(
-                f"{first}, nor for any other picture; {example}; see --file-column"
+                f"the VAE of {pipeline} is {kind}. This script needs an image pipeline, with "
+                f"{' or '.join(_VAES)}; {alone}"
             )
-        click.echo(f"{first}; without one: {len(without)} of {len(names)}", err=True)
-    return {name: captions.get(name, "") for name in names}
+        check_size(pipeline, size)
+    elif models and not given:
+        raise click.UsageError(f"{pipeline} has no VAE; {alone}")
+    return chosen
+
+
+def check_size(pipeline: str, size: int) -> None:
+    """Raise an error if the pipeline would round the size, as far as the VAE's files tell."""
+    try:
+        multiple = 2 ** (len(read_json(pipeline, "vae/config.json")["block_out_channels"]) - 1)
+    except Exception:  # shmload says what is wrong with the source; `encode` checks the size too
+        return
+    if size % multiple:
+        fitting = [n for n in (size - size % multiple, size - size % multiple + multiple) if n]
+        raise click.UsageError(
+            f"--size {size} is no multiple of {multiple}, as the pipeline needs it; give "
+            f"{' or '.join(map(str, fitting))}"
+        )
 
 
 def report_on(report: ResultsReport) -> int:
@@ -257,6 +218,7 @@ def report_on(report: ResultsReport) -> int:
     if report.failed_before:
         failed = Results(report.folder).errors
         click.echo(f"{report.failed_before} failed in an earlier run; try again: --retry-failed")
+        click.echo("failed, in this run or earlier:")
         for key in list(failed)[:_SHOWN_FAILURES]:
             click.echo(f"  {key}: {failed[key]}")
         if len(failed) > _SHOWN_FAILURES:
@@ -339,6 +301,7 @@ def main(
     **options: Any,
 ) -> None:
     """Encode the PICTURES of a folder with a PIPELINE (directory or hub id) into the folder OUT."""
+    chosen = choose_components(pipeline, components, size)
     found, skipped = find_pictures(pictures)
     if skipped:
         click.echo(f"skipped: {skipped}", err=True)
@@ -362,7 +325,7 @@ def main(
             items,
             out,
             source=pipeline,
-            components=components or encoders_of(pipeline),
+            components=chosen,
             devices=devices.split(",") if "," in devices else devices,
             key=lambda picture: str(Path(picture.path).relative_to(pictures)),
             errors="pass",
@@ -371,6 +334,9 @@ def main(
         )
     except shmload.ShmloadError as exc:
         sys.exit(f"encode_dataset: {exc}")
+    except KeyboardInterrupt:
+        click.echo("encode_dataset: interrupted; run it again, it goes on where it was", err=True)
+        sys.exit(_INTERRUPTED)
     sys.exit(report_on(report))
 
 

@@ -1,5 +1,6 @@
 """What a job is told: its pipeline as a handle, its devices as names, its numbers checked."""
 
+import ctypes
 import os
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -56,9 +57,10 @@ def devices_of(devices: str | Sequence[Any], procs: int) -> tuple[str, ...]:
     """Return the device of each process by name; of this process if `procs` is 0.
 
     Raises:
-        ArgumentError: a device is not known, or cannot compute.
+        ArgumentError: a device is not known, cannot compute, or is a GPU on a machine without one.
     """
     if devices == "round-robin":
+        _require_driver(devices)
         return ("round-robin",) * procs
     given = [devices] if isinstance(devices, str | int) else list(devices)
     if not given:
@@ -66,4 +68,27 @@ def devices_of(devices: str | Sequence[Any], procs: int) -> tuple[str, ...]:
     names = [canonical_device(device) for device in given]
     if unfit := {META, DISK, OFFLOAD}.intersection(names):
         raise ArgumentError(f"devices names {min(unfit)!r}, where nothing can be computed")
+    for name in names:
+        if name.startswith("cuda"):
+            _require_driver(name)
     return tuple(names[number % len(names)] for number in range(procs or 1))
+
+
+def has_driver() -> bool:
+    """Tell whether the machine has a driver that torch's CUDA devices need; imports no torch."""
+    if os.path.exists("/dev/kfd"):  # AMD's, for which torch has the same names of devices
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _require_driver(device: str) -> None:
+    """Raise an error now, and not after the libraries are imported."""
+    if not has_driver():
+        raise ArgumentError(
+            f"devices names {device!r}, but this machine has no driver of a GPU (libcuda.so.1 "
+            "cannot be loaded); install it, or give devices='cpu'"
+        )

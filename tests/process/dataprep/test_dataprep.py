@@ -226,7 +226,7 @@ def test_exit_in_the_function_is_an_error_of_the_item(job):
         ({"devices": []}, "an empty list"),
         ({"devices": "meta"}, "nothing can be computed"),
         ({"devices": "nowhere at all"}, "is not a device"),
-        ({"procs": 0, "devices": "cuda"}, "stay on the CPU"),
+        ({"procs": 0, "devices": "xpu"}, "stay on the CPU"),
         ({"components": ["vea"]}, "no component 'vea'"),
         ({"components": "vae"}, "give a list of names"),
     ],
@@ -242,8 +242,16 @@ def test_handle_and_what_it_says_already_are_refused_together(source):
         dataprep.Job(handle, torch_dtype="bf16")
 
 
+@pytest.mark.parametrize("devices", ["round-robin", ["cpu", "cuda:1"]])
+def test_gpu_without_a_driver_is_refused_at_once(source, monkeypatch, devices):
+    monkeypatch.setattr("shmload.integrations._jobs.arguments.has_driver", lambda: False)
+    with pytest.raises(shmload.ArgumentError, match="no driver of a GPU"):
+        dataprep.Job(source, devices=devices)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_devices_that_are_not_there_are_an_error(source):
+def test_devices_that_are_not_there_are_an_error(source, monkeypatch):
+    monkeypatch.setattr("shmload.integrations._jobs.arguments.has_driver", lambda: True)
     with (
         dataprep.Job(source, components=["vae"], procs=1, devices="round-robin") as job,
         pytest.raises(shmload.ArgumentError, match="no CUDA device"),

@@ -1,6 +1,5 @@
 """scripts/encode_dataset.py encodes every picture and caption, despite kills and bad pictures."""
 
-import json
 import os
 import shutil
 import time
@@ -164,7 +163,7 @@ def encode_here(tmp_path, pipeline, monkeypatch):
     Returns exit code and output, with the messages; the results are in `tmp_path / "out"`.
     """
     monkeypatch.setattr(shmload.Handle, "load", lambda handle: Pipe())
-    monkeypatch.setattr(encode_dataset, "encoders_of", lambda pipeline: None)
+    monkeypatch.setattr(encode_dataset, "choose_components", lambda pipeline, given, size: None)
     folder = tmp_path / "in"
     (folder / "b").mkdir(parents=True)
     for number in range(5):
@@ -192,7 +191,7 @@ def test_picture_that_stays_broken_is_said_and_does_not_fail_later_runs(
         code, words = encode_here()
     assert code == 0
     assert "0 of them in this run, 1 failed" in words
-    assert "1.png: UnidentifiedImageError" in words
+    assert "failed, in this run or earlier:\n  1.png: UnidentifiedImageError" in words
     assert "--retry-failed" in words
     assert encode_here("--retry-failed")[0] == 3
     (tmp_path / "in" / "1.png").write_bytes((tmp_path / "in" / "2.png").read_bytes())
@@ -287,11 +286,15 @@ def test_wrong_use_is_a_sentence_with_exit_code_2(encode_here, tmp_path):
     assert "there is no picture in" in words
 
 
-def test_vae_and_text_encoders_are_loaded_by_default(tmp_path):
-    index = {"vae": ["a", "B"], "text_encoder": ["a", "B"], "text_encoder_2": ["a", "B"]}
-    index |= {"text_encoder_3": [None, None], "unet": ["a", "B"], "_class_name": "P"}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    assert encode_dataset.encoders_of(str(tmp_path)) == ("vae", "text_encoder", "text_encoder_2")
+def test_interrupt_is_a_sentence_that_says_how_to_go_on(encode_here, monkeypatch):
+    def interrupted(pipe, prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pipe, "encode_prompt", interrupted)
+    code, words = encode_here()
+    assert code == 130
+    assert "interrupted; run it again, it goes on where it was" in words
+    assert "Aborted" not in words
 
 
 def test_what_cannot_be_done_is_one_sentence(tmp_path, pipeline, warm_python):

@@ -3,11 +3,11 @@
 import json
 
 import click
-import encode_dataset
 import pyarrow
 import pyarrow.parquet
 import pytest
-from encode_dataset import Picture, caption_of, read_captions
+from caption_table import captions_for, read_captions
+from encode_dataset import Picture, caption_of
 
 
 def captions(tmp_path, *rows, raw=None):
@@ -98,10 +98,10 @@ def test_damaged_parquet_file_is_an_error(tmp_path):
 
 def test_pictures_without_captions_are_said_with_examples(tmp_path, capsys):
     table = tmp_path / "a.csv"
-    texts = encode_dataset.captions_for(["a", "b", "c"], {"a": "x", "b": "", "d": "y"}, table)
+    texts = captions_for(["a", "b", "c"], {"a": "x", "b": "", "d": "y"}, table)
     assert texts == {"a": "x", "b": "", "c": ""}
     assert f"{table} has no caption for b; without one: 2 of 3" in capsys.readouterr().err
     with pytest.raises(
         click.UsageError, match=r"for a, nor .*; it has './a', for instance; see --f"
     ):
-        encode_dataset.captions_for(["a", "b"], {"./a": "x", "./b": "x"}, table)
+        captions_for(["a", "b"], {"./a": "x", "./b": "x"}, table)

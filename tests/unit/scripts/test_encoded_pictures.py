@@ -103,3 +103,15 @@ def test_folder_without_pictures_says_what_it_has(tmp_path):
         click.UsageError, match=r"no picture in .*\.bmp, .*skipped: 1 file \(.gif\)"
     ):
         encode_dataset.find_pictures(tmp_path)
+
+
+def test_captions_are_encoded_without_a_vae(tmp_path):
+    class TextPipe(Pipe):
+        def __init__(self):
+            self.vae, self.text_encoder = None, self
+
+        def encode_prompt(self, prompt, device):
+            return torch.tensor([[len(prompt)]]), None
+
+    found = encode_dataset.encode(TextPipe(), Picture(str(tmp_path / "none.png"), 8, "four"))
+    assert {name: array.tolist() for name, array in found.items()} == {"text.0": [4]}
