@@ -122,7 +122,7 @@ def load_pipeline(
     with whole_libraries():
         require_taken(kwargs, found, load_pipeline, maker.find_class)
     kwargs.update(dict.fromkeys(left_out))
-    dtype = settle_dtype(wanted.dtype, found)
+    dtype = settle_dtype(wanted.dtype, found, kwargs)
     asked = Asked(
         device_map=device_map,
         max_memory=max_memory,

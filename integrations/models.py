@@ -16,7 +16,7 @@ from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._loading.progress import Callback
 from shmload.integrations._building.attempt import load
-from shmload.integrations._building.keywords import require_taken_by_model
+from shmload.integrations._building.keywords import explained_keywords, require_taken_by_model
 from shmload.integrations._building.model_maker import ModelMaker
 from shmload.integrations._building.route import Asked
 from shmload.integrations._devices.ways import Pin
@@ -98,7 +98,7 @@ def load_model(
     kwargs.pop("disable_mmap", None)
     found = find_model(wanted, kwargs)
     with whole_libraries():
-        require_taken_by_model(kwargs, load_model, lambda: maker.find_class(found))
+        require_taken_by_model(kwargs, load_model, lambda: maker.find_class_made(found))
     dtype = _settle(wanted, found, maker)
     asked = Asked(
         device_map=device_map,
@@ -109,18 +109,19 @@ def load_model(
         share=share,
         verify=verify,
     )
-    return load(
-        found,
-        maker,
-        dtype,
-        asked,
-        kwargs,
-        title=wanted.title,
-        workers=workers,
-        progress=progress,
-        place=_place,
-        linger=linger,
-    )
+    with explained_keywords(kwargs, load_model, maker.class_name):
+        return load(
+            found,
+            maker,
+            dtype,
+            asked,
+            kwargs,
+            title=wanted.title,
+            workers=workers,
+            progress=progress,
+            place=_place,
+            linger=linger,
+        )
 
 
 def _settle(wanted: Wanted, source: Source, maker: ModelMaker) -> object:

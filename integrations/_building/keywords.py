@@ -8,14 +8,16 @@ other names than `model_index.json` has, because importing diffusers takes 3 s.
 In doubt a keyword is let through, and the library decides: a class may load in its own way.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import named_arguments
-from shmload.errors import UnknownArgument
+from shmload.errors import ShmloadError, UnknownArgument
 
 # What every `from_pretrained` of diffusers reads from its keywords or documents, in 0.35 to 0.42. A
 # test compares these lists with their source.
@@ -63,8 +65,10 @@ MODEL_KEYWORDS = _COMMON | {
     "local_dir_use_symlinks",
     "parallel_config",
     "subfolder",
+    "trust_remote_code",
     "user_agent",
 }
+_REFUSED = re.compile(r"__init__\(\) got an unexpected keyword argument '(\w+)'")
 # With these, other classes than the source's take keywords.
 _CHANGE_THE_CLASS = ("custom_pipeline", "load_connected_pipeline")
 
@@ -106,22 +110,48 @@ def require_taken_by_model(
 ) -> None:
     """Refuse a keyword that neither shmload, diffusers nor a model of diffusers takes.
 
-    Models of transformers refuse it themselves.
+    Models of transformers refuse it themselves: see `explained_keywords`.
 
     Args:
         kwargs: what a function got beside the arguments in its signature.
         function: the function, for errors.
-        find_class: returns the model's class.
+        find_class: returns the model's class: the one that is made, where it is known.
 
     Raises:
         UnknownArgument: with the nearest name that is taken.
     """
-    if kwargs.keys() <= MODEL_KEYWORDS:
+    if kwargs.keys() <= MODEL_KEYWORDS or kwargs.get("trust_remote_code"):
         return
     chosen = find_class()
     from diffusers import ModelMixin
 
     _require_listed(kwargs, MODEL_KEYWORDS, chosen, ModelMixin, function)
+
+
+@contextlib.contextmanager
+def explained_keywords(
+    kwargs: Collection[str], function: Callable[..., Any], class_name: str
+) -> Iterator[None]:
+    """Name the keyword that a model's constructor refuses, in place of Python's own error.
+
+    Only the library can tell: it gives a keyword to the model's configuration or constructor.
+
+    Args:
+        kwargs: what the function got beside the arguments in its signature.
+        function: the function, for errors.
+        class_name: what the caller has called the class.
+
+    Raises:
+        UnknownArgument: with the nearest argument of the function.
+    """
+    try:
+        yield
+    except TypeError as exc:
+        found = _REFUSED.search(str(exc))
+        if isinstance(exc, ShmloadError) or found is None or found[1] not in kwargs:
+            raise
+        functions = [function.__qualname__, f"{class_name}.from_pretrained"]
+        raise UnknownArgument(found[1], functions, named_arguments(function)) from None
 
 
 def _require_listed(

@@ -76,6 +76,20 @@ class ModelMaker:
         _require_model_class(found)
         return found
 
+    def find_class_made(self, source: Source) -> Any:
+        """Return the class that an automatic class chooses, if that is known, or else the class.
+
+        Raises:
+            ArgumentError: as `import_classes`.
+        """
+        asked = self.find_class(source)
+        return _class_made(asked, source) or asked
+
+    @property
+    def class_name(self) -> str:
+        """What the caller has called the class."""
+        return getattr(self._wanted, "__name__", str(self._wanted))
+
     def makes_diffusers(self, source: Source, subfolder: str | None) -> bool:
         """Tell whether the class makes a model of diffusers; it imports the libraries.
 

@@ -6,7 +6,7 @@ diffusers gets the dtype that most bytes of its weights have. The same holds for
 PyTorch's own files, although shmload leaves these to the libraries.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,20 @@ from shmload._checkpoints.library import library
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
-from shmload.errors import UnknownDtype
+from shmload.errors import UnknownComponent, UnknownDtype
 
 _DEFAULT = "float32"
 Floats = Sequence[tuple[str, int]]
 """The safetensors dtype and the size in bytes of each float tensor."""
 
 
-def settle_dtype(dtype: object, source: Source) -> Any:
+def settle_dtype(dtype: object, source: Source, passed: Collection[str] = ()) -> Any:
     """Return a wanted dtype with names in place of `auto`; another one as it is.
 
     Args:
         dtype: a dtype, its name, None, or a dict of these by component.
         source: what is loaded. Its headers are read, no weights.
+        passed: names of other components, which the caller gives to the pipeline.
 
     Returns:
         For a pipeline a dict by component. None for files without a class: their floats keep the
@@ -39,8 +40,14 @@ def settle_dtype(dtype: object, source: Source) -> Any:
 
     Raises:
         CheckpointError: a header is wrong.
+        UnknownComponent: the dict names a component that the pipeline lacks.
     """
     given = dtype if isinstance(dtype, Mapping) else {"default": dtype}
+    if source.is_pipeline:
+        known = {*source.components, *passed, "default"}
+        for name in given:
+            if name not in known:
+                raise UnknownComponent(str(name), source.given, known - {"default"})
     if not any(map(_is_auto, given.values())):
         return dtype
     by_name = {checkpoint.component: checkpoint for checkpoint in source.checkpoints}

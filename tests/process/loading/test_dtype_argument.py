@@ -48,3 +48,11 @@ def test_both_names_mean_the_same(checkpoint, shm_names, door):
     held.append(door(checkpoint, torch_dtype="float16", **kept))
     assert shm_names() == names
     assert len(held) == 2
+
+
+def test_dict_that_names_another_component_is_refused(saved):
+    source = saved("stable-diffusion")
+    dtypes = {"unet": "bfloat16", "vea": "float16", "default": "float32"}
+    for function in (shmload.load_pipeline, shmload.warm, shmload.plan, shmload.share):
+        with pytest.raises(shmload.UnknownComponent, match=r"'vea'.*did you mean 'vae'"):
+            function(source, dtype=dtypes)

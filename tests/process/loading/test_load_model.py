@@ -143,6 +143,22 @@ def test_what_is_no_class_of_models_is_refused(saved, evicts, given, text):
     assert not shmload.segments()
 
 
+@pytest.mark.parametrize("auto", ["AutoModel", diffusers.AutoModel])
+def test_typing_error_to_an_automatic_class_is_refused(saved, auto):
+    for name, near in [("dtpye", "dtype"), ("kepp", "keep")]:
+        with pytest.raises(UnknownArgument, match=f"did you mean '{near}'"):
+            shmload.load_model(auto, saved("stable-diffusion"), subfolder="unet", **{name: True})
+
+
+@pytest.mark.parametrize("cls", ["AutoModel", "CLIPTextModel"])
+def test_typing_error_to_a_model_of_transformers_is_explained(saved, cls, shm_names):
+    source = saved("stable-diffusion")
+    with pytest.raises(UnknownArgument, match=r"'keeep'.*did you mean 'keep'") as caught:
+        shmload.load_model(cls, source, subfolder="text_encoder", keeep=True)
+    assert f"nor has {cls}.from_pretrained" in str(caught.value)
+    assert shm_names() == []
+
+
 @pytest.mark.parametrize(("name", "near"), [("kept", "keep"), ("sample_siz", "sample_size")])
 def test_keyword_that_nothing_takes_is_refused(saved, name, near):
     source = saved("stable-diffusion")
