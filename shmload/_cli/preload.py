@@ -1,8 +1,8 @@
 """Preloading: the service warms the sources in a file at its start, one per line.
 
-    # SOURCE [DTYPE] [pin | keep-for=TIME], in the quotes of a shell where a path has spaces
+    # SOURCE [DTYPE] [pin | keep-for=TIME] [OPTION=VALUE]..., quoted as in a shell
     ~/models/flux bfloat16 pin
-    ~/models/sdxl half keep-for=2h
+    ~/models/sdxl half keep-for=2h variant=fp16 component=unet component=vae
     "/models/my lora.safetensors"
 
 Guarantee: a list with a mistake is refused as a whole, before the service starts.
@@ -35,6 +35,8 @@ _END_TIMEOUT_S = 5.0  # after which a child that was asked to end is killed
 # Words of a line.
 _PIN = "pin"
 _KEEP_FOR = "keep-for="
+# Words with a value that are options of `shmload warm`, by these names.
+_OPTIONS = ("variant", "component", "subfolder", "weight-name", "revision")
 _ERROR_PREFIX = "shmload: "  # as the command line prints the errors of this package
 
 
@@ -47,6 +49,8 @@ class ListedSource(msgspec.Struct, frozen=True):
     is_pinned: bool = False
     keep_for: str | None = None
     """How long it stays while no process uses it, as it is written; None for no limit."""
+    given: tuple[str, ...] = ()
+    """Other options of `shmload warm`, such as `--variant=fp16`."""
 
     @property
     def fields(self) -> dict[str, object]:
@@ -59,6 +63,7 @@ class ListedSource(msgspec.Struct, frozen=True):
             *(["--dtype", self.dtype] if self.dtype else []),
             *(["--pin"] if self.is_pinned else []),
             *(["--keep-for", self.keep_for] if self.keep_for else []),
+            *self.given,
         ]
 
 
@@ -101,10 +106,16 @@ def _read_words(line: int, source: str, *words: str) -> ListedSource:
         ArgumentError: a word has a mistake.
     """
     times = [word.removeprefix(_KEEP_FOR) for word in words if word.startswith(_KEEP_FOR)]
-    dtypes = [word for word in words if word != _PIN and not word.startswith(_KEEP_FOR)]
+    given = [f"--{word}" for word in words if word.partition("=")[0] in _OPTIONS and "=" in word]
+    dtypes = [
+        word
+        for word in words
+        if word != _PIN and not word.startswith(_KEEP_FOR) and f"--{word}" not in given
+    ]
     if len(dtypes) > 1 or len(times) > 1:
         raise ArgumentError(
-            "more than SOURCE and DTYPE, and pin or keep-for=TIME; put quotes around spaces"
+            "more than SOURCE and DTYPE, pin or keep-for=TIME, and "
+            f"{', '.join(f'{name}=' for name in _OPTIONS)}; put quotes around spaces"
         )
     for dtype in dtypes:
         if dtype != AUTO:
@@ -119,6 +130,7 @@ def _read_words(line: int, source: str, *words: str) -> ListedSource:
         dtypes[0] if dtypes else None,
         _PIN in words,
         times[0] if times else None,
+        tuple(given),
     )
 
 

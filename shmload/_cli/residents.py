@@ -9,6 +9,7 @@ from shmload._cli.completion import complete_names
 from shmload._cli.output import as_json_option, print_json, print_page
 from shmload._segments.listing import SegmentInfo, Segments, amount_of, segments_by_lock
 from shmload._segments.models import find_models
+from shmload._segments.pins import pinned_outdated
 from shmload._segments.selection import select
 from shmload._segments.upkeep import evict_segments, find_garbage
 from shmload._tables import printing
@@ -123,7 +124,13 @@ def collect_command(dry_run: bool, as_json: bool) -> None:
         click.echo(f"{printing(model.full_name)}: {amount_of(model.segments)}")
     for name in sorted({*removed} - {info.name for info in known}):
         click.echo(name)
-    click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)}")
+    others = len(removed) - len(known)
+    parts = [amount_of(known)] if known or not others else []
+    parts += [f"{count_of(others, 'leftover')} of killed processes"] if others else []
+    click.echo(f"{'would remove' if dry_run else 'removed'} {' and '.join(parts)}")
+    for model in find_models(pinned_outdated()):
+        name = printing(model.full_name)
+        click.echo(f"{name}: pinned, so it stays, though its files have changed; see shmload unpin")
 
 
 @click.command("verify")

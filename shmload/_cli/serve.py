@@ -1,6 +1,7 @@
 """The command `shmload serve`: its options, and the service from start to end."""
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -72,7 +73,23 @@ class _PreloadList(click.Path):
             self.fail(str(exc), param, ctx)
 
 
-@click.command("serve")
+class _ServeCommand(click.Command):
+    """Logs wrong usage as JSON if that is the form of the log."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as exc:
+            pairs = {*words, *map("=".join, itertools.pairwise(words))}
+            if "--log-format=json" not in pairs:
+                raise
+            log_steps("json")
+            logger.error("%s", exc.format_message(), extra={"error": "ArgumentError"})
+            ctx.exit(2)
+
+
+@click.command("serve", cls=_ServeCommand)
 @click.option(
     "--budget",
     type=_Size(),
@@ -83,7 +100,8 @@ class _PreloadList(click.Path):
     "--preload",
     "wanted",
     type=_PreloadList(exists=True, dir_okay=False),
-    help="File of sources to warm at the start, one per line: SOURCE [DTYPE] [pin | keep-for=2h].",
+    help="File of sources to warm at the start, one per line: SOURCE [DTYPE] [pin | keep-for=2h] "
+    "[variant=fp16 component=unet ...].",
 )
 @click.option(
     "--metrics",
@@ -115,7 +133,7 @@ def serve_command(
         if log_format == "text":
             raise  # printed as for any command
         logger.error("%s", exc, extra={"error": type(exc).__name__})
-        sys.exit(1)
+        sys.exit(2 if isinstance(exc, ArgumentError) else 1)
 
 
 def _run(

@@ -99,7 +99,7 @@ class Desk:
             message: what the last order came to.
         """
         asked = self._asked
-        question = f"evict {asked.name}, {format_nbytes(asked.nbytes)}?" if asked else ""
+        question = _question(asked) if asked else ""
         return View(chosen=self._chosen, place=self._place, question=question, message=message)
 
     def press(self, key: str, snapshot: Snapshot) -> None:
@@ -123,17 +123,29 @@ class Desk:
             self._asked = row
 
 
+def _title(row: Row) -> str:
+    return f"{row.name} ({row.dtype})" if row.dtype else row.name
+
+
+def _question(asked: Row) -> str:
+    """Ask whether a model is to go: with its dtype, since one name may have several."""
+    pinned = ", which is pinned" if asked.is_pinned else ""
+    return f"evict {_title(asked)}, {format_nbytes(asked.nbytes)}{pinned}?"
+
+
 def _evict(row: Row) -> str:
     try:
         removed = evict(row.model_id)
     except SegmentBusy:
         return f"{row.name} is in use by {row.users or 'some process'}; end that process first"
-    return f"evicted {row.name}: {format_nbytes(sum(info.nbytes for info in removed))}"
+    return (
+        f"evicted {row.name} ({row.dtype}): {format_nbytes(sum(info.nbytes for info in removed))}"
+    )
 
 
 def _pin_or_unpin(row: Row) -> str:
     if row.is_pinned:
         unpin(row.model_id)
-        return f"unpinned {row.name}"
+        return f"unpinned {_title(row)}"
     pin(row.model_id)
-    return f"pinned {row.name}"
+    return f"pinned {_title(row)}"

@@ -107,10 +107,17 @@ def check_huge_pages(found: FileSystem | None, policy: str | None) -> Finding:
     return _finding("huge pages", "warn" if is_overruled else "ok", detail, remedy)
 
 
-def check_leftovers(names: Sequence[str]) -> Finding:
-    """Check how many names `shmload gc` would remove."""
-    detail = f"{len(names)} for `shmload gc` to remove" if names else "none"
-    return _finding("leftovers", "warn" if names else "ok", detail, "shmload gc")
+def check_leftovers(names: Sequence[str], pinned: int = 0) -> Finding:
+    """Check how many names `shmload gc` would remove.
+
+    Args:
+        names: the names.
+        pinned: size of the pinned segments whose files have changed, in bytes: `gc` leaves them.
+    """
+    parts = [f"{len(names)} for `shmload gc` to remove"] if names else []
+    parts += [f"{format_nbytes(pinned)} pinned, of files that have changed"] if pinned else []
+    remedy = "shmload gc" if names else "shmload ls; shmload unpin NAME; shmload gc"
+    return _finding("leftovers", "warn" if parts else "ok", ", ".join(parts) or "none", remedy)
 
 
 def check_removal(is_removed_at_logout: bool) -> Finding:

@@ -55,6 +55,7 @@ from shmload._loading.room import own_budget
 from shmload._loading.verbs import plan
 from shmload._segments.eviction import Budget, may_go
 from shmload._segments.listing import segments, segments_by_lock
+from shmload._segments.pins import pinned_outdated
 from shmload._segments.upkeep import find_garbage
 from shmload._service.budget import service_budget
 from shmload._service.client import Client
@@ -124,7 +125,7 @@ def _diagnose_shared_memory(needed: int | None, idle: int) -> Iterator[Finding]:
         total, free = shm_total_nbytes(), shm_free_nbytes()
         yield check_shared_memory(found, total, free, is_writable, needed, idle)
         yield check_huge_pages(found, huge_page_policy())
-        yield check_leftovers(find_garbage())
+        yield check_leftovers(find_garbage(), sum(info.nbytes for info in pinned_outdated()))
     else:
         yield check_shared_memory(FileSystem("no directory", ()), 0, 0, is_writable=False)
 

@@ -28,6 +28,7 @@ from shmload._placement.placement import place
 from shmload._segments.evicted import Evicted, group_evicted
 from shmload._segments.mentions import repair_errors
 from shmload._segments.messages import LentPath, repaired_messages
+from shmload._segments.pins import move_pins
 from shmload._segments.segment import Stay
 from shmload._segments.view import View
 from shmload._settings import parse_keep_for
@@ -93,7 +94,9 @@ def warm(
         workers: number of worker processes; None for the number in the settings.
         verify: recompute the digests of all segments, resident ones too.
         progress: as for `load_state_dict`.
-        pin: never evict the segments to make room, as `shmload.pin` does.
+        pin: never evict the segments to make room, as `shmload.pin` does. A pin of an earlier
+            version of the files moves to the segments of this one in any case, unless `keep_for`
+            gives these a time.
         keep_for: how long the segments stay while no process uses them: a text such as `2h` or
             `90min`, a number of seconds, or a `timedelta`; `forever` for no limit; None leaves the
             limit of segments that are resident already, and gives new ones none.
@@ -127,6 +130,11 @@ def warm(
             )
         )
         held = load.holdings.segments()
+        lost = move_pins(held, are_pinned=not keep_for_s)
+        if lost:
+            logger.info(
+                "%s: its pin is on the files as they are now, and no longer on %s", source, lost
+            )
         for segment in held:
             if pin:
                 segment.pin()

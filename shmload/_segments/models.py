@@ -76,7 +76,9 @@ def models() -> Models:
         msgspec.structs.replace(info, is_leased=True) if info.name in users else info
         for info in found
     ]
-    return Models(find_models(seen, users), find_decoding(info.source for info in found))
+    return Models(
+        find_models(seen, users), find_decoding(info.source for info in found if info.source)
+    )
 
 
 def find_models(

@@ -13,6 +13,7 @@ import pytest
 from warming import SHM
 
 import shmload
+from shmload._doctor.doctor import diagnose
 from shmload._host.linux import try_lock
 from shmload._segments import mode, removal
 from shmload._segments.expiry import remove_expired
@@ -68,6 +69,32 @@ def test_pin_and_unpin_take_what_evict_takes(resident):
             change()
         with pytest.raises(SegmentNotFound):
             change("nothing")
+
+
+def test_pin_moves_to_the_new_version_of_a_file(resident):
+    path = resident[0]
+    shmload.pin(path)
+    (old,) = [info for info in shmload.segments() if info.is_pinned]
+    path.write_bytes(path.read_bytes())
+    assert "1.00 MiB pinned, of files that have changed" in leftovers()
+    assert "pinned, so it stays" in run_command("gc").stdout
+    shmload.warm(path, dtype="float16")  # another model
+    assert pinned() == [str(path)]
+    (new,) = shmload.warm(path, dtype="bfloat16").segments
+    assert [info.name for info in shmload.segments() if info.is_pinned] == [new]
+    assert shmload.collect_garbage() == [old.name]
+    assert leftovers() == "none"
+
+
+def test_pin_does_not_move_to_what_is_kept_for_a_time(resident):
+    shmload.pin(resident[0])
+    resident[0].write_bytes(resident[0].read_bytes())
+    shmload.warm(resident[0], dtype="bfloat16", keep_for="2h")
+    assert pinned() == []
+
+
+def leftovers():
+    return next(each.detail for each in diagnose() if each.name == "leftovers")
 
 
 def test_pin_makes_what_is_shared_resident_while_it_is_in_use(shards, evicts):
@@ -195,7 +222,7 @@ def test_what_is_in_use_or_pinned_does_not_go(shards, evicts):
     assert shmload.collect_garbage() == []  # the time begins again
     idle_for(_HOUR_S)
     (name,) = (info.name for info in shmload.segments())
-    assert run_command("gc", "--dry-run").stdout.endswith("\nwould remove 1\n")
+    assert run_command("gc", "--dry-run").stdout.endswith("\nwould remove 1 segment, 1.00 MiB\n")
     assert shmload.collect_garbage() == [name]
 
 

@@ -112,7 +112,7 @@ def test_keys_pin_and_evict_the_chosen_model(service, checkpoint, terminal):
     screen.expect(f"unpinned {checkpoint.name}")
     assert [info.is_pinned for info in shmload.segments()] == [False]
     screen.type("e")
-    screen.expect(f"evict {checkpoint.name}, ")
+    screen.expect(f"evict {checkpoint.name} (")
     screen.type("y")
     screen.expect("no model is resident")
     assert shmload.segments() == []
@@ -150,7 +150,7 @@ def test_model_in_use_is_not_evicted(service, checkpoint, terminal):
     screen = terminal()
     screen.expect(f"{os.getpid()} ")
     screen.type("e")
-    screen.expect(f"evict {checkpoint.name}, ")
+    screen.expect(f"evict {checkpoint.name} (")
     screen.type("y")
     screen.expect(f"{checkpoint.name} is in use by {os.getpid()}")
     assert len(shmload.segments()) == 1

@@ -5,6 +5,7 @@ from pathlib import Path
 import click.testing
 import pytest
 
+from shmload._cli import serve
 from shmload._cli.main import main
 from shmload._cli.preload import ListedSource, read_list
 from shmload._cli.serve import _Address
@@ -71,6 +72,19 @@ def test_list_with_a_mistake_is_wrong_usage_that_names_the_line(refusal, tmp_pat
     assert mistake in said
 
 
+@pytest.mark.parametrize("words", [["--log-format", "json"], ["--log-format=json"]])
+def test_wrong_usage_is_json_in_a_log_of_json(refusal, tmp_path, monkeypatch, words):
+    monkeypatch.setattr(serve, "log_steps", lambda form: forms.append(form))
+    monkeypatch.setattr(serve.logger, "error", lambda *said, extra: lines.append((*said, extra)))
+    forms, lines = [], []
+    path = tmp_path / "list"
+    path.write_text("/m bfloat17")
+    assert refusal("--preload", path, *words) == ""
+    ((_, said, extra),) = lines
+    assert (forms, extra) == (["json"], {"error": "ArgumentError"})
+    assert "line 1: unknown dtype 'bfloat17'" in said
+
+
 def test_list_that_is_not_there_is_wrong_usage(refusal, tmp_path):
     assert "does not exist" in refusal("--preload", tmp_path / "missing")
 
@@ -83,3 +97,13 @@ def test_list_is_read_as_a_shell_would(tmp_path):
         ListedSource(4, "/my model", None),
         ListedSource(5, "org/name", "half"),
     ]
+
+
+def test_list_has_the_options_of_warm(tmp_path):
+    path = tmp_path / "list"
+    path.write_text("/m half variant=fp16 pin component=unet component=vae\n/l weight-name='a b'\n")
+    first, second = read_list(path)
+    options = ("--variant=fp16", "--component=unet", "--component=vae")
+    assert first == ListedSource(1, "/m", "half", is_pinned=True, given=options)
+    assert first.options() == ["--dtype", "half", "--pin", *options]
+    assert second.options() == ["--weight-name=a b"]

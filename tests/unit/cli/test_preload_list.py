@@ -34,7 +34,7 @@ def test_words_after_the_source_come_in_any_order(tmp_path):
         ("/a half float32", "more than SOURCE and DTYPE"),
         ("/a nothing", "unknown dtype 'nothing'"),
         ("/a keep-for=soon", "'soon' is no time to keep something"),
-        ("/a keep-for=1h keep-for=2h", "more than SOURCE and DTYPE, and pin or keep-for=TIME"),
+        ("/a keep-for=1h keep-for=2h", "more than SOURCE and DTYPE, pin or keep-for=TIME"),
         ("/a pin keep-for=1h", "exclude each other"),
         ("/a 'half", "quotation"),
     ],

@@ -120,9 +120,14 @@ def test_choice_stays_with_its_model_or_else_its_place(desk):
     assert texts(without, desk.view(""))[8].startswith("> lora")
 
 
+def test_question_says_that_a_model_is_pinned(desk):
+    press(desk, "down", "down", "e")
+    assert desk.view("").question == "evict lora, 1.00 MiB, which is pinned?"
+
+
 def test_evict_asks_first_and_only_y_confirms(desk, orders):
     press(desk, "down", "e")
-    assert desk.view("").question == "evict sd, 2.00 GiB?"
+    assert desk.view("").question == "evict sd (float16), 2.00 GiB?"
     press(desk, "q")
     assert not desk.is_asking
     assert orders == []

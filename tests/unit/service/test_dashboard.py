@@ -119,8 +119,13 @@ def test_every_alert_is_on_the_page_and_says_what_it_means():
     assert re.findall(r"^\| `(Shmload\w+)`", page, re.M) == names
     for rule in alerts():
         assert rule["labels"]["severity"] in ("warning", "critical")
-        assert rule["annotations"]["summary"]
+        assert "$labels.instance" in rule["annotations"]["summary"]
         assert rule["annotations"]["description"]
+
+
+def test_alert_of_a_service_that_is_gone_looks_at_each_machine():
+    (gone,) = (rule["expr"] for rule in alerts() if rule["alert"] == "ShmloadGone")
+    assert gone.startswith("up == 0 and on (job, instance) ")
 
 
 def test_page_lists_every_metric(families):
