@@ -45,6 +45,15 @@ class ItemBar:
         if self._lines:
             self._lines.update()
 
+    def wait(self, *, is_started: bool) -> None:
+        """Say now and then that the job goes on, while nothing is new.
+
+        Args:
+            is_started: whether a process can work.
+        """
+        if self._lines:
+            self._lines.wait(is_started=is_started)
+
     def skip(self) -> None:
         """Count one more item that needs no work."""
         if self._bar is not None:
@@ -54,7 +63,10 @@ class ItemBar:
 
 
 class ItemLines:
-    """Writes a line to stderr now and then: the first after 10 s, then one each minute.
+    """Writes a line to stderr now and then.
+
+    The first comes after 10 s, then one each minute, or after 10 s more if it could not tell a
+    rate yet.
 
     Args:
         total: how many items there are; None if that is not known.
@@ -66,32 +78,54 @@ class ItemLines:
         self._first = 0.0
         """When the first item was done; before it the processes started, which is no measure."""
         self._due = time.monotonic() + _FIRST_LINE_S
+        self._has_said_start = False
 
     def update(self) -> None:
         """Count one more item that was done in this run; write a line if one is due."""
         self._done += 1
-        now = time.monotonic()
-        self._first = self._first or now
-        if now >= self._due and self._done + self._skipped != self._total:
-            self._due = now + _NEXT_LINE_S
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
-                print(self._line(now - self._first), file=sys.stderr, flush=True)
+        self._first = self._first or time.monotonic()
+        self._write_if_due()
+
+    def wait(self, *, is_started: bool) -> None:
+        """Write a line if one is due, while nothing is new.
+
+        Args:
+            is_started: whether a process can work.
+        """
+        if is_started:
+            self._write_if_due()
+        elif not self._has_said_start and time.monotonic() >= self._due:
+            self._has_said_start = True
+            _write("starting: the libraries are imported and the weights loaded")
 
     def skip(self) -> None:
         """Count one more item that needs no work."""
         self._skipped += 1
 
+    def _write_if_due(self) -> None:
+        now = time.monotonic()
+        if now >= self._due and self._done + self._skipped != self._total:
+            has_rate = self._done > 1 and now > self._first
+            self._due = now + (_NEXT_LINE_S if has_rate else _FIRST_LINE_S)
+            _write(self._line(now - self._first if has_rate else 0.0))
+
     def _line(self, elapsed_s: float) -> str:
+        """Return the line; without a rate if no time has passed since the first item."""
         done = self._done + self._skipped
-        text = f"shmload: {done:,} item{'' if done == 1 else 's'}"
+        text = f"{done:,} item{'' if done == 1 else 's'}"
         if self._total:
-            text = f"shmload: {done:,} of {self._total:,} items ({done / self._total:.0%})"
+            text = f"{done:,} of {self._total:,} items ({done / self._total:.0%})"
         if elapsed_s > 0:
             rate = (self._done - 1) / elapsed_s
             text += f", {rate:,.0f} items/s" if rate >= 100 else f", {rate:.2g} items/s"
             if self._total and rate:
                 text += f", {_duration((self._total - done) / rate)} left"
         return text
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+        print(f"shmload: {text}", file=sys.stderr, flush=True)
 
 
 def _duration(seconds: float) -> str:

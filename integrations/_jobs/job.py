@@ -80,6 +80,7 @@ class Job:
         check_numbers(procs, threads, item_timeout_s)
         self.handle = handle_of(source, components, dtype, variant, hub_kwargs)
         self._seed = operator.index(seed)
+        self._procs = procs
         self._threads = threads
         self._item_timeout_s = item_timeout_s
         self._is_mapping = False
@@ -103,6 +104,11 @@ class Job:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        where = f"{self._procs} processes" if self._procs else "this process"
+        state = "" if self._closing.alive else ", closed"
+        return f"Job({self.handle!r}): {where} on {self._kinds}{state}"
 
     def close(self) -> None:
         """End the processes, whatever they are doing, and wait until they have ended.
@@ -146,11 +152,14 @@ class Job:
             ShmloadError: the pipeline cannot be loaded.
         """
         numbered = (Item(index, value) for index, value in enumerate(items))
-        found = self._outcomes(function, numbered, is_ordered=not as_completed, errors=errors)
-        with ItemBar(items, progress) as bar, contextlib.closing(found):
-            for outcome in found:
-                bar.update()
-                yield outcome.value
+        with ItemBar(items, progress) as bar:
+            found = self._outcomes(
+                function, numbered, bar, is_ordered=not as_completed, errors=errors
+            )
+            with contextlib.closing(found):
+                for outcome in found:
+                    bar.update()
+                    yield outcome.value
 
     def write(
         self,
@@ -225,6 +234,7 @@ class Job:
             found = self._outcomes(
                 Storing(function, saved_as),
                 iter(undone),
+                bar,
                 is_ordered=False,
                 errors=errors,
                 sift=lambda outcomes: end_if_all_fail(outcomes, lambda: undone.has_results),
@@ -243,6 +253,7 @@ class Job:
         self,
         function: Function,
         items: Iterator[Item],
+        bar: ItemBar,
         *,
         is_ordered: bool,
         errors: Errors,
@@ -253,6 +264,7 @@ class Job:
         Args:
             function: of the map.
             items: numbered.
+            bar: shows that the job goes on.
             is_ordered: yield in the order of the items.
             errors: as for `map`.
             sift: what the outcomes pass through before their errors are logged.
@@ -264,7 +276,9 @@ class Job:
         self._is_mapping = True
         try:
             # Closed here, not by the garbage collector: an error that is kept keeps this frame.
-            with contextlib.closing(self._map(function, items, is_ordered=is_ordered)) as found:
+            with contextlib.closing(
+                self._map(function, items, bar, is_ordered=is_ordered)
+            ) as found:
                 for outcome in found if errors == "raise" else sift(found):
                     if isinstance(outcome.value, ItemFailed) and errors == "raise":
                         raise outcome.value
@@ -275,7 +289,7 @@ class Job:
             self._is_mapping = False
 
     def _map(
-        self, function: Function, items: Iterator[Item], *, is_ordered: bool
+        self, function: Function, items: Iterator[Item], bar: ItemBar, *, is_ordered: bool
     ) -> Generator[Outcome, None, None]:
         if self._crew:
             crew_map = CrewMap(
@@ -285,6 +299,7 @@ class Job:
                 is_ordered=is_ordered,
                 seed=self._seed,
                 item_timeout_s=self._item_timeout_s,
+                on_wait=lambda is_started: bar.wait(is_started=is_started),
             )
             return crew_map.outcomes()
         if not self._closing.alive:

@@ -44,8 +44,10 @@ class CrewMap:
         is_ordered: bool,
         seed: int,
         item_timeout_s: float | None,
+        on_wait: Callable[[bool], object],
     ) -> None:
         self._crew = crew
+        self._on_wait = on_wait
         self._function = function
         self._dispatch = Dispatch(items, window=_WINDOW * len(crew.devices), is_ordered=is_ordered)
         self._seed = seed
@@ -81,6 +83,7 @@ class CrewMap:
                         case Ended():
                             dispatch.end(runner.place, runner.how)
                 self._kill_hung()
+                self._on_wait(any(each.is_started for each in crew.runners.values()))
         finally:
             # The next map must not wait for them.
             crew.replace([each for each in crew.runners.values() if dispatch.given(each.place)])

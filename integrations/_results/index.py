@@ -73,9 +73,10 @@ def write_index(folder: Path, files: Sequence[str]) -> None:
 
     Raises:
         ResultsCorrupt: a results file is not what was written.
-        OSError: the index cannot be written, or a results file not be read.
+        ResultsInaccessible: the index cannot be written, or a results file not be read.
     """
-    with replacing(folder / INDEX_NAME, durable=True) as index:
+    path = folder / INDEX_NAME
+    with accessing(path), replacing(path, durable=True) as index:
         for name in files:
             with format_of(name).open(folder / name) as file:
                 items = file.items()
@@ -171,7 +172,7 @@ class Index:
         try:
             file = open(self._path, "rb")  # noqa: SIM115 closed below
         except FileNotFoundError as exc:
-            raise ResultsUnfinished(self._folder) from exc
+            raise ResultsUnfinished(self._folder, exists=self._folder.exists()) from exc
         with file:
             status = os.fstat(file.fileno())
             if status.st_size:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shmload.errors import ResultsCorrupt
-from shmload.integrations._results.errors import AGAIN
+from shmload.integrations._results.errors import AGAIN, accessing
 from shmload.integrations._results.format import ResultsFormat, StoredArray, StoredItem
 from shmload.integrations._results.journal import Buffer, Head, Journal
 from shmload.integrations._results.keys import digest_key
@@ -92,12 +92,13 @@ class FileProgress:
         """Store an item's result, or its error, in the journal.
 
         Raises:
-            OSError: it cannot be written; the item is as it was.
+            ResultsInaccessible: it cannot be written; the item is as it was.
         """
-        if self._journal is None:
-            self._open_journal()
-        assert self._journal
-        self._offsets[place] = self._journal.append(head, contents)
+        with accessing(self._journal_path):
+            if self._journal is None:
+                self._open_journal()
+            assert self._journal
+            self._offsets[place] = self._journal.append(head, contents)
         self._settle(place, _DONE if head.error is None else _FAILED)
 
     def commit(self, count: int, facts: Mapping[str, str]) -> None:
@@ -109,9 +110,9 @@ class FileProgress:
 
         Raises:
             ResultsCorrupt: the journal or the file is not what was written.
-            OSError: the file cannot be written; nothing has changed.
+            ResultsInaccessible: the file cannot be written; nothing has changed.
         """
-        with contextlib.ExitStack() as stack:
+        with accessing(self.path), contextlib.ExitStack() as stack:
             before: list[StoredItem] = []
             if self._has_file:
                 before = stack.enter_context(self._format.open(self.path)).items()

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from shmload._checkpoints.dtypes import NBITS
 from shmload._loading.state_dict import as_tensor, torch_dtypes
@@ -49,17 +49,32 @@ class Results:
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self._index.find(key) is not None
 
-    def __getitem__(self, item: int | str) -> "dict[str, torch.Tensor]":
+    def __repr__(self) -> str:
+        failed = f", {len(self.errors)} failed" if self.errors else ""
+        return f"Results({str(self.folder)!r}): {len(self)} items{failed}"
+
+    @overload
+    def __getitem__(self, item: int | str) -> "dict[str, torch.Tensor]": ...
+
+    @overload
+    def __getitem__(self, item: slice) -> "list[dict[str, torch.Tensor]]": ...
+
+    def __getitem__(
+        self, item: int | str | slice
+    ) -> "dict[str, torch.Tensor] | list[dict[str, torch.Tensor]]":
         """Return the tensors of an item by name, each with memory of its own.
 
         Args:
-            item: its key, or its place among the items that did not fail.
+            item: its key, or its place among the items that did not fail. A slice of places gives
+                a list.
 
         Raises:
-            KeyError, IndexError: there is no such item.
+            KeyError, IndexError: there is no such item, or it has failed: then with its error.
             UnknownDtype: torch has no such dtype; `read` returns the bytes.
             ResultsChanged, ResultsCorrupt, ResultsInaccessible: as for `read`.
         """
+        if isinstance(item, slice):
+            return [self[place] for place in range(*item.indices(len(self)))]
         dtypes = torch_dtypes()
         tensors = {}
         for name, (dtype, shape, content) in self.read(item).items():
@@ -88,7 +103,7 @@ class Results:
             item: its key, or its place among the items that did not fail.
 
         Raises:
-            KeyError, IndexError: there is no such item.
+            KeyError, IndexError: as for `results[item]`.
             ArgumentError: the library of the folder's format is not installed.
             ResultsChanged: a job has changed the folder since it was opened.
             ResultsCorrupt: a file is not what was written.
@@ -96,7 +111,8 @@ class Results:
         """
         place = self._index.find(item) if isinstance(item, str) else item
         if place is None:
-            raise KeyError(item)
+            error = self.errors.get(item) if isinstance(item, str) else None
+            raise KeyError(item if error is None else f"{item!r} failed: {error}")
         line = self._index.line(place)
         path = self.folder / line.file
         with accessing(path):

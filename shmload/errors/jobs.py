@@ -119,10 +119,12 @@ class ResultsInaccessible(ResultsError, OSError):
 
     def __init__(self, path: _Path, reason: str, number: int = errno.EIO) -> None:
         self.path = path
-        super().__init__(
-            f"{path} cannot be written or read: {reason}; see to its disk and permissions, then "
-            "run the job again: it goes on where it was"
+        remedy = (
+            "run the job again, which computes anew what is gone"
+            if number == errno.ENOENT
+            else "see to its disk and permissions, then run the job again: it goes on where it was"
         )
+        super().__init__(f"{path} cannot be written or read: {reason}; {remedy}")
         self.errno = number
 
 
@@ -137,13 +139,16 @@ class ResultsChanged(ResultsError):
 
 
 class ResultsUnfinished(ResultsError, FileNotFoundError):
-    """A folder has no index of results: the job that writes it has not ended."""
+    """A folder has no index of results: the job that writes it has not ended, or not begun."""
 
-    def __init__(self, folder: _Path) -> None:
+    def __init__(self, folder: _Path, *, exists: bool = True) -> None:
         self.folder = folder
-        super().__init__(
-            f"{folder} has no index of results; run the job to its end, it goes on where it was"
+        reason = (
+            "has no index of results; run the job to its end, it goes on where it was"
+            if exists
+            else "does not exist; check its path, or run the job that writes it"
         )
+        super().__init__(f"{folder} {reason}")
 
 
 class NodeError(ShmloadError):

@@ -242,6 +242,14 @@ def test_handle_and_what_it_says_already_are_refused_together(source):
         dataprep.Job(handle, torch_dtype="bf16")
 
 
+def test_job_says_what_it_is(source):
+    with dataprep.Job(source, components=["vae"], procs=3, start=False) as job:
+        said = repr(job)
+        assert str(source) in said
+        assert said.endswith(": 3 processes on cpu")
+    assert repr(job) == f"{said}, closed"
+
+
 @pytest.mark.parametrize("devices", ["round-robin", ["cpu", "cuda:1"]])
 def test_gpu_without_a_driver_is_refused_at_once(source, monkeypatch, devices):
     monkeypatch.setattr("shmload.integrations._jobs.arguments.has_driver", lambda: False)

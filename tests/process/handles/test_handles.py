@@ -216,7 +216,7 @@ def test_text_that_is_no_handle_is_refused(text):
 
 
 def test_component_alone_cannot_be_shared(source):
-    with pytest.raises(shmload.SourceNotFound, match="share a whole one"):
+    with pytest.raises(shmload.SourceNotFound, match="give a directory or hub id of one"):
         shmload.share(source / "vae")
 
 

@@ -54,3 +54,36 @@ def test_closed_stderr_harms_nothing(clock, monkeypatch):
     with ItemBar(range(3), None) as bar:
         clock[0] += 20
         bar.update()
+
+
+def test_start_that_takes_long_is_said_once(clock, capsys):
+    with ItemBar(range(100), None) as bar:
+        for _ in range(40):
+            clock[0] += 1
+            bar.wait(is_started=False)
+    assert capsys.readouterr().err == (
+        "shmload: starting: the libraries are imported and the weights loaded\n"
+    )
+
+
+def test_rate_comes_soon_after_a_line_without_one(clock, capsys):
+    with ItemBar(range(100), None) as bar:
+        for _ in range(3):
+            clock[0] += 7
+            bar.wait(is_started=True)
+            bar.update()
+            clock[0] += 7
+            bar.wait(is_started=True)
+    assert capsys.readouterr().err.splitlines() == [
+        "shmload: 1 of 100 items (1%)",
+        "shmload: 2 of 100 items (2%), 0.048 items/s, 34 min left",
+    ]
+
+
+def test_long_wait_for_an_item_is_said(clock, capsys):
+    with ItemBar(range(100), None) as bar:
+        clock[0] += 5
+        bar.update()
+        clock[0] += 100
+        bar.wait(is_started=True)
+    assert capsys.readouterr().err == "shmload: 1 of 100 items (1%)\n"

@@ -122,7 +122,7 @@ def test_threads_share_results(folder):
 
 def test_unfinished_folder_is_an_error(tmp_path):
     with pytest.raises(shmload.ResultsUnfinished, match="run the job to its end"):
-        Results(tmp_path / "nothing")
+        Results(tmp_path)
     with ResultFolder(tmp_path, facts={}) as stored:
         stored.add(0, "a", {})
         with pytest.raises(shmload.ResultsUnfinished):
@@ -166,8 +166,35 @@ def test_shard_that_is_cut_or_gone_is_an_error(folder):
     with pytest.raises(shmload.ResultsCorrupt, match=r"shard-00000\.safetensors is damaged"):
         results[0]
     path.unlink()
-    with pytest.raises(shmload.ResultsInaccessible, match="No such file"):
+    with pytest.raises(
+        shmload.ResultsInaccessible, match=r"No such file.*; run the job again, which"
+    ):
         results[0]
+
+
+def test_folder_that_does_not_exist_is_said_so(tmp_path):
+    with pytest.raises(shmload.ResultsUnfinished, match="nix does not exist; check its path"):
+        Results(tmp_path / "nix")
+
+
+def test_failed_item_is_a_key_error_with_the_reason(tmp_path):
+    run(tmp_path, range(COUNT), failing={5})
+    results = Results(tmp_path)
+    with pytest.raises(KeyError, match="failed: ValueError: 5"):
+        results[key_of(5)]
+
+
+def test_slice_gives_the_tensors_of_its_items(folder):
+    results = Results(folder)
+    found = results[1:9:4]
+    assert len(found) == 2
+    assert all(is_what_was_given(found[place], 1 + 4 * place) for place in range(2))
+    assert results[COUNT:] == []
+
+
+def test_results_say_what_they_are(tmp_path):
+    run(tmp_path, range(COUNT), failing={5})
+    assert repr(Results(tmp_path)) == f"Results({str(tmp_path)!r}): 9 items, 1 failed"
 
 
 @pytest.mark.parametrize("cut", [1, 30])

@@ -302,3 +302,22 @@ def test_folder_without_permission_is_an_error(folder, monkeypatch):
     monkeypatch.setattr(os, "mkdir", refuse)
     with pytest.raises(shmload.ResultsInaccessible, match="Permission denied"):
         opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        ("shmload.integrations._results.journal._write", "shard-00000.journal"),
+        ("shmload.integrations._results.safetensors.build_header", "shard-00000.safetensors"),
+        ("shmload.integrations._results.index._line", "index.jsonl"),
+    ],
+)
+def test_full_disk_names_the_file(tmp_path, monkeypatch, step, name):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(step, full)
+    with pytest.raises(shmload.ResultsInaccessible) as caught:
+        run(tmp_path, [0])
+    assert str(caught.value).startswith(f"{tmp_path / name} cannot be written")
+    assert caught.value.errno == errno.ENOSPC
