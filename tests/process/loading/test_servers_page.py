@@ -1,0 +1,103 @@
+"""The examples on the page for servers run as printed, and what it says of updates holds."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shmload
+
+_PAGE = Path(__file__).parents[3] / "docs" / "servers.md"
+_SOURCE = "path/to/stable-diffusion"
+_LORA = "path/to/lora.safetensors"
+_ASK = """
+async def ask():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    await app({"type": "http", "query_string": b"prompt=a+lighthouse"}, None, send)
+    print(sent[0]["status"], sent[1]["body"][1:4])
+
+asyncio.run(ask())
+"""
+_COMPARE = """
+options = {"num_inference_steps": 2, "output_type": "pt"}
+plain, ink, again = (
+    make("x", style, generator=torch.manual_seed(0), **options) for style in (None, "ink", None)
+)
+print(plain.equal(again), plain.equal(ink))
+"""
+# What each example needs to be tried, and its output, in the order of the page.
+_TRIALS = {
+    "workers": (_ASK, r"200 b'PNG'\n"),
+    "img2img": ("", r"torch.bfloat16 \(\d+, \d+\)\n"),
+    "lora": (f"import torch\n{_COMPARE}", r"True False\n"),
+}
+
+
+def examples():
+    return re.findall(r"^```python\n(.*?)^```", _PAGE.read_text(), re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def lora(saved, tmp_path_factory):
+    """A LoRA for the tiny UNet, with weights that are not zero."""
+    import diffusers
+    import peft
+
+    unet = diffusers.UNet2DConditionModel.from_pretrained(saved("stable-diffusion") / "unet")
+    unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    path = tmp_path_factory.mktemp("lora") / "lora.safetensors"
+    weights = peft.get_peft_model_state_dict(unet)
+    save_file({f"unet.{name}": value.contiguous() for name, value in weights.items()}, path)
+    return path
+
+
+def test_each_example_is_run_below():
+    assert len(examples()) == len(_TRIALS)
+    assert all(_SOURCE in example for example in examples())
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize("place", range(len(_TRIALS)), ids=_TRIALS)
+def test_example_runs(saved, lora, tmp_path, warm_python, evicts, place):
+    more, printed = list(_TRIALS.values())[place]
+    text = examples()[place].replace(_SOURCE, str(saved("stable-diffusion")))
+    path = tmp_path / "example.py"
+    path.write_text(text.replace(_LORA, str(lora)) + more)
+    ended = warm_python.run(path)
+    assert ended.returncode == 0, ended.stderr
+    assert re.fullmatch(printed, ended.stdout)
+
+
+@pytest.mark.libraries
+def test_automatic_class_alone_keeps_the_dtype(saved, evicts):
+    import diffusers
+
+    pipe = shmload.load_pipeline(saved("stable-diffusion"), dtype="bfloat16")
+    kind = diffusers.StableDiffusionImg2ImgPipeline
+    assert kind.from_pipe(pipe, torch_dtype=pipe.dtype).unet.dtype == torch.bfloat16
+    assert kind.from_pipe(pipe).unet is pipe.unet
+    assert pipe.unet.dtype == torch.float32
+
+
+def test_replaced_file_has_a_row_until_it_is_unused(folder, evicts):
+    shmload.warm(folder, dtype="bfloat16")
+    (first, *_) = sorted(folder.rglob("*.safetensors"))
+    old = shmload.load_state_dict(first, "bfloat16")
+    new = first.with_suffix(".new")
+    save_file({name: tensor + 1 for name, tensor in load_file(first).items()}, new)
+    os.replace(new, first)
+    shmload.warm(folder, dtype="bfloat16")
+    rows = str(shmload.models()).splitlines()
+    assert sum("(changed)" in row for row in rows) == 1
+    (changed,) = (model for model in shmload.models() if not model.is_current)
+    assert [info.source for info in changed.segments] == [str(first)]
+    assert shmload.collect_garbage() == []
+    del old
+    assert shmload.collect_garbage() == [info.name for info in changed.segments]
