@@ -156,11 +156,14 @@ def load(
         if asked.is_bounded or maker.foresee(source) is None:
             with counter.steps.during(Step.IMPORTING, "importing diffusers and transformers"):
                 source = maker.import_classes(source)
+        route = choose_route(source, dtype, asked, kwargs)
+        if route.destination:
+            route.destination.require_present()
         attempt = Attempt(
             source=source,
             maker=maker,
             dtype=dtype,
-            route=choose_route(source, dtype, asked, kwargs),
+            route=route,
             kwargs=kwargs,
             workers=workers,
             verify=asked.verify,

@@ -2,6 +2,7 @@
 
 import fnmatch
 import os
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -9,11 +10,24 @@ import msgspec
 
 from shmload._checkpoints.resolve import Source
 from shmload._decoding.ring import Ring, ring_shape
-from shmload._placement.device_map import STRATEGIES, devices_in
-from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, canonical_device
+from shmload._placement.device_map import STRATEGIES, devices_in, hint_for
+from shmload._placement.inventory import (
+    CPU,
+    DISK,
+    META,
+    OFFLOAD,
+    canonical_device,
+    choose_inventory,
+)
 from shmload._settings import parse_nbytes, worker_count
-from shmload.errors import ArgumentError, MemoryLimitExceeded, UnknownComponent
-from shmload.integrations._devices.runtimes import RUNTIMES
+from shmload.errors import (
+    ArgumentError,
+    DeviceMapMalformed,
+    DeviceMissing,
+    MemoryLimitExceeded,
+    UnknownComponent,
+)
+from shmload.integrations._devices.runtimes import RUNTIMES, may_have_accelerators
 from shmload.integrations._devices.ways import Pin, require_pin
 
 _ON_THE_HOST = (CPU, DISK, META, OFFLOAD)
@@ -73,6 +87,27 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
             component = str(name).partition(".")[0]
             if component and not fnmatch.filter(known, component):
                 raise UnknownComponent(component, source.given, known)
+
+    def require_present(self) -> None:
+        """Check that the machine has the accelerators that the map names, before a decode.
+
+        Only torch can tell for sure. If there may be one, and torch is not imported yet, decoding
+        should not wait for it: then the check comes with the copies.
+
+        Raises:
+            DeviceMissing: one is not there.
+        """
+        named = {
+            canonical_device(device)
+            for _, device in devices_in(self.device_map)
+            if _is_accelerator(device)
+        }
+        if not named or ("torch" not in sys.modules and may_have_accelerators()):
+            return
+        inventory = choose_inventory(None, None)
+        for device in sorted(named):
+            if inventory.find(device) is None:
+                raise DeviceMissing(device, [each.name for each in inventory.devices])
 
     def require_no_limit(self, source: Source, reason: str = "") -> None:
         """Check that no `max_host_memory` is given. For weights that cannot take the ring.
@@ -146,9 +181,9 @@ def _require_device(device: object) -> None:
         return
     kind = canonical_device(device).partition(":")[0]
     if kind not in (*RUNTIMES, *_ON_THE_HOST):
-        raise ArgumentError(
-            f"device_map: {device!r} is neither a strategy ({', '.join(STRATEGIES)}) nor a device "
-            f"(cuda:0, {', '.join(_ON_THE_HOST)})"
+        raise DeviceMapMalformed(
+            f"{device!r} is neither a strategy ({', '.join(STRATEGIES)}) nor a device "
+            f"({', '.join(_ON_THE_HOST)}; cuda:0 for the first GPU){hint_for(device)}"
         )
 
 

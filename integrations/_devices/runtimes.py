@@ -3,6 +3,7 @@
 To add one: a module with a `Runtime`, and its row here. Importing this module imports no torch.
 """
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,15 @@ def _host(device: "torch.device") -> "Runtime":
     from shmload.integrations._devices.host_runtime import HostRuntime
 
     return HostRuntime()
+
+
+# Of the drivers of NVIDIA (also Jetson, WSL) and AMD.
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd", "/proc/driver/nvidia")
+
+
+def may_have_accelerators() -> bool:
+    """Tell without torch whether this machine has a driver for accelerators, as far as known."""
+    return any(map(os.path.exists, _DRIVERS))
 
 
 RUNTIMES: dict[str, Callable[["torch.device"], "Runtime"]] = {"cuda": _cuda, "cpu": _host}

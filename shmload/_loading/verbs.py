@@ -202,7 +202,7 @@ def plan(
 
     Raises:
         SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
-        UnknownModule, DeviceMapMalformed: the device map does not fit the pipeline.
+        UnknownModule, DeviceMapMalformed, DeviceMissing: the device map does not fit the pipeline.
         DoesNotFit: the devices are too small; the message says what would fit.
     """
     require_bools(keep=keep)

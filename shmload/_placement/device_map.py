@@ -19,7 +19,13 @@ import msgspec
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, Inventory, canonical_device
 from shmload._placement.modules import Component, Module, join, parent_of
 from shmload._wording import nearest
-from shmload.errors import ArgumentError, DeviceMapMalformed, UnknownComponent, UnknownModule
+from shmload.errors import (
+    ArgumentError,
+    DeviceMapMalformed,
+    DeviceMissing,
+    UnknownComponent,
+    UnknownModule,
+)
 
 STRATEGIES = ("balanced", "balanced_low_0", "sequential", "auto")
 
@@ -57,7 +63,8 @@ def parse_device_map(device_map: object, inventory: Inventory) -> str | Devices:
         A strategy, or devices by dotted path or pattern.
 
     Raises:
-        DeviceMapMalformed: it has none of these forms, or names a device that is not there.
+        DeviceMapMalformed: it has none of these forms.
+        DeviceMissing: it names a device that is not there.
     """
     if isinstance(device_map, str) and device_map in STRATEGIES:
         return device_map
@@ -101,11 +108,16 @@ def _parse_device(value: object, inventory: Inventory) -> str:
     except ArgumentError as exc:
         raise DeviceMapMalformed(f"{exc}{nearest(str(value), STRATEGIES)}") from None
     if device not in (CPU, DISK, META, OFFLOAD) and inventory.find(device) is None:
-        raise DeviceMapMalformed(
-            f"it names {device}, and the devices are {inventory}"
-            f"{nearest(str(value), STRATEGIES)}; to plan for other devices give an inventory"
-        )
+        names = [each.name for each in inventory.devices]
+        raise DeviceMissing(device, names, hint_for(value))
     return device
+
+
+def hint_for(value: object) -> str:
+    """Return a hint for an error: what a text was probably meant for; empty if that is unknown."""
+    if str(value).partition(":")[0].lower() == "gpu":
+        return "; a GPU is called 'cuda', 'cuda:0' or 0"
+    return nearest(str(value), STRATEGIES)
 
 
 def pipeline_of(components: Sequence[Component]) -> Module:

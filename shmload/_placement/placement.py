@@ -59,8 +59,9 @@ def place(components: Sequence[Component], device_map: object, inventory: Invent
 
     Raises:
         UnknownComponent, UnknownModule: the map names a module that does not exist.
-        DeviceMapMalformed: the map cannot be understood, is incomplete, names a device that is not
-            there, or divides a module that must stay whole.
+        DeviceMapMalformed: the map cannot be understood, is incomplete, or divides a module that
+            must stay whole.
+        DeviceMissing: the map names a device that is not there.
         DoesNotFit: a device would hold more than its limit; the message has a map that fits.
     """
     chosen = parse_device_map(device_map, inventory)

@@ -10,6 +10,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   ├── UnknownComponent
     │   ├── UnknownModule
     │   ├── DeviceMapMalformed
+    │   │   └── DeviceMissing
     │   └── DuplicateKey
     ├── LibraryMissing (ImportError)
     ├── LibraryTooOld (ImportError)
@@ -69,6 +70,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
 from shmload.errors.arguments import (
     ArgumentError,
     DeviceMapMalformed,
+    DeviceMissing,
     UnknownArgument,
     UnknownComponent,
     UnknownDtype,
@@ -146,6 +148,7 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "DeviceMapMalformed",
+    "DeviceMissing",
     "DoesNotFit",
     "DuplicateKey",
     "ImportCutShort",

@@ -70,3 +70,20 @@ class DeviceMapMalformed(ArgumentError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"device_map: {reason}")
+
+
+class DeviceMissing(DeviceMapMalformed):
+    """A device map names a device that is not there.
+
+    Attributes:
+        device: the device, such as `cuda:0`.
+        devices: the devices that there are.
+    """
+
+    def __init__(self, device: str, devices: Sequence[str], hint: str = "") -> None:
+        self.device = device
+        self.devices = tuple(devices)
+        super().__init__(
+            f"it names {device}, and the devices are {', '.join(devices)}{hint}; take one of "
+            "these, or plan for others with `shmload plan SOURCE --inventory 2x24GiB`"
+        )

@@ -16,6 +16,7 @@ ERRORS = [
     shmload.UnknownArgument("kept", ["load_pipeline", "from_pretrained"], ["keep"]),
     shmload.UnknownDtype("int3", ["int8"]),
     shmload.UnknownModule("a.b", "a", "b", ["c"]),
+    shmload.DeviceMissing("cuda:0", ["cpu"]),
     shmload.ImportCutShort("torch"),
     shmload.SourceNotFound("there", "no such file"),
     shmload.ShardTruncated(Path("a.safetensors"), 8, 4),

@@ -7,6 +7,7 @@ from comparing import reference
 from torch import nn
 
 import shmload
+from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
 
@@ -156,5 +157,21 @@ def test_limits_alone_mean_nothing(saved):
 
 def test_machine_without_a_gpu_says_what_it_has(saved, monkeypatch):
     monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("cpu=8GiB"))
-    with pytest.raises(shmload.DeviceMapMalformed, match="the devices are cpu"):
+    with pytest.raises(shmload.DeviceMissing, match="the devices are cpu"):
         shmload.to_device(nn.Linear(2, 2), "cuda")
+
+
+@pytest.mark.parametrize("device_map", ["cuda", {"": "cpu", "vae": 0}])
+def test_missing_gpu_is_found_before_anything_is_decoded(saved, monkeypatch, device_map):
+    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("cpu=8GiB"))
+    monkeypatch.setattr(Load, "__init__", None)  # no load is begun
+    with pytest.raises(shmload.DeviceMissing, match=r"names cuda:0, .*are cpu; take one of these"):
+        shmload.load_pipeline(saved("flux"), device_map=device_map)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "hint"), [("blanced", "did you mean 'balanced'"), ("gpu", "called 'cuda'")]
+)
+def test_mistyped_device_is_told_the_right_one(saved, device_map, hint):
+    with pytest.raises(shmload.DeviceMapMalformed, match=hint):
+        shmload.load_pipeline(saved("flux"), device_map=device_map)

@@ -255,7 +255,7 @@ def test_json_has_the_placement(saved, run_plan):
         (2, ["--inventory", "many"], "'many' is not the size of a device"),
         (2, ["--inventory", "1GiB", "--device-map", "{0:"], "cannot be read as a dict"),
         (2, ["--inventory", "1GiB", "--device-map", '{"tranformer": 0}'], "mean 'transformer'"),
-        (2, ["--device-map", "cuda:9"], "give an inventory"),
+        (2, ["--device-map", "cuda:9"], "--inventory"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(saved, capsys, code, arguments, message):

@@ -115,7 +115,7 @@ def test_unknown_module_is_told_the_known_ones_and_the_nearest():
     ("device_map", "reason"),
     [
         ("auot", "did you mean 'auto'"),
-        ("gpu", r"names gpu:0, and the devices are cuda:0, .*give an inventory"),
+        ("gpu", r"names gpu:0, and the devices are cuda:0, .*a GPU is called 'cuda'"),
         ("cuda:7", r"names cuda:7, and the devices are cuda:0, "),
         (None, "None is not a device"),
         ({"": "balanced"}, "for a whole pipeline"),
