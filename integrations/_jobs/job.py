@@ -204,8 +204,8 @@ class Job:
 
         Raises:
             ItemFailed, JobFailed, ShmloadError: as `map`; stored results stay.
-            JobFailed: also with `errors="pass"`, if eight items, or most of fewer, have failed with
-                the same error and no item of the folder has a result.
+            JobFailed: also with `errors="pass"`, if no item of the folder has a result and eight
+                have failed with the same error; of fewer items, if most have.
             UnknownDtype: `save_dtype` is not a floating dtype.
             ResultsError: the folder cannot be written to, or holds something else.
         """

@@ -139,7 +139,7 @@ class FileProgress:
         if self._has_file:
             contents = self._format.read_contents(self.path)
             if contents.first != self.first or len(contents.keys) > len(self.keys):
-                raise ResultsCorrupt(self.path, "it holds the items of another results file", AGAIN)
+                raise ResultsCorrupt(self.path, "it holds the items of another shard", AGAIN)
             self._failed_in_file = frozenset(index - self.first for index in contents.errors)
             for place, key in enumerate(contents.keys):
                 self.keys[place] = digest_key(key)
@@ -158,9 +158,7 @@ class FileProgress:
         """Note a record that is there already; its item may be in the file too."""
         place = head.index - self.first
         if not 0 <= place < len(self.keys):
-            raise ResultsCorrupt(
-                self._journal_path, "it holds items of another results file", AGAIN
-            )
+            raise ResultsCorrupt(self._journal_path, "it holds items of another shard", AGAIN)
         if self._has_file and not self._offsets[place]:
             is_same_failure = head.error is not None and place in self._failed_in_file
             if self.is_done(place) or is_same_failure:

@@ -149,7 +149,7 @@ def _read_contents(path: Path) -> Contents:
         contents = read_description(msgspec.json.decode(raw, type=_Front).metadata)
         entries = msgspec.json.decode(raw, type=dict[str, _Entry])
     except (KeyError, ValueError) as exc:
-        raise ResultsCorrupt(path, "its header is not that of a results file", AGAIN) from exc
+        raise ResultsCorrupt(path, "its header is not that of a shard", AGAIN) from exc
     wanted = 8 + length + max(entry.data_offsets[1] for entry in entries.values())
     if nbytes != wanted:
         raise ResultsCorrupt(path, f"it has {nbytes} bytes instead of {wanted}", AGAIN)

@@ -107,7 +107,7 @@ def _description(archive: tarfile.TarFile) -> Contents:
     first = archive.next()
     content = archive.extractfile(first) if first and first.name.startswith(_DESCRIPTION) else None
     if content is None:
-        raise ValueError("it does not begin with the description of a results file")
+        raise ValueError("it does not begin with the description of a shard")
     return read_description(msgspec.json.decode(content.read(), type=dict[str, str]))
 
 

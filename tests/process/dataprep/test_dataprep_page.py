@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import webdataset
 from PIL import Image
 
 from shmload.integrations import dataprep
@@ -28,7 +29,7 @@ def block_with(text):
 
 PAGE_OF = {
     "parquet": block_with("import pyarrow.parquet"),
-    "webdataset": block_with("import webdataset"),
+    "webdataset": block_with("webdataset.handle_extension"),
 }
 
 
@@ -84,14 +85,31 @@ def test_first_folder_is_written(saved, tmp_path, monkeypatch):
     code = code.replace("source=...", f"source={str(saved('stable-diffusion'))!r}")
     code = code.replace("procs=4", "procs=0")
     exec(code, {"__name__": "__main__", "pictures": [picture]})
-    assert Results("latents")["cat.png"]["latent"].shape == (1, 4, 32, 32)
+    assert Results("latents")["cat.png"]["latents"].shape == (1, 4, 32, 32)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")  # webdataset leaves that to the collector
+def test_samples_of_tars_are_items_as_shown(light_job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("pictures").mkdir()
+    for tar in range(2):
+        with webdataset.TarWriter(f"pictures/{tar}.tar") as writer:
+            for number in range(3):
+                writer.write({"__key__": f"{tar}-{number}", "png": bytes([tar, number])})
+    job = light_job()
+    code = block_with("def encode_sample").replace("dataprep.write(", "write(")
+    write = lambda *args, source, components, procs, **more: job.write(*args, **more)  # noqa: E731
+    encode = lambda pipe, file: np.frombuffer(file.read(), np.uint8)  # noqa: E731
+    exec(code, {"__name__": "__main__", "write": write, "encode": encode})
+    found = {key: tensors["latents"].tolist() for key, tensors in Results("latents").items()}
+    assert found == {f"{tar}-{n}": [tar, n] for tar in range(2) for n in range(3)}
 
 
 def test_results_are_read_as_shown(light_job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     items = [np.full(3, number, np.float32) for number in range(40)]
     job = light_job()
-    job.write(lambda pipe, item: {"latent": item, "embedding": -item}, items, "latents")
+    job.write(lambda pipe, item: {"latents": item, "text.0": -item}, items, "latents")
     code = block_with("class Latents(Dataset)")
     code = code.replace("    ...", "    seen.append((latents, embeddings))")
     seen = []
@@ -109,11 +127,11 @@ def test_other_formats_are_read_as_shown(light_job, tmp_path, monkeypatch, forma
     job = light_job()
     key = lambda item: f"a/{int(item[0, 0])}.png"  # noqa: E731
     arguments = {"key": key, "shard_items": 3, "format": format}
-    job.write(lambda pipe, item: {"latent": item}, items, "latents", **arguments)
-    (line,) = [line for line in PAGE_OF[format].splitlines() if "key, latent = " in line]
+    job.write(lambda pipe, item: {"latents": item}, items, "latents", **arguments)
+    (line,) = [line for line in PAGE_OF[format].splitlines() if "key, latents = " in line]
     indent = line[: len(line) - len(line.lstrip())]
     seen = {}
-    code = PAGE_OF[format].replace(line, f"{line}\n{indent}seen[key] = latent")
+    code = PAGE_OF[format].replace(line, f"{line}\n{indent}seen[key] = latents")
     exec(code, {"seen": seen})
     assert list(seen) == [f"a/{number}.png" for number in range(7)]
     for number, latent in enumerate(seen.values()):
