@@ -45,30 +45,39 @@ class Library(Protocol):
         """Bring the files of a pipeline on the hub into the hub cache; return their directory."""
 
 
+# Those of the model libraries that are imported in parts, beside torch.
+_PACKAGES = ("accelerate", "diffusers", "huggingface_hub", "safetensors", "transformers")
+
+
 @contextlib.contextmanager
 def whole_libraries() -> Iterator[None]:
-    """Refuse to import or use a torch whose import was cut short, as by Ctrl-C.
+    """Refuse to import or use a library whose import was cut short, as by Ctrl-C.
 
     Python forgets a package whose import fails, and not the modules in it. Torch's extension cannot
-    be loaded a second time: that raises odd errors, or ends the process.
+    be loaded a second time: that raises odd errors, or ends the process. Of the other libraries
+    some can be imported again, and some cannot: only the attempt tells.
 
     Raises:
         ImportCutShort: that was so before the block, or the block failed because of it.
     """
-    _require_whole_torch(None)
+    _require_whole(("torch",), None)
     try:
         yield
     except ShmloadError:
         raise
     except Exception as exc:
-        _require_whole_torch(exc)
+        _require_whole(("torch",), exc)
+        # transformers raises its own error for a module that it cannot import.
+        if isinstance(exc, ImportError | AttributeError | RuntimeError):
+            _require_whole(_PACKAGES, exc)
         raise
 
 
-def _require_whole_torch(cause: Exception | None) -> None:
+def _require_whole(packages: Collection[str], cause: Exception | None) -> None:
+    """Raise ImportCutShort if modules of a package are here, and the one above them is not."""
     for name in list(sys.modules):
         parent = name.rpartition(".")[0]
-        if name.startswith("torch.") and parent not in sys.modules:
+        if parent and parent not in sys.modules and name.partition(".")[0] in packages:
             raise ImportCutShort(parent) from cause
 
 
@@ -78,5 +87,5 @@ def library() -> Library:
     Raises:
         ImportCutShort: as `whole_libraries`.
     """
-    _require_whole_torch(None)
+    _require_whole(("torch",), None)
     return cast("Library", importlib.import_module("shmload.integrations.library"))

@@ -1,7 +1,5 @@
 """The first step of a load: find the source, check the arguments, derive its dtype rules."""
 
-from collections.abc import Mapping
-
 import msgspec
 
 from shmload._checkpoints.hub import find_source
@@ -15,7 +13,7 @@ from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import variant_of
 from shmload._host.collector import paused_gc
 from shmload._loading.steps import Step, Steps
-from shmload.errors import ArgumentError, SourceNotFound, UnknownComponent
+from shmload.errors import ArgumentError, SourceNotFound
 
 Rules = dict[str, Rule]
 """The rule of each component's checkpoint."""
@@ -38,9 +36,6 @@ def find_with_rules(
         UnknownComponent, UnknownDtype, CheckpointError.
     """
     found = find_certain(wanted, may_be_unread=may_be_unread)
-    if isinstance(wanted.dtype, Mapping) and found.is_pipeline:
-        for name in wanted.dtype.keys() - {"default", *found.components}:
-            raise UnknownComponent(name, wanted.source, found.components)
     if pipeline_class is not None:
         if not found.is_pipeline:
             raise ArgumentError(f"pipeline_class is for pipelines, and {wanted.source} is none")

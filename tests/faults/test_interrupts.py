@@ -2,11 +2,15 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from watching import Watched, workers_of
+
+import shmload
+from shmload._checkpoints.library import whole_libraries
 
 # Runs in a process group of its own, as a shell starts it; prints when its load is being ended.
 LOADER = """
@@ -158,3 +162,25 @@ def test_load_after_an_interrupted_import_says_to_restart(
     said = [process.expect("GOT") for _ in range(5)]
     # A file of weights has no class: it needs no library.
     assert said == ["ImportCutShort True"] * 4 + ["nothing"]
+
+
+@pytest.mark.libraries
+def test_load_after_an_interrupted_import_of_accelerate_says_to_restart(
+    saved, new_child, configure, tmp_path, evicts
+):
+    configure(cache_dir=tmp_path / "no rules")
+    program = CUT_SHORT.replace("torch.autograd", "accelerate.hooks")
+    process = new_child(program, saved("flux"), tmp_path)
+    assert process.expect("GOT") == "KeyboardInterrupt False"
+    assert [process.expect("GOT") for _ in range(2)] == ["ImportCutShort True"] * 2
+    process.expect("GOT")
+    assert process.expect("GOT") == "ImportCutShort True"  # warm
+
+
+def test_error_beside_a_library_that_can_be_imported_again_is_itself(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.odd.module", sys)
+    for error in (KeyError("mine"), FileNotFoundError("mine")):
+        with pytest.raises(type(error), match="mine"), whole_libraries():
+            raise error
+    with pytest.raises(shmload.ImportCutShort, match=r"transformers\.odd"), whole_libraries():
+        raise ImportError("partially initialized")
