@@ -24,6 +24,18 @@ def format_age(elapsed_s: float) -> str:
     return f"{elapsed_s // 86400:.0f} days"
 
 
+def format_time(left_s: float) -> str:
+    """Write how long something lasts, in one or two units, such as `1 h 59 min`; never too long."""
+    left = max(0, int(left_s))
+    if left < 60:
+        return f"{left} s"
+    hours, minutes = divmod(left // 60, 60)
+    days, hours = divmod(hours, 24) if hours >= 48 else (0, hours)
+    units = (("days", days), ("h", hours), ("min", minutes))
+    words = [f"{number} {unit}" for unit, number in units if number]
+    return " ".join(words[:2])
+
+
 def count_of(number: int, one: str, several: str | None = None) -> str:
     """Write a number with its noun, such as `1 segment` or `2 segments`."""
     return f"{number} {one if number == 1 else several or one + 's'}"

@@ -28,11 +28,12 @@ def complete_names(
         found = segments()
         roots = find_roots(info.source for info in found if info.source)
         listed = group_segments(found, roots, {}, {})
+        names = {model.name for model in listed}
         chosen = {
             name: _describe([model for model in listed if model.name == each.name])
             for each in listed
             for name in (each.name, each.name.rpartition("/")[2])
-            if name.startswith(typed) and (name == each.name or typed)
+            if name.startswith(typed) and (name == each.name or (typed and _is_one(name, names)))
         }
         if _ID.fullmatch(typed):
             chosen |= {
@@ -50,6 +51,11 @@ def complete_paths(
 ) -> list[CompletionItem]:
     """Let the shell complete paths; without this it completes nothing for a source."""
     return [CompletionItem(typed, type="file")]
+
+
+def _is_one(part: str, names: set[str]) -> bool:
+    """Tell whether a part of a name means one model to `rm`."""
+    return sum(part.casefold() in name.casefold() for name in names) == 1
 
 
 def _describe(models: list[Model]) -> str:

@@ -85,7 +85,9 @@ def remove_command(
     A part of a name is enough if no other model has it. What a process uses stays, and the exit
     code is then 1. What another resident model shares stays too.
     """
-    if bool(patterns) == everything:
+    if everything and patterns:
+        raise click.UsageError("--all removes everything: leave out the names, or leave out --all")
+    if not patterns and not everything:
         raise click.UsageError("give names, ids or paths, or --all")
     before = shmload.segments()
     chosen = select(patterns, before, spare_shared=True)

@@ -19,7 +19,7 @@ from shmload._segments.names import segment_names, short_id
 from shmload._segments.segment import Segment
 from shmload._segments.source_text import source_paths
 from shmload._tables import Listing, Page, Table
-from shmload._wording import count_of, format_age, format_nbytes
+from shmload._wording import count_of, format_age, format_nbytes, format_time
 from shmload.errors import SegmentCorrupt, SegmentError
 
 
@@ -158,6 +158,6 @@ def _state(info: SegmentInfo) -> str:
         ("in use", info.is_leased),
         ("idle", not info.is_leased and not info.is_pinned),
         ("pinned", info.is_pinned),
-        (f"kept for {format_age(info.keep_for_s)}", is_limited),
+        (f"kept for {format_time(info.keep_for_s)}", is_limited),
     )
     return ", ".join(word for word, is_so in states if is_so)

@@ -11,7 +11,7 @@ from shmload._segments.roots import find_roots, shards_below
 from shmload._segments.unfinished import UnfinishedModel, find_decoding
 from shmload._segments.users import User, find_users, name_users
 from shmload._tables import Cell, Listing, Page, Table
-from shmload._wording import count_of, format_age, format_nbytes
+from shmload._wording import count_of, format_age, format_nbytes, format_time
 
 _TITLES = (
     "ID",
@@ -150,8 +150,8 @@ def _expiry(model: Model, now: float) -> str:
     if not model.keep_for_s or model.is_pinned:
         return "-"
     if model.is_leased:
-        return f"{format_age(model.keep_for_s)} idle"
-    return f"in {format_age(model.used_at + model.keep_for_s - now)}"
+        return f"{format_time(model.keep_for_s)} idle"
+    return f"in {format_time(model.used_at + model.keep_for_s - now)}"
 
 
 def _table_of_decodes(found: Iterable[UnfinishedModel]) -> Table:

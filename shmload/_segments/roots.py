@@ -46,9 +46,14 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """What no other model has: its path, and its variant."""
-        return self._called(self.path)
+        return self.called(self.path)
 
-    def _called(self, name: str) -> str:
+    def called(self, name: str) -> str:
+        """Return the model's name with its variant.
+
+        Args:
+            name: of all variants together, from `names`.
+        """
         return f"{name}:{self.variant}" if self.variant else name
 
     def component_of(self, source: str) -> str:
@@ -58,14 +63,14 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
         return inside.partition(os.sep)[0] if source.startswith(self.path + os.sep) else ""
 
     def names(self) -> Iterator[str]:
-        """Yield what it may be called, the shortest first; only the last is surely its own."""
+        """Yield names for it and its variants, the shortest first; the last is its path."""
         if self.hub_id:
-            yield self._called(self.hub_id)
-            yield self._called(f"{self.hub_id}@{self.revision[:_REVISION_NCHARS]}")
+            yield self.hub_id
+            yield f"{self.hub_id}@{self.revision[:_REVISION_NCHARS]}"
         else:
             folders = self.path.strip(os.sep).split(os.sep)
-            yield from (self._called(os.sep.join(folders[-n:])) for n in range(1, len(folders)))
-        yield self.key
+            yield from (os.sep.join(folders[-n:]) for n in range(1, len(folders)))
+        yield self.path
 
 
 def find_roots(sources: Iterable[str]) -> dict[str, Root]:
@@ -125,14 +130,15 @@ def _root_of_folder(folder: str, *, is_part: bool, is_gone: bool) -> str:
 
 def tell_apart(roots: Iterable[Root]) -> dict[str, str]:
     """Return a name for each model, by its `key`: the shortest ones that all differ."""
-    waiting = {root.key: list(root.names()) for root in roots}
+    known = list(roots)
+    waiting = {root.path: list(root.names()) for root in known}
     while True:
         taken: dict[str, int] = {}
         for names in waiting.values():
             taken[names[0]] = taken.get(names[0], 0) + 1
         alike = [names for names in waiting.values() if taken[names[0]] > 1 and len(names) > 1]
         if not alike:
-            return {key: names[0] for key, names in waiting.items()}
+            return {root.key: root.called(waiting[root.path][0]) for root in known}
         for names in alike:
             del names[0]
 

@@ -19,6 +19,7 @@ from shmload._segments.models import find_models
 from shmload._segments.names import name_prefix, segment_name
 from shmload._segments.roots import weights_below
 from shmload._segments.source_text import source_paths
+from shmload._wording import nearest_name
 from shmload.errors import AmbiguousName, SegmentNotFound
 
 _WORD = re.compile(r"(?!safetensors)[A-Za-z][A-Za-z0-9]{3,}")  # of a name
@@ -94,15 +95,24 @@ def match_name(
     if len(names) > 1:
         raise AmbiguousName(pattern, names)
     if not fitting:
-        raise SegmentNotFound(pattern, known_names(models))
+        raise SegmentNotFound(pattern, _likely_names(pattern, models))
     return fitting
 
 
-def known_names(models: Iterable[Model]) -> list[str]:
-    """Return what may be typed for models: names, their last folders, paths, words of names."""
-    texts = [(model.name, model.name.rpartition("/")[2], model.source) for model in models]
-    words = (word for model in models for word in _WORD.findall(model.name))
-    return list(dict.fromkeys((*(text for several in texts for text in several), *words)))
+def _likely_names(pattern: str, models: Iterable[Model]) -> list[str]:
+    """Return what a pattern that fits nothing may have been meant for.
+
+    Names, their last folders and words of names. Paths are alike by the folders that they share, so
+    only those count whose last folder or file is like that of the pattern.
+    """
+    last = os.path.basename(pattern.rstrip(os.sep))
+    found = []
+    for model in models:
+        found += [model.name, model.name.rpartition("/")[2]]
+        if os.sep in pattern and nearest_name(last, [os.path.basename(model.source)]):
+            found.append(model.source)
+        found += _WORD.findall(model.name)
+    return list(dict.fromkeys(found))
 
 
 def _of_copies_below(found: Iterable[SegmentInfo], pattern: str) -> list[SegmentInfo]:

@@ -252,7 +252,7 @@ class Usage:
 
 def _name_of(model: Root) -> str:
     """Return the shortest name of a model that has come since the names were looked up."""
-    return _shorten(next(model.names()), _MAX_NAME_LENGTH)
+    return _shorten(model.called(next(model.names())), _MAX_NAME_LENGTH)
 
 
 def _shorten(text: str, length: int) -> str:

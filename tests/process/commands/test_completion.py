@@ -46,6 +46,16 @@ def test_names_are_completed(resident, complete, shell, command):
         assert "bfloat16, 28" in "\n".join(lines)
 
 
+def test_last_folder_that_two_models_have_is_not_offered(tmp_path, evicts, complete):
+    for folder in ("team-a", "team-b"):
+        (tmp_path / folder).mkdir()
+        save_file(TENSORS, tmp_path / folder / "style.safetensors")
+        shmload.warm(tmp_path / folder / "style.safetensors", dtype="bfloat16")
+    assert complete("bash", "rm", "sty") == ["file,sty"]
+    lines = complete("bash", "rm", "team-")
+    assert lines == ["plain,team-a/style.safetensors", "plain,team-b/style.safetensors"]
+
+
 def test_ids_are_completed_and_other_words_are_paths(resident, complete):
     model = shmload.models()[0]
     assert f"plain,{model.id}" in complete("bash", "rm", model.id[:3])

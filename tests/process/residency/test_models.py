@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 
+import click
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -135,6 +136,18 @@ def test_mistyped_path_is_suggested(pipelines):
         shmload.verify(str(pipelines[0])[:-1] + "m")
 
 
+def test_path_with_another_last_folder_is_not_suggested(pipelines):
+    warm(pipelines[0])
+    with pytest.raises(shmload.SegmentNotFound) as caught:
+        shmload.verify(str(pipelines[0].parent / "flux"))
+    assert "did you mean" not in str(caught.value)
+
+
+def test_all_and_a_name_exclude_each_other():
+    with pytest.raises(click.UsageError, match="leave out the names"):
+        main(["rm", "--all", "sd"], standalone_mode=False)
+
+
 def test_name_means_the_model_in_every_dtype_and_its_id_in_one(pipelines):
     for dtype in ("bfloat16", "float16"):
         warm(pipelines[0], dtype)
@@ -242,7 +255,7 @@ def test_pins_and_times_to_live_are_columns_where_there_are_some(pipelines):
     titles, first, second, *_ = str(shmload.models()).splitlines()
     assert re.split("  +", titles)[-3:] == ["PINNED", "EXPIRES", "COMPONENTS"]
     assert re.split("  +", first)[-3:] == ["partly", "-", "unet, vae"]
-    assert re.split("  +", second)[-3:] == ["-", "in 1 h", "unet, vae"]
+    assert re.split("  +", second)[-3:] == ["-", "in 1 h 59 min", "unet, vae"]
 
 
 # What is being decoded ----------------------------------------------------------------------------

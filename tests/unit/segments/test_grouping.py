@@ -208,7 +208,7 @@ def test_model_that_is_gone_keeps_its_name(name):
     source = f"/gone/team/clip/{name}"
     root = find_roots([source])[source]
     assert root.path == "/gone/team/clip"
-    assert next(root.names()).partition(":")[0] == "clip"
+    assert next(root.names()) == "clip"
     assert find_roots(["/gone/lora.safetensors"])["/gone/lora.safetensors"].path.endswith(
         "lora.safetensors"
     )
@@ -220,6 +220,12 @@ def test_names_are_the_shortest_that_differ():
     named = tell_apart([*(Root(path=path) for path in paths), *hub])
     assert [named[path] for path in paths] == ["x/sd", "y/sd", "flux", "/lora.safetensors"]
     assert [named[root.path] for root in hub] == ["org/model@aaaaaaa", "org/model@bbbbbbb"]
+
+
+def test_variant_is_called_like_its_source():
+    roots = [Root(path=f"/m/{team}/sd") for team in "ab"]
+    roots.append(Root(path="/m/a/sd", variant="fp16"))
+    assert list(tell_apart(roots).values()) == ["a/sd", "b/sd", "a/sd:fp16"]
 
 
 # Who uses it --------------------------------------------------------------------------------------
