@@ -6,7 +6,7 @@ not print are escaped in text, and so are those that mean something in HTML.
 
 import html
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -145,6 +145,10 @@ class Printable:
 
     def _repr_html_(self) -> str:
         return self.page().html()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the page in a plain IPython, which would show the `repr`."""
+        printer.text(str(self))
 
 
 _Item = TypeVar("_Item")

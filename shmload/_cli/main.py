@@ -17,7 +17,6 @@ from shmload._cli import doctor, placement, residents, serve, service, top
 from shmload._cli.completion import complete_paths
 from shmload._cli.output import as_json_option, is_of_output, print_json, print_page
 from shmload._loading import progress
-from shmload._wording import count_of, format_nbytes
 from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
 
 _INTERRUPTED = 130  # as a shell counts: 128 + SIGINT
@@ -144,19 +143,7 @@ def warm(
         reports.append(report)
         if as_json:
             continue
-        if report.read_nbytes == 0:
-            click.echo(f"{source}: already resident, {format_nbytes(report.resident_nbytes)}")
-        else:
-            click.echo(
-                f"{source}: {format_nbytes(report.resident_nbytes)} resident in "
-                f"{count_of(len(report.segments), 'segment')}, "
-                f"{format_nbytes(report.read_nbytes)} read in {report.reading_s:.1f} s"
-                f"{_other_times(report)}"
-            )
-        for gone in report.evicted:
-            click.echo(f"{source}: {gone}")
-        for each in report.left_out:
-            click.echo(f"{source}: left to the library: {each}")
+        click.echo(str(report))
     if as_json:
         print_json("warm", reports=reports)
     if any(isinstance(report, dict) for report in reports):
@@ -222,18 +209,6 @@ def add_service_commands() -> None:
         doctor.doctor_command,
     ):
         main.add_command(command)
-
-
-def _other_times(report: shmload.WarmReport) -> str:
-    """Write what took time beside the reading; empty if nothing took a tenth of a second."""
-    times = {
-        "imports": report.importing_s,
-        "dtype rules": report.deriving_rules_s,
-        "making room": report.making_room_s,
-        "waiting for other processes": report.waiting_s,
-    }
-    told = [f"{name} {elapsed_s:.1f} s" for name, elapsed_s in times.items() if elapsed_s >= 0.1]
-    return f" ({', '.join(told)})" if told else ""
 
 
 def _given(where: dict[str, Any]) -> dict[str, Any]:

@@ -32,13 +32,15 @@ from shmload._segments.pins import move_pins
 from shmload._segments.segment import Stay
 from shmload._segments.view import View
 from shmload._settings import parse_keep_for
+from shmload._tables import Page, Printable
+from shmload._wording import count_of, format_nbytes
 from shmload.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
 
 
-class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `warm` did."""
+class WarmReport(Printable, msgspec.Struct, frozen=True, kw_only=True):
+    """What `warm` did; printed, the lines of `shmload warm`."""
 
     source: str
     segments: tuple[str, ...]
@@ -63,6 +65,33 @@ class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
     """Files of weights that are left to the libraries, because shmload does not read them."""
     evicted: tuple[Evicted, ...] = ()
     """The models, or parts of models, that were evicted to make room for it."""
+
+    def page(self) -> Page:
+        """Return a line for the source, and one for each that went or was left to the library."""
+        resident = format_nbytes(self.resident_nbytes)
+        done = f"already resident, {resident}"
+        if self.read_nbytes:
+            done = (
+                f"{resident} resident in {count_of(len(self.segments), 'segment')}, "
+                f"{format_nbytes(self.read_nbytes)} read in {self.reading_s:.1f} s"
+                f"{self._other_times()}"
+            )
+        left = (f"left to the library: {each}" for each in self.left_out)
+        lines = (done, *map(str, self.evicted), *left)
+        return Page(tuple(f"{self.source}: {line}" for line in lines))
+
+    def _other_times(self) -> str:
+        """Write what took time beside the reading; empty if nothing took a tenth of a second."""
+        times = {
+            "imports": self.importing_s,
+            "dtype rules": self.deriving_rules_s,
+            "making room": self.making_room_s,
+            "waiting for other processes": self.waiting_s,
+        }
+        told = [
+            f"{name} {elapsed_s:.1f} s" for name, elapsed_s in times.items() if elapsed_s >= 0.1
+        ]
+        return f" ({', '.join(told)})" if told else ""
 
 
 def warm(

@@ -68,7 +68,7 @@ class Segments(Listing[SegmentInfo]):
                 format_nbytes(info.nbytes),
                 info.dtype or info.conversion,
                 _state(info),
-                format_age(time.time() - info.used_at),
+                "now" if info.is_leased else format_age(time.time() - info.used_at),
                 info.source if info.is_current else f"{info.source} (changed since)",
             )
             for info in self

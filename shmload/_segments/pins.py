@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from shmload._segments.listing import SegmentInfo, segments_by_lock
+from shmload._segments.listing import SegmentInfo, Segments, segments_by_lock
 from shmload._segments.removal import give_back
 from shmload._segments.segment import Segment, attach
 from shmload._segments.selection import select
 from shmload.errors import ArgumentError
 
 
-def pin(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
+def pin(*patterns: str | os.PathLike[str]) -> Segments:
     """Pin resident models or segments: they are never evicted to make room, nor when idle.
 
     `evict` still removes them. A pin belongs to the segment, not to the process, and lasts until
@@ -32,7 +32,7 @@ def pin(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
     return _mark("pin", patterns, Segment.pin, is_pinned=True)
 
 
-def unpin(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
+def unpin(*patterns: str | os.PathLike[str]) -> Segments:
     """Undo `pin`: the segments stay resident, and may be evicted to make room.
 
     Segments that a model shares with another pinned model are unpinned too.
@@ -96,11 +96,11 @@ def _mark(
     mark: Callable[[Segment], None],
     *,
     is_pinned: bool,
-) -> list[SegmentInfo]:
+) -> Segments:
     if not patterns:
         raise ArgumentError(f"{verb}() needs the names or sources of what to {verb}")
-    return [
+    return Segments(
         msgspec.structs.replace(info, is_pinned=is_pinned, is_shared=False)
         for info in select(patterns)
         if _change_one(info.name, mark)  # else it went meanwhile
-    ]
+    )

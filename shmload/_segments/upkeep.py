@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from shmload._segments.digest import digest_data
 from shmload._segments.eviction import may_go
 from shmload._segments.expiry import find_expired, remove_expired
-from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
+from shmload._segments.listing import SegmentInfo, Segments, segments, segments_by_lock
 from shmload._segments.metadata import read_digest
 from shmload._segments.models import find_models
 from shmload._segments.names import part_names
@@ -19,7 +19,7 @@ from shmload._segments.view import dead_views
 from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt
 
 
-def verify(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
+def verify(*patterns: str | os.PathLike[str]) -> Segments:
     """Recompute the digests of resident segments; reads all their bytes.
 
     Args:
@@ -32,7 +32,7 @@ def verify(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
         SegmentCorrupt: a segment's bytes are not those that were decoded; names the first.
         SegmentNotFound, AmbiguousName: as `evict`.
     """
-    return list(verify_each(*patterns))
+    return Segments(verify_each(*patterns))
 
 
 def verify_each(*patterns: str | os.PathLike[str]) -> Iterator[SegmentInfo]:
@@ -60,7 +60,7 @@ def check_digest(segment: Segment) -> None:
         raise SegmentCorrupt(segment.name, f"its digest is {got} and should be {wanted}")
 
 
-def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
+def evict(*patterns: str | os.PathLike[str]) -> Segments:
     """Remove models or segments that no process uses.
 
     A process uses what it is attached to, or maps without being attached; only processes of this
@@ -87,7 +87,7 @@ def evict(*patterns: str | os.PathLike[str]) -> list[SegmentInfo]:
     return evict_segments(select(patterns, segments_by_lock(), spare_shared=True))
 
 
-def evict_segments(chosen: Sequence[SegmentInfo]) -> list[SegmentInfo]:
+def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
     """Remove segments that no process uses, as `evict` does.
 
     Args:
@@ -97,7 +97,7 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> list[SegmentInfo]:
         SegmentBusy: some are in use; the others are removed.
     """
     look = remove_idle([info.name for info in chosen])
-    removed = [info for info in chosen if info.name in look.idle]
+    removed = Segments(info for info in chosen if info.name in look.idle)
     busy = [*look.used, *look.locked]
     if busy:
         known = users_of(busy)

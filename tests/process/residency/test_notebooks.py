@@ -1,6 +1,7 @@
 """Errors name what holds weights in a notebook, and what frees them there."""
 
 import gc
+import re
 import sys
 
 import pytest
@@ -79,3 +80,17 @@ def test_lack_of_room_names_the_variables_that_hold_it(
     monkeypatch.setattr(capacity, "shm_free_nbytes", lambda: 100)
     with pytest.raises(shmload.SharedMemoryFull, match="leaves 100 B; in this process `del state`"):
         exec(f"shmload.load_state_dict({str(other)!r}, keep=True)", notebook)
+
+
+def test_reports_and_lists_are_shown_as_the_command_line_shows_them(single_shard, evicts):
+    report = shmload.warm(single_shard, dtype="float16")
+    line = str(report)
+    assert line.startswith(f"{single_shard}: 4.02 KiB resident in 1 segment, 32 B read in 0.")
+    assert report._repr_html_() == f"<pre>{line}</pre>"
+    assert str(shmload.warm(single_shard, dtype="float16")).endswith(": already resident, 4.02 KiB")
+    state = shmload.load_state_dict(single_shard, "float16", keep=True)
+    assert "in use  now  " in re.sub("  +", "  ", str(shmload.segments()))
+    del state
+    gc.collect()
+    for function in (shmload.pin, shmload.unpin, shmload.verify, shmload.evict):
+        assert "<td" in function(single_shard)._repr_html_()

@@ -1,5 +1,7 @@
 """One writer makes all tables, as text and as HTML."""
 
+import types
+
 from shmload._tables import Cell, Listing, Page, Table
 
 
@@ -71,3 +73,6 @@ def test_listing_is_a_list():
     assert (names, str(names)) == (["a", "b"], "2 names")
     assert names._repr_html_() == "<pre>2 names</pre>"
     assert repr(names) == "['a', 'b']"
+    shown = []
+    names._repr_pretty_(types.SimpleNamespace(text=shown.append), cycle=False)  # a plain IPython
+    assert shown == ["2 names"]
