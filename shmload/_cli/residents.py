@@ -45,7 +45,10 @@ def list_command(is_long: bool, as_json: bool) -> None:
     if is_long and found:
         click.echo()
         once = {info.name: info for model in found for info in model.segments}
-        print_page(Segments(once.values()).page())
+        models = {
+            name: [model.id for model in found if once[name] in model.segments] for name in once
+        }
+        print_page(Segments(once.values()).table(models))
 
 
 @click.command("pin")

@@ -6,7 +6,7 @@ The names in /dev/shm are the only registry; each segment's header says what it 
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -62,8 +62,18 @@ class Segments(Listing[SegmentInfo]):
 
     def page(self) -> Page:
         """Return a row for each segment, and the totals."""
+        return self.table()
+
+    def table(self, models: Mapping[str, Sequence[str]] | None = None) -> Page:
+        """Return the page.
+
+        Args:
+            models: the ids of the models that each segment is of, to begin each row with the first
+                of them; None to leave them out.
+        """
         rows = [
             (
+                *([_first_of(models[info.name])] if models else []),
                 short_id(info.name),
                 format_nbytes(info.nbytes),
                 info.dtype or info.conversion,
@@ -73,8 +83,14 @@ class Segments(Listing[SegmentInfo]):
             )
             for info in self
         ]
-        titles = ("SEGMENT", "SIZE", "DTYPE", "STATE", "LAST USED", "SOURCE")
-        return Page((Table(titles=titles, rows=rows, right=(1,), cut=5), amount_of(self)))
+        names = ("SEGMENT", "SIZE", "DTYPE", "STATE", "LAST USED", "SOURCE")
+        titles = ("ID", *names) if models else names
+        size, source = titles.index("SIZE"), titles.index("SOURCE")
+        return Page((Table(titles=titles, rows=rows, right=(size,), cut=source), amount_of(self)))
+
+
+def _first_of(ids: Sequence[str]) -> str:
+    return ids[0] if len(ids) == 1 else f"{ids[0]} +{len(ids) - 1}"
 
 
 def amount_of(found: Sequence[SegmentInfo]) -> str:

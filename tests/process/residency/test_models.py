@@ -71,6 +71,21 @@ def test_models_are_listed_with_what_they_share(pipelines):
     assert "<td" in shmload.models()._repr_html_()
 
 
+def test_long_listing_says_which_model_each_segment_is_of(pipelines, capsys):
+    for folder in pipelines:
+        warm(folder)
+    with pytest.raises(SystemExit):
+        main(["ls", "--long"])
+    first, second = (model.id for model in shmload.models())
+    rows = capsys.readouterr().out.partition("\n\n")[2].splitlines()[1:-1]
+    of = {row.split()[-1]: row.partition("  ")[0] for row in rows}
+    assert of == {
+        str(pipelines[0] / "unet" / "model.safetensors"): first,
+        str(pipelines[0] / "vae" / "model.safetensors"): f"{first} +1",
+        str(pipelines[1] / "unet" / "model.safetensors"): second,
+    }
+
+
 def test_components_that_are_not_resident_are_named(pipelines):
     first = pipelines[0]
     warm(first)
