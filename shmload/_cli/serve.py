@@ -146,12 +146,13 @@ def _run(
     with contextlib.closing(_open_endpoint(socket_path())) as endpoint:
         remove_leftovers()
         allow_descriptors(_DESCRIPTORS)
+        file_nbytes = allow_file_size()  # before the workers start, which inherit the limit
         count = workers or worker_count(parent_is_busy=False)
         chosen = [given for given in (budget, settings().budget) if given is not None]
         state = ServiceState(count, chosen[0] if chosen else default_budget())
         with contextlib.closing(state):
             _end_by_signals(state)
-            for warning in budget_warnings(state.budget_nbytes, segments(), allow_file_size()):
+            for warning in budget_warnings(state.budget_nbytes, segments(), file_nbytes):
                 logger.warning("%s", warning)
             state.preloading.expect(len(wanted))
             if metrics:

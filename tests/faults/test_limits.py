@@ -46,6 +46,18 @@ def test_size_of_files(checkpoint, shm_names, door):
     assert shm_names() == []
 
 
+def test_service_raises_its_own_limit_before_its_workers_start(service, checkpoint, evicts):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        service()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    shmload.warm(checkpoint, dtype="float64")
+    (info,) = shmload.segments()
+    assert info.nbytes > 10_000
+
+
 @pytest.mark.usefixtures("file_size")
 def test_command_says_it_in_one_line(checkpoint, shm_names):
     done = CliRunner().invoke(main, ["warm", str(checkpoint)])
