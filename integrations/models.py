@@ -15,6 +15,7 @@ from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._loading.progress import Callback
+from shmload.errors import ArgumentError
 from shmload.integrations._building.attempt import load
 from shmload.integrations._building.keywords import explained_keywords, require_taken_by_model
 from shmload.integrations._building.model_maker import ModelMaker
@@ -90,6 +91,7 @@ def load_model(
     for name, value in (("subfolder", subfolder), ("variant", variant)):
         if value is not None:
             kwargs[name] = value
+    _require_order(cls, source)
     maker = ModelMaker(cls, is_path=not isinstance(source, str))
     wanted = Wanted.parse(
         source, dtype, None, variant, kwargs, function=load_model, has_others=True
@@ -121,6 +123,22 @@ def load_model(
             progress=progress,
             place=_place,
             linger=linger,
+        )
+
+
+def _require_order(cls: object, source: object) -> None:
+    """Refuse a source in the place of the class.
+
+    Raises:
+        ArgumentError: the two are swapped.
+    """
+    is_source = isinstance(cls, os.PathLike) or (isinstance(cls, str) and os.path.isdir(cls))
+    if isinstance(source, type) or (
+        is_source and isinstance(source, str) and not os.path.exists(source)
+    ):
+        raise ArgumentError(
+            f"cls is {cls!r} and source is {source!r}; the class comes first: "
+            "load_model('UNet2DConditionModel', 'path/to/model')"
         )
 
 

@@ -6,6 +6,7 @@ torch.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from shmload import errors
@@ -97,4 +98,6 @@ def __getattr__(name: str) -> Any:  # each name has its own type, see above
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    own = f"{__name__}."
+    modules = {name for name in globals() if f"{own}{name}" in sys.modules and name[0] != "_"}
+    return sorted({*__all__, *modules, *(name for name in globals() if name.startswith("__"))})

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from shmload._checkpoints.left_out import hint_of_variants
+from shmload._checkpoints.left_out import hint_of_subfolders, hint_of_variants
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Source
 from shmload._decoding.ring import Ring
@@ -174,7 +174,8 @@ def load(
         try:
             made = attempt.run()
         except (OSError, ValueError) as exc:  # a library says only that it found no file
-            hint = hint_of_variants(source, kwargs.get("subfolder"))
+            subfolder = kwargs.get("subfolder")
+            hint = hint_of_subfolders(source, subfolder) or hint_of_variants(source, subfolder)
             if hint and not isinstance(exc, ShmloadError):
                 exc.add_note(f"shmload: {hint}")
             raise

@@ -123,7 +123,10 @@ def _find_cached(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source
     root = _cached_root(str(wanted.source), wanted.hub)
     if root is None:
         cause = "local_files_only" if wanted.hub.local_files_only else "HF_HUB_OFFLINE"
-        raise not_found(wanted.source, f"not in the hub cache, and downloads are off ({cause})")
+        reason = f"not in the hub cache, and downloads are off ({cause})"
+        with contextlib.suppress(FileNotFoundError):  # this process's directory may be gone
+            reason = f"no such file or directory in {os.getcwd()}; as a hub id it is {reason}"
+        raise not_found(wanted.source, reason)
     return resolve_in(root)
 
 

@@ -13,7 +13,7 @@ from shmload._checkpoints.formats.foreign import name_of_kind
 from shmload._checkpoints.formats.known import format_names, has_known_suffix, is_of_weights
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.weights import variant_of, variants_below
-from shmload._wording import format_nbytes
+from shmload._wording import format_nbytes, nearest
 
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # diffusers.utils.WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME; a model's folder may have others,
@@ -98,6 +98,26 @@ def hint_of_variants(source: Source, subfolder: str | None = None) -> str:
         f"{os.path.join(source.given, name) if name else source.given}: {_ask_for(variants)}"
         for name, variants in hints
         if variants and source.variant not in variants
+    )
+
+
+def hint_of_subfolders(source: Source, subfolder: str | None) -> str:
+    """Say which subfolders of a repository hold models, if the one asked for does not; else empty.
+
+    Args:
+        source: a model's repository.
+        subfolder: what was asked for.
+    """
+    if source.is_pipeline or source.checkpoints or not source.root.is_dir():
+        return ""
+    if (source.root / (subfolder or "") / "config.json").is_file():
+        return ""
+    names = [path.parent.name for path in sorted(source.root.glob("*/config.json"))]
+    if not names:
+        return ""
+    near = nearest(subfolder, names) if subfolder else ""
+    return f"{source.given} has models in its subfolders {', '.join(names)}: give subfolder=" + (
+        f"{names[0]!r} or another{near}"
     )
 
 

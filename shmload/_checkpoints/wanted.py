@@ -146,9 +146,11 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
             has_others: `kwargs` also has arguments for the library; they stay in it.
 
         Raises:
-            ArgumentError: the dtype is given under both of its names.
+            ArgumentError: the source is no path, or the dtype is given under both of its names.
             UnknownArgument: an argument is unknown.
         """
+        if not isinstance(source, str | os.PathLike):
+            raise ArgumentError(f"source is {source!r}; give a path or a hub id")
         dtype = chosen_dtype(dtype, kwargs.pop(_OLDER_DTYPE, None))
         known = PIPELINE_ARGUMENTS if is_pipeline else HUB_ARGUMENTS
         if not has_others:

@@ -75,3 +75,9 @@ def test_worker_is_light():
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_dir_lists_public_names_only():
+    shown = [name for name in dir(shmload) if not name.startswith("__")]
+    assert set(shmload.__all__) <= set(shown)
+    assert not {"Any", "TYPE_CHECKING", "importlib", "sys", "_HOMES"}.intersection(shown)

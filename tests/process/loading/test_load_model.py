@@ -431,3 +431,29 @@ def test_adapter_of_a_model_names_its_source(saved, tmp_path):
     again = assert_model_equal(transformers.CLIPTextModel, tmp_path / "adapter")
     assert again.peft_config["default"].base_model_name_or_path == str(source)
     assert load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+
+
+def test_swapped_arguments_are_told(saved):
+    source = saved("stable-diffusion")
+    for swapped in ("UNet2DConditionModel", diffusers.UNet2DConditionModel):
+        with pytest.raises(ArgumentError, match="the class comes first"):
+            shmload.load_model(str(source), swapped)
+    for function in (shmload.load_pipeline, shmload.warm, shmload.load_state_dict):
+        with pytest.raises(ArgumentError, match="source is None; give a path or a hub id"):
+            function(None)
+
+
+@pytest.mark.parametrize(("given", "hint"), [(None, ""), ("unte", "; did you mean 'unet'?")])
+def test_subfolder_that_is_missing_is_told_the_ones_there_are(saved, given, hint):
+    with pytest.raises(OSError, match=r"config\.json|unte") as caught:
+        shmload.load_model("UNet2DConditionModel", saved("stable-diffusion"), subfolder=given)
+    (note,) = caught.value.__notes__
+    assert "has models in its subfolders" in note
+    assert "unet, vae" in note
+    assert note.endswith(hint)
+
+
+def test_name_that_is_no_path_here_says_where_it_looked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceNotFound, match=f"no such file or directory in {tmp_path}; as a hub"):
+        shmload.load_pipeline("S", local_files_only=True)
