@@ -232,6 +232,11 @@ def test_pictures_may_come_and_go(encode_here, tmp_path):
     assert list(Results(tmp_path / "out")) == [*before, "00.png"]
 
 
+def test_other_formats_have_the_same_names(encode_here, tmp_path):
+    assert encode_here("--format", "parquet")[0] == 0
+    assert Results(tmp_path / "out")["1.png"].keys() == {"latents", "text.0", "text.1"}
+
+
 def test_results_are_stored_in_the_dtype_asked_for(encode_here, tmp_path):
     assert encode_here("--save-dtype", "bf16")[0] == 0
     found = Results(tmp_path / "out")[4]
