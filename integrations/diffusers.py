@@ -6,7 +6,7 @@ raises.
 
 import os
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
@@ -26,6 +26,7 @@ from shmload.integrations._devices.ways import Pin
 from shmload.integrations.ranks import linger
 
 if TYPE_CHECKING:
+    import torch
     from diffusers import DiffusionPipeline
 
     from shmload._decoding.ring import Ring
@@ -33,6 +34,36 @@ if TYPE_CHECKING:
     from shmload.integrations._devices.destination import Destination
 
 
+_Pipeline = TypeVar("_Pipeline", bound="DiffusionPipeline")
+
+
+# For type checkers. What the source chooses may be any class, and the base of all cannot be called.
+@overload
+def load_pipeline(
+    source: str | os.PathLike[str],
+    *,
+    pipeline_class: type[_Pipeline],
+    dtype: "str | torch.dtype | Mapping[str, str | torch.dtype | None] | None" = None,
+    **arguments: Any,
+) -> _Pipeline: ...
+@overload
+def load_pipeline(
+    source: str | os.PathLike[str],
+    *,
+    pipeline_class: type | str | None = None,
+    dtype: "str | torch.dtype | Mapping[str, str | torch.dtype | None] | None" = None,
+    device_map: object = None,
+    max_memory: Mapping[Any, object] | None = None,
+    max_host_memory: float | str | None = None,
+    pin: Pin = "auto",
+    components: Collection[str] | None = None,
+    keep: bool = False,
+    share: bool | None = None,
+    workers: int | None = None,
+    verify: bool = False,
+    progress: Callback | bool | None = None,
+    **from_pretrained_kwargs: Any,
+) -> Any: ...
 def load_pipeline(
     source: str | os.PathLike[str],
     *,
@@ -49,7 +80,7 @@ def load_pipeline(
     verify: bool = False,
     progress: Callback | bool | None = None,
     **from_pretrained_kwargs: Any,
-) -> "DiffusionPipeline":
+) -> Any:
     """Load a diffusion pipeline through shared memory.
 
     Several threads may call it. They decode in parallel and build one after the other, because the

@@ -58,7 +58,7 @@ class Handle:
         self._closing = weakref.finalize(self, _close_all, leases)
         self._closing.atexit = False  # leases see to that themselves
 
-    def load(self) -> "DiffusionPipeline":
+    def load(self) -> Any:
         """Return the pipeline, attached to the shared segments.
 
         The first call in a process builds the pipeline; later calls return the same object, so it
@@ -183,10 +183,11 @@ class Handle:
 
     def _load(self) -> "DiffusionPipeline":
         wanted = self._recipe.wanted
+        dtype: Any = wanted.dtype
         pipe = load_pipeline(
             wanted.source,
             pipeline_class=self._recipe.pipeline_class,
-            dtype=wanted.dtype,
+            dtype=dtype,
             components=wanted.components,
             variant=wanted.variant,
             share=True,

@@ -252,7 +252,7 @@ class Stage:
         source: str | os.PathLike[str],
         *,
         components: Collection[str] | None = None,
-        dtype: object = None,
+        dtype: Any = None,
         **load_kwargs: Any,
     ) -> None:
         self._fn = fn
