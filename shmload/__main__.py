@@ -5,6 +5,10 @@ import sys
 
 def run() -> None:
     """Run the command line; a Ctrl-C during its import prints no traceback."""
+    if sys.argv[1:2] == ["run"]:
+        from shmload._templates.command import main as run_program
+
+        run_program(sys.argv[2:])
     try:
         from shmload._cli.main import main
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ import click
 
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
-from shmload._cli import doctor, placement, residents, serve, service, top
+from shmload._cli import doctor, placement, residents, serve, service, templates, top
 from shmload._cli.completion import complete_paths
 from shmload._cli.output import as_json_option, is_of_output, print_json, print_page
 from shmload._loading import progress
@@ -207,6 +207,8 @@ def add_service_commands() -> None:
         top.top_command,
         service.shutdown_command,
         doctor.doctor_command,
+        templates.run_command,
+        templates.template_group,
     ):
         main.add_command(command)
 

@@ -57,6 +57,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   ├── NodeLost
     │   ├── NodeTimeout (TimeoutError)
     │   └── NodeFailed
+    ├── TemplateUnavailable
     └── SegmentError
         ├── SegmentNotFound (KeyError)
         ├── AmbiguousName (ValueError)
@@ -133,6 +134,7 @@ from shmload.errors.service import (
     ServiceSilent,
     ServiceUnavailable,
     SocketUnusable,
+    TemplateUnavailable,
 )
 from shmload.errors.workers import (
     ProtocolError,
@@ -196,6 +198,7 @@ __all__ = [
     "SocketUnusable",
     "SourceChanged",
     "SourceNotFound",
+    "TemplateUnavailable",
     "UnknownArgument",
     "UnknownComponent",
     "UnknownDtype",

@@ -1,4 +1,4 @@
-"""The errors of the service."""
+"""The errors of the service, and of templates."""
 
 from os import PathLike
 
@@ -71,3 +71,19 @@ class SocketUnusable(ServiceError):
 
 class PeerRefused(ServiceError, PermissionError):
     """Another user is at the other end of the service's socket."""
+
+
+class TemplateUnavailable(ShmloadError):
+    """No template could be started.
+
+    Args:
+        name: of the template.
+        reason: what went wrong.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
+        super().__init__(
+            f"the template {name} cannot be started: {reason}; programs under `shmload run` start "
+            "in the ordinary way"
+        )

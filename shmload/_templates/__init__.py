@@ -1,0 +1,15 @@
+"""`shmload run`: programs that start with their libraries imported.
+
+    caller                      template                    spare ─▶ program
+      │ ──── call: what, how ────▶ │ ──── call ────────────────▶ │
+      │ ◀──────────────────────────┼──────── send, ready ─────── │
+      │ ───────────────────────────┼──────── descriptors, go ──▶ │ runs
+      │ ◀──── stopped, ended ───── │
+
+A template has imported the libraries once. It forks a spare ahead, and the next one when a caller
+takes that. The caller stands for the program: it passes signals on, and ends as the program ends.
+
+Guarantee: a program sees what it would see under `python`, but for what docs/run.md lists. Where
+that is in doubt, the caller becomes an ordinary Python. May import `errors` and `_wording` only; it
+names `integrations` as something to import in a template, and does not import it itself.
+"""

@@ -1,0 +1,60 @@
+"""The options of `shmload run`, read without the libraries of the command line."""
+
+import os
+import sys
+from typing import NoReturn
+
+from shmload._templates import wire
+
+USAGE = """\
+Usage: shmload run [-v] [--template NAME] SCRIPT [ARGS...]
+       shmload run [-v] [--template NAME] -m MODULE [ARGS...]
+       shmload run [-v] [--template NAME] -c CODE [ARGS...]
+       shmload run [-v] [--template NAME] - [ARGS...]
+
+Run a Python program in a copy of a process that has imported torch, diffusers and transformers
+already. The first run starts that process; later ones save the time of the imports.
+
+Options:
+  -v, --verbose    Say on standard error if the program is run in the ordinary way, and why.
+  --template NAME  Use a template of this name; the default is "default".
+  --help           Show this text.
+"""
+_KINDS = {"-m": "module", "-c": "code"}
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Run the program that the arguments after `shmload run` name."""
+    name, is_verbose = "default", False
+    rest = list(arguments)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", *_KINDS):
+        option = rest.pop(0)
+        if option in ("-v", "--verbose"):
+            is_verbose = True
+        elif option == "--template" and rest:
+            name = rest.pop(0)
+        elif option.startswith("--template="):
+            name = option.partition("=")[2]
+        elif option == "--help":
+            print(USAGE, end="")
+            sys.exit(0)
+        elif option == "--":
+            break
+        else:
+            _fail(f"no such option: {option}")
+    if not rest:
+        _fail("give a SCRIPT, -m MODULE, -c CODE, or - for standard input")
+    kind = _KINDS.get(rest[0], "stdin" if rest[0] == "-" else "script")
+    if kind in _KINDS.values():
+        rest.pop(0)
+        if not rest:
+            _fail(f"-{kind[0]} needs an argument")
+    value, *more = (wire.as_text(os.fsencode(text)) for text in rest)
+    from shmload._templates.caller import run
+
+    run({"kind": kind, "value": value, "arguments": more}, name, is_verbose)
+
+
+def _fail(reason: str) -> NoReturn:
+    print(f"shmload run: {reason}\n\n{USAGE}", end="", file=sys.stderr)
+    sys.exit(2)

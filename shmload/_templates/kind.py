@@ -1,0 +1,90 @@
+"""What makes two programs need different templates.
+
+A template serves a program only if everything here is the same for both: the interpreter and its
+flags, the packages, the variables that libraries read on import, and what the kernel lets the
+process do. The template itself compares the rest.
+"""
+
+import os
+import sys
+import zlib
+
+from shmload._version import __version__
+
+# Variables that are read when Python starts or when libraries are imported. The C libraries among
+# them cannot be watched while they read; what Python code reads is, see `imports`.
+_FAMILIES = (
+    "ACCELERATE_", "BLIS_", "COVERAGE_", "CUBLAS_", "CUDA_", "DIFFUSERS_", "FORCE_COLOR", "GOMP_",
+    "GOTO_", "HF_", "HOME", "HUGGINGFACE_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_",
+    "NCCL_", "NO_COLOR", "NUMEXPR_", "NVIDIA_", "OMP_", "OPENBLAS_", "OPENSSL_", "PYTHON",
+    "PYTORCH_", "RAYON_", "SAFETENSORS_", "SHMLOAD_", "SSL_", "TMPDIR", "TOKENIZERS_", "TORCH",
+    "TRANSFORMERS_", "TZ", "USE_", "VECLIB_", "VIRTUAL_ENV", "XDG_",
+)  # fmt: skip
+_RIGHTS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
+_LOCKS = ("NoNewPrivs", "Seccomp")
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time", "user", "uts")
+
+
+def facts_of_this_process(name: str) -> str:
+    """Return everything that a template for this process's program must have in common with it.
+
+    Args:
+        name: of the template, as the user gave it.
+    """
+    status = read_status()
+    root = os.stat("/")
+    session, terminal = session_and_terminal()
+    entries = sys.path if sys.flags.safe_path else sys.path[1:]
+    return repr(
+        (
+            (__version__, name, sys.executable, sys.prefix, sys.version),
+            (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions),
+            [(entry, _installed(entry)) for entry in entries],
+            sorted(item for item in os.environ.items() if is_of_import(item[0])),
+            [status.get(field) for field in _RIGHTS + _LOCKS],
+            [os.readlink(f"/proc/self/ns/{kind}") for kind in _NAMESPACES if _has_namespace(kind)],
+            (root.st_dev, root.st_ino),
+            session if terminal else None,
+        )
+    )
+
+
+def key_of(facts: str) -> str:
+    """Return a short name for these facts; a template compares the facts themselves too."""
+    raw = facts.encode("utf-8", "surrogateescape")
+    return f"{zlib.crc32(raw):08x}{zlib.adler32(raw):08x}"
+
+
+def is_of_import(variable: str) -> bool:
+    """Tell whether libraries may read a variable when they are imported."""
+    return variable.startswith(_FAMILIES)
+
+
+def read_status() -> dict[str, str]:
+    """Return what the kernel says of this process, from /proc/self/status."""
+    with open("/proc/self/status", encoding="latin-1") as lines:
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def session_and_terminal() -> tuple[int, int]:
+    """Return this process's session, and its controlling terminal's number; 0 for none."""
+    with open("/proc/self/stat", encoding="latin-1") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return int(fields[3]), int(fields[4])
+
+
+def _installed(folder: str) -> int | None:
+    """Return when packages were last installed in a directory of them; None for another one.
+
+    A template looks by itself whether the files that it has imported are unchanged.
+    """
+    if not folder.endswith(("site-packages", "dist-packages")):
+        return None
+    try:
+        return os.stat(folder).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _has_namespace(kind: str) -> bool:
+    return os.path.lexists(f"/proc/self/ns/{kind}")

@@ -1,0 +1,237 @@
+"""Modules that the template has imported and the program has not yet: hidden until it does.
+
+A program sees in `sys.modules` what it has imported and no more. When it imports a module of the
+stash, it gets that module and all that its import would have brought, with what that import would
+have said and changed.
+"""
+
+import atexit
+import importlib.abc
+import importlib.machinery
+import os
+import stat
+import sys
+from collections.abc import Callable, Collection, Sequence
+from types import ModuleType
+from typing import Any
+
+from shmload._templates.kind import is_of_import
+from shmload._templates.recorder import Event, Recorder, change_state, forget_exits
+
+
+class Stash(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """The hidden modules, and the finder that gives them back.
+
+    Args:
+        recorder: of their imports.
+        known: names of the modules that any Python has from its start.
+    """
+
+    def __init__(self, recorder: Recorder, known: Collection[str]) -> None:
+        self._recorder = recorder
+        self._known = known
+        self._start_over: Callable[[str], None] = lambda reason: None
+        self._modules: dict[str, ModuleType] = {}
+        self._cut: dict[str, ModuleType] = {}
+        """Packages that do not show a module while it is hidden, by its name."""
+        self._events = recorder.events
+        main = sys.modules["__main__"]
+        self._of_main = [
+            (name, attribute)
+            for name, module in sys.modules.items()
+            if name not in known and type(module) is ModuleType
+            for attribute, value in vars(module).items()
+            if value is main
+        ]
+        """Attributes of hidden modules that are the main module: the modules' names, and theirs."""
+        self._path: list[str] = []
+        self._variables: dict[str, str | None] = {}
+
+    def hide(self) -> None:
+        """Take all modules out of `sys.modules` but those that any Python has."""
+        forget_exits()
+        for name in list(sys.modules):
+            if name not in self._known:
+                self._modules[name] = sys.modules.pop(name)
+        # A reference would keep the main module from being the first that goes when Python ends.
+        # `multiprocessing` gives it this second name.
+        self._modules.pop("__mp_main__", None)
+        for name, attribute in self._of_main:
+            delattr(self._modules[name], attribute)
+        for name, module in self._modules.items():
+            parent, _, leaf = name.rpartition(".")
+            owner = self._modules.get(parent) or sys.modules.get(parent)
+            # What a package has put into `sys.modules` by itself is its own attribute.
+            if owner and _is_imported(module, name) and vars(owner).get(leaf) is module:
+                delattr(owner, leaf)
+                self._cut[name] = owner
+        self._path = list(sys.path)
+        self._variables = self._variables_now()
+        for name in self._modules:
+            self._recorder.needs.setdefault(name, set())
+        sys.meta_path.insert(0, self)
+
+    def when_too_late(self, start_over: Callable[[str], None]) -> None:
+        """Set what is done when the program changes what libraries have read already.
+
+        Args:
+            start_over: called with the reason. It runs the program again in the ordinary way, or
+                returns if that is not possible any more.
+        """
+        self._start_over = start_over
+
+    def shadowed_in(self, folder: str) -> str | None:
+        """Return a hidden module that a file in this directory would replace, or None."""
+        try:
+            names = {entry.partition(".")[0] for entry in os.listdir(folder or ".")}
+        except OSError:
+            return None
+        hidden = {name for name in sys.modules.keys() | self._modules.keys() if "." not in name}
+        found = sorted(names & (hidden - set(self._known)))
+        for name in found:
+            if self._is_another(name, [folder or os.getcwd()]):
+                return name
+        return None
+
+    def _is_another(self, name: str, path: list[str]) -> bool:
+        """Tell whether these directories have a module of this name that is not the hidden one."""
+        found = importlib.machinery.PathFinder.find_spec(name, path)
+        module = self._modules.get(name) or sys.modules.get(name)
+        own = getattr(module, "__spec__", None)
+        return found is not None and (own is None or own.origin != found.origin)
+
+    # As a finder and loader ----------------------------------------------------------------------
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return how to get a hidden module; None for any other."""
+        if name not in self._modules:
+            return None
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names:
+            self._check_variables()
+        if top == name and self._is_shadowed(name):
+            del self._modules[name]
+            return None
+        spec = importlib.machinery.ModuleSpec(name, self)
+        own = getattr(self._modules[name], "__spec__", None)
+        if own is not None:  # as `importlib.util.find_spec` would have found it
+            spec.origin, spec.cached, spec.has_location = own.origin, own.cached, own.has_location
+            spec.submodule_search_locations = own.submodule_search_locations
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Return the hidden module."""
+        self._give_what_it_needs(spec.name)
+        module = self._modules.pop(spec.name)
+        spec.loader_state = getattr(module, "__spec__", None)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec back, which the import has replaced."""
+        spec: Any = module.__spec__
+        module.__spec__ = spec.loader_state
+
+    def _give_what_it_needs(self, name: str) -> None:
+        wanted = self._closure(name)
+        for found in self._recorder.needs:
+            if found == "__mp_main__" and "multiprocessing" in wanted:
+                sys.modules[found] = sys.modules["__main__"]
+            elif found in wanted and found != name and found in self._modules:
+                module = self._modules.pop(found)
+                sys.modules[found] = module
+                if found in self._cut:
+                    setattr(self._cut.pop(found), found.rpartition(".")[2], module)
+        for owner, attribute in self._of_main:
+            if owner in wanted:
+                vars(sys.modules.get(owner) or self._modules[owner])[attribute] = sys.modules[
+                    "__main__"
+                ]
+        self._of_main = [pair for pair in self._of_main if pair[0] not in wanted]
+        left = []
+        for event in self._events:
+            if event.module in wanted:
+                _do_again(event)
+                if event.kind == "changed" and event.what[0] == "environ":
+                    self._variables = self._variables_now()
+            else:
+                left.append(event)
+        self._events = left
+
+    def _closure(self, name: str) -> set[str]:
+        """Return the names of all hidden modules that the import of one needs, and its own."""
+        found: set[str] = set()
+        waiting = [name]
+        while waiting:
+            name = waiting.pop()
+            if name not in found and name in self._modules:
+                found.add(name)
+                waiting.extend(self._recorder.needs.get(name, ()))
+        return found
+
+    # What comes too late --------------------------------------------------------------------------
+
+    def _check_variables(self) -> None:
+        now = self._variables_now()
+        changed = sorted(name for name in now if now[name] != self._variables.get(name))
+        if changed:
+            self._variables = now
+            self._start_over(f"the program set {changed[0]} before it imported a library")
+
+    def _variables_now(self) -> dict[str, str | None]:
+        names = {*self._recorder.variables, *self._variables, *filter(is_of_import, os.environ)}
+        return {name: os.environ.get(name) for name in names}
+
+    def _is_shadowed(self, name: str) -> bool:
+        new = [entry or os.getcwd() for entry in sys.path if entry not in self._path]
+        if not new or not self._is_another(name, new):
+            return False
+        if any(name in needs for other, needs in self._recorder.needs.items() if other != name):
+            self._start_over(f"the program has put another {name} on its path")
+        return True
+
+
+def _do_again(event: Event) -> None:
+    match event.kind:
+        case "said":
+            fd, raw = event.what
+            stream = sys.stdout if fd == 1 else sys.stderr
+            if stream:
+                stream.flush()
+                os.write(fd, raw)
+        case "changed":
+            change_state(*event.what)
+        case "registered":
+            function, args, kwargs = event.what
+            atexit.register(function, *args, **kwargs)
+
+
+def _is_imported(module: ModuleType, name: str) -> bool:
+    spec = getattr(module, "__spec__", None)
+    return spec is not None and spec.name == name
+
+
+def is_untouched(written: int) -> bool:
+    """Tell whether this process has written nothing, started nothing and read no stream.
+
+    Args:
+        written: what `bytes_written` was at the start.
+    """
+    task = f"/proc/self/task/{os.getpid()}/children"
+    try:
+        with open(task, encoding="ascii") as children:
+            if children.read().strip():
+                return False
+        kind = os.fstat(0).st_mode
+    except OSError:
+        return False
+    if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):
+        return False
+    return bytes_written() == written and len(os.listdir("/proc/self/task")) == 1
+
+
+def bytes_written() -> int:
+    """Return how many bytes this process has handed to write(2) and its like."""
+    with open("/proc/self/io", encoding="ascii") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))

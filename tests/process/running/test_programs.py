@@ -1,0 +1,280 @@
+"""A program cannot tell `shmload run` from `python`: small programs, run by both and compared."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+# What a template of these tests imports: quick, and of each sort (pure, C, with threads of BLAS).
+_MODULES = ("json", "decimal", "numpy", "PIL.Image", "xxhash")
+_TIMEOUT_S = 60.0
+_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+
+# Each is a program. A name that begins with `m:` is run with -m, one with `c:` with -c.
+PROGRAMS = {
+    # What a program is told
+    "argv": "import sys; print(sys.argv, sys.orig_argv[1:])",
+    "c:argv": "import sys; print(sys.argv, sys.orig_argv[1:])",
+    "globals": "print(sorted(globals()), __name__, __doc__, __spec__, __package__, __cached__)",
+    "docstring": '"""Words."""\nprint(__doc__)',
+    "c:globals": "print(sorted(globals()), __name__, __doc__, __spec__, __loader__)",
+    "m:json.tool": "--help",
+    "m:timeit": "-n1 -r1 pass > /dev/null",
+    "m:site": "--user-base",
+    "loader": "print(type(__loader__), __loader__.path, __file__)",
+    "builtins": "print(__builtins__, type(__builtins__))",
+    "main": "import sys; print(sys.modules['__main__'].__dict__ is globals())",
+    "annotations": "x: int = 1\nprint(__annotations__)",
+    "path": "import sys; print(sys.path)",
+    "c:path": "import sys; print(sys.path)",
+    "flags": "import sys; print(sys.flags, sys._xoptions, sys.warnoptions, sys.executable)",
+    "names": "import sys; print(sys.prefix, sys.exec_prefix, sys.platlibdir, sys.byteorder)",
+    "cwd": "import os; print(os.getcwd())",
+    "environ": "import os; print(sorted(os.environ.items()) == sorted(os.environb and "
+    "{os.fsdecode(k): os.fsdecode(v) for k, v in os.environb.items()}.items()), len(os.environ))",
+    "variable": "import os; print(os.environ['GREETING']); os.system('echo $GREETING')",
+    "umask": "import os; print(oct(os.umask(0)))",
+    "limits": "import resource; print([resource.getrlimit(n) for n in range(16)])",
+    "niceness": "import os; print(os.nice(0), os.sched_getaffinity(0), os.sched_getscheduler(0))",
+    "user": "import os; print(os.getresuid(), os.getresgid(), os.getgroups())",
+    "namespaces": "import os; print([os.readlink(f'/proc/self/ns/{n}') for n in "
+    "('mnt', 'net', 'pid', 'user', 'cgroup')])",
+    "cgroup": "print(open('/proc/self/cgroup').read())",
+    "capabilities": "print([l for l in open('/proc/self/status') if l.startswith(('Cap', 'Sec', "
+    "'NoNew', 'Thread'))])",
+    "locale": "import locale; print(locale.getlocale(), locale.getencoding(), locale.setlocale(0))",
+    "timezone": "import time; print(time.tzname, time.timezone)",
+    "encoding": "import sys; print(sys.getfilesystemencoding(), sys.stdout.encoding, "
+    "sys.stdout.errors, sys.stdin.errors, sys.stderr.errors)",
+    # Its streams and descriptors
+    "streams": "import sys\nfor s in (sys.stdin, sys.stdout, sys.stderr):\n"
+    "    print(s.name, s.mode, s.fileno(), s.isatty(), s.line_buffering, "
+    "s.write_through, s.newlines, s.closed)",
+    "same streams": "import sys; print(sys.stdout is sys.__stdout__, sys.stdin is sys.__stdin__)",
+    "seekable": "import sys; print(sys.stdin.seekable(), sys.stdout.seekable())",
+    "descriptors": "import os; print(sorted(int(n) for n in os.listdir('/proc/self/fd') "
+    "if int(n) < 60))",
+    "next descriptor": "print(open('/dev/null').fileno())",
+    "input": "print(input(), input())",
+    "all input": "import sys; print(sys.stdin.read())",
+    "binary": "import sys; sys.stdout.buffer.write(b'\\xff\\x00'); sys.stderr.buffer.write(b'e')",
+    "unflushed": "import os, sys; sys.stdout.write('lost'); os._exit(3)",
+    "flushed": "import sys; sys.stdout.write('kept'); sys.exit(3)",
+    "order": "import sys\nfor n in range(5): print(n); print(n, file=sys.stderr)",
+    "closed stdout": "import sys; sys.stdout.close()",
+    "surrogates": "print('\\udcff')",
+    # Its end
+    "exit": "import sys; sys.exit(7)",
+    "exit none": "import sys; sys.exit()",
+    "exit text": "import sys; sys.exit('words')",
+    "exit negative": "import sys; sys.exit(-1)",
+    "exit large": "import sys; sys.exit(257)",
+    "exit object": "import sys; sys.exit([1])",
+    "quit": "quit(4)",
+    "error": "def f(): return 1 / 0\nf()",
+    "error of error": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n"
+    "    raise ValueError('x') from e",
+    "group": "raise ExceptionGroup('two', [ValueError(1), TypeError(2)])",
+    "note": "e = ValueError('x'); e.add_note('a note'); raise e",
+    "syntax error": "x = = 1",
+    "indentation": "if 1:\nx",
+    "null byte": "x = 1\0",
+    "bad encoding": "# coding: nonsense\nx",
+    "c:syntax error": "x = = 1",
+    "interrupt": "raise KeyboardInterrupt",
+    "signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "SIGINT": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+    "SIGKILL": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "SIGSEGV": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+    "abort": "import os; os.abort()",
+    "broken pipe": "import os, signal\nprint(signal.getsignal(signal.SIGPIPE))",
+    "atexit": "import atexit; atexit.register(print, 'last'); print('first')",
+    "atexit error": "import atexit; atexit.register(lambda: 1 / 0)",
+    "excepthook": "import sys; sys.excepthook = lambda *a: print('hook', a[0]); 1 / 0",
+    "thread": "import threading; t = threading.Thread(target=print, args=('t',)); t.start()",
+    "daemon": "import threading, time; threading.Thread(target=time.sleep, args=(99,), daemon=True)"
+    ".start(); print('end')",
+    "thread error": "import threading; t = threading.Thread(target=lambda: 1 / 0); t.start(); "
+    "t.join()",
+    "finalizer": "import weakref\nclass C: pass\nc = C(); weakref.finalize(c, print, 'gone')",
+    "del": "class C:\n    def __del__(self): print('del')\nc = C()",
+    "unraisable": "class C:\n    def __del__(self): 1 / 0\nC()",
+    # Frames
+    "stack": "import inspect; print([(f.filename, f.function) for f in inspect.stack()])",
+    "frame": "import sys; f = sys._getframe(); print(f.f_back, f.f_code.co_name, f.f_lineno)",
+    "print stack": "import traceback; traceback.print_stack()",
+    "warn": "import warnings; warnings.warn('words'); warnings.warn('deep', stacklevel=5)",
+    "source": "import inspect, sys\ndef f():\n    return 1\nprint(inspect.getsource(f))",
+    "m:this_is_no_module": "",
+    "pickle": "import pickle\nclass C: pass\nprint(pickle.loads(pickle.dumps(C)) is C)",
+    "trace": "import sys; seen = []\nsys.settrace(lambda f, e, a: seen.append(e))\ndef g(): pass\n"
+    "g(); sys.settrace(None); print(seen)",
+    # Modules
+    "modules": "import sys; print(sorted(sys.modules))",
+    "modules of json": "import json, sys; print(sorted(sys.modules))",
+    "modules of numpy": "import numpy, sys; print(sorted(sys.modules))",
+    "modules of PIL": "from PIL import Image; import sys; print(sorted(sys.modules))",
+    "submodule": "import numpy\nprint(hasattr(numpy, 'testing'), numpy.linalg.norm([3, 4]))",
+    "not imported": "import sys; print('numpy' in sys.modules)\ntry:\n    numpy\n"
+    "except NameError as e:\n    print(e)",
+    "no such module": "import no_such_module",
+    "spec": "import json, decimal; print(json.__spec__, json.__loader__, decimal.__spec__.name)",
+    "find spec": "import importlib.util as u; print(u.find_spec('numpy').origin)",
+    "reload": "import importlib, json; print(importlib.reload(json) is json)",
+    "import again": "import sys, json; del sys.modules['json']; import json as j; print(j is json)",
+    "filters": "import warnings; print(warnings.filters)",
+    "filters of numpy": "import numpy, warnings; f = warnings.filters; print(len(f), f[:3])",
+    "logging": "import logging; print(logging.root.handlers, logging.root.level); "
+    "logging.error('x')",
+    "local module": "import helper_of_test; print(helper_of_test.VALUE, helper_of_test.__file__)",
+    "path changed": "import sys; sys.path.insert(0, 'lib'); import xxhash as x; print(x.__file__)",
+    # State that must be new in each run
+    "garbage": "import gc; print(gc.isenabled(), gc.get_threshold(), gc.garbage, gc.callbacks)",
+    "tempfile": "import tempfile; print(tempfile.tempdir, tempfile.gettempdir())",
+    "main thread": "import threading; t = threading.current_thread(); print(t.name, t is "
+    "threading.main_thread(), threading.active_count())",
+    "recursion limit": "import sys; print(sys.getrecursionlimit(), sys.getswitchinterval())",
+    "handlers": "import signal; print([(int(s), signal.getsignal(s)) for s in "
+    "sorted(signal.valid_signals())])",
+    "mask": "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))",
+    "hooks": "import sys; print(sys.excepthook, sys.displayhook, sys.breakpointhook, "
+    "sys.unraisablehook, sys.gettrace(), sys.getprofile())",
+    "audit": "import sys; sys.addaudithook(lambda *a: None); print('ok')",
+    "codecs": "import codecs; print(codecs.lookup('utf-8').name, codecs.lookup_error('strict'))",
+    "decimal": "import decimal; print(decimal.getcontext())",
+    "socket": "import socket; print(socket.getdefaulttimeout())",
+    "faulthandler": "import faulthandler; print(faulthandler.is_enabled())",
+    "asyncio": "import asyncio\nasync def main(): return 5\nprint(asyncio.run(main()))",
+    "no children": "import os\ntry:\n    os.waitpid(-1, os.WNOHANG)\n"
+    "except ChildProcessError as e:\n    print(e)",
+    # Processes of its own
+    "subprocess": "import subprocess as s, sys; print(s.run([sys.executable, '-c', 'import sys; "
+    "print(sys.argv)', 'a'], capture_output=True).stdout)",
+    "fork": "import os, sys\nif os.fork() == 0:\n    print('child', flush=True); os._exit(0)\n"
+    "os.wait(); print('parent')",
+    "pool": "import multiprocessing as m\ndef f(x): return x * 2\nif __name__ == '__main__':\n"
+    "    with m.get_context('spawn').Pool(1) as p: print(p.map(f, [1, 2]))",
+    "fork pool": "import multiprocessing as m\ndef f(x): return x * 2\nif __name__ == '__main__':\n"
+    "    with m.get_context('fork').Pool(1) as p: print(p.map(f, [1, 2]))",
+    "shell": "import os; print(os.system('exit 3'), os.popen('echo x').read())",
+    "exec": "import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'print(\"other\")'])",
+}
+# Python itself says best what is wrong with these.
+_ORDINARY = {"syntax error", "indentation", "null byte", "bad encoding", "c:syntax error"}
+_INPUT = b"first\nsecond\n"
+
+
+@pytest.fixture(scope="module")
+def environment(running):
+    # No bytecode files: the first of two programs would write them, and the second read them.
+    return running.environment | {"GREETING": "good day", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(running):
+    (running.work / "lib").mkdir()
+    (running.work / "helper_of_test.py").write_text("VALUE = 5\n")
+    (running.work / "lib" / "xxhash.py").write_text("")
+    return running.folder
+
+
+@pytest.fixture(scope="module")
+def template(running, folder, environment):
+    return running.start_template(_MODULES, environment)
+
+
+class Seen:
+    """What a caller sees of a program."""
+
+    def __init__(self, ended):
+        self.code = ended.returncode
+        self.out = ended.stdout
+        self.err = ended.stderr
+
+    def __eq__(self, other):
+        return self.__dict__ == other.__dict__
+
+    def __repr__(self):
+        return f"{self.code}\n{self.out}\n{self.err}"
+
+
+@pytest.fixture(scope="module")
+def see(folder, environment):
+    """Run a program by a command and return what is seen."""
+
+    def run(name, command):
+        sort, _, rest = name.rpartition(":")
+        path = folder / "work" / "program_of_test.py"
+        path.write_text(PROGRAMS[name])
+        what = {
+            "": [path.name, "one", "t wo"],
+            "c": ["-c", PROGRAMS[name], "one"],
+            "m": ["-m", rest, *PROGRAMS[name].split()],
+        }[sort]
+        ended = subprocess.run(
+            [*command, *what],
+            input=_INPUT,
+            capture_output=True,
+            cwd=folder / "work",
+            env=environment,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+        seen = Seen(ended)
+        for field in ("out", "err"):
+            text = _ADDRESS.sub("0x", getattr(seen, field).decode("latin-1"))
+            # Its finder is named on the page: it stands in front of the others.
+            setattr(seen, field, text)
+        return seen
+
+    return run
+
+
+_RUN = [sys.executable, "-m", "shmload", "run", "-v"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_sees_and_shows_the_same(template, see, name):
+    seen = see(name, _RUN)
+    if name in _ORDINARY:
+        assert "in the ordinary way" in seen.err
+        seen.err = seen.err.partition("\n")[2]
+    assert seen == see(name, [sys.executable])
+
+
+# The comparison itself -----------------------------------------------------------------------
+
+_WRONG = {
+    "argv": "sys.argv.append('x')",
+    "stack": "pass",
+    "c:globals": "code = 'extra = 1\\n' + code",
+    "modules": "import json",
+    "descriptors": "os.dup2(2, 3)",
+    "variable": "os.environ['GREETING'] = 'bye'",
+    "cwd": "os.chdir('/')",
+    "umask": "os.umask(0o077)",
+    "limits": "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
+    "exit": "import atexit; atexit.register(os._exit, 0)",
+    "error": "pass",
+    "SIGKILL": "os.fork() and os._exit(os.wait()[1] >> 8)",
+    "handlers": "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)",
+    "mask": "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])",
+    "filters": "import warnings; warnings.simplefilter('error')",
+    "garbage": "import gc; gc.disable()",
+    "all input": "sys.stdin.read(1)",
+    "encoding": "sys.stdout.reconfigure(errors='replace')",
+    "next descriptor": "os.open('/dev/null', 0)",
+}
+
+
+@pytest.mark.parametrize("name", _WRONG)
+def test_wrong_runner_is_noticed(see, folder, name):
+    runner = folder / "runner.py"
+    runner.write_text(
+        "import os, sys\nsys.argv.pop(0)\nif sys.argv[0] == '-c':\n    code = sys.argv.pop(1)\n"
+        "else:\n    code = open(sys.argv[0]).read()\n"
+        f"{_WRONG[name]}\n"
+        "exec(code, sys.modules['__main__'].__dict__)\n"
+    )
+    assert see(name, [sys.executable, str(runner)]) != see(name, [sys.executable])

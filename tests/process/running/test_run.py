@@ -1,0 +1,264 @@
+"""`shmload run`: what comes back of a program, whatever becomes of its caller and its template."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+_DEADLINE_S = 60.0
+_LIBRARY = """
+import os, sys
+VALUE = os.environ.get("OWN_SETTING", "unset")
+print("own_library is imported", file=sys.stderr)
+"""
+_WAITS = "print('up', flush=True); input()"
+
+
+@pytest.fixture
+def library(running):
+    """A package of the user's, on the path of templates and programs; returns its file."""
+    folder = running.folder / "site"
+    folder.mkdir(exist_ok=True)
+    file = folder / "own_library.py"
+    if not file.exists() or file.read_text() != _LIBRARY:
+        file.write_text(_LIBRARY)
+    running.environment["PYTHONPATH"] = str(folder)
+    return file
+
+
+@pytest.fixture
+def template(running, library):
+    """Return the process id of a template that has imported the package."""
+    return running.start_template(["own_library", "json"])
+
+
+@pytest.fixture
+def start(running):
+    """Start a program by `shmload run` and wait until it is up; return its caller."""
+    callers = []
+
+    def start(code):
+        caller = subprocess.Popen(
+            [sys.executable, "-m", "shmload", "run", "-v", "-c", code],
+            cwd=running.work,
+            env=running.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        callers.append(caller)
+        assert caller.stdout.readline() == "up\n", caller.stderr.read()
+        return caller
+
+    yield start
+    for caller in callers:
+        caller.kill()
+        caller.communicate()
+
+
+def wait_until_gone(pid):
+    """Wait for the end of a process that is not a child."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    assert select.select([fd], [], [], _DEADLINE_S)[0]
+    os.close(fd)
+
+
+def run(running, *program):
+    return running.shmload("run", "-v", *program)
+
+
+# Imports -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("template")
+def test_import_says_what_it_said_in_the_template(running):
+    ended = run(running, "-c", "print('before'); import own_library; print(own_library.VALUE)")
+    assert ended.stdout == "before\nunset\n"
+    assert ended.stderr == "own_library is imported\n"
+    assert run(running, "-c", "pass").stderr == ""
+
+
+@pytest.mark.usefixtures("template")
+def test_variable_that_is_set_before_the_import_counts(running):
+    code = "import os; os.environ['OWN_SETTING'] = 'new'; import own_library; print({})"
+    ended = run(running, "-c", code.format("own_library.VALUE"))
+    assert (ended.stdout, ended.stderr) == ("new\n", "own_library is imported\n")
+    late = run(running, "-c", "print(1, flush=True); " + code.format("own_library.VALUE"))
+    assert "the program set OWN_SETTING before it imported a library" in late.stderr
+
+
+@pytest.mark.usefixtures("template")
+def test_variable_of_the_caller_that_differs_starts_python(running):
+    running.environment["OWN_SETTING"] = "other"
+    try:
+        ended = run(running, "-c", "import own_library; print(own_library.VALUE)")
+    finally:
+        del running.environment["OWN_SETTING"]
+    assert ended.stdout == "other\n"
+    assert "in the ordinary way: OWN_SETTING is not what" in ended.stderr
+
+
+def test_changed_package_ends_the_template(running, template, library):
+    library.write_text(_LIBRARY + "VALUE = 'changed'\n")
+    ended = run(running, "-c", "import own_library; print(own_library.VALUE)")
+    assert ended.stdout == "changed\n"
+    assert "a package has changed" in ended.stderr
+    wait_until_gone(template)
+
+
+def test_module_that_a_template_cannot_import_is_named(running):
+    ended = running.shmload("template", "warm", "--name", "odd", "--import=no_such_module")
+    assert ended.returncode == 1
+    assert "the template odd cannot be started" in ended.stderr
+    assert "No module named 'no_such_module'" in ended.stderr
+    ended = running.shmload("run", "-v", "--template", "odd", "-c", "print(1)")
+    assert ended.stdout == "1\n"
+    assert "No module named 'no_such_module'" in ended.stderr
+
+
+# Ends --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("template")
+def test_program_ends_with_its_caller(start):
+    caller = start("import os; print('up', flush=True); print(os.getpid(), flush=True); input()")
+    pid = int(caller.stdout.readline())
+    assert pid != caller.pid
+    caller.kill()
+    wait_until_gone(pid)
+
+
+def test_program_goes_on_without_its_template(start, template):
+    caller = start(_WAITS + "; import sys; sys.exit(5)")
+    os.kill(template, signal.SIGKILL)
+    wait_until_gone(template)
+    caller.communicate("go on\n", timeout=_DEADLINE_S)
+    assert caller.returncode == 5
+
+
+def test_stopped_template_costs_a_second(running, template):
+    os.kill(template, signal.SIGSTOP)
+    try:
+        ended = run(running, "-c", "print(1)")
+    finally:
+        os.kill(template, signal.SIGCONT)
+    assert ended.stdout == "1\n"
+    assert "in the ordinary way: the template does not answer" in ended.stderr
+    assert run(running, "-c", "print(2)").stderr == ""  # it serves again
+
+
+@pytest.mark.usefixtures("template")
+def test_signal_reaches_the_program_once(start):
+    caller = start(
+        "import os, signal; signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'got\\n')); "
+        "print('up', flush=True); print(input())"
+    )
+    caller.send_signal(signal.SIGUSR1)
+    assert caller.stdout.readline() == "got\n", (caller.wait(), caller.stderr.read())
+    out, _ = caller.communicate("end\n", timeout=_DEADLINE_S)
+    assert out == "end\n"
+    assert caller.returncode == 0
+
+
+@pytest.mark.usefixtures("template")
+def test_program_has_the_descriptors_that_it_was_given(running):
+    reading, writing = os.pipe()
+    ended = running.shmload(
+        "run", "-v", "-c", f"import os; os.write({writing}, b'through'); os.close({writing})",
+        pass_fds=[writing],
+    )  # fmt: skip
+    os.close(writing)
+    assert ended.stderr == ""
+    assert os.read(reading, 100) == b"through"
+    assert os.read(reading, 100) == b""  # nothing else has it open
+    os.close(reading)
+
+
+def test_many_runs_leave_nothing(running, template):
+    process = Path(f"/proc/{template}")
+
+    def held():
+        """Wait until the template has reaped what has ended; return how much it holds."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while len((process / f"task/{template}/children").read_text().split()) > 1:
+            assert time.monotonic() < deadline
+        return len(os.listdir(process / "fd")), len(os.listdir(process / "task"))
+
+    run(running, "-c", "pass")
+    before = held()
+    for _ in range(10):
+        run(running, "-c", "pass")
+    assert held() == before
+    assert before[1] == 1
+
+
+# A terminal --------------------------------------------------------------------------------------
+
+
+class Shell:
+    """An interactive shell on a terminal of its own."""
+
+    def __init__(self, environment, folder):
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            environment = environment | {"PS1": "$ ", "TERM": "dumb", "P": sys.executable}
+            os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment)
+        self.expect(r"\$ $")
+
+    def type(self, keys):
+        os.write(self._fd, keys.encode())
+
+    def expect(self, pattern):
+        """Read until the pattern has come, and return what came."""
+        seen = b""
+        deadline = time.monotonic() + _DEADLINE_S
+        while not re.search(pattern.encode(), seen):
+            assert time.monotonic() < deadline, seen
+            if select.select([self._fd], [], [], 0.1)[0]:
+                seen += os.read(self._fd, 1 << 16)
+        return seen.decode()
+
+    def close(self):
+        os.close(self._fd)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def shell(running):
+    opened = Shell(running.environment, running.work)
+    yield opened
+    opened.close()
+
+
+def test_terminal_controls_the_program_and_ends_the_template(running, library, shell):
+    shell.type("$P -m shmload template warm --import=json --json | grep '\"pid\"'\n")
+    pid = int(re.search(r'"pid": (\d+)', shell.expect(r'"pid": \d+,[^$]*\$ $'))[1])
+    code = "import time; print(open('/dev/tty').isatty(), flush=True); time.sleep(99)"
+    shell.type(f'$P -m shmload run -v -c "{code}"; echo code $?\n')
+    assert "ordinary" not in shell.expect("\nTrue")
+    shell.type("\x03")
+    shell.expect(r"KeyboardInterrupt\s+(code 130)?")
+    shell.type("\n")
+    shell.expect(r"\$ $")
+    shell.type("$P -m shmload run -v -c \"print('u' + 'p', flush=True); print(input())\"\n")
+    assert "ordinary" not in shell.expect("\nup")
+    shell.type("\x1a")
+    shell.expect("Stopped")
+    shell.type("fg\n")
+    shell.expect("fg\r\n.*\n")
+    shell.type("words\n")
+    shell.expect(r"words\r\n\$ $")
+    shell.type("exit\n")
+    wait_until_gone(pid)
