@@ -6,6 +6,7 @@ have said and changed.
 """
 
 import atexit
+import ctypes
 import importlib.abc
 import importlib.machinery
 import os
@@ -44,6 +45,8 @@ class Stash(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if value is main
         ]
         """Attributes of hidden modules that are the main module: the modules' names, and theirs."""
+        self.has_given_packages = False
+        """Whether the program has imported something hidden that is not Python's own."""
         self._path: list[str] = []
         self._variables: dict[str, str | None] = {}
 
@@ -67,6 +70,8 @@ class Stash(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 self._cut[name] = owner
         self._path = list(sys.path)
         self._variables = self._variables_now()
+        # Never freed: Python would take all of them apart when the program ends, for nothing.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._modules))
         for name in self._modules:
             self._recorder.needs.setdefault(name, set())
         sys.meta_path.insert(0, self)
@@ -110,6 +115,7 @@ class Stash(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         top = name.partition(".")[0]
         if top not in sys.stdlib_module_names:
+            self.has_given_packages = True
             self._check_variables()
         if top == name and self._is_shadowed(name):
             del self._modules[name]

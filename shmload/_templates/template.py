@@ -292,7 +292,8 @@ class Template:
     def _start_again(self, path: str) -> NoReturn:
         """Become a template that has also imported what programs have imported since."""
         os.unlink(path)
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        environment = dict(self._recorder.fresh["environ"])  # imports have changed some variables
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
     def _end(self, path: str) -> NoReturn:
         """End; programs that run go on."""
