@@ -24,8 +24,8 @@ class GoneService:
         self.may_go = threading.Event()
         self.lent = []
 
-    def reserve(self, nbytes, on_wait, is_cancelled):
-        pass
+    def reserve(self, model, nbytes, on_wait, is_cancelled):
+        return ()
 
     def decode(self, model, jobs, on_bytes, is_cancelled):
         self.lent = [os.dup(job.part_fd) for job in jobs]
