@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 from typing import Any, NoReturn
@@ -83,8 +84,10 @@ def _hand_over(call: dict[str, Any], name: str) -> None:
     descriptors = _inherited_descriptors()
     if not {0, 1, 2} <= set(descriptors):
         raise Doubt("a standard stream is closed")
-    if call["kind"] == "stdin" and os.isatty(0):
-        raise Doubt("it is interactive")
+    if call["kind"] == "stdin":
+        raise Doubt("it is read from standard input")
+    if call["kind"] == "script" and not _is_file(wire.as_bytes(call["value"])):
+        raise Doubt("it is not a file or directory")
     session, terminal = kind.session_and_terminal()
     if terminal and session == os.getpid():
         raise Doubt("this process leads the session of its terminal")
@@ -104,14 +107,15 @@ def _hand_over(call: dict[str, Any], name: str) -> None:
         raise Doubt("the template is another user's")
     call["facts"] = facts
     call["environ"] = [
-        (wire.as_text(name), wire.as_text(value)) for name, value in os.environb.items()
+        (wire.as_text(os.fsencode(name)), wire.as_text(os.fsencode(value)))
+        for name, value in kind.first_environment().items()
     ]
     call["fds"] = descriptors
     call["group"] = os.getpgrp() if terminal else 0
     call["standing"] = read_standing()
     directory = os.open(".", os.O_PATH | os.O_CLOEXEC)
     waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     try:
         wire.send(channel, call)
         answer = wire.receive(channel)
@@ -123,11 +127,17 @@ def _hand_over(call: dict[str, Any], name: str) -> None:
         answer = {"refused": f"the template does not answer: {exc}"}, []
     if answer is None:
         answer = {"refused": "the template has ended"}, []
-    if "ready" not in answer[0]:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-        raise Doubt(answer[0].get("refused", "the template's answer is not known"))
-    program = Program(answer[0]["ready"], channel, waking)
-    program.stand_for(woken, answer[0]["group"] if terminal else 0, call["standing"])
+    try:
+        if "ready" not in answer[0]:
+            raise Doubt(answer[0].get("refused", "the template's answer is not known"))
+        program = Program(answer[0]["ready"], channel, waking)
+        if terminal:  # signals to the group that it leaves reach the program only
+            os.setpgid(0, answer[0]["group"])
+    except (Doubt, OSError) as exc:
+        channel.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        raise Doubt(str(exc)) from exc
+    program.stand_for(woken)
 
 
 class Program:
@@ -148,16 +158,12 @@ class Program:
         self._waking = waking
         self._code: int | None = None
 
-    def stand_for(self, woken: int, group: int, standing: dict[str, Any]) -> NoReturn:
+    def stand_for(self, woken: int) -> NoReturn:
         """Let it run, pass signals on, and end as it ends.
 
         Args:
             woken: the other end of `waking`.
-            group: the process group to leave to the program, by joining this one; 0 to stay.
-            standing: this process's.
         """
-        if group:
-            os.setpgid(0, group)  # signals to the group it leaves reach the program only
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         kept = {self._fd, self._template, self._channel.fileno(), self._waking, woken, null}
         for fd in range(3):
@@ -174,17 +180,26 @@ class Program:
         with contextlib.suppress(OSError):
             wire.send(self._channel, {"go": 1})
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+        self._wait()
+
+    def _wait(self) -> NoReturn:
+        """Pass signals on, and end with the program."""
         poll = select.poll()
         for fd in (self._channel.fileno(), self._waking, self._template):
             poll.register(fd, select.POLLIN)
         while True:
             for fd, _ in poll.poll():
-                if fd == self._template:
-                    self._end_without_template()
-                elif fd == self._waking:
+                if fd == self._waking:
                     with contextlib.suppress(BlockingIOError):
                         for number in os.read(self._waking, 1 << 10):
                             self._signal(number)
+                elif fd == self._template:
+                    # It was killed. From now on only the program's end is to be seen.
+                    for gone in (self._template, self._channel.fileno()):
+                        poll.unregister(gone)
+                    poll.register(self._fd, select.POLLIN)
+                elif fd == self._fd:
+                    self._end_without_template()
                 else:
                     self._listen()
 
@@ -204,6 +219,7 @@ class Program:
     def _listen(self) -> None:
         found = wire.receive(self._channel)
         if found is None:
+            select.select([self._fd], [], [])
             self._end_without_template()
         match found[0]:
             case {"code": int(code)}:
@@ -214,8 +230,7 @@ class Program:
                 end_as(status)
 
     def _end_without_template(self) -> NoReturn:
-        """Wait for the program, whose template has been killed, and end as far as is known."""
-        select.select([self._fd], [], [])
+        """End as the program has ended, as far as that is known without its template."""
         self._channel.setblocking(False)
         with contextlib.suppress(OSError, ValueError):
             while (found := wire.receive(self._channel)) is not None:
@@ -237,6 +252,15 @@ def end_as(status: int) -> NoReturn:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def _is_file(path: bytes) -> bool:
+    """Tell whether a script can be read more than once."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 
 
 def _peer_of(channel: socket.socket) -> tuple[int, int, int]:

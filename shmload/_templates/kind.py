@@ -40,13 +40,20 @@ def facts_of_this_process(name: str) -> str:
             (__version__, name, sys.executable, sys.prefix, sys.version),
             (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions),
             [(entry, _installed(entry)) for entry in entries],
-            sorted(item for item in os.environ.items() if is_of_import(item[0])),
+            sorted(item for item in first_environment().items() if is_of_import(item[0])),
             [status.get(field) for field in _RIGHTS + _LOCKS],
             [os.readlink(f"/proc/self/ns/{kind}") for kind in _NAMESPACES if _has_namespace(kind)],
             (root.st_dev, root.st_ino),
             session if terminal else None,
         )
     )
+
+
+def first_environment() -> dict[str, str]:
+    """Return the variables with which this process was started; Python itself changes some."""
+    with open("/proc/self/environ", "rb") as file:
+        pairs = [entry.partition(b"=") for entry in file.read().split(b"\0") if entry]
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 
 def key_of(facts: str) -> str:

@@ -66,6 +66,12 @@ def read_failure(key: str) -> str | None:
         return None
 
 
+def forget_failure(key: str) -> None:
+    """Forget why there could be no template: one is started now."""
+    with contextlib.suppress(OSError, PlaceUnsafe):
+        os.unlink(socket_of(key) + ".failed")
+
+
 def remember(modules: list[str]) -> None:
     """Note modules that programs import, for the templates that start later."""
     new = set(modules) - set(remembered())

@@ -5,6 +5,7 @@ import sys
 from typing import Any, NoReturn
 
 from shmload._templates import wire
+from shmload._templates.kind import first_environment
 
 
 def flags_of_this_process() -> list[str]:
@@ -29,4 +30,4 @@ def command_of(call: dict[str, Any]) -> list[bytes]:
 
 def run_plainly(call: dict[str, Any]) -> NoReturn:
     """Replace this process by an ordinary Python that runs the program."""
-    os.execv(sys.executable, command_of(call))
+    os.execve(sys.executable, command_of(call), first_environment())

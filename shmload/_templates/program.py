@@ -8,11 +8,9 @@ is ready, and runs the program when the caller says so. What cannot be taken ove
 
 import builtins
 import contextlib
-import ctypes
 import fcntl
 import functools
 import gc
-import importlib.util
 import io
 import os
 import runpy
@@ -20,7 +18,8 @@ import signal
 import socket
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import MAGIC_NUMBER
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +33,7 @@ from shmload._templates.standing import (
     take_mask,
     take_standing,
 )
-from shmload._templates.stash import Stash, bytes_written, is_untouched
+from shmload._templates.stash import Stash, Traces
 
 _RUN_MODULE: Any = vars(runpy)["_run_module_as_main"]
 # F_SETSIG is not in the module fcntl.
@@ -47,12 +46,20 @@ class Spare:
     Args:
         stash: of the template's imports; hidden when the call comes.
         fresh: the state that imports change, as it was before any.
+        coerced: variables that Python itself has set when it started.
         keep: descriptors of the template that libraries have opened.
     """
 
-    def __init__(self, stash: Stash, fresh: dict[str, list[Any]], keep: set[int]) -> None:
+    def __init__(
+        self,
+        stash: Stash,
+        fresh: dict[str, list[Any]],
+        coerced: dict[str, str],
+        keep: set[int],
+    ) -> None:
         self._stash = stash
         self._fresh = fresh
+        self._coerced = coerced
         self._keep = keep
         self._group = os.getpgrp()
         self._caller: socket.socket
@@ -63,6 +70,11 @@ class Spare:
         Args:
             orders: brings the call, and the caller's socket, which brings the descriptors.
         """
+        self._had = frozenset(sys.modules)
+        for change in differences(read_state(), self._fresh):
+            if change[0] != "environ":
+                change_state(*change)
+        self._stash.hide()
         found = wire.receive(orders)
         if found is None:
             os._exit(0)
@@ -87,6 +99,8 @@ class Spare:
             os.environ.clear()
             for name, value in call["environ"]:
                 os.environb[wire.as_bytes(name)] = wire.as_bytes(value)
+            for name, value in self._coerced.items():
+                os.environ[name] = value
             if call["group"]:
                 os.setpgid(0, call["group"])
             else:
@@ -95,24 +109,22 @@ class Spare:
             take_dispositions(call["standing"]["ignored"])
         except (CannotTake, OSError) as exc:
             raise Refused(str(exc)) from exc
-        written = bytes_written()
+        traces = Traces()
 
         def start_over(reason: str) -> None:
-            if is_untouched(written):
+            if traces.is_none():
                 _execute_plainly(call)
             print(f"shmload run: {reason}, but after it had written or read; the libraries do not "
                   "see that; run it with python", file=sys.stderr)  # fmt: skip
 
         self._stash.when_too_late(start_over)
-        for change in differences(read_state(), self._fresh):
-            if change[0] != "environ":
-                change_state(*change)
-        had = frozenset(sys.modules)
         run = _prepare(call, self._stash)
         self._announce()
+        self._stash.begin()
         _die_with(self._caller)
-        global _channel, _had, _stash
-        _channel, _had, _stash = self._caller, had, self._stash
+        global _channel, _had, _program
+        _channel, _had = self._caller, self._had
+        _program = (os.getpid(), os.fstat(self._caller.fileno()).st_ino)
         gc.enable()
         take_mask(call["standing"]["blocked"])
         return run
@@ -133,7 +145,8 @@ class Refused(Exception):
 
 
 _channel: socket.socket | None = None
-_stash: Stash | None = None
+_program: tuple[int, int] = (0, 0)
+"""The program's process, and the inode of the channel; its descriptor may be another's by then."""
 _had: frozenset[str] = frozenset()
 """Modules of the template."""
 
@@ -141,27 +154,14 @@ _had: frozenset[str] = frozenset()
 def leave() -> None:
     """Tell the caller how the program ends, as far as that is known before it does."""
     exc = sys.exc_info()[1]
-    if _channel is not None:
-        code = 0 if exc is None else 1
-        if isinstance(exc, SystemExit):
-            code = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
-        _live_without(_channel)  # that the caller reads the message would be an event too
-        with contextlib.suppress(OSError):
+    code = 0 if exc is None else 1
+    if isinstance(exc, SystemExit):
+        code = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
+    with contextlib.suppress(Exception):  # the program may have closed or replaced anything
+        if _channel and _program == (os.getpid(), os.fstat(_channel.fileno()).st_ino):
+            _live_without(_channel)
             wire.send(_channel, {"code": code & 0xFF})
-        remember(_new_modules())
-        if not _stash or not _stash.has_given_packages:
-            _exit_without_destructors()
-
-
-def _exit_without_destructors() -> None:
-    """Have this process end without the destructors of C libraries that it has not imported.
-
-    Those of torch alone take 0.1 s. Functions of the C library that are registered last are called
-    first: here one that writes the buffers of stdio, and one that ends the process.
-    """
-    library = ctypes.CDLL(None)
-    library.on_exit(library._exit, None)
-    library.__cxa_atexit(library.fflush, None, None)
+            remember(_new_modules())
 
 
 def _new_modules() -> list[str]:
@@ -217,7 +217,7 @@ def _prepare(call: dict[str, Any], stash: Stash) -> Callable[[], Any]:
     kind, value = call["kind"], os.fsdecode(wire.as_bytes(call["value"]))
     arguments = [os.fsdecode(wire.as_bytes(text)) for text in call["arguments"]]
     _renew_streams()
-    _renew_libraries()
+    _renew_libraries(stash.hidden)
     # A new one: the garbage collector has been told to leave the template's objects alone.
     module = ModuleType("__main__")
     sys.modules["__main__"] = module
@@ -232,17 +232,14 @@ def _prepare(call: dict[str, Any], stash: Stash) -> Callable[[], Any]:
         case "module":
             sys.argv[:] = ["-m", *arguments]
             orig, first = ["-m", value], os.getcwd()
+            if value in stash.hidden or f"{value}.__main__" in stash.hidden:
+                raise Refused(f"the template has imported {value} itself")
             run = functools.partial(_RUN_MODULE, value)
         case "code":
             sys.argv[:] = ["-c", *arguments]
             orig, first = ["-c", value], ""
             main["__loader__"] = bootstrap.BuiltinImporter
             run = _runner(value.encode("utf-8", "surrogateescape") + b"\n", "<string>", main)
-        case "stdin":
-            sys.argv[:] = ["-", *arguments]
-            orig, first = ["-"], ""
-            main["__loader__"] = bootstrap.BuiltinImporter
-            run = _runner(sys.stdin.buffer.read(), "<stdin>", main)
         case _:
             sys.argv[:] = [value, *arguments]
             orig = [value]
@@ -255,7 +252,6 @@ def _prepare(call: dict[str, Any], stash: Stash) -> Callable[[], Any]:
             name = stash.shadowed_in(folder)
             if name:
                 raise Refused(f"{folder or 'the directory'} has a {name} of its own")
-    stash.hide()
     return run
 
 
@@ -263,7 +259,7 @@ def _script(path: str, main: dict[str, Any], external: Any) -> tuple[Callable[[]
     """Return what runs a file or directory, and its entry of `sys.path`."""
     if os.path.isdir(path) or _is_archive(path):
         return functools.partial(_RUN_MODULE, "__main__", False), path
-    absolute = os.path.abspath(path) if path else path
+    absolute = os.path.join(os.getcwd(), path.removeprefix("./"))
     main["__file__"] = absolute
     main["__cached__"] = None
     main["__loader__"] = external.SourceFileLoader("__main__", absolute)
@@ -276,7 +272,7 @@ def _script(path: str, main: dict[str, Any], external: Any) -> tuple[Callable[[]
 def _is_archive(path: str) -> bool:
     with open(path, "rb") as file:
         head = file.read(4)
-        if head[:2] == importlib.util.MAGIC_NUMBER[:2] and head[2:] == b"\r\n":
+        if head[:2] == MAGIC_NUMBER[:2] and head[2:] == b"\r\n":
             raise Refused("it is a compiled file")
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - (1 << 16) - 22))
@@ -289,8 +285,6 @@ def _runner(source: bytes, name: str, main: dict[str, Any]) -> Callable[[], Any]
     try:
         return functools.partial(exec, compile(*arguments), main)
     except (SyntaxError, ValueError) as exc:
-        if name == "<stdin>":
-            return functools.partial(compile, *arguments)  # raises it again, as the program's own
         raise Refused("it is no Python program") from exc
 
 
@@ -331,11 +325,11 @@ def _open_stream(fd: int, name: str, before: Any) -> io.TextIOWrapper:
     return stream
 
 
-def _renew_libraries() -> None:
+def _renew_libraries(hidden: Mapping[str, Any]) -> None:
     """Undo what modules have kept since they were imported: directories, seeds, times."""
     import time
 
-    modules: dict[str, Any] = dict(sys.modules)
+    modules = {**hidden, **sys.modules}
     if "tempfile" in modules:
         modules["tempfile"].tempdir = None
     if "linecache" in modules:
@@ -346,6 +340,8 @@ def _renew_libraries() -> None:
     if process is not None:
         process.ORIGINAL_DIR = os.getcwd()
         process._current_process._config["authkey"] = process.AuthenticationString(os.urandom(32))
+    if "torch" in modules:
+        modules["torch"].default_generator.seed()
     if "numpy.random" in modules:
         modules["numpy.random"].seed()
 

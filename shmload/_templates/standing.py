@@ -4,6 +4,7 @@ A caller reads its own; the process that runs its program takes them over.
 """
 
 import contextlib
+import faulthandler
 import os
 import resource
 import signal
@@ -81,6 +82,9 @@ def take_dispositions(ignored: int) -> None:
             handler = signal.default_int_handler
         with contextlib.suppress(OSError, ValueError):  # signals that the C library keeps
             signal.signal(number, handler)
+    if faulthandler.is_enabled():  # its handlers have just been replaced
+        faulthandler.disable()
+        faulthandler.enable()
 
 
 def take_mask(blocked: int) -> None:

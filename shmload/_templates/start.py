@@ -8,6 +8,7 @@ import os
 import sys
 
 from shmload._templates import place, plain
+from shmload._templates.kind import first_environment
 
 MODULES = ("torch", "diffusers", "transformers", "shmload.integrations.diffusers")
 """What a template imports."""
@@ -19,12 +20,14 @@ recorder = {"__name__": "shmload._templates.recorder"}
 exec(open(__import__("sys").argv[1]).read(), recorder)
 recorder = recorder["Recorder"]()
 recorder.start()
+serve = __import__("shmload._templates.template", None, None, ("serve",)).serve
+leave = __import__("shmload._templates.program", None, None, ("leave",)).leave
 try:
-    __import__("shmload._templates.template", None, None, ("serve",)).serve(known, recorder)()
+    serve(known, recorder)()
 except:
-    __import__("shmload._templates.program", None, None, ("leave",)).leave()
+    leave()
     raise
-__import__("shmload._templates.program", None, None, ("leave",)).leave()
+leave()
 """
 
 
@@ -58,13 +61,15 @@ def start_template(name: str, key: str, modules: tuple[str, ...] = MODULES) -> N
     flags = plain.flags_of_this_process()
     recorder = os.path.join(os.path.dirname(__file__), "recorder.py")
     orders = json.dumps({"modules": [name, *modules], "key": key})
+    environment = first_environment()
+    place.forget_failure(key)
     pid = os.fork()
     if pid == 0:
         try:
             _leave_caller()
             if os.fork() == 0:
-                os.execv(
-                    sys.executable, [sys.executable, *flags, path, recorder, orders, " " * 4096]
+                os.execve(
+                    sys.executable, [sys.executable, *flags, path, recorder, orders], environment
                 )
         finally:
             os._exit(0)

@@ -7,12 +7,13 @@ have said and changed.
 
 import atexit
 import ctypes
-import importlib.abc
-import importlib.machinery
 import os
+import resource
 import stat
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +21,7 @@ from shmload._templates.kind import is_of_import
 from shmload._templates.recorder import Event, Recorder, change_state, forget_exits
 
 
-class Stash(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class Stash(MetaPathFinder, Loader):
     """The hidden modules, and the finder that gives them back.
 
     Args:
@@ -45,13 +46,14 @@ class Stash(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if value is main
         ]
         """Attributes of hidden modules that are the main module: the modules' names, and theirs."""
-        self.has_given_packages = False
-        """Whether the program has imported something hidden that is not Python's own."""
         self._path: list[str] = []
         self._variables: dict[str, str | None] = {}
 
     def hide(self) -> None:
-        """Take all modules out of `sys.modules` but those that any Python has."""
+        """Take all modules out of `sys.modules` but those that any Python has.
+
+        Modules that were imported before work as ever.
+        """
         forget_exits()
         for name in list(sys.modules):
             if name not in self._known:
@@ -68,12 +70,23 @@ class Stash(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if owner and _is_imported(module, name) and vars(owner).get(leaf) is module:
                 delattr(owner, leaf)
                 self._cut[name] = owner
-        self._path = list(sys.path)
-        self._variables = self._variables_now()
         # Never freed: Python would take all of them apart when the program ends, for nothing.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._modules))
         for name in self._modules:
             self._recorder.needs.setdefault(name, set())
+
+    @property
+    def hidden(self) -> Mapping[str, ModuleType]:
+        """The modules that are hidden now, by name."""
+        return self._modules
+
+    def begin(self) -> None:
+        """Give modules to the program from now on, which begins."""
+        for name in list(sys.modules):
+            if name not in self._known:
+                del sys.modules[name]  # imported since by the code that prepares the program
+        self._path = list(sys.path)
+        self._variables = self._variables_now()
         sys.meta_path.insert(0, self)
 
     def when_too_late(self, start_over: Callable[[str], None]) -> None:
@@ -100,7 +113,7 @@ class Stash(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _is_another(self, name: str, path: list[str]) -> bool:
         """Tell whether these directories have a module of this name that is not the hidden one."""
-        found = importlib.machinery.PathFinder.find_spec(name, path)
+        found = PathFinder.find_spec(name, path)
         module = self._modules.get(name) or sys.modules.get(name)
         own = getattr(module, "__spec__", None)
         return found is not None and (own is None or own.origin != found.origin)
@@ -109,25 +122,24 @@ class Stash(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         """Return how to get a hidden module; None for any other."""
         if name not in self._modules:
             return None
         top = name.partition(".")[0]
         if top not in sys.stdlib_module_names:
-            self.has_given_packages = True
             self._check_variables()
         if top == name and self._is_shadowed(name):
             del self._modules[name]
             return None
-        spec = importlib.machinery.ModuleSpec(name, self)
+        spec = ModuleSpec(name, self)
         own = getattr(self._modules[name], "__spec__", None)
         if own is not None:  # as `importlib.util.find_spec` would have found it
             spec.origin, spec.cached, spec.has_location = own.origin, own.cached, own.has_location
             spec.submodule_search_locations = own.submodule_search_locations
         return spec
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the hidden module."""
         self._give_what_it_needs(spec.name)
         module = self._modules.pop(spec.name)
@@ -218,23 +230,29 @@ def _is_imported(module: ModuleType, name: str) -> bool:
     return spec is not None and spec.name == name
 
 
-def is_untouched(written: int) -> bool:
-    """Tell whether this process has written nothing, started nothing and read no stream.
+class Traces:
+    """What a process has done that would be done twice if its program were started over."""
 
-    Args:
-        written: what `bytes_written` was at the start.
-    """
-    task = f"/proc/self/task/{os.getpid()}/children"
-    try:
-        with open(task, encoding="ascii") as children:
-            if children.read().strip():
-                return False
+    def __init__(self) -> None:
+        self._seen = self._look()
+
+    def is_none(self) -> bool:
+        """Tell whether nothing was written, started or read from a stream since the start."""
         kind = os.fstat(0).st_mode
-    except OSError:
-        return False
-    if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):
-        return False
-    return bytes_written() == written and len(os.listdir("/proc/self/task")) == 1
+        if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or os.isatty(0):
+            return False
+        return self._look() == self._seen and len(os.listdir("/proc/self/task")) == 1
+
+    @staticmethod
+    def _look() -> tuple[object, ...]:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            children = file.read()
+        place = os.stat(".")
+        streams = [(found.st_dev, found.st_ino) for found in map(os.fstat, range(3))]
+        position = os.lseek(0, 0, os.SEEK_CUR) if stat.S_ISREG(os.fstat(0).st_mode) else 0
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+        found = (place.st_dev, place.st_ino)
+        return bytes_written(), children, ended, found, streams, position
 
 
 def bytes_written() -> int:

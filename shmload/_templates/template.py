@@ -36,6 +36,7 @@ _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal
 _UCRED = struct.Struct("3i")
 _CALL_TIMEOUT_S = 5.0
 _THREADS_TIMEOUT_S = 5.0
+_MAX_LOST_SPARES = 3
 
 
 class Unfit(Exception):
@@ -115,7 +116,13 @@ class Template:
         self._keep = keep
         self._programs: dict[int, socket.socket] = {}
         """The callers' sockets, by the process id of their program."""
+        before = kind.first_environment()
+        now = {os.fsdecode(name): os.fsdecode(value) for name, value in recorder.fresh["environ"]}
+        # Python sets some by itself when it starts: LC_CTYPE in the locale C.
+        self._coerced = {name: value for name, value in now.items() if name not in before}
         self._spare = 0
+        self._lost_spares = 0
+        """Spares that ended before they were used, since one was."""
         self._orders: socket.socket | None = None
         self._used = time.monotonic()
         self._files = _modified_files()
@@ -198,6 +205,7 @@ class Template:
             channel.close()
             return None
         self._programs[self._spare] = channel
+        self._lost_spares = 0
         self._orders.close()
         self._orders = None
         return self._fork()
@@ -205,7 +213,7 @@ class Template:
     def _refusal(self, call: dict[str, Any]) -> str | None:
         if call["facts"] != self._facts:
             return "this process differs from the template"
-        environment = {
+        environment = self._coerced | {
             os.fsdecode(wire.as_bytes(name)): os.fsdecode(wire.as_bytes(value))
             for name, value in call["environ"]
         }
@@ -232,7 +240,7 @@ class Template:
             ours.close()
             for channel in self._programs.values():
                 channel.close()
-            return Spare(self._stash, self._recorder.fresh, self._keep).wait(theirs)
+            return Spare(self._stash, self._recorder.fresh, self._coerced, self._keep).wait(theirs)
         theirs.close()
         self._orders, self._spare = ours, pid
         return None
@@ -259,6 +267,9 @@ class Template:
                         poll.unregister(channel)
                     channel.close()
                 if pid == self._spare and self._orders:
+                    self._lost_spares += 1
+                    if self._lost_spares > _MAX_LOST_SPARES:
+                        raise Unfit("its copies end before they are used")
                     self._orders.close()
                     run = self._fork()
         self._used = time.monotonic()
@@ -292,8 +303,8 @@ class Template:
     def _start_again(self, path: str) -> NoReturn:
         """Become a template that has also imported what programs have imported since."""
         os.unlink(path)
-        environment = dict(self._recorder.fresh["environ"])  # imports have changed some variables
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, kind.first_environment())
 
     def _end(self, path: str) -> NoReturn:
         """End; programs that run go on."""

@@ -61,6 +61,7 @@ PROGRAMS = {
     "binary": "import sys; sys.stdout.buffer.write(b'\\xff\\x00'); sys.stderr.buffer.write(b'e')",
     "unflushed": "import os, sys; sys.stdout.write('lost'); os._exit(3)",
     "flushed": "import sys; sys.stdout.write('kept'); sys.exit(3)",
+    "c:error": "1 / 0",
     "order": "import sys\nfor n in range(5): print(n); print(n, file=sys.stderr)",
     "closed stdout": "import sys; sys.stdout.close()",
     "surrogates": "print('\\udcff')",
