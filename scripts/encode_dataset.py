@@ -309,7 +309,8 @@ def main(
     facts = {"size": str(size)}
     texts: Mapping[str, str] | None = None
     if captions:
-        texts = captions_for(names, read_captions(captions, file_column, caption_column), captions)
+        # Of all pictures: the folder OUT may have more of them already than the limit allows.
+        texts = captions_for(found, read_captions(captions, file_column, caption_column), captions)
         facts["captions"] = caption_column
     try:
         names = continued_order(out, names)

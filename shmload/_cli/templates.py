@@ -1,5 +1,6 @@
 """The commands `shmload run` and `shmload template ls|warm|stop`."""
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -90,7 +91,7 @@ def stop_command(as_json: bool) -> None:
     """End all templates of this user. Programs that run go on."""
     stopped = []
     for template in _templates():
-        with wire.open_socket() as channel:
+        with wire.open_socket() as channel, contextlib.suppress(OSError):  # it may have ended
             channel.settimeout(_ANSWER_TIMEOUT_S)
             channel.connect(template["socket"])
             wire.send(channel, {"kind": "end"})

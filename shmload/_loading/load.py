@@ -38,7 +38,7 @@ from shmload._segments.upkeep import check_digest
 from shmload._segments.variables import holders_of
 from shmload._settings import settings, worker_count
 from shmload._wording import format_nbytes, printable
-from shmload.errors import ArgumentError, CapacityError, SegmentTimeout
+from shmload.errors import ArgumentError, MemoryLimitExceeded, SegmentTimeout, SharedMemoryFull
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class Load:
             self._decoder.find_service()
         try:
             self._prepare(mine)
-        except CapacityError as exc:
+        except (SharedMemoryFull, MemoryLimitExceeded) as exc:
             raise exc.held_here(holders_of(None).remedy) from exc.__cause__
         self._log(mine)
         if self.holdings.is_complete:

@@ -23,7 +23,7 @@ from shmload._segments.removal import remove_if_free, remove_leftovers
 from shmload._segments.turn import try_turn
 from shmload._settings import settings
 from shmload._wording import count_of, format_nbytes
-from shmload.errors import CapacityError, SharedMemoryFull
+from shmload.errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def _keep_within(
         others = _parts_nbytes()
         try:
             return evict_for(nbytes, budget, others)
-        except CapacityError as exc:
+        except (SharedMemoryFull, MemoryLimitExceeded) as exc:
             require_possible(nbytes, budget, others)
             if others:
                 quiet_since = now

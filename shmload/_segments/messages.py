@@ -6,6 +6,7 @@ its block lasts, unless something else has taken over `warnings.showwarning`.
 
 import contextlib
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol, TextIO
@@ -66,19 +67,20 @@ def repaired_messages(repair: MessageRepair) -> Iterator[None]:
 
     Several threads may be in such blocks at once.
     """
-    _install_record_factory()
-    _active.append(repair)
-    try:
+    with _changing:
+        _install_record_factory()
+        _active.append(repair)
         _install_hook()
+    try:
         yield
     finally:
-        _active.remove(repair)
-        if not _active:
-            _remove_hook()
-        if _active:  # another thread has come meanwhile
-            _install_hook()
+        with _changing:
+            _active.remove(repair)
+            if not _active:
+                _remove_hook()
 
 
+_changing = threading.Lock()
 _active: list[MessageRepair] = []
 _factory_is_installed = False
 _show: Any = None

@@ -26,7 +26,7 @@ from shmload._service.readiness import Preloading
 from shmload._service.reservations import Claim, OnWait, Reservations
 from shmload._service.usage import INTERVAL_S, Usage
 from shmload._wording import format_nbytes
-from shmload.errors import CapacityError
+from shmload.errors import CapacityError, ShmloadError
 
 logger = logging.getLogger(__name__)
 
@@ -162,8 +162,14 @@ class ServiceState:
         return digests
 
     def name_of(self, model: Root) -> str:
-        """Return what a model is called in the log."""
-        return self.usage.name_of(model)
+        """Return what a model is called in the log; its path if that cannot be found out now."""
+        try:
+            return self.usage.name_of(model)
+        except (
+            ShmloadError,
+            OSError,
+        ):  # too few descriptors, for instance
+            return str(model.path)
 
     def reasons_unhealthy(self) -> list[str]:
         """Say why the service no longer serves clients; nothing if it does."""
