@@ -121,6 +121,8 @@ class Spare:
         run = _prepare(call, self._stash)
         self._announce()
         self._stash.begin()
+        if run.func is _RUN_MODULE:
+            __import__("runpy")  # Python too has it then, and what it needs
         _die_with(self._caller)
         global _channel, _had, _program
         _channel, _had = self._caller, self._had
@@ -212,7 +214,7 @@ def _live_without(channel: socket.socket) -> None:
     fcntl.fcntl(channel, fcntl.F_SETFL, flags & ~os.O_ASYNC)
 
 
-def _prepare(call: dict[str, Any], stash: Stash) -> Callable[[], Any]:
+def _prepare(call: dict[str, Any], stash: Stash) -> functools.partial[Any]:
     """Make this interpreter look as if it had just started; return what runs the program."""
     kind, value = call["kind"], os.fsdecode(wire.as_bytes(call["value"]))
     arguments = [os.fsdecode(wire.as_bytes(text)) for text in call["arguments"]]
@@ -227,7 +229,7 @@ def _prepare(call: dict[str, Any], stash: Stash) -> Callable[[], Any]:
     import _frozen_importlib_external as external
 
     flags = [os.fsdecode(wire.as_bytes(text)) for text in call["flags"]]
-    run: Callable[[], Any]
+    run: functools.partial[Any]
     match kind:
         case "module":
             sys.argv[:] = ["-m", *arguments]
@@ -255,7 +257,7 @@ def _prepare(call: dict[str, Any], stash: Stash) -> Callable[[], Any]:
     return run
 
 
-def _script(path: str, main: dict[str, Any], external: Any) -> tuple[Callable[[], Any], str]:
+def _script(path: str, main: dict[str, Any], external: Any) -> tuple[functools.partial[Any], str]:
     """Return what runs a file or directory, and its entry of `sys.path`."""
     if os.path.isdir(path) or _is_archive(path):
         return functools.partial(_RUN_MODULE, "__main__", False), path
@@ -279,7 +281,7 @@ def _is_archive(path: str) -> bool:
         return b"PK\x05\x06" in file.read()
 
 
-def _runner(source: bytes, name: str, main: dict[str, Any]) -> Callable[[], Any]:
+def _runner(source: bytes, name: str, main: dict[str, Any]) -> functools.partial[Any]:
     """Return what runs a program: a function of C, so that no frame of ours is below it."""
     arguments = (source, name, "exec", 0, True)
     try:

@@ -37,6 +37,8 @@ _UCRED = struct.Struct("3i")
 _CALL_TIMEOUT_S = 5.0
 _THREADS_TIMEOUT_S = 5.0
 _MAX_LOST_SPARES = 3
+# A template starts again, to import more, only when no program has come for this long.
+_QUIET_S = 10.0
 
 
 class Unfit(Exception):
@@ -156,11 +158,11 @@ class Template:
             idle = time.monotonic() - self._used
             if not self._programs and idle > IDLE_S:
                 self._end(path)
-            if not self._programs and place.remembered() != self._modules:
+            if not self._programs and idle > _QUIET_S and place.remembered() != self._modules:
                 self._start_again(path)
             for channel in self._programs.values():
                 poll.register(channel, select.POLLHUP)
-            for fd, _ in poll.poll(max(1000.0, (IDLE_S - idle) * 1000)):
+            for fd, _ in poll.poll(_QUIET_S * 1000):
                 if fd == waking:
                     with contextlib.suppress(BlockingIOError):
                         os.read(waking, 1 << 10)
