@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import stat
-import struct
 import sys
 from typing import Any, NoReturn
 
@@ -22,7 +21,6 @@ from shmload._templates.standing import read_standing
 
 # The template answers at once, or is stopped or overloaded; Python starts in about this time.
 _ANSWER_TIMEOUT_S = 1.0
-_UCRED = struct.Struct("3i")
 _FORWARDED = sorted(
     signal.valid_signals()
     - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ,
@@ -35,14 +33,21 @@ class Doubt(Exception):
     """A template might not run this program as Python would; str says why."""
 
 
-def run(call: dict[str, Any], name: str, is_verbose: bool, start: bool = True) -> NoReturn:
+class NoTemplate(Exception):
+    """No template of this kind runs."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def run(call: dict[str, Any], name: str, is_verbose: bool) -> NoReturn:
     """Run a program in a copy of a template, or else in the ordinary way.
 
     Args:
         call: the program: `kind`, `value`, `arguments`.
         name: of the template.
         is_verbose: say on standard error how it is run.
-        start: whether a template is started where there is none.
     """
     call["flags"] = [wire.as_text(os.fsencode(flag)) for flag in flags_of_this_process()]
     try:
@@ -51,7 +56,7 @@ def run(call: dict[str, Any], name: str, is_verbose: bool, start: bool = True) -
         reason = str(exc)
     except NoTemplate as exc:
         reason = place.read_failure(exc.key) or "there is no template yet"
-        if start and not place.read_failure(exc.key):
+        if not place.read_failure(exc.key):
             from shmload._templates.start import start_template
 
             with contextlib.suppress(OSError, place.PlaceUnsafe):
@@ -61,14 +66,6 @@ def run(call: dict[str, Any], name: str, is_verbose: bool, start: bool = True) -
     run_plainly(call)
 
 
-class NoTemplate(Exception):
-    """No template of this kind runs."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
-
-
 def _hand_over(call: dict[str, Any], name: str) -> None:
     """Run the program in a copy of a template; return only by an exception.
 
@@ -76,35 +73,15 @@ def _hand_over(call: dict[str, Any], name: str) -> None:
         Doubt: a template might not run it as Python would.
         NoTemplate: there is none.
     """
-    status = kind.read_status()
-    if status.get("TracerPid", "0") != "0" or sys.gettrace() or sys.getprofile():
-        raise Doubt("this process is traced")
-    if sys.flags.interactive or sys.flags.inspect:
-        raise Doubt("it is interactive")
     descriptors = _inherited_descriptors()
-    if not {0, 1, 2} <= set(descriptors):
-        raise Doubt("a standard stream is closed")
+    _require_ordinary_process(descriptors)
     if call["kind"] == "stdin":
         raise Doubt("it is read from standard input")
     if call["kind"] == "script" and not _is_file(wire.as_bytes(call["value"])):
         raise Doubt("it is not a file or directory")
-    session, terminal = kind.session_and_terminal()
-    if terminal and session == os.getpid():
-        raise Doubt("this process leads the session of its terminal")
-    if len(descriptors) + 1 > wire.MAX_FDS - 2:
-        raise Doubt("it inherits very many descriptors")
     facts = kind.facts_of_this_process(name)
-    key = kind.key_of(facts)
-    channel = wire.open_socket()
-    channel.settimeout(_ANSWER_TIMEOUT_S)
-    try:
-        channel.connect(place.socket_of(key))
-    except place.PlaceUnsafe as exc:
-        raise Doubt(str(exc)) from exc
-    except OSError as exc:
-        raise NoTemplate(key) from exc
-    if _peer_of(channel)[1] != os.geteuid():
-        raise Doubt("the template is another user's")
+    channel = _connect(kind.key_of(facts))
+    _, terminal = kind.session_and_terminal()
     call["facts"] = facts
     call["environ"] = [
         (wire.as_text(os.fsencode(name)), wire.as_text(os.fsencode(value)))
@@ -113,31 +90,83 @@ def _hand_over(call: dict[str, Any], name: str) -> None:
     call["fds"] = descriptors
     call["group"] = os.getpgrp() if terminal else 0
     call["standing"] = read_standing()
-    directory = os.open(".", os.O_PATH | os.O_CLOEXEC)
     waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     try:
-        wire.send(channel, call)
-        answer = wire.receive(channel)
-        # Only now: a stopped template would keep descriptors that wait for it open.
-        if answer is not None and "send" in answer[0]:
-            wire.send(channel, {}, (directory, *descriptors))
-            answer = wire.receive(channel)
-    except (OSError, ValueError) as exc:
-        answer = {"refused": f"the template does not answer: {exc}"}, []
-    if answer is None:
-        answer = {"refused": "the template has ended"}, []
-    try:
-        if "ready" not in answer[0]:
-            raise Doubt(answer[0].get("refused", "the template's answer is not known"))
-        program = Program(answer[0]["ready"], channel, waking)
+        answer = _ask(channel, call)
+        program = Program(answer["ready"], channel, waking)
         if terminal:  # signals to the group that it leaves reach the program only
-            os.setpgid(0, answer[0]["group"])
+            os.setpgid(0, answer["group"])
     except (Doubt, OSError) as exc:
         channel.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         raise Doubt(str(exc)) from exc
     program.stand_for(woken)
+
+
+def _require_ordinary_process(descriptors: list[int]) -> None:
+    """Check that this process has nothing that a copy of a template cannot have.
+
+    Raises:
+        Doubt: it has.
+    """
+    status = kind.read_status()
+    session, terminal = kind.session_and_terminal()
+    if status.get("TracerPid", "0") != "0" or sys.gettrace() or sys.getprofile():
+        raise Doubt("this process is traced")
+    if sys.flags.interactive or sys.flags.inspect:
+        raise Doubt("it is interactive")
+    if not {0, 1, 2} <= set(descriptors):
+        raise Doubt("a standard stream is closed")
+    if terminal and session == os.getpid():
+        raise Doubt("this process leads the session of its terminal")
+    if len(descriptors) + 1 > wire.MAX_FDS - 2:
+        raise Doubt("it inherits very many descriptors")
+
+
+def _connect(key: str) -> socket.socket:
+    """Connect to a template.
+
+    Raises:
+        Doubt: the place of templates is not this user's alone.
+        NoTemplate: there is none of this key.
+    """
+    channel = wire.open_socket()
+    channel.settimeout(_ANSWER_TIMEOUT_S)
+    try:
+        channel.connect(place.socket_of(key))
+    except place.PlaceUnsafe as exc:
+        raise Doubt(str(exc)) from exc
+    except OSError as exc:
+        raise NoTemplate(key) from exc
+    if wire.peer_of(channel)[1] != os.geteuid():
+        raise Doubt("the template is another user's")
+    return channel
+
+
+def _ask(channel: socket.socket, call: dict[str, Any]) -> dict[str, Any]:
+    """Send a call and then the descriptors; return the answer of a program that is ready.
+
+    Raises:
+        Doubt: the template refuses, or does not answer in time.
+    """
+    directory = os.open(".", os.O_PATH | os.O_CLOEXEC)
+    try:
+        wire.send(channel, call)
+        answer = wire.receive(channel)
+        # Only now: a stopped template would keep descriptors that wait for it open.
+        if answer is not None and "send" in answer[0]:
+            wire.send(channel, {}, (directory, *call["fds"]))
+            answer = wire.receive(channel)
+    except (OSError, ValueError) as exc:
+        raise Doubt(f"the template does not answer: {exc}") from exc
+    finally:
+        os.close(directory)
+    if answer is None:
+        raise Doubt("the template has ended")
+    if "ready" not in answer[0]:
+        raise Doubt(answer[0].get("refused", "the template's answer is not known"))
+    return answer[0]
 
 
 class Program:
@@ -152,7 +181,7 @@ class Program:
     def __init__(self, pid: int, channel: socket.socket, waking: int) -> None:
         self._pid = pid
         self._fd = os.pidfd_open(pid)
-        template, _, _ = _peer_of(channel)
+        template, _, _ = wire.peer_of(channel)
         self._template = os.pidfd_open(template)
         self._channel = channel
         self._waking = waking
@@ -261,12 +290,6 @@ def _is_file(path: bytes) -> bool:
     except OSError:
         return False
     return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
-
-
-def _peer_of(channel: socket.socket) -> tuple[int, int, int]:
-    """Return process, user and group of the other side, as when it began to listen."""
-    raw = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    return _UCRED.unpack(raw)
 
 
 def _inherited_descriptors() -> list[int]:

@@ -12,7 +12,7 @@ import zlib
 from shmload._version import __version__
 
 # Variables that are read when Python starts or when libraries are imported. The C libraries among
-# them cannot be watched while they read; what Python code reads is, see `imports`.
+# them cannot be watched while they read; what Python code reads is, see `recorder`.
 _FAMILIES = (
     "ACCELERATE_", "BLIS_", "COVERAGE_", "CUBLAS_", "CUDA_", "DIFFUSERS_", "FORCE_COLOR", "GOMP_",
     "GOTO_", "HF_", "HOME", "HUGGINGFACE_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_",

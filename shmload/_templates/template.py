@@ -1,6 +1,6 @@
 """A template: a process that has imported the libraries once, and is copied for each program.
 
-`python TEMPLATE.pyc FOLDER KEY ...` runs `serve`. It imports the libraries, with a record of what
+`start` starts it; its program calls `serve`. It imports the libraries, with a record of what
 that did, and forks a spare. A caller connects and sends its call; the template hands it to the
 spare, forks the next one, and tells the caller of stops and of the end.
 
@@ -18,7 +18,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
@@ -33,7 +32,6 @@ from shmload._templates.stash import Stash
 IDLE_S = 1800.0
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN,
             signal.SIGTTOU, signal.SIGPIPE, signal.SIGXFSZ)  # fmt: skip
-_UCRED = struct.Struct("3i")
 _CALL_TIMEOUT_S = 5.0
 _THREADS_TIMEOUT_S = 5.0
 _MAX_LOST_SPARES = 3
@@ -182,7 +180,7 @@ class Template:
         channel.settimeout(_CALL_TIMEOUT_S)
         self._used = time.monotonic()
         try:
-            _, user, _ = _peer_of(channel)
+            _, user, _ = wire.peer_of(channel)
             found = wire.receive(channel) if user == os.geteuid() else None
             if found is None:
                 channel.close()
@@ -287,7 +285,7 @@ class Template:
         """Continue a caller that has stopped with its program."""
         channel = self._programs.get(pid)
         if channel:
-            caller, _, _ = _peer_of(channel)
+            caller, _, _ = wire.peer_of(channel)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(caller, signal.SIGCONT)
 
@@ -313,12 +311,6 @@ class Template:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         os._exit(0)
-
-
-def _peer_of(channel: socket.socket) -> tuple[int, int, int]:
-    """Return process, user and group of a caller, as when it connected."""
-    raw = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    return _UCRED.unpack(raw)
 
 
 def _is_gone(channel: socket.socket) -> bool:

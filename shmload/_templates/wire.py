@@ -7,6 +7,7 @@ packet that is no JSON object is a `ValueError`. Text that is not UTF-8 crosses 
 import json
 import os
 import socket
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ MAX_FDS = 250
 """Descriptors that one packet can carry; the kernel's limit is 253."""
 
 _MAX_NBYTES = 1 << 20
+_UCRED = struct.Struct("3i")
 
 
 def open_socket() -> socket.socket:
@@ -59,6 +61,12 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
             os.close(fd)
         raise
     return message, fds
+
+
+def peer_of(channel: socket.socket) -> tuple[int, int, int]:
+    """Return process, user and group of the other side, as when it connected or began to listen."""
+    raw = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return _UCRED.unpack(raw)
 
 
 def as_text(raw: bytes) -> str:

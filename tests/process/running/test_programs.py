@@ -225,7 +225,6 @@ def see(folder, environment):
         seen = Seen(ended)
         for field in ("out", "err"):
             text = _ADDRESS.sub("0x", getattr(seen, field).decode("latin-1"))
-            # Its finder is named on the page: it stands in front of the others.
             setattr(seen, field, text)
         return seen
 
