@@ -9,6 +9,7 @@ from benchmarks.figures import Figure
 from benchmarks.gpu_measures import GPU_MEASURES
 from benchmarks.many_measures import MANY_MEASURES, PROCESSES
 from benchmarks.measures import MEASURES
+from benchmarks.ready_measures import READY_MEASURES
 from benchmarks.service_measures import SERVICE_MEASURES
 from benchmarks.sources import Sources
 
@@ -29,7 +30,7 @@ class Suite:
     """Memory for the page cache, the segments or a private copy of them, and the rest."""
 
 
-SUITES = ("load", "service", "many", "gpu")
+SUITES = ("load", "ready", "service", "many", "gpu")
 
 
 def suite_of(name: str, sources: Sources) -> Suite:
@@ -56,6 +57,14 @@ def suite_of(name: str, sources: Sources) -> Suite:
             shm_nbytes=3e9,
             # diffusers alone needs a copy of the weights and an interpreter per process.
             memory_nbytes=PROCESSES * (2.14e9 + 0.4e9),
+        )
+    if name == "ready":
+        return Suite(
+            measures=READY_MEASURES,
+            sources=(sources.fp32,),
+            disk_nbytes=6e9,
+            shm_nbytes=3e9,
+            memory_nbytes=13e9,
         )
     return Suite(
         measures=MEASURES if name == "load" else SERVICE_MEASURES,

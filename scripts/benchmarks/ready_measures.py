@@ -1,0 +1,140 @@
+"""Programs that start with their pipeline: the figures of `scripts/bench ready`.
+
+A program is timed from the command to the line that says it is ready, from outside.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from benchmarks.bench import Bench
+from benchmarks.figures import Figure, Line, Target
+from benchmarks.programs import READY, Programs, programs_of
+from benchmarks.samples import Result, Sample
+
+_DTYPE = "bfloat16"
+_FIRST_LINES = 5  # a first line takes tens of milliseconds: take more rounds
+
+_SHMLOAD = f"""\
+import shmload
+pipeline = shmload.load_pipeline({{source!r}}, dtype="{_DTYPE}", keep=True)
+print({READY!r}, flush=True)
+"""
+_DIFFUSERS = f"""\
+import torch
+from diffusers import StableDiffusionPipeline
+pipeline = StableDiffusionPipeline.from_pretrained({{source!r}}, dtype=torch.{_DTYPE})
+print({READY!r}, flush=True)
+"""
+_FIRST_LINE = f"print({READY!r}, flush=True)\n"
+_PARALLEL = {"HF_ENABLE_PARALLEL_LOADING": "1"}
+
+
+def measure_ready(bench: Bench) -> list[Figure]:
+    """From the command to a pipeline ready to run, with weights in memory."""
+    with _programs(bench) as (programs, shmload, diffusers):
+        bench.processes.probe("warm", bench.sources.fp32, _DTYPE, None)
+        _prepare(programs, shmload)
+        ways: dict[str, Callable[[], Result]] = {
+            "shmload run": partial(programs.run, shmload),
+            "shmload under python": partial(programs.python, shmload),
+            "sequential": partial(programs.python, diffusers),
+            "parallel": partial(programs.python, diffusers, **_PARALLEL),
+        }
+        rounds = bench.measure(ways, bench.sources.fp32)
+    bench.evict()
+    ready = {way: rounds.sample(way, "ready_s") for way in ways}
+    best = min(("sequential", "parallel"), key=lambda way: ready[way].median)
+    lines = (
+        *(Line(label=way, sample=sample, unit="s") for way, sample in ready.items()),
+        Line(
+            label="shmload run, to its end",
+            sample=rounds.sample("shmload run", "wall_s"),
+            unit="s",
+        ),
+    )
+    return [
+        Figure(
+            name="ready",
+            what="`shmload run`, from the command to a pipeline: speed-up over from_pretrained",
+            sample=ready[best] / ready["shmload run"],
+            unit="x",
+            target=Target(30, is_least=True),
+            beside=lines,
+        ),
+        Figure(
+            name="ready-s",
+            what="`shmload run`, from the command to a pipeline",
+            sample=ready["shmload run"],
+            unit="s",
+            target=Target(0.25),
+        ),
+    ]
+
+
+def measure_first_line(bench: Bench) -> list[Figure]:
+    """The first line of a program that imports nothing."""
+    with _programs(bench) as (programs, _, _):
+        programs.warm_template()
+        ways: dict[str, Callable[[], Result]] = {
+            "shmload run": partial(programs.run, "-c", _FIRST_LINE),
+            "python": partial(programs.python, "-c", _FIRST_LINE),
+        }
+        rounds = bench.measure(ways, factor=_FIRST_LINES)
+    first = {way: rounds.sample(way, "ready_s").scaled(1e3) for way in ways}
+    wall = {way: rounds.sample(way, "wall_s").scaled(1e3) for way in ways}
+    return [
+        Figure(
+            name="first-line",
+            what="the first line of a program under `shmload run`, against `python -c`",
+            sample=first["shmload run"] / first["python"],
+            unit="x",
+            target=Target(2),
+            beside=(
+                *(Line(label=way, sample=sample, unit="ms") for way, sample in first.items()),
+                *_ends(wall),
+            ),
+        )
+    ]
+
+
+READY_MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
+    "ready": measure_ready,
+    "first-line": measure_first_line,
+}
+"""Measurements by their name for `--only`, in the order of the table."""
+
+
+@contextmanager
+def _programs(bench: Bench) -> Iterator[tuple[Programs, str, str]]:
+    """Yield a starter of programs, and the scripts that load with shmload and with diffusers."""
+    with (
+        tempfile.TemporaryDirectory(dir=bench.sources.work, prefix="scripts-") as folder,
+        programs_of(bench.processes) as programs,
+    ):
+        paths = []
+        for name, text in (("shmload_app.py", _SHMLOAD), ("diffusers_app.py", _DIFFUSERS)):
+            path = Path(folder, name)
+            path.write_text(text.format(source=str(bench.sources.fp32)))
+            paths.append(str(path))
+        yield programs, paths[0], paths[1]
+
+
+def _prepare(programs: Programs, script: str) -> None:
+    """Run a program until it has its skeleton, and the template all that the program imports.
+
+    A template that has met new imports restarts with them while nobody waits; the second run is
+    one of the new template.
+    """
+    programs.warm_template()
+    programs.run(script)
+    programs.warm_template()
+    programs.run(script)
+
+
+def _ends(wall: dict[str, Sample]) -> tuple[Line, ...]:
+    return tuple(
+        Line(label=f"{way}, to its end", sample=sample, unit="ms") for way, sample in wall.items()
+    )
