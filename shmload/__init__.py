@@ -17,11 +17,17 @@ if TYPE_CHECKING:
     from shmload._loading.plan import Action, Plan, ShardPlan
     from shmload._loading.state_dict import load_state_dict
     from shmload._loading.verbs import WarmReport, plan, view, warm
+    from shmload._loading.view_directory import restore_view_directory, view_directory
     from shmload._placement.placement import Placement
     from shmload._segments.grouping import Model
     from shmload._segments.listing import SegmentInfo, segments
     from shmload._segments.models import models
     from shmload._segments.pins import pin, unpin
+    from shmload._segments.standing_views import (
+        ViewDirectory,
+        remove_view_directory,
+        view_directories,
+    )
     from shmload._segments.upkeep import collect_garbage, evict, verify
     from shmload.integrations.diffusers import load_pipeline
     from shmload.integrations.handles import Handle, share
@@ -37,6 +43,7 @@ _HOMES = {
     "Plan": "shmload._loading.plan",
     "SegmentInfo": "shmload._segments.listing",
     "ShardPlan": "shmload._loading.plan",
+    "ViewDirectory": "shmload._segments.standing_views",
     "WarmReport": "shmload._loading.verbs",
     "collect_garbage": "shmload._segments.upkeep",
     "evict": "shmload._segments.upkeep",
@@ -46,12 +53,16 @@ _HOMES = {
     "models": "shmload._segments.models",
     "pin": "shmload._segments.pins",
     "plan": "shmload._loading.verbs",
+    "remove_view_directory": "shmload._segments.standing_views",
+    "restore_view_directory": "shmload._loading.view_directory",
     "segments": "shmload._segments.listing",
     "share": "shmload.integrations.handles",
     "to_device": "shmload.integrations.placing",
     "unpin": "shmload._segments.pins",
     "verify": "shmload._segments.upkeep",
     "view": "shmload._loading.verbs",
+    "view_directories": "shmload._segments.standing_views",
+    "view_directory": "shmload._loading.view_directory",
     "warm": "shmload._loading.verbs",
 }
 
@@ -63,6 +74,7 @@ __all__ = [
     "Plan",
     "SegmentInfo",
     "ShardPlan",
+    "ViewDirectory",
     "WarmReport",
     "collect_garbage",
     "evict",
@@ -72,12 +84,16 @@ __all__ = [
     "models",
     "pin",
     "plan",
+    "remove_view_directory",
+    "restore_view_directory",
     "segments",
     "share",
     "to_device",
     "unpin",
     "verify",
     "view",
+    "view_directories",
+    "view_directory",
     "warm",
 ]
 __all__ += errors.__all__

@@ -97,6 +97,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: Path = msgspec.field(default_factory=lambda: _user_cache_dir() / "shmload")
     """Where dtype rules of model classes, and skeletons, are cached."""
 
+    state_dir: Path = msgspec.field(default_factory=lambda: _user_state_dir() / "shmload")
+    """Where view directories are recorded."""
+
 
 @cache
 def settings() -> Settings:
@@ -216,6 +219,11 @@ def local_world_size() -> int:
 def _user_cache_dir() -> Path:
     """Return the directory of the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+
+
+def _user_state_dir() -> Path:
+    """Return the directory of the XDG base directory specification."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
 
 
 def worker_count(*, parent_is_busy: bool) -> int:

@@ -6,47 +6,20 @@ Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage, 130 in
 import logging
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import click
 
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
-from shmload._cli import doctor, placement, residents, serve, service, templates, top
+from shmload._cli import doctor, placement, residents, serve, service, templates, top, views
 from shmload._cli.completion import complete_paths
 from shmload._cli.output import as_json_option, is_of_output, print_json, print_page
+from shmload._cli.source_options import given, source_options
 from shmload._loading import progress
 from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
 
 _INTERRUPTED = 130  # as a shell counts: 128 + SIGINT
-
-
-def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that select parts of a source."""
-    for option in (
-        click.option(
-            "--dtype",
-            "dtypes",
-            multiple=True,
-            help="Such as bfloat16, or COMPONENT=float32 for one component; repeatable. auto is "
-            "each checkpoint's own dtype.",
-        ),
-        click.option("--variant", help="File variant, such as fp16."),
-        click.option(
-            "--component", "components", multiple=True, help="Only this component; repeatable."
-        ),
-        click.option("--subfolder", help="Directory in the source to read instead of its root."),
-        click.option(
-            "--weight-name",
-            multiple=True,
-            help="File to read in a directory of adapters, such as LoRAs; repeatable.",
-        ),
-        click.option("--revision", help="Branch, tag or commit of a hub id."),
-        click.option("--cache-dir", help="Hub cache directory, if not the default."),
-    ):
-        command = option(command)
-    return command
 
 
 class _Group(click.Group):
@@ -91,8 +64,8 @@ def main(context: click.Context, verbose: bool) -> None:
 
 
 @main.command()
-@click.argument("sources", nargs=-1, required=True, shell_complete=complete_paths)
-@_source_options
+@click.argument("sources", nargs=-1, shell_complete=complete_paths)
+@source_options
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
 @click.option(
     "--verify", is_flag=True, help="Recompute digests, also of segments that were resident before."
@@ -103,6 +76,12 @@ def main(context: click.Context, verbose: bool) -> None:
     metavar="TIME",
     help="How long the segments stay while no process uses them, such as 2h; or forever.",
 )
+@click.option(
+    "--views",
+    "with_views",
+    is_flag=True,
+    help="Also restore all view directories, as after a restart.",
+)
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @as_json_option
 def warm(
@@ -112,6 +91,7 @@ def warm(
     verify: bool,
     pin: bool,
     keep_for: str | None,
+    with_views: bool,
     quiet: bool,
     as_json: bool,
     **where: Any,
@@ -120,6 +100,8 @@ def warm(
 
     A source is a pipeline's or component's directory, a safetensors file, or a hub id.
     """
+    if not sources and not with_views:
+        raise click.UsageError("Missing argument 'SOURCES...': give some, or --views.")
     reports: list[object] = []
     dtype = dtype_by_component(dtypes)
     for source in sources:
@@ -132,7 +114,7 @@ def warm(
                 pin=pin,
                 keep_for=keep_for,
                 progress=False if quiet else None,
-                **_given(where),
+                **given(where),
             )
         except ShmloadError as exc:  # go on with the other sources
             if isinstance(exc, ArgumentError) and not isinstance(exc, UnknownComponent):
@@ -144,15 +126,20 @@ def warm(
         if as_json:
             continue
         click.echo(str(report))
+    restored = views.restore_views(workers, quiet=quiet) if with_views else []
     if as_json:
-        print_json("warm", reports=reports)
-    if any(isinstance(report, dict) for report in reports):
+        print_json("warm", reports=reports, views=restored)
+    else:
+        for view in restored:
+            if not isinstance(view, dict):
+                click.echo(str(view))
+    if any(isinstance(report, dict) for report in (*reports, *restored)):
         sys.exit(1)
 
 
 @main.command()
 @click.argument("source", shell_complete=complete_paths)
-@_source_options
+@source_options
 @click.option("--keep", is_flag=True, help="Plan for `warm` instead of `load_pipeline`.")
 @placement.placement_options
 @as_json_option
@@ -175,7 +162,7 @@ def plan(
         keep=keep,
         inventory=inventory,
         device_map=device_map,
-        **_given(where),
+        **given(where),
     )
     if as_json:
         sums = {"decode_nbytes": found.decode_nbytes, "resident_nbytes": found.resident_nbytes}
@@ -208,14 +195,10 @@ def add_service_commands() -> None:
         service.shutdown_command,
         doctor.doctor_command,
         templates.run_command,
+        views.view_command,
         templates.template_group,
     ):
         main.add_command(command)
-
-
-def _given(where: dict[str, Any]) -> dict[str, Any]:
-    """Return only the options that were given."""
-    return {name: value for name, value in where.items() if value}
 
 
 add_service_commands()

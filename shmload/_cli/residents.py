@@ -12,6 +12,7 @@ from shmload._segments.models import find_models
 from shmload._segments.pins import pinned_outdated
 from shmload._segments.selection import select
 from shmload._segments.upkeep import evict_segments, find_garbage
+from shmload._segments.view_register import views_by_segment
 from shmload._tables import printing
 from shmload._wording import count_of
 from shmload.errors import SegmentBusy
@@ -96,8 +97,10 @@ def remove_command(
     chosen = select(patterns, before, spare_shared=True)
     busy: SegmentBusy | None = None
     if dry_run:
-        removed = [info for info in chosen if not info.is_leased]
-        stays = [info.name for info in chosen if info.is_leased]
+        views = views_by_segment()
+        removed = [info for info in chosen if not info.is_leased and info.name not in views]
+        going = {info.name for info in removed}
+        stays = [info.name for info in chosen if info.name not in going]
     else:
         try:
             removed = evict_segments(chosen)
@@ -133,9 +136,14 @@ def collect_command(dry_run: bool, as_json: bool) -> None:
     parts = [amount_of(known)] if known or not others else []
     parts += [f"{count_of(others, 'leftover')} of killed processes"] if others else []
     click.echo(f"{'would remove' if dry_run else 'removed'} {' and '.join(parts)}")
+    views = views_by_segment()
     for model in find_models(pinned_outdated()):
         name = printing(model.full_name)
-        click.echo(f"{name}: pinned, so it stays, though its files have changed; see shmload unpin")
+        if any(info.name in views for info in model.segments):
+            why, remedy = "a view directory needs it", "`shmload warm --views`"
+        else:
+            why, remedy = "pinned", "shmload unpin"
+        click.echo(f"{name}: {why}, so it stays, though its files have changed; see {remedy}")
 
 
 @click.command("verify")

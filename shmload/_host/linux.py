@@ -287,6 +287,29 @@ def shm_total_nbytes() -> int:
     return found.f_blocks * found.f_frsize
 
 
+# Names -------------------------------------------------------------------------------------------
+
+
+def exchange_names(one: str, other: str) -> bool:
+    """Exchange two names of one file system in one step; return False if it cannot do that.
+
+    Raises:
+        OSError: one of them is not there, or may not be renamed.
+    """
+    # fcntl.h, linux/fs.h
+    at_fdcwd, rename_exchange = -100, 2
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # a C library without it
+        return False
+    if renameat2(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS):
+        return False
+    raise OSError(code, os.strerror(code), one, None, other)
+
+
 # The process and its kernel -----------------------------------------------------------------------
 
 

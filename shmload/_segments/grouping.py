@@ -57,6 +57,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the files on disk are still those that were decoded."""
     variant: str = ""
     """The variant of its files, such as `fp16`; empty for plain files."""
+    views: tuple[str, ...] = ()
+    """The view directories that need some of its segments."""
 
     @property
     def full_name(self) -> str:

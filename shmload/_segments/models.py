@@ -10,6 +10,7 @@ from shmload._segments.listing import SegmentInfo, amount_of, segments_by_lock
 from shmload._segments.roots import find_roots, shards_below
 from shmload._segments.unfinished import UnfinishedModel, find_decoding
 from shmload._segments.users import User, find_users, name_users
+from shmload._segments.view_register import views_by_segment
 from shmload._tables import Cell, Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes, format_time
 
@@ -22,6 +23,7 @@ _TITLES = (
     "LAST USED",
     "PINNED",
     "EXPIRES",
+    "VIEWS",
     "COMPONENTS",
 )
 
@@ -76,9 +78,17 @@ def models() -> Models:
         msgspec.structs.replace(info, is_leased=True) if info.name in users else info
         for info in found
     ]
+    views = views_by_segment()
     return Models(
-        find_models(seen, users), find_decoding(info.source for info in found if info.source)
+        (_with_views(model, views) for model in find_models(seen, users)),
+        find_decoding(info.source for info in found if info.source),
     )
+
+
+def _with_views(model: Model, views: Mapping[str, tuple[str, ...]]) -> Model:
+    """Add the view directories that need some of its segments."""
+    found = sorted({each for info in model.segments for each in views.get(info.name, ())})
+    return msgspec.structs.replace(model, views=tuple(found)) if found else model
 
 
 def find_models(
@@ -105,6 +115,7 @@ def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
         "ID": with_ids,
         "PINNED": any(model.pinned_segments for model in listed),
         "EXPIRES": any(_expiry(model, now) != "-" for model in listed),
+        "VIEWS": any(model.views for model in listed),
         "COMPONENTS": any(model.components for model in listed),
     }
     titles = tuple(title for title in _TITLES if are_shown.get(title, True))
@@ -130,6 +141,7 @@ def _row(model: Model, now: float) -> list[str | Cell]:
         "now" if model.is_leased else format_age(now - model.used_at),
         pinned,
         _expiry(model, now),
+        _views(model),
         _components(model),
     ]
 
@@ -143,6 +155,14 @@ def _components(model: Model) -> Cell:
         return Cell(", ".join(model.components), short=count)
     text = f"{', '.join(model.components)} (not {', '.join(model.absent)})"
     return Cell(text, short=f"{count} of {len(model.components) + len(model.absent)}")
+
+
+def _views(model: Model) -> Cell:
+    """Write the first view directory that needs a model, and how many more there are."""
+    if not model.views:
+        return Cell("-")
+    more = f" +{len(model.views) - 1}" if len(model.views) > 1 else ""
+    return Cell(model.views[0] + more, short=str(len(model.views)))
 
 
 def _expiry(model: Model, now: float) -> str:

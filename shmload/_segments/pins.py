@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from shmload._segments.listing import SegmentInfo, Segments, segments_by_lock
+from shmload._segments.protection import note_pins
 from shmload._segments.removal import give_back
 from shmload._segments.segment import Segment, attach
 from shmload._segments.selection import select
-from shmload.errors import ArgumentError
+from shmload._segments.view_register import views_by_segment
+from shmload.errors import ArgumentError, SegmentProtected
+
+_Patterns = Sequence[str | os.PathLike[str]]
 
 
 def pin(*patterns: str | os.PathLike[str]) -> Segments:
@@ -29,13 +33,16 @@ def pin(*patterns: str | os.PathLike[str]) -> Segments:
         SegmentNotFound: a pattern matches nothing; `warm(pin=True)` decodes and pins a source.
         AmbiguousName: a pattern is a part of several models' names.
     """
-    return _mark("pin", patterns, Segment.pin, is_pinned=True)
+    pinned = _change(select(_some(patterns, "pin")), Segment.pin, is_pinned=True)
+    note_pins((info.name for info in pinned), are_pinned=True)
+    return pinned
 
 
 def unpin(*patterns: str | os.PathLike[str]) -> Segments:
     """Undo `pin`: the segments stay resident, and may be evicted to make room.
 
-    Segments that a model shares with another pinned model are unpinned too.
+    Segments that a model shares with another pinned model are unpinned too. Those that a view
+    directory needs stay pinned until that is removed.
 
     Args:
         patterns: as for `evict`.
@@ -46,8 +53,17 @@ def unpin(*patterns: str | os.PathLike[str]) -> Segments:
     Raises:
         ArgumentError: no pattern is given.
         SegmentNotFound, AmbiguousName: as `pin`.
+        SegmentProtected: some stay pinned for a view directory; the others are unpinned.
     """
-    return _mark("unpin", patterns, Segment.unpin, is_pinned=False)
+    chosen = select(_some(patterns, "unpin"))
+    protected = note_pins((info.name for info in chosen), are_pinned=False)
+    unpinned = _change(
+        (info for info in chosen if info.name not in protected), Segment.unpin, is_pinned=False
+    )
+    if protected:
+        directories = sorted({each for several in protected.values() for each in several})
+        raise SegmentProtected(sorted(protected), directories)
+    return unpinned
 
 
 def move_pins(to: Iterable[Segment], *, are_pinned: bool = True) -> list[str]:
@@ -60,7 +76,8 @@ def move_pins(to: Iterable[Segment], *, are_pinned: bool = True) -> list[str]:
     Returns:
         The names of the segments that lost their pins: `gc` removes them.
     """
-    outdated = pinned_outdated()
+    protected = views_by_segment()
+    outdated = [info for info in pinned_outdated() if info.name not in protected]
     lost = []
     for segment in to if outdated else ():
         header = segment.read_metadata()
@@ -90,17 +107,17 @@ def _change_one(name: str, mark: Callable[[Segment], None]) -> bool:
     return True
 
 
-def _mark(
-    verb: str,
-    patterns: Sequence[str | os.PathLike[str]],
-    mark: Callable[[Segment], None],
-    *,
-    is_pinned: bool,
-) -> Segments:
+def _some(patterns: _Patterns, verb: str) -> _Patterns:
     if not patterns:
         raise ArgumentError(f"{verb}() needs the names or sources of what to {verb}")
+    return patterns
+
+
+def _change(
+    chosen: Iterable[SegmentInfo], mark: Callable[[Segment], None], *, is_pinned: bool
+) -> Segments:
     return Segments(
         msgspec.structs.replace(info, is_pinned=is_pinned, is_shared=False)
-        for info in select(patterns)
+        for info in chosen
         if _change_one(info.name, mark)  # else it went meanwhile
     )

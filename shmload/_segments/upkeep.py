@@ -11,11 +11,13 @@ from shmload._segments.metadata import read_digest
 from shmload._segments.models import find_models
 from shmload._segments.names import part_names
 from shmload._segments.pids import users_of
+from shmload._segments.protection import find_unsettled, settle_leftovers
 from shmload._segments.removal import give_back, is_free, remove_idle, remove_leftovers
 from shmload._segments.segment import Segment, attach
 from shmload._segments.selection import select
 from shmload._segments.variables import holders_of
 from shmload._segments.view import dead_views
+from shmload._segments.view_register import views_by_segment
 from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt
 
 
@@ -80,7 +82,7 @@ def evict(*patterns: str | os.PathLike[str]) -> Segments:
         ArgumentError: no pattern is given.
         SegmentNotFound: a pattern matches nothing.
         AmbiguousName: a pattern is a part of several models' names.
-        SegmentBusy: some are in use; the others are removed.
+        SegmentBusy: some are in use, by a process or a view directory; the others are removed.
     """
     if not patterns:
         raise ArgumentError("evict() needs the names or sources of what to remove")
@@ -96,12 +98,14 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
     Raises:
         SegmentBusy: some are in use; the others are removed.
     """
-    look = remove_idle([info.name for info in chosen])
+    known = views_by_segment()
+    views = {info.name: known[info.name] for info in chosen if info.name in known}
+    look = remove_idle([info.name for info in chosen if info.name not in views])
     removed = Segments(info for info in chosen if info.name in look.idle)
     busy = [*look.used, *look.locked]
-    if busy:
-        known = users_of(busy)
-        pids = {name: known.get(name, set()) for name in busy}
+    if busy or views:
+        used = users_of(busy)
+        pids = {name: used.get(name, set()) for name in busy}
         mine = [name for name, by in pids.items() if os.getpid() in by]
         called = {
             info.name: model.full_name for model in find_models(chosen) for info in model.segments
@@ -113,6 +117,7 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
             held and held.variables,
             called,
             held.remedy if held else "",
+            views,
         )
     return removed
 
@@ -122,15 +127,17 @@ def collect_garbage() -> list[str]:
 
     These are parts whose builder died, views whose process died, and segments that no process uses
     and that were shared, or whose shard has changed or is gone, or whose time is over
-    (`warm(keep_for=)`). Pinned segments stay: their disk may only be away for a while.
+    (`warm(keep_for=)`). Pinned segments stay: their disk may only be away for a while. What a dead
+    process left of a view directory is finished or undone.
 
     Returns:
         The names that were removed.
     """
+    settled = settle_leftovers()  # first: it lets segments go
     outdated = [info.name for info in segments_by_lock() if not info.is_current]
     # Under the lock: it may have been pinned meanwhile.
     gone = remove_idle(outdated, condition=lambda segment: not segment.is_pinned).idle
-    return [*gone, *remove_expired(), *remove_leftovers()]
+    return [*gone, *remove_expired(), *remove_leftovers(), *settled]
 
 
 def find_garbage() -> list[str]:
@@ -142,4 +149,5 @@ def find_garbage() -> list[str]:
         info.name for info in segments() if may_go(info) and (info.is_shared or not info.is_current)
     ]
     expired = [name for name in find_expired() if name not in unused]
-    return [*unused, *expired, *filter(is_free, part_names()), *dead_views()]
+    parts = filter(is_free, part_names())
+    return [*unused, *expired, *parts, *dead_views(), *find_unsettled()]

@@ -47,7 +47,7 @@ class View:
         self.folder = SHM_DIR / make_view_name()
         self._lock = Descriptor(-1)
         self._made: list[Path] = []
-        root = _absolute(root)
+        root = absolute(root)
         try:
             self._make_folder(self.folder)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -55,7 +55,7 @@ class View:
             try_lock(self._lock.fd, exclusive=True)
             os.fchmod(self._lock.fd, 0o700 | _MARK)
             # A relative target would be resolved from the view's own directory.
-            paths = {_absolute(path): _absolute(to) for path, to in files.items()}
+            paths = {absolute(path): absolute(to) for path, to in files.items()}
             self.path = self._link(root, paths)
         except BaseException as exc:
             self.close()
@@ -95,7 +95,7 @@ class View:
                     self._mirror(path, link, files)
                 elif path in files:
                     self._make_link(link.with_name(name_as_safetensors(entry.name)), files[path])
-                elif _is_index_of_renamed(path, files):
+                elif is_index_of_renamed(path, files):
                     index = renamed_index(path, name_as_safetensors)
                     self._write(link.with_name(name_as_safetensors(entry.name)), index)
                 elif entry.name not in renamed:
@@ -152,12 +152,12 @@ def remove_dead_views() -> list[str]:
     return list(filter(_remove_if_dead, view_names()))
 
 
-def _absolute(path: Path) -> Path:
+def absolute(path: Path) -> Path:
     """Return the absolute path, with links in it unresolved."""
     return Path(os.path.abspath(path))
 
 
-def _is_index_of_renamed(path: Path, files: Mapping[Path, Path]) -> bool:
+def is_index_of_renamed(path: Path, files: Mapping[Path, object]) -> bool:
     """Tell whether an index lists replaced files, which have other names in the view."""
     if ".index." not in path.name or name_as_safetensors(path.name) == path.name:
         return False

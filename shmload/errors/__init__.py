@@ -58,11 +58,17 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   ├── NodeTimeout (TimeoutError)
     │   └── NodeFailed
     ├── TemplateUnavailable
+    ├── ViewError
+    │   ├── ViewRefused (FileExistsError)
+    │   ├── ViewNotFound (FileNotFoundError)
+    │   ├── ViewUnwritable (OSError)
+    │   └── ViewBusy (TimeoutError)
     └── SegmentError
         ├── SegmentNotFound (KeyError)
         ├── AmbiguousName (ValueError)
         ├── SegmentBusy
         ├── SegmentCorrupt
+        ├── SegmentProtected
         ├── SegmentRemoved
         ├── SegmentUntrusted
         └── SegmentTimeout (TimeoutError)
@@ -136,6 +142,14 @@ from shmload.errors.service import (
     SocketUnusable,
     TemplateUnavailable,
 )
+from shmload.errors.views import (
+    SegmentProtected,
+    ViewBusy,
+    ViewError,
+    ViewNotFound,
+    ViewRefused,
+    ViewUnwritable,
+)
 from shmload.errors.workers import (
     ProtocolError,
     WorkerDied,
@@ -181,6 +195,7 @@ __all__ = [
     "SegmentCorrupt",
     "SegmentError",
     "SegmentNotFound",
+    "SegmentProtected",
     "SegmentRemoved",
     "SegmentTimeout",
     "SegmentUntrusted",
@@ -203,6 +218,11 @@ __all__ = [
     "UnknownComponent",
     "UnknownDtype",
     "UnknownModule",
+    "ViewBusy",
+    "ViewError",
+    "ViewNotFound",
+    "ViewRefused",
+    "ViewUnwritable",
     "WorkerDied",
     "WorkerError",
     "WorkerFailed",

@@ -1,5 +1,6 @@
 """The errors of segments."""
 
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shmload._wording import name_processes, nearest
@@ -41,7 +42,7 @@ class AmbiguousName(SegmentError, ValueError):
 
 
 class SegmentBusy(SegmentError):
-    """A process still has a lease on a segment, or maps it, so the segment was not removed.
+    """A process or a view directory still uses a segment, so the segment was not removed.
 
     Attributes:
         names: names of the segments that are in use.
@@ -55,6 +56,7 @@ class SegmentBusy(SegmentError):
         variables: as the attribute.
         models: what to call the segments' models, by segment.
         dropping: how to drop what holds them in this process; empty if that is not known.
+        views: the view directories that need each segment, by its name.
     """
 
     def __init__(
@@ -64,23 +66,33 @@ class SegmentBusy(SegmentError):
         variables: Sequence[str] | None = None,
         models: Mapping[str, str] | None = None,
         dropping: str = "",
+        views: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        self.names = tuple(pids)
+        views = views or {}
+        self.names = (*pids, *(name for name in views if name not in pids))
         self.removed = tuple(removed)
         by_model: dict[str, set[int]] = {}
         for name, by in pids.items():
             by_model.setdefault((models or {}).get(name, name), set()).update(by)
-        held = (f"{name} by {name_processes(by)}" for name, by in by_model.items())
+        held = [f"{name} by {name_processes(by)}" for name, by in by_model.items()]
+        by_view: dict[str, set[str]] = {}
+        for name, directories in views.items():
+            by_view.setdefault((models or {}).get(name, name), set()).update(directories)
+        for name, of_model in by_view.items():
+            noun = "directory" if len(of_model) == 1 else "directories"
+            held.append(f"{name} by the view {noun} {', '.join(sorted(of_model))}")
         self.variables = None if variables is None else tuple(variables)
         rest = f" ({len(self.removed)} removed)" if self.removed else ""
-        remedy = "end that process, or evict later"
+        remedies = ["end that process, or evict later"] if pids else []
         if self.variables is not None:
             # Pipelines refer to themselves: a dropped one stays until a collection.
-            remedy = (
+            remedies = [
                 f"in this process {dropping or 'drop the models'}, then call `gc.collect()` and "
                 "evict again"
-            )
-        super().__init__(f"still in use: {', '.join(held)}; {remedy}{rest}")
+            ]
+        for directory in sorted({each for several in views.values() for each in several}):
+            remedies.append(f"`shmload view --remove {shlex.quote(directory)}`")
+        super().__init__(f"still in use: {', '.join(held)}; {', or '.join(remedies)}{rest}")
 
 
 class SegmentCorrupt(SegmentError):

@@ -26,6 +26,7 @@ _KINDS = {
     User: "user",
     UnfinishedModel: "unfinishedmodel",
     shmload.WarmReport: "report",
+    shmload.ViewDirectory: "viewdirectory",
     shmload.Plan: "plan",
     shmload.ShardPlan: "shard",
     LeftOut: "leftout",
@@ -54,7 +55,7 @@ def compare(page, section, answer):
     """Compare an object of an answer with its section, and the objects in it with theirs."""
     fields = page[section]
     if "error" in answer:
-        assert answer.keys() == {"source", "error"}
+        assert answer.keys() in ({"source", "error"}, {"directory", "error"})
     else:
         wanted = answer.keys() | (fields.keys() & _OPTIONAL)
         assert fields.keys() == wanted, f"docs/json.md, section {section}: other fields"
@@ -87,7 +88,7 @@ def ask(page, capsys):
 
 @pytest.mark.parametrize("kind", _KINDS, ids=lambda kind: kind.__name__)
 def test_every_field_of_an_answer_has_a_line(page, kind):
-    more = {"error"} if kind is shmload.WarmReport else set()
+    more = {"error"} if kind in (shmload.WarmReport, shmload.ViewDirectory) else set()
     assert page[_KINDS[kind]].keys() == {*kind.__struct_fields__} | more
 
 
@@ -118,6 +119,21 @@ def test_answers_about_what_is_resident(ask, checkpoint, folder, child):
     assert len(ask("rm", "--dry-run", folder)["removed"]) == 3
     assert ask("gc", "--dry-run")["removed"] == ask("gc")["removed"] != []
     assert len(ask("rm", "--all")["removed"]) == 3
+
+
+def test_answers_about_view_directories(ask, folder, tmp_path, configure):
+    configure(state_dir=tmp_path / "state")
+    made = ask("view", folder, "--dtype", "bfloat16", "--dir", tmp_path / "view", "--quiet")
+    assert made["views"] == ask("view", "--list")["views"] == ask("warm", "--views")["views"]
+    assert ask("ls")["models"][0]["views"] == [str(tmp_path / "view")]
+    assert len(ask("rm", "--dry-run", "--all")["in_use"]) == 3
+    (folder / "config.json").unlink()
+    for shard in folder.glob("*.safetensors*"):
+        shard.unlink()
+    assert [*ask("warm", "--views", expected=1)["views"][0]] == ["directory", "error"]
+    assert ask("view", "--remove", tmp_path / "view")["removed"] == [
+        {**made["views"][0], "state": "changed"}
+    ]
 
 
 def test_answers_of_and_without_a_service(ask, service, shards):

@@ -1,0 +1,38 @@
+"""The options that select parts of a source."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+
+def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that select parts of a source."""
+    for option in (
+        click.option(
+            "--dtype",
+            "dtypes",
+            multiple=True,
+            help="Such as bfloat16, or COMPONENT=float32 for one component; repeatable. auto is "
+            "each checkpoint's own dtype.",
+        ),
+        click.option("--variant", help="File variant, such as fp16."),
+        click.option(
+            "--component", "components", multiple=True, help="Only this component; repeatable."
+        ),
+        click.option("--subfolder", help="Directory in the source to read instead of its root."),
+        click.option(
+            "--weight-name",
+            multiple=True,
+            help="File to read in a directory of adapters, such as LoRAs; repeatable.",
+        ),
+        click.option("--revision", help="Branch, tag or commit of a hub id."),
+        click.option("--cache-dir", help="Hub cache directory, if not the default."),
+    ):
+        command = option(command)
+    return command
+
+
+def given(where: dict[str, Any]) -> dict[str, Any]:
+    """Return only the options that were given."""
+    return {name: value for name, value in where.items() if value}

@@ -1,0 +1,302 @@
+"""View directories: they look like a source, and stay; their weights are links to segments."""
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from shmload._checkpoints.dtypes import AUTO, TORCH_NAMES, parse_dtype
+from shmload._checkpoints.left_out import find_left_out
+from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.wanted import Hub, Wanted, require_bools
+from shmload._host.linux import SHM_DIR
+from shmload._loading.complete import complete_load
+from shmload._loading.load import Load
+from shmload._loading.progress import Callback, Progress
+from shmload._loading.sources import find_with_rules, require_read
+from shmload._loading.view_layout import ViewLayout, lay_out_view
+from shmload._segments.protection import adopt, forget, protect, protect_again, settle
+from shmload._segments.segment import Stay
+from shmload._segments.standing_views import ViewDirectory, describe_view, known_view
+from shmload._segments.view_folder import (
+    is_intact,
+    put_in_place,
+    read_marker,
+    stage,
+    staging_for,
+)
+from shmload._segments.view_register import (
+    ViewArguments,
+    ViewEntry,
+    ViewRecord,
+    changing_view,
+    read_entry,
+)
+from shmload._settings import settings
+from shmload.errors import ArgumentError, ViewRefused
+
+logger = logging.getLogger(__name__)
+
+
+def view_directory(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    dtype: object = None,
+    components: Collection[str] | None = None,
+    variant: str | None = None,
+    replace: bool = False,
+    workers: int | None = None,
+    verify: bool = False,
+    progress: Callback | bool | None = None,
+    **hub_kwargs: Any,
+) -> ViewDirectory:
+    """Make a directory that looks like the source, whose weights lie decoded in shared memory.
+
+    It stays, for programs that know nothing of shmload and take a path. Its weights are links to
+    resident segments, which are pinned as long as the directory is there. Small files are copied,
+    the others linked. The user's state directory records it: `restore_view_directory` decodes the
+    weights again after a restart.
+
+    A second call with the same arguments changes nothing, unless the source has changed: the
+    directory is then built anew beside the old one, which it replaces in one step.
+
+    Args:
+        source: as for `warm`.
+        directory: where to make it; what is there must be a view directory of the same arguments.
+            Directories above it are made.
+        dtype: as for `view`.
+        components: as for `warm`.
+        variant: as for `warm`.
+        replace: put it in the place of a view directory of other arguments.
+        workers: as for `warm`.
+        verify: as for `warm`.
+        progress: as for `load_state_dict`.
+        hub_kwargs: as for `warm`.
+
+    Returns:
+        What was made, or was there.
+
+    Raises:
+        ArgumentError: the directory lies in the source, or the source in it or in another view
+            directory.
+        ViewRefused: there is something else at its place.
+        ViewBusy: another process makes or removes it, for longer than `SHMLOAD_WAIT_TIMEOUT_S`.
+        ViewUnwritable: it, or the record of it, cannot be written.
+        SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError, CapacityError, WorkerError,
+        SegmentError: as `warm`; at the place is what was there before.
+    """
+    require_bools(replace=replace, verify=verify)
+    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=view_directory)
+    place = _place_of(directory)
+    arguments = _arguments(wanted)
+    with changing_view(place, settings().wait_timeout_s):
+        entry, moved_from = _find_standing(place)
+        if not replace:
+            _require_same(entry, arguments)
+        with Progress(progress, wanted.title) as counter, contextlib.ExitStack() as ending:
+            found, rules = find_with_rules(wanted, counter.steps, may_be_unread=True)
+            require_read(found, wanted)
+            _require_apart(found, place)
+            ending.callback(settle, place)  # last: also if the load fails
+            load = ending.enter_context(
+                complete_load(
+                    found,
+                    rules,
+                    stay=Stay.RESIDENT,
+                    workers=workers,
+                    verify=verify,
+                    progress=counter,
+                )
+            )
+            names = {plan.path: plan.segment for plan in load.holdings.plans}
+            layout = lay_out_view(found, names, rules)
+            _stand(entry, arguments, layout, load)
+        if moved_from:
+            _forget_moved(moved_from, place)
+        for each in find_left_out(found, wanted.variant):
+            logger.info("%s: linked as it is: %s", wanted.source, each)
+        return describe_view(read_entry(place))
+
+
+def restore_view_directory(
+    directory: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    progress: Callback | bool | None = None,
+) -> ViewDirectory:
+    """Decode the weights of a view directory again after a restart, as `view_directory` has done.
+
+    It also follows a changed source, and makes the directory again if it is gone.
+
+    Args:
+        directory: of the view.
+        workers: as for `warm`.
+        progress: as for `load_state_dict`.
+
+    Raises:
+        ViewNotFound: there is no such view directory.
+        As `view_directory`.
+    """
+    place = _place_of(directory)
+    entry = known_view(place)
+    record = entry.standing or entry.pending
+    assert record is not None
+    given = msgspec.structs.asdict(record.arguments)
+    names = given.pop("weight_name")
+    return view_directory(
+        given.pop("source"),
+        place,
+        workers=workers,
+        progress=progress,
+        weight_name=list(names) or None,
+        **given,
+    )
+
+
+def _stand(entry: ViewEntry, arguments: ViewArguments, layout: ViewLayout, load: Load) -> None:
+    """Make the directory, unless it is there as it should be; pin its segments in any case."""
+    held = load.holdings.segments()
+    stamps = {path: copied.stamp for path, copied in layout.copies.items()}
+    standing = entry.standing
+    if (
+        standing
+        and (standing.arguments, standing.links, standing.copies)
+        == (arguments, layout.links, stamps)
+        and is_intact(standing)
+    ):
+        protect_again(entry, held)
+        return
+    record = ViewRecord(
+        directory=entry.directory,
+        arguments=arguments,
+        build=secrets.token_hex(8),
+        made_at=time.time(),
+        segments=tuple(sorted(segment.name for segment in held)),
+        nbytes=sum(segment.nbytes for segment in held),
+        links=layout.links,
+        copies=stamps,
+    )
+    staging = staging_for(entry.directory)
+    protect(record, staging, held)
+    stage(staging, record, layout.copies)
+    put_in_place(staging, entry.directory)
+
+
+def _find_standing(place: str) -> tuple[ViewEntry, str]:
+    """Return the entry of a place, with nothing under way, and where its directory was before.
+
+    Raises:
+        ViewRefused: something else is there.
+    """
+    entry = settle(place)
+    if not os.path.lexists(place):
+        return entry, ""
+    here = read_marker(place)
+    if here is None:
+        raise ViewRefused(place, "it is there, and no view directory; choose another place")
+    moved_from = here.directory if here.directory != place else ""
+    if not entry.standing or entry.standing.build != here.build:
+        entry = adopt(entry, here)
+    return entry, moved_from
+
+
+def _forget_moved(old: str, new: str) -> None:
+    """Forget the place that a directory was moved from; if it was copied, both are kept."""
+    with changing_view(old, settings().wait_timeout_s):
+        entry = settle(old)
+        if entry.standing and not read_marker(old):
+            logger.warning("%s was moved to %s", old, new)
+            forget(entry)
+
+
+def _require_same(entry: ViewEntry, arguments: ViewArguments) -> None:
+    """Refuse another view at the place of one.
+
+    Raises:
+        ViewRefused: the arguments differ.
+    """
+    if not entry.standing or entry.standing.arguments == arguments:
+        return
+    before = msgspec.to_builtins(entry.standing.arguments)
+    now = msgspec.to_builtins(arguments)
+    differing = ", ".join(
+        f"{name} {before.get(name)!r} instead of {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    )
+    raise ViewRefused(
+        entry.directory,
+        f"it is a view directory of {differing}; to replace it, `shmload view --replace`",
+    )
+
+
+def _require_apart(found: Source, place: str) -> None:
+    """Refuse a directory in its source, or a source that is a view directory.
+
+    Raises:
+        ArgumentError: it is one.
+    """
+    root = os.path.realpath(found.root)
+    if _is_in(place, root) or _is_in(root, place):
+        raise ArgumentError(f"{place} and its source {root} lie in one another; choose another")
+    shards = (shard for checkpoint in found.checkpoints for shard in checkpoint.shards)
+    if any(os.path.realpath(shard).startswith(f"{SHM_DIR}{os.sep}shmload-") for shard in shards):
+        raise ArgumentError(f"{found.given} is a view directory itself; give what it was made of")
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _place_of(directory: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a directory, without links.
+
+    Raises:
+        ArgumentError: no file can have this name, or a register cannot name it.
+    """
+    given = os.fspath(directory)
+    if not isinstance(given, str) or not given:
+        raise ArgumentError(f"directory is {directory!r}; give a path")
+    try:
+        place = os.path.realpath(os.path.expanduser(given))
+        place.encode()
+    except ValueError as exc:  # a zero byte, or bytes that are not UTF-8
+        raise ArgumentError(f"directory is {given!r}; give a path in UTF-8") from exc
+    return place
+
+
+def _arguments(wanted: Wanted) -> ViewArguments:
+    """Return what a view is made of in a form that can be compared and written."""
+    hub: Hub = wanted.hub
+    source = os.fspath(wanted.source)
+    return ViewArguments(
+        source=os.path.abspath(source) if os.path.exists(source) else source,
+        dtype=_dtype_names(wanted.dtype),
+        components=None if wanted.components is None else tuple(sorted(set(wanted.components))),
+        variant=wanted.variant,
+        subfolder=hub.subfolder,
+        weight_name=tuple(sorted(hub.weight_names)),
+        revision=hub.revision,
+        cache_dir=None if hub.cache_dir is None else os.path.abspath(hub.cache_dir),
+    )
+
+
+def _dtype_names(dtype: object) -> str | dict[str, str] | None:
+    """Return torch's names of a wanted dtype.
+
+    Raises:
+        UnknownDtype: a name is not that of a dtype.
+    """
+    if isinstance(dtype, Mapping):
+        return {str(name): _dtype_name(each) for name, each in sorted(dtype.items())}
+    return None if dtype is None else _dtype_name(dtype)
+
+
+def _dtype_name(dtype: object) -> str:
+    return AUTO if dtype == AUTO else TORCH_NAMES[parse_dtype(dtype)]

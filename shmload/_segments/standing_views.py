@@ -1,0 +1,188 @@
+"""The view directories of this user: listed, and removed."""
+
+import os
+import time
+from typing import Literal
+
+import msgspec
+
+from shmload._segments.listing import segments_by_lock
+from shmload._segments.protection import adopt, begin_removal, settle
+from shmload._segments.view_folder import read_marker, staging_for
+from shmload._segments.view_register import (
+    ViewEntry,
+    changing_view,
+    read_entry,
+    view_entries,
+)
+from shmload._settings import settings
+from shmload._tables import Cell, Listing, Page, Printable, Table
+from shmload._wording import count_of, format_age, format_nbytes
+from shmload.errors import ViewNotFound
+
+State = Literal["ready", "empty", "changed", "gone", "being made"]
+_STYLES = {"ready": "green", "being made": ""}
+
+
+class ViewDirectory(Printable, msgspec.Struct, frozen=True, kw_only=True):
+    """A directory that looks like a source, and whose weights are links to resident segments."""
+
+    directory: str
+    """Absolute, without links."""
+    source: str
+    """An absolute path, or the id of a model on the hub."""
+    dtype: str | dict[str, str] | None
+    """torch's name of the dtype that was asked for, or these by component; None for that of the
+    files."""
+    components: tuple[str, ...] | None
+    """The components whose weights it shares; None for all."""
+    variant: str | None
+    """The variant that was asked for."""
+    segments: tuple[str, ...]
+    """Names of its segments."""
+    nbytes: int
+    """Total size of its segments, in bytes."""
+    made_at: float
+    """When it was built, in seconds since the epoch."""
+    state: State
+    """`ready`; `empty`: segments are missing, since a restart; `changed`: the source has changed
+    since; `gone`: the directory was moved or deleted; or `being made`."""
+
+    def page(self) -> Page:
+        """Return a line for it."""
+        amount = f"{format_nbytes(self.nbytes)} in {count_of(len(self.segments), 'segment')}"
+        return Page((f"{self.directory}: {self.state}, {self.title}, {amount}",))
+
+    @property
+    def title(self) -> str:
+        """Its source and dtype, for people."""
+        if isinstance(self.dtype, dict):
+            dtype = ", ".join(f"{name}={each}" for name, each in self.dtype.items())
+        else:
+            dtype = self.dtype or "as stored"
+        variant = f":{self.variant}" if self.variant else ""
+        return f"{self.source}{variant} ({dtype})"
+
+
+class ViewDirectories(Listing[ViewDirectory]):
+    """The view directories, as a list that is printed as a table."""
+
+    def page(self) -> Page:
+        """Return a row for each, and what to do about those that are not ready."""
+        rows = [
+            (
+                each.directory,
+                Cell(each.state, _STYLES.get(each.state, "yellow")),
+                format_nbytes(each.nbytes),
+                format_age(time.time() - each.made_at),
+                each.title,
+            )
+            for each in self
+        ]
+        titles = ("DIRECTORY", "STATE", "SIZE", "MADE", "SOURCE")
+        remedies = [
+            f"{each.directory}: {remedy}" for each in self if (remedy := _remedy(each.state))
+        ]
+        table = [Table(titles=titles, rows=rows, right=(2,), cut=4)] if rows else []
+        return Page((*table, count_of(len(self), "view directory", "view directories"), *remedies))
+
+
+def _remedy(state: State) -> str:
+    return {
+        "empty": "its weights are not resident: `shmload warm --views`",
+        "changed": "its source has changed: `shmload warm --views`",
+        "gone": "it was moved or deleted: `shmload view SOURCE --dir NEW` for the new place, "
+        "`shmload warm --views` to make it again, or `shmload view --remove` to forget it",
+    }.get(state, "")
+
+
+def view_directories() -> ViewDirectories:
+    """List this user's view directories, in the order of their paths.
+
+    Printed, and in a notebook, the list is the table of `shmload view --list`.
+    """
+    current = {info.name: info.is_current for info in segments_by_lock()}
+    return ViewDirectories(_describe(entry, current) for entry in view_entries())
+
+
+def describe_view(entry: ViewEntry) -> ViewDirectory:
+    """Describe one view directory."""
+    return _describe(entry, {info.name: info.is_current for info in segments_by_lock()})
+
+
+def _describe(entry: ViewEntry, current: dict[str, bool]) -> ViewDirectory:
+    record = entry.standing or entry.pending
+    assert record is not None, "an entry without either is not written"
+    arguments = record.arguments
+    return ViewDirectory(
+        directory=entry.directory,
+        source=arguments.source,
+        dtype=arguments.dtype,
+        components=arguments.components,
+        variant=arguments.variant,
+        segments=record.segments,
+        nbytes=record.nbytes,
+        made_at=record.made_at,
+        state=_state(entry, current),
+    )
+
+
+def _state(entry: ViewEntry, current: dict[str, bool]) -> State:
+    record = entry.standing
+    if record is None:
+        return "being made"
+    here = read_marker(entry.directory)
+    if not here or here.build != record.build:
+        return "being made" if entry.staging else "gone"
+    if not all(name in current for name in record.segments):
+        return "empty"
+    return "ready" if all(current[name] for name in record.segments) else "changed"
+
+
+def known_view(directory: str) -> ViewEntry:
+    """Return the entry of a view directory, or that of one which the register does not know.
+
+    Args:
+        directory: absolute, without links.
+
+    Raises:
+        ViewNotFound: it is none.
+    """
+    entry = read_entry(directory)
+    here = read_marker(directory)
+    if not entry.standing and not entry.staging and here:
+        return ViewEntry(directory=directory, standing=here)
+    if not entry.standing and not entry.pending:
+        raise ViewNotFound(directory, [each.directory for each in view_entries()])
+    return entry
+
+
+def remove_view_directory(directory: str | os.PathLike[str]) -> ViewDirectory:
+    """Remove a view directory; its segments are no longer pinned for it, and stay resident.
+
+    What others have put into the directory stays there. A directory that is gone is forgotten.
+
+    Args:
+        directory: of the view.
+
+    Returns:
+        What it was.
+
+    Raises:
+        ViewNotFound: it is no view directory.
+        ViewBusy: another process makes it, for longer than `SHMLOAD_WAIT_TIMEOUT_S`.
+        ViewUnwritable: the record of it cannot be written.
+    """
+    place = os.path.realpath(os.path.expanduser(os.fspath(directory)))
+    known_view(place)
+    with changing_view(place, settings().wait_timeout_s):
+        entry = settle(place)
+        here = read_marker(place)
+        if here and (not entry.standing or entry.standing.build != here.build):
+            entry = adopt(entry, here)
+        if not entry.standing:  # it was being made, and its process has died
+            raise ViewNotFound(place, [each.directory for each in view_entries()])
+        found = describe_view(entry)
+        begin_removal(entry, staging_for(place))
+        settle(place)
+        return found

@@ -1,0 +1,213 @@
+"""The register of view directories: which there are, from what they were made, what they need.
+
+One small file for each directory, in the user's state directory. Each is written as a whole; what a
+process that dies leaves is found in it and finished or undone by `_segments.protection`.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from shmload._host.files import replacing
+from shmload._host.linux import inode_of, try_lock
+from shmload._settings import settings
+from shmload._wording import printable
+from shmload.errors import ViewBusy, ViewUnwritable
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".json"
+_LOCK_SUFFIX = ".lock"
+_REGISTER_LOCK = "register"
+# Changes of the register take milliseconds.
+_REGISTER_TIMEOUT_S = 10.0
+_POLL_S = 0.02
+
+
+class ViewArguments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a view directory is made of; equal exactly if the directory would be the same."""
+
+    source: str
+    """An absolute path, or the id of a model on the hub."""
+    dtype: str | dict[str, str] | None = None
+    """torch's name of a dtype, or these by component."""
+    components: tuple[str, ...] | None = None
+    variant: str | None = None
+    subfolder: str | None = None
+    weight_name: tuple[str, ...] = ()
+    revision: str | None = None
+    cache_dir: str | None = None
+
+
+class ViewRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A view directory as it was built; it lies in the directory too, as its marker."""
+
+    directory: str
+    """Where it was built, absolute and without links."""
+    arguments: ViewArguments
+    build: str
+    """A random text that no other build has."""
+    made_at: float
+    """Seconds since the epoch."""
+    segments: tuple[str, ...]
+    nbytes: int
+    """Total size of the segments."""
+    links: dict[str, str]
+    """What each link leads to, by its path in the directory."""
+    copies: dict[str, str]
+    """Size and time of the original of each copied file, by its path in the directory."""
+
+
+class ViewEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the register says of one directory."""
+
+    directory: str
+    standing: ViewRecord | None = None
+    """What is there; None while the first build is under way."""
+    pending: ViewRecord | None = None
+    """What is being built."""
+    staging: str = ""
+    """Where it is built, or where the old one is taken down; empty if nothing is under way."""
+    is_removed: bool = False
+    """Whether the directory is being removed."""
+    protected: tuple[str, ...] = ()
+    """The segments that are pinned for it."""
+    pinned: tuple[str, ...] = ()
+    """Those of them that the user has pinned too: they stay so afterwards."""
+
+
+def view_entries() -> list[ViewEntry]:
+    """Return all entries, in the order of their directories; an unreadable one with a warning."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in os.listdir(_folder()):
+            if name.endswith(_SUFFIX):
+                entry = _read(_folder() / name)
+                if entry:
+                    found.append(entry)
+    return sorted(found, key=lambda entry: entry.directory)
+
+
+def read_entry(directory: str) -> ViewEntry:
+    """Return a directory's entry; an empty one if there is none."""
+    return _read(_path(directory)) or ViewEntry(directory=directory)
+
+
+def write_entry(entry: ViewEntry) -> None:
+    """Write a directory's entry; remove it if it says nothing.
+
+    Raises:
+        ViewUnwritable: the state directory cannot be written.
+    """
+    path = _path(entry.directory)
+    try:
+        if entry == ViewEntry(directory=entry.directory):
+            path.unlink(missing_ok=True)
+            return
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with replacing(path, durable=True, mode=0o600) as file:
+            file.write(msgspec.json.encode(entry))
+    except OSError as exc:
+        raise _unwritable(path, exc) from exc
+
+
+def views_by_segment() -> dict[str, tuple[str, ...]]:
+    """Return the view directories that each segment is protected for, by segment."""
+    found: dict[str, tuple[str, ...]] = {}
+    for entry in view_entries():
+        for name in entry.protected:
+            found[name] = (*found.get(name, ()), entry.directory)
+    return found
+
+
+@contextlib.contextmanager
+def changing_register() -> Iterator[None]:
+    """Be the one process that changes entries and protection, inside the block; keep it short.
+
+    Raises:
+        ViewBusy: another process is in the middle of a change for 10 s.
+        ViewUnwritable: the state directory cannot be written.
+    """
+    with _locked(_REGISTER_LOCK, str(_folder()), _REGISTER_TIMEOUT_S):
+        yield
+
+
+@contextlib.contextmanager
+def changing_view(directory: str, timeout_s: float) -> Iterator[None]:
+    """Be the one process that builds or removes a directory, inside the block.
+
+    Args:
+        directory: absolute and without links.
+        timeout_s: how long to wait for another process, in seconds.
+
+    Raises:
+        ViewBusy: another process does that.
+        ViewUnwritable: the state directory cannot be written.
+    """
+    with _locked(_key(directory), directory, timeout_s):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(key: str, what: str, timeout_s: float) -> Iterator[None]:
+    path = _folder() / (key + _LOCK_SUFFIX)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise _unwritable(path, exc) from exc
+        try:
+            # Between open and lock its holder may have removed it.
+            if try_lock(fd, exclusive=True) and _leads_to(path, fd):
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+        finally:
+            os.close(fd)
+        if time.monotonic() >= deadline:
+            raise ViewBusy(what, timeout_s)
+        time.sleep(_POLL_S)
+
+
+def _leads_to(path: Path, fd: int) -> bool:
+    try:
+        return inode_of(os.stat(path)) == inode_of(os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _read(path: Path) -> ViewEntry | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ViewEntry)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as exc:
+        logger.warning("%s is left alone, as it cannot be read: %s", printable(str(path)), exc)
+        return None
+
+
+def _unwritable(path: Path, exc: OSError) -> ViewUnwritable:
+    remedy = "choose another place for it with SHMLOAD_STATE_DIR"
+    return ViewUnwritable(path, exc.strerror or str(exc), remedy)
+
+
+def _folder() -> Path:
+    return settings().state_dir / "views"
+
+
+def _path(directory: str) -> Path:
+    return _folder() / (_key(directory) + _SUFFIX)
+
+
+def _key(directory: str) -> str:
+    return hashlib.blake2b(directory.encode(), digest_size=15).hexdigest()

@@ -1,0 +1,141 @@
+"""Programs that know nothing of shmload read a view directory, and map its segments."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+
+import pytest
+import torch
+from comparing import reference
+from mappings import state_of
+
+import shmload
+
+pytestmark = pytest.mark.libraries
+
+# Begins each program: shmload cannot be imported. `summarise` says of some tensors where they lie
+# and what they are.
+_BEGIN = """
+import bisect, hashlib, json, sys
+assert not any(name.partition(".")[0] == "shmload" for name in sys.modules)
+sys.modules["shmload"] = None
+def summarise(tensors):
+    lines = []
+    for line in open("/proc/self/maps"):
+        fields = line.split(None, 5)
+        first, last = (int(each, 16) for each in fields[0].split("-"))
+        lines.append((first, last, fields[5] if len(fields) > 5 else ""))
+    found = {}
+    for name, tensor in tensors.items():
+        address = tensor.data_ptr()
+        *_, path = lines[bisect.bisect(lines, (address, float("inf"))) - 1]
+        content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        found[name] = [path.startswith("/dev/shm/shmload-"), str(tensor.dtype),
+                       hashlib.sha256(content).hexdigest()]
+    print(json.dumps(found))
+"""
+
+
+def wanted(tensors):
+    """Return what `summarise` says of tensors that are mapped from segments."""
+    digests = {}
+    for name, tensor in tensors.items():
+        content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        digests[name] = [True, str(tensor.dtype), _sha256(content)]
+    return digests
+
+
+def _sha256(content):
+    import hashlib
+
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture
+def place(configure, tmp_path, evicts):
+    configure(state_dir=tmp_path / "state")
+    return tmp_path / "view"
+
+
+@pytest.fixture
+def read(warm_python, tmp_path, place):
+    """Run a program that has the directory's path as its argument; return what it summarises."""
+
+    def read(code):
+        path = tmp_path / "program.py"
+        path.write_text(_BEGIN + "import torch\n" + code)
+        ended = warm_python.run(path, place)
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout.splitlines()[-1])
+
+    return read
+
+
+@pytest.mark.parametrize("family", ["stable-diffusion", "flux"])
+def test_diffusers(saved, place, read, family):
+    shmload.view_directory(saved(family, sharded=True), place, dtype="bfloat16")
+    got = read("""
+import diffusers
+pipe = diffusers.DiffusionPipeline.from_pretrained(sys.argv[1], torch_dtype=torch.bfloat16)
+summarise({f"{name}.{key}": tensor for name, part in pipe.components.items()
+           if isinstance(part, torch.nn.Module) for key, tensor in part.state_dict().items()})
+""")
+    assert got == wanted(state_of(reference(saved(family), torch.bfloat16)))
+
+
+@pytest.mark.parametrize("dtype", ["dtype='auto'", "dtype=torch.bfloat16"])
+def test_transformers(saved, place, read, dtype):
+    import transformers
+
+    source = saved("stable-diffusion") / "text_encoder"
+    shmload.view_directory(source, place, dtype="bfloat16")
+    got = read(f"""
+import transformers
+model = transformers.CLIPTextModel.from_pretrained(sys.argv[1], {dtype})
+summarise(model.state_dict())
+""")
+    model = transformers.CLIPTextModel.from_pretrained(source, dtype=torch.bfloat16)
+    assert got == wanted(model.state_dict())
+
+
+def test_accelerate(saved, place, read):
+    import diffusers
+
+    source = saved("stable-diffusion") / "unet"
+    shmload.view_directory(source, place, dtype="bfloat16")
+    got = read("""
+import accelerate, diffusers
+config = diffusers.UNet2DConditionModel.load_config(sys.argv[1])
+with accelerate.init_empty_weights():
+    model = diffusers.UNet2DConditionModel.from_config(config)
+file = sys.argv[1] + "/diffusion_pytorch_model.safetensors"
+model = accelerate.load_checkpoint_and_dispatch(model, file, dtype=torch.bfloat16,
+                                                device_map={"": "cpu"})
+summarise(model.state_dict())
+""")
+    model = diffusers.UNet2DConditionModel.from_pretrained(source, torch_dtype=torch.bfloat16)
+    assert {name: each[1:] for name, each in got.items()} == {
+        name: each[1:] for name, each in wanted(model.state_dict()).items()
+    }
+
+
+def test_interpreter_without_shmload(folder, place):
+    shmload.view_directory(folder, place, dtype="bfloat16")
+    # -S: the file that makes an editable install importable is not read.
+    code = f"""
+import sys
+sys.path.append({sysconfig.get_path("purelib")!r})
+import importlib.util
+assert importlib.util.find_spec("shmload") is None
+import glob, safetensors
+for path in sorted(glob.glob(sys.argv[1] + "/*.safetensors")):
+    with safetensors.safe_open(path, "numpy") as file:
+        print(*file.keys(), [file.get_slice(name).get_dtype() for name in file.keys()])
+"""
+    ended = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, place], capture_output=True, text=True, check=False
+    )
+    assert ended.stdout.splitlines() == ["a.weight ['BF16']", "b ['I64']", "c ['BF16']"], (
+        ended.stderr
+    )
