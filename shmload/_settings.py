@@ -15,8 +15,8 @@ import msgspec
 
 from shmload.errors import ArgumentError
 
-_PREFIX = "SHMLOAD_"
-_WORKERS = _PREFIX + "WORKERS"
+PREFIX = "SHMLOAD_"
+_WORKERS = PREFIX + "WORKERS"
 # The Hugging Face libraries' variable for the same thing; ours wins.
 _HUGGINGFACE_WORKERS = "HF_PARALLEL_LOADING_WORKERS"
 # Number of ranks on this host, as torchrun, Open MPI, Intel MPI and MVAPICH call it.
@@ -39,12 +39,14 @@ _SECONDS = {unit: seconds for seconds, units in _UNITS.items() for unit in units
 ServiceUse = Literal["auto", "off", "require"]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+# poll(2) counts milliseconds in 31 bits: 24 days.
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=2_000_000)]
 # What an error says of a field, by its type.
 _EXPECTED: dict[object, str] = {
     bool: "true or false",
     int: "a whole number",
     int | None: "a whole number",
-    float: "a number of seconds",
+    Seconds: "a number of seconds from 0 to 2000000",
     ServiceUse: "auto, off or require",
     Fraction: "a number from 0 to below 1",
 }
@@ -62,13 +64,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     A worker takes about 0.1 s to start; in that time one process decodes some 200 MiB.
     """
 
-    stall_timeout_s: float = 60.0
+    stall_timeout_s: Seconds = 60.0
     """How long a worker may make no progress before it is replaced, in seconds."""
 
-    start_timeout_s: float = 60.0
+    start_timeout_s: Seconds = 60.0
     """How long a worker may take to start, in seconds."""
 
-    wait_timeout_s: float = 600.0
+    wait_timeout_s: Seconds = 600.0
     """How long to wait for a segment that another process is decoding, or for room that running
     loads may give back in the service's budget or in `budget`, in seconds."""
 
@@ -79,7 +81,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     socket: Path | None = None
     """Path of the service's socket; None for the default."""
 
-    service_timeout_s: float = 10.0
+    service_timeout_s: Seconds = 10.0
     """How long the service may take to answer a request that reads no weights, in seconds."""
 
     budget: Size | None = None
@@ -110,7 +112,7 @@ def settings() -> Settings:
     """
     given = {}
     for field in msgspec.structs.fields(Settings):
-        variable = _PREFIX + field.name.upper()
+        variable = PREFIX + field.name.upper()
         if field.name == "workers" and not os.environ.get(variable):
             variable = _HUGGINGFACE_WORKERS
         if os.environ.get(variable):

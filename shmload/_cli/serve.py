@@ -16,6 +16,7 @@ import click
 
 from shmload._cli.logs import LogFormat, log_steps
 from shmload._cli.preload import ListedSource, preload, read_list
+from shmload._doctor.variables import unknown_variables
 from shmload._host.limits import allow_descriptors, allow_file_size
 from shmload._segments.listing import segments
 from shmload._segments.removal import remove_leftovers
@@ -143,7 +144,10 @@ def _run(
     metrics: tuple[str, int] | None,
 ) -> None:
     """Run the service from its start to its end."""
+    for warning in unknown_variables(os.environ):
+        logger.warning("%s", warning)
     with contextlib.closing(_open_endpoint(socket_path())) as endpoint:
+        _lead_to(endpoint.path)
         remove_leftovers()
         allow_descriptors(_DESCRIPTORS)
         file_nbytes = allow_file_size()  # before the workers start, which inherit the limit
@@ -161,6 +165,19 @@ def _run(
             _notify_systemd("STOPPING=1")
         remove_leftovers()  # parts of a preload that the end cut short; no worker holds them now
     logger.info("ended; %s", count_of(len(segments()), "segment stays", "segments stay"))
+
+
+def _lead_to(path: Path) -> None:
+    """Have this process's children find the service at a socket of systemd's."""
+    if path != socket_path():
+        logger.warning(
+            "systemd's socket is %s, and loads look for %s; set SHMLOAD_SOCKET=%s for the service "
+            "and for its clients",
+            path,
+            socket_path(),
+            path,
+        )
+        os.environ["SHMLOAD_SOCKET"] = str(path)
 
 
 def _end_by_signals(state: ServiceState) -> None:

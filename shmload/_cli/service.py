@@ -11,7 +11,7 @@ from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import GetStatus, Shutdown, Status, Stopping
 from shmload._wording import count_of, format_age, format_nbytes
-from shmload.errors import ServiceUnavailable
+from shmload.errors import ProtocolError, ServiceError
 
 
 @click.command("status")
@@ -24,7 +24,7 @@ def status_command(as_json: bool) -> None:
     try:
         with Client(socket_path()) as client:
             found = client.ask(GetStatus(), Status)
-    except ServiceUnavailable:
+    except (ServiceError, ProtocolError):
         if as_json:
             _print_status(None)
         raise

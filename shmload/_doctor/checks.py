@@ -39,6 +39,7 @@ _TELLING_NBYTES = 16 << 20
 _SLOW_COPY_BYTES_PER_S = 5e9
 
 _ENLARGE = "sudo mount -o remount,size=90% /dev/shm"
+_OWN_SOCKET = "export SHMLOAD_SOCKET=$HOME/.shmload/service.sock"
 _MAKE_ROOM = "shmload gc; shmload ls"  # `shmload ls` shows what `shmload rm` can remove
 
 State = Literal["ok", "warn", "bad"]
@@ -198,7 +199,19 @@ def _more(idle: int) -> str:
     return f", {format_nbytes(idle)} more of idle models" if idle else ""
 
 
-# Limits and kernel --------------------------------------------------------------------------------
+# Settings and limits -----------------------------------------------------------------------------
+
+
+def check_settings(unknown: Sequence[str], given: Sequence[str]) -> Finding:
+    """Check the variables of the environment.
+
+    Args:
+        unknown: a sentence for each that looks like a setting and is none.
+        given: the settings that have a value.
+    """
+    detail = "; ".join(unknown) or " ".join(given) or "all have their defaults"
+    names = " ".join(sentence.partition(" ")[0] for sentence in unknown)
+    return _finding("settings", "warn" if unknown else "ok", detail, f"unset {names}")
 
 
 def check_locked_memory(soft: int) -> Finding:
@@ -246,6 +259,7 @@ def check_service(
     found: Status | ShmloadError | None,
     elapsed_s: float,
     pid: int | None = None,
+    why_none: str = "",
 ) -> Finding:
     """Check the service.
 
@@ -255,10 +269,14 @@ def check_service(
         found: its answer, or the error; None if there is no socket.
         elapsed_s: how long the answer took, in seconds.
         pid: of the service, in this process's pid namespace; None if unknown.
+        why_none: why none of this user can listen there; empty if one can.
     """
     match found:
+        case None if why_none:
+            state: State = "bad" if use == "require" else "warn"
+            detail, remedy = f"none runs, and none can: {why_none}", _OWN_SOCKET
         case None:
-            state: State = "bad" if use == "require" else "ok"
+            state = "bad" if use == "require" else "ok"
             detail, remedy = "none runs", "shmload serve &"
         case Status():
             state = "ok" if elapsed_s < _SLOW_ANSWER_S else "warn"
@@ -270,7 +288,7 @@ def check_service(
             remedy = "shmload serve &"  # it replaces the socket
         case PeerRefused() | ServiceUnavailable(__cause__=PermissionError()):
             state, detail = "bad", str(found)
-            remedy = "export SHMLOAD_SOCKET=$HOME/.shmload/service.sock"
+            remedy = _OWN_SOCKET
         case _:
             state, detail = "bad", str(found)
             remedy = f"kill -9 {pid}; shmload serve &" if pid else "shmload serve &"

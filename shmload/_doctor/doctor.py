@@ -29,10 +29,12 @@ from shmload._doctor.checks import (
     check_read_speed,
     check_removal,
     check_service,
+    check_settings,
     check_shared_memory,
     check_source,
 )
 from shmload._doctor.speed import is_file_cached, measure_copies, measure_reading
+from shmload._doctor.variables import given_variables, unknown_variables
 from shmload._host.linux import (
     SHM_DIR,
     has_pidfds,
@@ -60,6 +62,7 @@ from shmload._segments.upkeep import find_garbage
 from shmload._service.budget import service_budget
 from shmload._service.client import Client
 from shmload._service.endpoint import connect, service_pid, socket_path
+from shmload._service.folder import why_unusable
 from shmload._service.protocol import GetStatus, Status
 from shmload._settings import settings
 from shmload.errors import ProtocolError, ServiceError, ShmloadError, UnknownDtype
@@ -87,6 +90,7 @@ def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Findin
     yield check_machine_memory(machine_free_nbytes(), needed, idle)
     answer = _ask_service(socket_path())
     yield check_budget(_budget_of(answer.found), _resident_nbytes(), needed, idle)
+    yield check_settings(unknown_variables(os.environ), given_variables(os.environ))
     yield check_locked_memory(resource_limits(resource.RLIMIT_MEMLOCK)[0])
     yield check_open_files(*resource_limits(resource.RLIMIT_NOFILE))
     yield check_kernel(kernel_release(), has_pidfds())
@@ -158,7 +162,8 @@ def _budget_of(found: Status | ShmloadError | None) -> Budget | None:
 
 def _diagnose_service(path: Path, answer: _Answer) -> Finding:
     pid = _service_pid(path) if isinstance(answer.found, ShmloadError) else None
-    return check_service(path, settings().service, answer.found, answer.elapsed_s, pid)
+    why_none = why_unusable(path) if answer.found is None else ""
+    return check_service(path, settings().service, answer.found, answer.elapsed_s, pid, why_none)
 
 
 def _service_pid(path: Path) -> int | None:

@@ -260,5 +260,17 @@ def find_service() -> Client | None:
     except (ServiceError, ProtocolError) as exc:
         if use == "require":
             raise
-        logger.info("%s", exc)
+        _tell(exc)
         return None
+
+
+_told: set[str] = set()
+
+
+def _tell(exc: ServiceError | ProtocolError) -> None:
+    """Log that a load does without the service; once as a warning if a person must act."""
+    text = str(exc)
+    is_gone = isinstance(exc, ServiceUnavailable) and not isinstance(exc, ServiceSilent)
+    level = logging.INFO if is_gone or text in _told else logging.WARNING
+    _told.add(text)
+    logger.log(level, "%s; loading without it", text)

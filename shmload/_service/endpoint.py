@@ -18,11 +18,11 @@ from pathlib import Path
 
 from shmload._host.linux import inode_of, try_lock
 from shmload._host.procfs import lock_holders
+from shmload._service.folder import default_path, make_private_folder, why_closed, why_unusable
 from shmload._settings import settings
 from shmload.errors import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
 from shmload.errors.service import OWN_DIRECTORY
 
-_SOCKET_NAME = "service.sock"
 _LOCK_NAME = "service.lock"
 # sd_listen_fds(3): the first descriptor that systemd passes.
 _FIRST_LISTEN_FD = 3
@@ -37,13 +37,7 @@ _RETRY_S = 0.02
 def socket_path() -> Path:
     """Return the path of this user's service socket."""
     chosen = settings().socket
-    return _default_path() if chosen is None else chosen.absolute()
-
-
-def _default_path() -> Path:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime) / "shmload" if runtime else Path(f"/tmp/shmload-{os.geteuid()}")
-    return folder / _SOCKET_NAME
+    return default_path() if chosen is None else chosen.absolute()
 
 
 def lock_path(path: Path) -> Path:
@@ -54,6 +48,12 @@ def lock_path(path: Path) -> Path:
 class Endpoint:
     """A listening socket and the lock that goes with it, from here until `close`.
 
+    Args:
+        path: where to listen, unless systemd has opened a socket for this process.
+
+    Attributes:
+        path: where it listens.
+
     Raises:
         ServiceRunning: another service has the lock.
         SocketUnusable: other users can enter the directory, or this one may not; or another file is
@@ -62,13 +62,14 @@ class Endpoint:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        inherited = _inherited_socket()
+        self.path = path = _path_of(inherited, path)
         self._lock_fd = -1
         if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
             raise SocketUnusable(path, f"the path is longer than {_MAX_PATH_NBYTES} bytes")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            _make_private_folder(path)
+            make_private_folder(path)
             if path.is_dir():
                 raise SocketUnusable(path, "it is a directory")
             self._lock_fd = os.open(lock_path(path), flags, 0o600)
@@ -83,7 +84,6 @@ class Endpoint:
                 raise ServiceRunning(path, pid, is_there=_is_listening(path))
             os.ftruncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
-            inherited = _inherited_socket()
             self._is_inherited = inherited is not None
             self.listener = inherited or _bind(path)
             self.listener.setblocking(False)  # a client may have left before accept
@@ -112,12 +112,14 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
     try:
         client.settimeout(timeout_s)
         _connect_patiently(client, path, timeout_s)
-        require_same_user(client)
+        _require_own_service(client, path)
     except BaseException as exc:
         client.close()
         if isinstance(exc, OSError) and not isinstance(exc, PeerRefused):
-            if isinstance(exc, PermissionError):
-                raise ServiceUnavailable(path, _why_closed(path), OWN_DIRECTORY) from exc
+            is_closed = isinstance(exc, PermissionError)
+            reason = why_closed(path) if is_closed else why_unusable(path)
+            if reason:
+                raise ServiceUnavailable(path, reason, OWN_DIRECTORY) from exc
             raise ServiceUnavailable(path, exc.strerror or str(exc)) from exc
         raise
     return client
@@ -155,6 +157,12 @@ def service_pid(connection: socket.socket, path: Path) -> int | None:
     return pid if pid and (not holders or pid in holders) else None
 
 
+def _require_own_service(connection: socket.socket, path: Path) -> None:
+    pid, uid = peer_of(connection)
+    if uid != os.geteuid():
+        raise PeerRefused(f"the service at {path} is of process {pid}, user {uid}; {OWN_DIRECTORY}")
+
+
 def require_same_user(connection: socket.socket) -> None:
     """Check that the process at the other end belongs to this user.
 
@@ -164,39 +172,6 @@ def require_same_user(connection: socket.socket) -> None:
     pid, uid = peer_of(connection)
     if uid != os.geteuid():
         raise PeerRefused(f"process {pid} of user {uid} is at the other end of the socket")
-
-
-def _make_private_folder(path: Path) -> None:
-    """Make the directory of a socket, or check that only this user can enter it."""
-    folder = path.parent
-    for each in (*reversed(folder.parents), folder):
-        with contextlib.suppress(FileExistsError):
-            each.mkdir(mode=0o700)
-            each.chmod(0o700)  # whatever the umask
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode):
-        raise SocketUnusable(path, f"{folder} is not a directory")
-    if found.st_uid != os.geteuid():
-        raise SocketUnusable(path, f"{folder} belongs to user {found.st_uid}")
-    if found.st_mode & 0o700 != 0o700:
-        raise SocketUnusable(
-            path, f"{folder} is closed to its owner (`chmod 700 {folder}` opens it)"
-        )
-    if found.st_mode & 0o077:
-        # Advise chmod only for the default directory, which nothing else uses.
-        advice = f" (`chmod 700 {folder}` closes it)" if path == _default_path() else ""
-        raise SocketUnusable(path, f"{folder} lets others in{advice}")
-
-
-def _why_closed(path: Path) -> str:
-    """Say why this user may not connect to a socket."""
-    for each in (path, *path.parents):
-        with contextlib.suppress(OSError):  # hidden by a directory above
-            owner = each.stat().st_uid
-            if owner != os.geteuid():
-                return f"{each} belongs to user {owner}"
-            return f"{each} is closed to its owner"
-    return "Permission denied"
 
 
 def _is_listening(path: Path) -> bool:
@@ -221,6 +196,17 @@ def _bind(path: Path) -> socket.socket:
             raise SocketUnusable(path, exc.strerror or str(exc)) from exc
         raise
     return listener
+
+
+def _path_of(listener: socket.socket | None, path: Path) -> Path:
+    """Return the path of a socket that systemd opened; `path` if it is there, or without one."""
+    name = listener.getsockname() if listener else ""
+    if not isinstance(name, str) or not name:  # none, or an abstract address
+        return path
+    with contextlib.suppress(OSError):  # no file is at the path
+        if os.path.samefile(name, path):
+            return path
+    return Path(name)
 
 
 def _inherited_socket() -> socket.socket | None:

@@ -77,6 +77,7 @@ def test_everything_is_examined_and_has_its_say(examine):
         "control group",
         "machine memory",
         "budget",
+        "settings",
         "locked memory",
         "open files",
         "kernel",
@@ -195,6 +196,28 @@ def test_service_that_says_nothing_is_bad_within_a_deadline(examine, configure, 
         found = examine()["service"]
     assert (found.state, "does not answer" in found.detail) == ("bad", True)
     assert found.remedy == f"kill -9 {os.getpid()}; shmload serve &"
+
+
+def test_variable_that_is_no_setting_is_named(examine, monkeypatch):
+    monkeypatch.setenv("SHMLOAD_BUGDET", "20GiB")
+    found = examine()["settings"]
+    assert found.state == "warn"
+    assert found.detail == "SHMLOAD_BUGDET is no setting; did you mean 'SHMLOAD_BUDGET'?"
+    assert found.remedy == "unset SHMLOAD_BUGDET"
+
+
+def test_settings_that_have_a_value_are_shown(examine, monkeypatch):
+    monkeypatch.setenv("SHMLOAD_HEADROOM", "0.2")
+    found = examine()["settings"]
+    assert (found.state, "SHMLOAD_HEADROOM=0.2" in found.detail) == ("ok", True)
+
+
+def test_socket_whose_directory_others_may_enter_can_have_no_service(examine, tmp_path):
+    tmp_path.chmod(0o755)
+    found = examine()["service"]
+    assert found.state == "warn"
+    assert found.detail == f"none runs, and none can: {tmp_path} lets others in"
+    assert "SHMLOAD_SOCKET" in found.remedy
 
 
 def test_service_of_another_user_is_bad(examine, monkeypatch, tmp_path):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from privileges import no_privileges
 
-from shmload._service import endpoint
+from shmload._service import endpoint, folder
 from shmload._service.endpoint import Endpoint, connect, lock_path, socket_path
-from shmload.errors import ServiceRunning, ServiceUnavailable, SocketUnusable
+from shmload.errors import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
 
 REMEDY = "; choose a directory of your own with SHMLOAD_SOCKET"
 
@@ -125,7 +125,7 @@ def test_directory_is_private_and_open_to_its_owner_whatever_the_umask(open_fold
 def test_chmod_is_advised_for_the_services_own_directory_only(path, monkeypatch):
     path.parent.chmod(0o755)
     assert "`chmod" not in refusal(path)
-    monkeypatch.setattr(endpoint, "_default_path", lambda: path)
+    monkeypatch.setattr(folder, "default_path", lambda: path)
     assert f"`chmod 700 {path.parent}`" in refusal(path)
     assert path.parent.stat().st_mode & 0o777 == 0o755
 
@@ -142,3 +142,38 @@ def test_one_service_per_directory(path):
             Endpoint(path)
         with pytest.raises(ServiceRunning, match="another name; choose another directory"):
             Endpoint(path.with_name("other.sock"))
+
+
+def test_client_says_why_no_service_can_be_there(path):
+    path.parent.chmod(0o755)
+    with pytest.raises(ServiceUnavailable) as caught:
+        connect(path, 1)
+    assert (
+        str(caught.value) == f"no service answers at {path}: {path.parent} lets others in{REMEDY}"
+    )
+
+
+def test_service_of_another_user_is_named_with_a_remedy(path, monkeypatch):
+    monkeypatch.setattr(endpoint, "peer_of", lambda _: (7, os.geteuid() + 1))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        with pytest.raises(PeerRefused) as caught:
+            connect(path, 1)
+    user = os.geteuid() + 1
+    assert str(caught.value) == f"the service at {path} is of process 7, user {user}{REMEDY}"
+
+
+def test_socket_of_systemd_is_where_the_service_listens(path, monkeypatch, tmp_path):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        monkeypatch.setattr(endpoint, "_inherited_socket", listener.dup)
+        other = tmp_path / "other" / "service.sock"
+        with contextlib.closing(Endpoint(other)) as found:
+            assert found.path == path
+        assert not other.parent.exists()
+        (tmp_path / "link").symlink_to(tmp_path)
+        linked = tmp_path / "link" / path.relative_to(tmp_path)
+        with contextlib.closing(Endpoint(linked)) as found:
+            assert found.path == linked
