@@ -21,7 +21,7 @@ from shmload.errors import SourceNotFound
 from shmload.integrations._building.attempt import load
 from shmload.integrations._building.keywords import require_taken
 from shmload.integrations._building.pipeline_maker import PipelineMaker
-from shmload.integrations._building.route import Asked
+from shmload.integrations._building.route import CONVERTED, Asked, Keep
 from shmload.integrations._devices.ways import Pin
 from shmload.integrations.ranks import linger
 
@@ -57,7 +57,7 @@ def load_pipeline(
     max_host_memory: float | str | None = None,
     pin: Pin = "auto",
     components: Collection[str] | None = None,
-    keep: bool = False,
+    keep: Keep = False,
     share: bool | None = None,
     workers: int | None = None,
     verify: bool = False,
@@ -74,7 +74,7 @@ def load_pipeline(
     max_host_memory: float | str | None = None,
     pin: Pin = "auto",
     components: Collection[str] | None = None,
-    keep: bool = False,
+    keep: Keep = False,
     share: bool | None = None,
     workers: int | None = None,
     verify: bool = False,
@@ -109,10 +109,11 @@ def load_pipeline(
             whichever was faster when shmload measured this machine.
         components: load only these of the components with weights; the others are None. Components
             without weights, such as tokenizers, are always loaded.
-        keep: leave the segments resident for the next process. False: new segments belong to this
-            pipeline and go with its last tensor; segments that were resident stay, and so do those
-            that a running service decodes; weights that all go to accelerators pass through a ring
-            instead of segments.
+        keep: leave the segments resident for the next process. `converted`: only those that had to
+            be made; local files that have the wanted dtypes are mapped themselves, as with False.
+            False: new segments belong to this pipeline and go with its last tensor; segments that
+            were resident stay, and so do those that a running service decodes; weights that all go
+            to accelerators pass through a ring instead of segments.
         share: let other processes attach the segments as long as any process has them. None means
             True for one of several ranks on this host, and keeps the segments at least until all
             ranks have attached them; it means False with `max_host_memory`, or when there is room
@@ -133,7 +134,9 @@ def load_pipeline(
         ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
         Exception: any error of `from_pretrained`, with the source's paths instead of the view's.
     """
-    require_bools(keep=keep, share=False if share is None else share, verify=verify)
+    if keep != CONVERTED:
+        require_bools(keep=keep)
+    require_bools(share=False if share is None else share, verify=verify)
     kwargs = from_pretrained_kwargs
     variant = kwargs.get("variant")
     wanted = Wanted.parse(

@@ -19,7 +19,7 @@ from shmload.errors import ArgumentError
 from shmload.integrations._building.attempt import load
 from shmload.integrations._building.keywords import explained_keywords, require_taken_by_model
 from shmload.integrations._building.model_maker import ModelMaker
-from shmload.integrations._building.route import Asked
+from shmload.integrations._building.route import CONVERTED, Asked, Keep
 from shmload.integrations._devices.ways import Pin
 from shmload.integrations.ranks import linger
 
@@ -40,7 +40,7 @@ def load_model(
     max_memory: Mapping[Any, object] | None = None,
     max_host_memory: float | str | None = None,
     pin: Pin = "auto",
-    keep: bool = False,
+    keep: Keep = False,
     share: bool | None = None,
     workers: int | None = None,
     verify: bool = False,
@@ -85,7 +85,9 @@ def load_model(
         ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
         Exception: any error of `from_pretrained`, with the source's paths.
     """
-    require_bools(keep=keep, share=False if share is None else share, verify=verify)
+    if keep != CONVERTED:
+        require_bools(keep=keep)
+    require_bools(share=False if share is None else share, verify=verify)
     kwargs = from_pretrained_kwargs
     # Only what was given: the classes have defaults of their own.
     for name, value in (("subfolder", subfolder), ("variant", variant)):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shmload.integrations.handles import Handle, share
     from shmload.integrations.models import load_model
     from shmload.integrations.placing import to_device
+    from shmload.integrations.redirect import redirect
 
 # The modules of the names above. They are imported on first use: `import shmload` stays light.
 _HOMES = {
@@ -53,6 +54,7 @@ _HOMES = {
     "models": "shmload._segments.models",
     "pin": "shmload._segments.pins",
     "plan": "shmload._loading.verbs",
+    "redirect": "shmload.integrations.redirect",
     "remove_view_directory": "shmload._segments.standing_views",
     "restore_view_directory": "shmload._loading.view_directory",
     "segments": "shmload._segments.listing",
@@ -84,6 +86,7 @@ __all__ = [
     "models",
     "pin",
     "plan",
+    "redirect",
     "remove_view_directory",
     "restore_view_directory",
     "segments",

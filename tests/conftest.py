@@ -40,6 +40,7 @@ pytest.register_assert_rewrite(
     "comparing",
     "doors",
     "mappings",
+    "redirecting",
     "runtime_contract",
     "warming",
     "watching",

@@ -104,6 +104,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             workers=self.workers,
             is_raw=self.route.is_bypassed,
             ring=ring,
+            may_link=self.route.may_link,
         )
 
     def _build(self, source: Source, load: Load, rules: Rules, ring: Ring | None = None) -> Any:

@@ -23,6 +23,7 @@ from shmload._host.procfs import mappings, modified_nbytes
 from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._settings import settings
+from shmload.integrations._building.inside import inside, said_here
 from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.mapped import Spans, hold_leases
 from shmload.integrations._building.paths import PathRepair
@@ -83,7 +84,7 @@ class Build:
         self._load = load
         self._torch_dtype = torch_dtype
         self._kwargs = kwargs
-        self._said: set[tuple[str, int, str]] = set()
+        self._said = said_here()
         self._is_local = os.path.exists(source.given)
         self._root = os.fspath(source.given) if self._is_local else str(source.root)
 
@@ -245,7 +246,7 @@ class Build:
         # this thread would.
         is_theirs = self._reads_at_once or torch.is_inference_mode_enabled()
         threads = contextlib.nullcontext() if is_theirs else _no_loading_threads()
-        with threads:
+        with inside(), threads:
             return self._maker.make(path, self._torch_dtype, {**self._kwargs, **models})
 
     def _has_warned(self) -> bool:

@@ -28,6 +28,7 @@ def begin_early(
     workers: int | None = None,
     is_raw: bool = False,
     ring: Ring | None = None,
+    may_link: bool = False,
 ) -> Iterator[tuple[Load, Rules, Source]]:
     """Begin a load by the likely rules, and import its classes while it decodes.
 
@@ -43,6 +44,7 @@ def begin_early(
         workers: as for `Load`.
         is_raw: leave every tensor in its stored dtype.
         ring: as for `Load`.
+        may_link: as for `Load`.
 
     Yields:
         The load, which ends with the context, its rules, and the source as the classes take it.
@@ -57,6 +59,7 @@ def begin_early(
             parent_is_busy=parent_is_busy,
             workers=workers,
             ring=ring,
+            may_link=may_link,
         )
 
     def choose(source: Source, choose_rule: Callable[[Checkpoint, object], Rule]) -> Rules:

@@ -1,7 +1,7 @@
 """How a pipeline's weights travel: decided once, before any weight byte is read."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,7 +20,7 @@ from shmload.integrations._devices.ways import Pin
 # `load_in_...` is an older way to ask transformers for it.
 _QUANTISING_KWARGS = ("quantization_config", "load_in_4bit", "load_in_8bit")
 # With these the library reads other files, or makes new tensors of what it reads.
-_BYPASSING_KWARGS = (
+BYPASSING_KWARGS = (
     *_QUANTISING_KWARGS,
     "use_flashpack",
     "use_onnx",
@@ -28,6 +28,11 @@ _BYPASSING_KWARGS = (
     "state_dict",
     "key_mapping",
 )
+
+
+CONVERTED = "converted"
+Keep = bool | Literal["converted"]
+"""Which segments stay: none, all, or those that had to be made."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +45,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """How long segments stay."""
     tries_to_share: bool
     """Share segments if there is room: one of several ranks loads, and was not told otherwise."""
+    may_link: bool
+    """Files that have the wanted dtypes get no segment, even if the others stay."""
     is_bypassed: bool
     """The library reads other files, or makes new tensors: segments keep the stored dtypes."""
     may_stream: bool
@@ -61,7 +68,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     max_memory: Mapping[Any, object] | None
     max_host_memory: float | str | None
     pin: Pin
-    keep: bool
+    keep: Keep
     share: bool | None
     verify: bool
 
@@ -88,7 +95,7 @@ def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, 
         UnknownComponent: the device map names a component that the pipeline lacks.
     """
     destination = _parse_destination(source, asked, kwargs)
-    is_bypassed = kwargs.get("use_safetensors") is False or any(map(kwargs.get, _BYPASSING_KWARGS))
+    is_bypassed = kwargs.get("use_safetensors") is False or any(map(kwargs.get, BYPASSING_KWARGS))
     stay = Stay.RESIDENT if asked.keep else Stay.SHARED if asked.share else Stay.PRIVATE
     keeps_nothing = stay is Stay.PRIVATE and not (asked.verify or is_bypassed)
     if asked.is_bounded:
@@ -99,6 +106,7 @@ def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, 
     return Route(
         destination=destination,
         stay=stay,
+        may_link=asked.keep == CONVERTED,
         tries_to_share=may_share and local_world_size() > 1,
         is_bypassed=is_bypassed,
         may_stream=keeps_nothing and destination is not None,

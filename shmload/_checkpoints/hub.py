@@ -120,7 +120,7 @@ def _folders(found: Source, wanted: Wanted, kwargs: Mapping[str, Any]) -> list[P
 
 
 def _find_cached(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source:
-    root = _cached_root(str(wanted.source), wanted.hub)
+    root = find_cached(str(wanted.source), wanted.hub)
     if root is None:
         cause = "local_files_only" if wanted.hub.local_files_only else "HF_HUB_OFFLINE"
         reason = f"not in the hub cache, and downloads are off ({cause})"
@@ -130,7 +130,12 @@ def _find_cached(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source
     return resolve_in(root)
 
 
-def _cached_root(repo_id: str, hub: Hub) -> Path | None:
+def find_cached(repo_id: str, hub: Hub) -> Path | None:
+    """Return the directory of a hub id in the hub cache; None if it is not there.
+
+    Raises:
+        SourceNotFound: it is not a hub id.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     for name in ("model_index.json", "config.json"):

@@ -39,10 +39,13 @@ class Holdings:
     Args:
         stay: how long the segments stay.
         is_hollow: use a stand-in (`Hollow`) for each part: its bytes go through a ring.
+        may_link: files that have the wanted dtypes get no segment where the library can map them,
+            even if the other segments are to stay.
     """
 
-    def __init__(self, stay: Stay, *, is_hollow: bool) -> None:
+    def __init__(self, stay: Stay, *, is_hollow: bool, may_link: bool = False) -> None:
         self._stay = stay
+        self._may_link = may_link
         self._is_hollow = is_hollow
         self._shards: list[OpenShard] = []
         self._held: dict[str, Held] = {}
@@ -69,7 +72,7 @@ class Holdings:
         occupy_standard_streams()
         # A shard, its segment, and a lease for the tensors in it.
         allow_descriptors(3 * sum(len(each.shards) for each in source.checkpoints))
-        keep = self._stay is Stay.RESIDENT or self._is_hollow
+        keep = (self._stay is Stay.RESIDENT and not self._may_link) or self._is_hollow
         for checkpoint in source.checkpoints:
             for path in checkpoint.shards:
                 component = checkpoint.component

@@ -55,6 +55,7 @@ class Load:
         workers: number of worker processes; None for the number in the settings.
         ring: takes the bytes that are not resident, instead of segments, and without a service;
             stays the caller's.
+        may_link: as for `Holdings`.
 
     Raises:
         CheckpointError, CapacityError, SegmentError: before any byte was decoded.
@@ -70,6 +71,7 @@ class Load:
         parent_is_busy: bool,
         workers: int | None = None,
         ring: Ring | None = None,
+        may_link: bool = False,
     ) -> None:
         self._source = source
         self._ring = ring
@@ -84,7 +86,7 @@ class Load:
             workers=workers or worker_count(parent_is_busy=parent_is_busy),
             progress=progress,
         )
-        self.holdings = Holdings(stay, is_hollow=ring is not None)
+        self.holdings = Holdings(stay, is_hollow=ring is not None, may_link=may_link)
         """The open shards and their segments; the load closes them."""
         self._work: Background | None = None
         self.read_nbytes = 0

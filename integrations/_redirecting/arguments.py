@@ -1,0 +1,181 @@
+"""Reads the arguments of one `from_pretrained`, and finds those that only the library knows."""
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import PosixPath
+from typing import Any, NamedTuple
+
+from shmload._checkpoints.wanted import named_arguments
+from shmload.integrations._building.keywords import LIBRARY_KEYWORDS, MODEL_KEYWORDS
+from shmload.integrations._building.route import BYPASSING_KWARGS
+from shmload.integrations._redirecting.patches import layers
+from shmload.integrations._redirecting.targets import Kind
+from shmload.integrations.diffusers import load_pipeline
+from shmload.integrations.models import load_model
+
+_NONE = type(None)
+# Arguments that mean the same to shmload, with the types that they may have.
+_PASSED: dict[str, tuple[type, ...]] = {
+    "cache_dir": (str, PosixPath, _NONE),
+    "local_files_only": (bool, _NONE),
+    "revision": (str, _NONE),
+    "token": (str, bool, _NONE),
+    "variant": (str, _NONE),
+}
+_PASSED_TO_MODELS: dict[str, tuple[type, ...]] = {
+    "output_loading_info": (bool,),
+    "subfolder": (str, _NONE),
+}
+# Arguments that change nothing if they have this value, which is the default; without it they do.
+_DEFAULTS: dict[str, object] = {
+    "custom_pipeline": None,
+    "custom_revision": None,
+    "device_map": None,
+    "disable_mmap": False,
+    "force_download": False,
+    "ignore_mismatched_sizes": False,
+    "load_connected_pipeline": False,
+    "low_cpu_mem_usage": True,
+    "max_memory": None,
+    "offload_folder": None,
+    "offload_state_dict": None,
+    "output_loading_info": False,
+    "proxies": None,
+    "quantization_config": None,
+    "trust_remote_code": False,
+    "use_flashpack": False,
+    "use_onnx": None,
+    "weights_only": True,
+}
+_ATTENTIONS = ("eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa")
+_TRANSFORMERS_DTYPES = ("auto", "bfloat16", "float16", "float32")
+_DTYPES = ("dtype", "torch_dtype")
+# Arguments of shmload's functions, which mean nothing to the libraries.
+_OWN = frozenset(
+    (named_arguments(load_pipeline) | named_arguments(load_model))
+    - {*_PASSED, *_PASSED_TO_MODELS, *_DEFAULTS, *_DTYPES}
+)
+_OF_LIBRARIES = LIBRARY_KEYWORDS | MODEL_KEYWORDS | frozenset(BYPASSING_KWARGS)
+
+
+class InDoubt(Exception):
+    """Whether shmload would do as the library does is not known; str says why."""
+
+
+class Call(NamedTuple):
+    """One `from_pretrained`, as `load_pipeline` or `load_model` take it."""
+
+    source: str | PosixPath
+    dtype: Any
+    kwargs: dict[str, Any]
+
+
+def read_call(
+    kind: Kind,
+    known: Collection[str],
+    path_argument: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Call:
+    """Read the arguments of a call.
+
+    Args:
+        kind: what the class loads.
+        known: the names that the library's code takes by itself; its version decides.
+        path_argument: the name of the argument that says what to load.
+        args: after the class.
+        kwargs: stay as they are.
+
+    Raises:
+        InDoubt: an argument is left to the library.
+    """
+    left = dict(kwargs)
+    if args and path_argument not in left:
+        left[path_argument] = args[0]
+        args = args[1:]
+    source = left.pop(path_argument, None)
+    if args:
+        raise InDoubt("it has more than one argument without a name")
+    if type(source) not in (str, PosixPath) or str(source)[:1] in ("", "~"):
+        raise InDoubt(f"it loads {source!r}")
+    dtype = _read_dtype(kind, known, left)
+    given = {name: value for name, value in left.items() if _is_passed(kind, known, name, value)}
+    return Call(source, dtype, given)
+
+
+def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> bool:
+    """Tell whether an argument goes to shmload; one with its default value need not.
+
+    Raises:
+        InDoubt: it is left to the library.
+    """
+    passed = _PASSED if kind == "pipeline" else _PASSED | _PASSED_TO_MODELS
+    if name in passed and name in known:
+        if type(value) not in passed[name] or value == "":
+            raise InDoubt(f"{name}={value!r}")
+        return value is not None
+    if name == "use_safetensors" and name in known:
+        if value is None or value is True:
+            return value is True
+    elif name in _DEFAULTS and name in known:
+        default = _DEFAULTS[name]
+        if type(value) is type(default) and value == default:
+            return False
+    elif name == "attn_implementation" and kind == "transformers model":
+        if type(value) is str and value in _ATTENTIONS:
+            return True
+    elif kind == "pipeline" and name not in _OWN and name not in _OF_LIBRARIES:
+        return True  # a component or an argument of the class; `load_pipeline` refuses others
+    raise InDoubt(f"{name}={_short(value)}")
+
+
+def _read_dtype(kind: Kind, known: Collection[str], left: dict[str, Any]) -> Any:
+    """Take the dtype out of the arguments and return it.
+
+    Raises:
+        InDoubt: it is left to the library.
+    """
+    import torch  # which is imported, or there would be no class to call
+
+    given = {name: left.pop(name) for name in _DTYPES if name in left}
+    named = {name: value for name, value in given.items() if value is not None}
+    if not named:
+        return None
+    (name, dtype), *others = named.items()
+    is_dict = kind == "pipeline" and type(dtype) is dict
+    is_name = kind == "transformers model" and type(dtype) is str
+    values = list(dtype.values()) if is_dict else [dtype]
+    is_plain = all(isinstance(each, torch.dtype) and each.is_floating_point for each in values)
+    if (
+        others
+        or name not in known
+        or not (is_plain or (is_name and dtype in _TRANSFORMERS_DTYPES))
+        or (is_dict and not all(type(each) is str for each in dtype))
+    ):
+        raise InDoubt(", ".join(f"{name}={_short(value)}" for name, value in named.items()))
+    return dtype
+
+
+def names_known(*methods: Any) -> frozenset[str]:
+    """Return the names of arguments that appear in the code of some methods of a library."""
+    return frozenset(
+        name
+        for method in methods
+        for layer in layers(method)
+        if hasattr(layer, "__code__")
+        for name in _texts((*layer.__code__.co_consts, *layer.__code__.co_varnames))
+    )
+
+
+def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
+    for each in constants:
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, tuple):
+            yield from _texts(each)
+
+
+def _short(value: object) -> str:
+    """Write a value in a few words: its repr may be that of a whole model."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)[:60]
+    return f"<{type(value).__name__}>"

@@ -1,0 +1,145 @@
+"""Looks at what a call loads, and finds what only the library knows how to load."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from shmload._checkpoints.hub import find_cached
+from shmload._checkpoints.indexes import read_json
+from shmload._checkpoints.resolve import Checkpoint, resolve, resolve_model
+from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub
+from shmload.errors import ShmloadError
+from shmload.integrations._redirecting.arguments import Call, InDoubt
+from shmload.integrations._redirecting.targets import Kind
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+_TIMEOUT_S = 10.0
+
+
+def require_known_source(kind: Kind, call: Call) -> None:
+    """Check that shmload finds the files that the library would, and that they are of known kinds.
+
+    Raises:
+        InDoubt: they are left to the library.
+    """
+    folder = _find_folder(kind, call)
+    variant = call.kwargs.get("variant")
+    try:
+        if kind == "pipeline":
+            _require_known_parts(folder, call)
+            found = resolve(call.source, folder, variant=variant, passed=call.kwargs)
+        else:
+            subfolder = call.kwargs.get("subfolder")
+            found = resolve_model(str(call.source), folder, subfolder=subfolder, variant=variant)
+    except (ShmloadError, OSError) as exc:
+        raise InDoubt(str(exc)) from exc
+    if not found.checkpoints or (variant and not found.is_complete):
+        raise InDoubt(
+            "it has no safetensors files" + (f" of the variant {variant}" * bool(variant))
+        )
+    for checkpoint in found.checkpoints:
+        _require_plain(checkpoint)
+
+
+def _find_folder(kind: Kind, call: Call) -> Path:
+    """Return the directory of the source: itself, or that of a hub id in the cache.
+
+    Raises:
+        InDoubt: it is none of these, or the hub has another version.
+    """
+    if os.path.isdir(call.source):
+        return Path(call.source)
+    given = call.source
+    if not isinstance(given, str) or os.path.lexists(given) or not _HUB_ID.fullmatch(given):
+        raise InDoubt("it is no directory")
+    if kind == "transformers model" and os.environ.get("TRANSFORMERS_CACHE"):
+        raise InDoubt("TRANSFORMERS_CACHE is set")
+    hub = Hub(**{name: call.kwargs[name] for name in HUB_ARGUMENTS & call.kwargs.keys()})
+    try:
+        folder = find_cached(given, hub)
+    except ShmloadError as exc:
+        raise InDoubt(str(exc)) from exc
+    if folder is None:
+        raise InDoubt("it is not in the hub cache")
+    _require_current(given, hub, folder)
+    return folder
+
+
+def _require_current(repo_id: str, hub: Hub, folder: Path) -> None:
+    """Check that the cached version is the one that the hub has now, as the libraries do.
+
+    Raises:
+        InDoubt: it is another one.
+    """
+    if hub.local_files_only or is_offline() or _COMMIT.fullmatch(hub.revision or ""):
+        return
+    commit = commit_on_hub(repo_id, hub)
+    if commit is not None and commit != folder.name:
+        raise InDoubt("the hub has another version than the cache")
+
+
+def is_offline() -> bool:
+    """Tell whether the hub must not be asked."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def commit_on_hub(repo_id: str, hub: Hub) -> str | None:
+    """Ask the hub for the commit of a revision; return None if it cannot be reached.
+
+    Raises:
+        InDoubt: the hub refuses the question.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        found = HfApi().repo_info(
+            repo_id, revision=hub.revision, token=hub.token, timeout=_TIMEOUT_S
+        )
+    except (HfHubHTTPError, ValueError) as exc:
+        raise InDoubt(f"the hub refuses it: {str(exc).splitlines()[0]}") from exc
+    except Exception:  # of the HTTP client, which changes with the hub's library: no network
+        return None
+    return str(found.sha)
+
+
+def _require_known_parts(folder: Path, call: Call) -> None:
+    """Check that a pipeline names classes of the libraries only.
+
+    Raises:
+        InDoubt: it does not.
+        ShmloadError, OSError: its index cannot be read.
+    """
+    from diffusers import pipelines
+
+    index = read_json(folder / "model_index.json")
+    if not isinstance(index.get("_class_name"), str):
+        raise InDoubt("the pipeline has a class of its own")
+    for name, value in index.items():
+        if name[:1] == "_" or name in call.kwargs or not _is_component(value):
+            continue
+        if value[0] not in ("diffusers", "transformers") and not hasattr(pipelines, value[0]):
+            raise InDoubt(f"{name} is of {value[0]}")
+
+
+def _is_component(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+
+
+def _require_plain(checkpoint: Checkpoint) -> None:
+    """Check that a model is of a class of the libraries, whole, and not quantised.
+
+    Raises:
+        InDoubt: it is not.
+    """
+    name = checkpoint.component or "it"
+    if (checkpoint.folder / "adapter_config.json").exists():
+        raise InDoubt(f"{name} has an adapter")
+    if checkpoint.config.get("auto_map"):
+        raise InDoubt(f"{name} has code of its own")
+    if checkpoint.config.get("quantization_config"):
+        raise InDoubt(f"{name} has quantised weights")

@@ -1,0 +1,106 @@
+"""The switch: patches the libraries while at least one redirection is open."""
+
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from shmload.integrations._redirecting.finder import Finder
+from shmload.integrations._redirecting.patches import Patch, Patches
+from shmload.integrations._redirecting.targets import MODULES, classes_of
+
+logger = logging.getLogger("shmload.redirect")
+
+
+class Options(NamedTuple):
+    """How calls are redirected."""
+
+    keep: bool | str
+    """As for `load_pipeline`."""
+    is_verbose: bool
+    """Say on standard error how each call goes."""
+
+
+_lock = threading.RLock()
+_open: dict[object, Options] = {}
+"""The open redirections by their keys; the last one counts."""
+_installed: "_Installation | None" = None
+
+
+def current() -> Options | None:
+    """Return how calls are redirected; None if they are not."""
+    options = list(_open.values())
+    return options[-1] if options else None
+
+
+def turn_on(key: object, options: Options, modules: Mapping[str, ModuleType]) -> None:
+    """Open a redirection; the first one patches.
+
+    Args:
+        key: names it, for `turn_off`.
+        options: how calls are redirected.
+        modules: imported ones that are not in `sys.modules`.
+    """
+    global _installed
+    with _lock:
+        _open[key] = options
+        if _installed is None:
+            _installed = _Installation()
+        _installed.patch_all(modules)
+
+
+def turn_off(key: object) -> None:
+    """Close a redirection, if it is open; the last one restores what was patched."""
+    global _installed
+    with _lock:
+        _open.pop(key, None)
+        if not _open and _installed is not None:
+            _installed.undo()
+            _installed = None
+
+
+class _Installation:
+    """The patches, and the finder that adds to them what is imported later."""
+
+    def __init__(self) -> None:
+        self._patches = Patches(_route)
+        self._finder = Finder(MODULES, self._patch)
+        sys.meta_path.insert(0, self._finder)
+
+    def patch_all(self, modules: Mapping[str, ModuleType]) -> None:
+        """Patch what is imported already."""
+        for name in MODULES:
+            module = sys.modules.get(name) or modules.get(name)
+            if module is None:
+                continue
+            if getattr(module.__spec__, "_initializing", False):
+                module = importlib.import_module(name)  # waits for the thread that imports it
+            self._patch(module)
+
+    def _patch(self, module: ModuleType) -> None:
+        try:
+            with _lock:
+                if _installed in (None, self):
+                    for owner, kind in classes_of(module):
+                        self._patches.add(owner, kind)
+        except Exception:  # an import must not fail because of it
+            logger.warning("%s is not redirected", module.__name__, exc_info=True)
+
+    def undo(self) -> None:
+        """Restore everything."""
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        self._patches.undo()
+
+
+def _route(patch: Patch, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    options = current()
+    if options is None:  # another program's patch still calls this one
+        return patch.call_original(cls, args, kwargs)
+    # Not at the top: it imports what a program may not want to wait for when it starts.
+    from shmload.integrations._redirecting.calls import answer
+
+    return answer(patch, options, cls, args, kwargs)

@@ -1,0 +1,3 @@
+"""Fixtures for redirected loads."""
+
+from redirecting import ways  # noqa: F401 a fixture for all here

@@ -1,0 +1,345 @@
+"""`redirect`: when it is on, what it patches, and what happens where shmload cannot load."""
+
+import asyncio
+import inspect
+import logging
+import threading
+
+import accelerate
+import diffusers
+import pytest
+import torch
+import transformers
+from redirecting import assert_same
+
+import shmload
+from shmload.errors import ArgumentError, SharedMemoryFull
+from shmload.integrations._redirecting import calls, sources
+
+pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
+
+_CLASSES = [
+    diffusers.DiffusionPipeline,
+    diffusers.AutoPipelineForText2Image,
+    diffusers.AutoPipelineForImage2Image,
+    diffusers.AutoPipelineForInpainting,
+    diffusers.ModelMixin,
+    diffusers.AutoModel,
+    transformers.PreTrainedModel,
+    transformers.AutoModel,
+    transformers.AutoModelForCausalLM,
+]
+
+
+def attributes():
+    return [vars(cls)["from_pretrained"] for cls in _CLASSES]
+
+
+def looks(method):
+    return (
+        inspect.signature(method),
+        method.__doc__,
+        method.__name__,
+        method.__qualname__,
+        method.__module__,
+        inspect.getsource(inspect.unwrap(method)),
+    )
+
+
+# On and off ---------------------------------------------------------------------------------------
+
+
+def test_nothing_is_patched_before_and_after():
+    before = attributes()
+    with shmload.redirect() as redirection:
+        assert not any(one is other for one, other in zip(attributes(), before, strict=True))
+    assert all(one is other for one, other in zip(attributes(), before, strict=True))
+    redirection.close()
+    assert all(one is other for one, other in zip(attributes(), before, strict=True))
+
+
+def test_last_one_restores_in_any_order():
+    before = attributes()
+    first, second = shmload.redirect(), shmload.redirect()
+    first.close()
+    assert attributes() != before
+    with shmload.redirect():
+        second.close()
+        assert attributes() != before
+    assert attributes() == before
+
+
+@pytest.mark.parametrize("cls", _CLASSES)
+def test_patched_methods_look_as_before(cls):
+    before = looks(cls.from_pretrained)
+    with shmload.redirect():
+        assert looks(cls.from_pretrained) == before
+        assert isinstance(vars(cls)["from_pretrained"], classmethod)
+
+
+def test_patch_of_another_program_survives(saved, ways, monkeypatch):
+    source = str(saved("stable-diffusion"))
+    seen = []
+    before = attributes()
+    redirection = shmload.redirect()
+    inner = diffusers.DiffusionPipeline.from_pretrained.__func__
+
+    def theirs(cls, path, **kwargs):
+        seen.append(path)
+        return inner(cls, path, **kwargs)
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(theirs))
+    kept = vars(diffusers.DiffusionPipeline)["from_pretrained"]
+    diffusers.StableDiffusionPipeline.from_pretrained(source)
+    assert (seen, ways.taken) == ([source], ["library"])
+    redirection.close()
+    assert vars(diffusers.DiffusionPipeline)["from_pretrained"] is kept
+    diffusers.StableDiffusionPipeline.from_pretrained(source)
+    assert (seen, ways.taken) == ([source] * 2, ["library"])
+    with shmload.redirect():
+        diffusers.StableDiffusionPipeline.from_pretrained(source)
+    assert (seen, ways.taken) == ([source] * 3, ["library"] * 2)
+    monkeypatch.undo()  # puts the closed redirection's method there
+    with shmload.redirect():
+        diffusers.StableDiffusionPipeline.from_pretrained(source)
+    assert (seen, ways.taken) == ([source] * 3, ["library"] * 2 + ["shmload"])
+    assert attributes() == before
+
+
+def test_options_of_the_last_open_one_count(saved, capsys):
+    source = str(saved("stable-diffusion"))
+    load = diffusers.UNet2DConditionModel
+    with shmload.redirect(), shmload.redirect(verbose=True):
+        load.from_pretrained(source, subfolder="unet")
+    text = f"shmload: UNet2DConditionModel.from_pretrained('{source}'): through shmload, in"
+    assert text in capsys.readouterr().err
+    with shmload.redirect():
+        load.from_pretrained(source, subfolder="unet")
+    assert "shmload" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [{"keep": "yes"}, {"keep": 1.5}, {"verbose": "INFO"}])
+def test_wrong_options_are_refused(given):
+    before = attributes()
+    with pytest.raises(ArgumentError, match=next(iter(given))):
+        shmload.redirect(**given)
+    assert attributes() == before
+
+
+# What stays ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep", "dtype", "stay"),
+    [
+        ("converted", torch.bfloat16, True),
+        ("converted", torch.float32, False),
+        (True, torch.float32, True),
+        (False, torch.bfloat16, False),
+    ],
+)
+def test_what_had_to_be_made_stays(saved, shm_names, keep, dtype, stay):
+    with shmload.redirect(keep=keep):
+        model = diffusers.UNet2DConditionModel.from_pretrained(
+            str(saved("stable-diffusion")), subfolder="unet", torch_dtype=dtype
+        )
+    del model
+    assert bool(shm_names()) is stay
+
+
+def test_second_load_reads_nothing(saved, ways, monkeypatch):
+    source = str(saved("stable-diffusion"))
+    with shmload.redirect():
+        first = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
+        monkeypatch.setattr("shmload._loading.decoder.Decoder.decode", None)
+        again = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
+    assert ways.taken == ["shmload", "shmload"]
+    assert first.unet.conv_in.weight.equal(again.unet.conv_in.weight)
+
+
+# Whose calls --------------------------------------------------------------------------------------
+
+
+def test_own_loads_are_not_redirected(saved, ways):
+    source = saved("stable-diffusion")
+    with shmload.redirect():
+        shmload.load_pipeline(source, dtype="bfloat16")
+        shmload.load_model("UNet2DConditionModel", source, subfolder="unet")
+    assert ways.lines == []
+
+
+def test_calls_inside_a_call_are_the_librarys(saved, ways):
+    source = str(saved("stable-diffusion"))
+    with shmload.redirect():
+        diffusers.DiffusionPipeline.from_pretrained(source, low_cpu_mem_usage=False)
+    assert ways.taken == ["library"]
+
+
+def test_own_method_calls_the_library(saved, ways):
+    class Own(diffusers.UNet2DConditionModel):
+        @classmethod
+        def from_pretrained(cls, path, **kwargs):
+            return "own", super().from_pretrained(path, **kwargs)
+
+    source = str(saved("stable-diffusion"))
+    with shmload.redirect():
+        mark, model = Own.from_pretrained(source, subfolder="unet")
+    assert (mark, type(model), ways.taken) == ("own", Own, ["library"])
+
+
+def test_threads_and_tasks_are_redirected_each(saved, ways):
+    source = str(saved("stable-diffusion"))
+    models = []
+
+    def load():
+        models.append(diffusers.UNet2DConditionModel.from_pretrained(source, subfolder="unet"))
+
+    async def load_all():
+        await asyncio.gather(*(asyncio.to_thread(load) for _ in range(2)))
+        load()
+
+    with shmload.redirect():
+        threads = [threading.Thread(target=load) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        asyncio.run(load_all())
+    assert ways.taken == ["shmload"] * 6
+    assert len(models) == 6
+
+
+# Failures -----------------------------------------------------------------------------------------
+
+
+def test_library_loads_where_there_is_no_room(saved, ways, monkeypatch):
+    def full(*args, **kwargs):
+        raise SharedMemoryFull(2, 1, "/dev/shm", "free some")
+
+    monkeypatch.setattr("shmload._loading.holdings.Holdings.make_parts", full)
+    source = str(saved("stable-diffusion"))
+    load = diffusers.UNet2DConditionModel
+    assert_same(
+        lambda: load.from_pretrained(source, subfolder="unet", torch_dtype=torch.bfloat16), ways
+    )
+    assert ways.levels == [logging.WARNING]
+    assert "by the library: SharedMemoryFull: " in ways.lines[0]
+
+
+def test_random_numbers_of_a_failed_load_are_given_back(saved, ways, monkeypatch):
+    load = calls.load_model
+
+    def failing(*args, **kwargs):
+        load(*args, **kwargs)
+        torch.rand(5)
+        raise RuntimeError("at the end")
+
+    monkeypatch.setattr(calls, "load_model", failing)
+    source = str(saved("stable-diffusion"))
+    assert_same(
+        lambda: transformers.CLIPTextModelWithProjection.from_pretrained(
+            source, subfolder="text_encoder"
+        ),
+        ways,
+    )
+    assert "by the library: RuntimeError: at the end" in ways.lines[0]
+
+
+def test_interrupt_is_an_interrupt(saved, ways, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calls, "load_pipeline", interrupted)
+    with shmload.redirect(), pytest.raises(KeyboardInterrupt) as caught:
+        diffusers.DiffusionPipeline.from_pretrained(str(saved("stable-diffusion")))
+    assert caught.value.__context__ is None
+    assert ways.lines == []
+
+
+def test_broken_file_raises_the_librarys_error(copied, ways):
+    source = copied("stable-diffusion")
+    path = source / "unet" / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert_same(lambda: diffusers.DiffusionPipeline.from_pretrained(str(source)), ways)
+    assert ways.taken == ["library"]
+    assert ways.levels == [logging.INFO]
+
+
+# Surroundings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [lambda: torch.device("meta"), torch.inference_mode, accelerate.init_empty_weights],
+    ids=["device", "inference", "empty-weights"],
+)
+def test_unusual_surroundings_are_left_to_the_library(saved, ways, surroundings):
+    source = str(saved("stable-diffusion"))
+    with shmload.redirect(), surroundings():
+        diffusers.UNet2DConditionModel.from_pretrained(source, subfolder="unet")
+    assert ways.taken == ["library"]
+
+
+# The hub ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("commit", "way"),
+    [("a" * 40, "shmload"), ("b" * 40, "library"), (None, "shmload")],
+    ids=["current", "older", "unreachable"],
+)
+def test_hub_id_is_redirected_if_the_cache_is_current(
+    saved, hub_cache, ways, monkeypatch, commit, way
+):
+    hub_cache.add("me/model", saved("stable-diffusion"))
+    monkeypatch.setattr(sources, "is_offline", lambda: False)
+    monkeypatch.setattr(sources, "commit_on_hub", lambda repo_id, hub: commit)
+    assert_same(
+        lambda: diffusers.DiffusionPipeline.from_pretrained("me/model", cache_dir=hub_cache.root),
+        ways,
+        are_texts_same=False,  # diffusers says that it is offline
+    )
+    assert ways.taken == [way], ways.lines
+
+
+@pytest.mark.parametrize("name", ["me/model", "me/other"])
+def test_hub_id_offline(saved, hub_cache, ways, name):
+    hub_cache.add("me/model", saved("stable-diffusion"))
+    assert_same(
+        lambda: transformers.CLIPTextModel.from_pretrained(
+            name, subfolder="text_encoder", cache_dir=hub_cache.root
+        ),
+        ways,
+    )
+    assert ways.taken == ["shmload" if name == "me/model" else "library"], ways.lines
+
+
+# Imports ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", ["", "import diffusers, transformers; "], ids=["none", "all"])
+def test_classes_are_patched_when_they_are_imported(new_child, before):
+    code = f"""
+import sys
+{before}
+import shmload
+redirection = shmload.redirect()
+print("torch", "torch" in sys.modules)
+import diffusers
+from transformers import AutoModel, CLIPTextModel
+from diffusers.pipelines import DiffusionPipeline
+print("found", *["_redirecting" in cls.from_pretrained.__func__.__code__.co_filename for cls in
+        (AutoModel, CLIPTextModel, DiffusionPipeline, diffusers.UNet2DConditionModel,
+         diffusers.AutoModel, diffusers.AutoPipelineForText2Image)])
+redirection.close()
+print("found", *["_redirecting" in cls.from_pretrained.__func__.__code__.co_filename for cls in
+        (AutoModel, CLIPTextModel, DiffusionPipeline, diffusers.UNet2DConditionModel,
+         diffusers.AutoModel, diffusers.AutoPipelineForText2Image)])
+print("finder", any("Finder" == type(each).__name__ for each in sys.meta_path))
+"""
+    child = new_child(code)
+    assert child.expect("torch") == str(bool(before))
+    assert child.expect("found") == " ".join(["True"] * 6)
+    assert child.expect("found") == " ".join(["False"] * 6)
+    assert child.expect("finder") == "False"
+    assert child.wait() == 0

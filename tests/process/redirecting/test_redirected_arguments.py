@@ -1,0 +1,206 @@
+"""Many arguments, plainly and redirected: the same result, or the same error, by the known way."""
+
+import os
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+import transformers
+from diffusers.pipelines import pipeline_utils
+from redirecting import assert_same
+
+pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
+
+_IS_NEW = hasattr(pipeline_utils, "_resolve_dtype")
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class MyPipeline(diffusers.StableDiffusionPipeline):
+    """A user's own class."""
+
+
+class OwnMethod(diffusers.StableDiffusionPipeline):
+    """A user's class that loads in its own way."""
+
+    @classmethod
+    def from_pretrained(cls, path, **kwargs):
+        pipe = super().from_pretrained(path, **kwargs)
+        pipe.was_marked = True
+        return pipe
+
+
+class MyUNet(diffusers.UNet2DConditionModel):
+    """A user's own model, which keeps a part in float32."""
+
+    _keep_in_fp32_modules = ("conv_in",)
+
+
+class MyEncoder(transformers.CLIPTextModel):
+    """A user's own model of transformers."""
+
+
+def _scheduler():
+    return diffusers.EulerDiscreteScheduler()
+
+
+_PIPELINES = [
+    # class, arguments, way
+    (diffusers.DiffusionPipeline, {}, "shmload"),
+    (diffusers.DiffusionPipeline, {"torch_dtype": _BF16}, "shmload"),
+    (diffusers.DiffusionPipeline, {"torch_dtype": _FP32}, "shmload"),
+    (diffusers.DiffusionPipeline, {"dtype": _FP16}, "shmload" if _IS_NEW else "library"),
+    (diffusers.DiffusionPipeline, {"torch_dtype": _BF16, "dtype": _BF16}, "library"),
+    (diffusers.DiffusionPipeline, {"torch_dtype": "bfloat16"}, "library"),
+    (diffusers.DiffusionPipeline, {"torch_dtype": "auto"}, "library"),
+    (diffusers.DiffusionPipeline, {"torch_dtype": torch.int8}, "library"),
+    (diffusers.DiffusionPipeline, {"torch_dtype": {"unet": _BF16}}, "shmload"),
+    (diffusers.DiffusionPipeline, {"torch_dtype": {"unet": _BF16, "default": _FP16}}, "shmload"),
+    (diffusers.DiffusionPipeline, {"torch_dtype": {"no_such": _BF16}}, "library"),
+    (diffusers.DiffusionPipeline, {"torch_dtype": None}, "shmload"),
+    (diffusers.DiffusionPipeline, {"torch_dtype": _BF16, "use_safetensors": True}, "shmload"),
+    (diffusers.DiffusionPipeline, {"use_safetensors": None}, "shmload"),
+    (diffusers.DiffusionPipeline, {"use_safetensors": False}, "library"),
+    (diffusers.DiffusionPipeline, {"variant": "fp16"}, "library"),
+    (diffusers.DiffusionPipeline, {"variant": None, "revision": None}, "shmload"),
+    (diffusers.DiffusionPipeline, {"revision": "main"}, "shmload"),
+    (diffusers.DiffusionPipeline, {"local_files_only": True, "token": False}, "shmload"),
+    (diffusers.DiffusionPipeline, {"force_download": True}, "library"),
+    (diffusers.DiffusionPipeline, {"low_cpu_mem_usage": True}, "shmload"),
+    (diffusers.DiffusionPipeline, {"low_cpu_mem_usage": False}, "library"),
+    (diffusers.DiffusionPipeline, {"device_map": None}, "shmload"),
+    (diffusers.DiffusionPipeline, {"device_map": "cpu"}, "library"),
+    (diffusers.DiffusionPipeline, {"device_map": "auto"}, "library"),
+    (diffusers.DiffusionPipeline, {"device_map": {"unet": "cpu"}}, "library"),
+    (diffusers.DiffusionPipeline, {"quantization_config": "nonsense"}, "library"),
+    (diffusers.DiffusionPipeline, {"custom_pipeline": None}, "shmload"),
+    (diffusers.DiffusionPipeline, {"custom_pipeline": "no/such/path"}, "library"),
+    (diffusers.DiffusionPipeline, {"trust_remote_code": True}, "library"),
+    (diffusers.DiffusionPipeline, {"no_such_argument": 1}, None),
+    (diffusers.DiffusionPipeline, {"keep": True}, "library"),
+    (diffusers.DiffusionPipeline, {"workers": 3}, "library"),
+    (diffusers.DiffusionPipeline, {"components": ["unet"]}, "library"),
+    (diffusers.DiffusionPipeline, {"safety_checker": None}, "shmload"),
+    (
+        diffusers.StableDiffusionPipeline,
+        {"safety_checker": None, "requires_safety_checker": False},
+        "shmload",
+    ),
+    (diffusers.StableDiffusionPipeline, {"scheduler": _scheduler, "torch_dtype": _BF16}, "shmload"),
+    (diffusers.StableDiffusionPipeline, {"unet": None}, "shmload"),
+    (diffusers.StableDiffusionPipeline, {"unet": _scheduler}, "library"),
+    (diffusers.StableDiffusionImg2ImgPipeline, {"torch_dtype": _BF16}, "shmload"),
+    (diffusers.AutoPipelineForText2Image, {"torch_dtype": _BF16}, "shmload"),
+    (diffusers.AutoPipelineForImage2Image, {"safety_checker": None}, "shmload"),
+    (diffusers.AutoPipelineForInpainting, {}, "shmload"),
+    (diffusers.AutoPipelineForText2Image, {"enable_pag": True}, "shmload"),
+    (diffusers.AutoPipelineForText2Image, {"no_such_argument": 1}, "shmload"),
+    (diffusers.FluxPipeline, {}, "library"),
+    (MyPipeline, {"torch_dtype": _FP16}, "shmload"),
+    (OwnMethod, {"torch_dtype": _FP16}, "library"),
+]
+_MODELS = [
+    (diffusers.UNet2DConditionModel, "unet", {}, "shmload"),
+    (diffusers.UNet2DConditionModel, "unet", {"torch_dtype": _BF16}, "shmload"),
+    (diffusers.UNet2DConditionModel, "unet", {"dtype": _BF16}, "shmload" if _IS_NEW else "library"),
+    (diffusers.UNet2DConditionModel, "unet", {"torch_dtype": "bfloat16"}, "library"),
+    (diffusers.UNet2DConditionModel, "unet", {"torch_dtype": torch.float64}, "shmload"),
+    (diffusers.UNet2DConditionModel, "unet", {"output_loading_info": True}, "shmload"),
+    (diffusers.UNet2DConditionModel, "unet", {"low_cpu_mem_usage": False}, "library"),
+    (diffusers.UNet2DConditionModel, "unet", {"device_map": "cpu"}, "library"),
+    (diffusers.UNet2DConditionModel, "unet", {"sample_size": 16}, "library"),
+    (diffusers.UNet2DConditionModel, "unet", {"in_channels": 9}, "library"),
+    (diffusers.UNet2DConditionModel, "unet", {"variant": "fp16"}, "library"),
+    (diffusers.UNet2DConditionModel, "no_such_folder", {}, "library"),
+    (diffusers.UNet2DConditionModel, None, {}, "library"),
+    (diffusers.UNet2DConditionModel, "vae", {}, None),
+    (diffusers.AutoencoderKL, "vae", {"torch_dtype": _FP16, "use_safetensors": True}, "shmload"),
+    (diffusers.AutoModel, "unet", {"torch_dtype": _BF16}, "shmload"),
+    (diffusers.AutoModel, "text_encoder", {}, "shmload"),
+    (diffusers.AutoModel, "unet", {"trust_remote_code": False}, "shmload"),
+    (diffusers.ModelMixin, "unet", {}, None),
+    (diffusers.Transformer2DModel, "unet", {}, None),
+    (MyUNet, "unet", {"torch_dtype": _BF16}, "shmload"),
+    (transformers.CLIPTextModel, "text_encoder", {}, "shmload"),
+    (transformers.CLIPTextModel, "text_encoder", {"dtype": _BF16}, "shmload"),
+    (transformers.CLIPTextModel, "text_encoder", {"torch_dtype": _BF16}, "shmload"),
+    (transformers.CLIPTextModel, "text_encoder", {"dtype": "float16"}, "shmload"),
+    (transformers.CLIPTextModel, "text_encoder", {"dtype": "auto"}, "shmload"),
+    (transformers.CLIPTextModel, "text_encoder", {"dtype": "no_such"}, "library"),
+    (transformers.CLIPTextModel, "text_encoder", {"attn_implementation": "eager"}, "shmload"),
+    (transformers.CLIPTextModel, "text_encoder", {"attn_implementation": "no_such"}, "library"),
+    (transformers.CLIPTextModel, "text_encoder", {"output_loading_info": True}, "shmload"),
+    (transformers.CLIPTextModel, "text_encoder", {"low_cpu_mem_usage": True}, "shmload"),
+    (transformers.CLIPTextModel, "text_encoder", {"low_cpu_mem_usage": False}, "library"),
+    (transformers.CLIPTextModel, "text_encoder", {"device_map": "cpu"}, "library"),
+    (transformers.CLIPTextModel, "text_encoder", {"num_hidden_layers": 1}, "library"),
+    (transformers.CLIPTextModel, "text_encoder", {"no_such_argument": 1}, "library"),
+    (transformers.CLIPTextModel, "text_encoder", {"use_safetensors": False}, "library"),
+    (transformers.CLIPTextModel, "text_encoder", {"variant": "fp16"}, "library"),
+    (transformers.CLIPTextModel, "no_such_folder", {}, "library"),
+    (transformers.CLIPTextModelWithProjection, "text_encoder", {}, "shmload"),
+    (transformers.AutoModel, "text_encoder", {"dtype": _BF16}, "shmload"),
+    (transformers.AutoModel, "text_encoder", {"trust_remote_code": True}, "library"),
+    (transformers.AutoModelForCausalLM, "text_encoder", {}, "library"),
+    (MyEncoder, "text_encoder", {"dtype": _BF16}, "library"),
+]
+
+
+def _name(value):
+    if isinstance(value, type):
+        return value.__name__
+    return "-".join(value) or "plain" if isinstance(value, dict) else str(value)
+
+
+def _made(kwargs):
+    """Return new objects for the components that are given by functions."""
+    return {name: value() if callable(value) else value for name, value in kwargs.items()}
+
+
+@pytest.mark.parametrize(("cls", "kwargs", "way"), _PIPELINES, ids=_name)
+def test_pipeline(saved, ways, cls, kwargs, way):
+    source = str(saved("stable-diffusion"))
+    made = assert_same(lambda: cls.from_pretrained(source, **_made(kwargs)), ways)
+    assert way is None or ways.taken == [way], ways.lines
+    assert made is None or type(made).__module__ != "builtins"
+
+
+@pytest.mark.parametrize(("cls", "subfolder", "kwargs", "way"), _MODELS, ids=_name)
+def test_model(saved, ways, cls, subfolder, kwargs, way):
+    source = str(saved("stable-diffusion"))
+    given = {} if subfolder is None else {"subfolder": subfolder}
+    assert_same(lambda: cls.from_pretrained(source, **given, **kwargs), ways)
+    assert way is None or ways.taken == [way], ways.lines
+
+
+@pytest.mark.parametrize(
+    ("source", "way"),
+    [
+        (Path, "shmload"),
+        (lambda source: str(os.path.relpath(source)), "shmload"),
+        (lambda source: f"{source}/", "shmload"),
+        (lambda source: f"{source}/no_such", "library"),
+        (lambda source: f"{source}/model_index.json", "library"),
+        (lambda source: f"{source}/unet", "library"),
+        (lambda source: "no-such-user/no-such-model", "library"),
+        (lambda source: "not a hub id", "library"),
+        (lambda source: None, "library"),
+        (lambda source: b"bytes", "library"),
+    ],
+    ids=["path", "relative", "slash", "missing", "file", "model", "hub", "text", "none", "bytes"],
+)
+def test_source(saved, ways, source, way):
+    given = source(saved("stable-diffusion"))
+    assert_same(lambda: diffusers.DiffusionPipeline.from_pretrained(given), ways)
+    assert ways.taken == [way], ways.lines
+
+
+def test_source_by_its_name(saved, ways):
+    source = str(saved("stable-diffusion"))
+    assert_same(lambda: diffusers.UNet2DConditionModel.from_pretrained(
+        pretrained_model_name_or_path=source, subfolder="unet"), ways)  # fmt: skip
+    assert_same(lambda: diffusers.DiffusionPipeline.from_pretrained(
+        pretrained_model_name_or_path=source), ways)  # fmt: skip
+    assert_same(lambda: diffusers.DiffusionPipeline.from_pretrained(), ways)
+    assert_same(lambda: diffusers.DiffusionPipeline.from_pretrained(source, source), ways)
+    assert ways.taken == ["shmload", "shmload", "library", "library"]
