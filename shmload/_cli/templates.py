@@ -1,21 +1,16 @@
 """The commands `shmload run` and `shmload template ls|warm|stop`."""
 
-import contextlib
-import time
-from collections.abc import Iterator
-from typing import Any
+import dataclasses
 
 import click
 
 from shmload._cli.output import as_json_option, print_json, print_table
-from shmload._templates import kind, place, wire
+from shmload._templates import kind, look
 from shmload._templates.command import main as run_program
-from shmload._templates.start import MODULES, start_template
+from shmload._templates.modules import unfit
+from shmload._templates.start import MODULES
 from shmload._wording import count_of, format_age, format_nbytes
 from shmload.errors import TemplateUnavailable
-
-_ANSWER_TIMEOUT_S = 5.0
-_START_TIMEOUT_S = 120.0
 
 
 @click.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
@@ -33,27 +28,33 @@ def template_group() -> None:
 @template_group.command("ls")
 @as_json_option
 def ls_command(as_json: bool) -> None:
-    """List the templates that run."""
-    found = list(_templates())
+    """List the templates that run, and the modules that none can import."""
+    found = list(look.templates())
+    left_out = [{"module": name, "reason": reason} for name, reason in unfit()]
     if as_json:
-        print_json("template ls", templates=found)
-    elif not found:
+        listed = [dataclasses.asdict(template) for template in found]
+        print_json("template ls", templates=listed, unfit=left_out)
+        return
+    if not found:
         click.echo("no template runs; `shmload run` starts one")
     else:
         print_table(
-            ("NAME", "PROCESS", "MEMORY", "PROGRAMS", "IDLE"),
+            ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS", "IDLE"),
             [
                 (
-                    template["name"],
-                    str(template["pid"]),
-                    format_nbytes(template["memory_nbytes"]),
-                    str(template["programs"]),
-                    format_age(template["idle_s"]),
+                    template.name,
+                    str(template.pid),
+                    template.state,
+                    format_nbytes(template.memory_nbytes),
+                    str(template.programs),
+                    format_age(template.idle_s),
                 )
                 for template in found
             ],
-            right=(1, 2, 3),
+            right=(1, 3, 4, 5),
         )
+    for module in left_out:
+        click.echo(f"left out: {module['module']}: {module['reason']}")
 
 
 @template_group.command("warm")
@@ -68,67 +69,28 @@ def ls_command(as_json: bool) -> None:
 def warm_command(name: str, modules: tuple[str, ...], as_json: bool) -> None:
     """Start the template that programs of this terminal would use, and wait until it serves."""
     key = kind.key_of(kind.facts_of_this_process(name))
-    found = _look(place.socket_of(key))
-    if not found:
-        start_template(name, key, modules or MODULES)
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while not found:
-        reason = place.read_failure(key)
-        if reason or time.monotonic() > deadline:
-            waited = f"it does not serve after {_START_TIMEOUT_S:g} s"
-            raise TemplateUnavailable(name, reason or waited)
-        time.sleep(0.02)  # the socket appears when it is ready; nothing tells of that
-        found = _look(place.socket_of(key))
+    try:
+        found = look.start_and_wait(name, key, modules or MODULES)
+    except (look.NotStarted, OSError) as exc:
+        raise TemplateUnavailable(name, str(exc)) from exc
     if as_json:
-        print_json("template warm", template=found)
+        print_json("template warm", template=dataclasses.asdict(found))
     else:
-        click.echo(f"template {name}: process {found['pid']}")
+        click.echo(f"template {name}: process {found.pid}")
 
 
 @template_group.command("stop")
 @as_json_option
 def stop_command(as_json: bool) -> None:
-    """End all templates of this user. Programs that run go on."""
-    stopped = []
-    for template in _templates():
-        with wire.open_socket() as channel, contextlib.suppress(OSError):  # it may have ended
-            channel.settimeout(_ANSWER_TIMEOUT_S)
-            channel.connect(template["socket"])
-            wire.send(channel, {"kind": "end"})
-            wire.receive(channel)
-        stopped.append(template["pid"])
+    """End all templates of this user. Programs that run go on, and theirs end with them."""
+    found = list(look.templates())
+    for template in found:
+        look.end(template)
     if as_json:
-        print_json("template stop", stopped=stopped)
-    else:
-        click.echo(f"ended {count_of(len(stopped), 'template')}")
-
-
-def _templates() -> Iterator[dict[str, Any]]:
-    for path in place.sockets():
-        found = _look(path)
-        if found:
-            yield found
-
-
-def _look(path: str) -> dict[str, Any] | None:
-    """Ask a template what it is; None if none serves there."""
-    with wire.open_socket() as channel:
-        channel.settimeout(_ANSWER_TIMEOUT_S)
-        try:
-            channel.connect(path)
-            wire.send(channel, {"kind": "look"})
-            found = wire.receive(channel)
-        except OSError:
-            return None
-    if found is None:
-        return None
-    return {**found[0], "memory_nbytes": _memory_of(found[0]["pid"]), "socket": path}
-
-
-def _memory_of(pid: int) -> int:
-    """Return a process's share of memory (PSS), in bytes."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
-            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-    except OSError:
-        return 0
+        print_json("template stop", stopped=[template.pid for template in found])
+        return
+    click.echo(f"ended {count_of(len(found), 'template')}")
+    for template in found:
+        if template.programs:
+            programs = count_of(template.programs, "program")
+            click.echo(f"process {template.pid} ends when its {programs} have ended")

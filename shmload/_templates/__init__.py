@@ -1,10 +1,10 @@
 """`shmload run`: programs that start with their libraries imported.
 
     caller                      template                    spare ─▶ program
-      │ ──── call: what, how ────▶ │ ──── call ────────────────▶ │
-      │ ◀──────────────────────────┼──────── send, ready ─────── │
-      │ ───────────────────────────┼──────── descriptors, go ──▶ │ runs
-      │ ◀──── stopped, ended ───── │
+      │ ──── Call: what, how ────▶ │ ──── Call ────────────────▶ │
+      │ ◀──────────────────────────┼──────── SendFds, Ready ──── │
+      │ ───────────────────────────┼──────── Fds, Go ──────────▶ │ runs
+      │ ◀──── Stopped, Ended ───── │
 
 A template has imported the libraries once. It forks a spare ahead, and the next one when a caller
 takes that. The caller stands for the program: it passes signals on, and ends as the program ends.

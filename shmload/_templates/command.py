@@ -2,9 +2,13 @@
 
 import os
 import sys
-from typing import NoReturn
 
-from shmload._templates import wire
+from shmload._templates.messages import Program
+from shmload._templates.plain import flags_of_this_process
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 USAGE = """\
 Usage: shmload run [-v] [--template NAME] SCRIPT [ARGS...]
@@ -23,7 +27,7 @@ Options:
 _KINDS = {"-m": "module", "-c": "code"}
 
 
-def main(arguments: list[str]) -> NoReturn:
+def main(arguments: list[str]) -> "NoReturn":
     """Run the program that the arguments after `shmload run` name."""
     name, is_verbose = "default", False
     rest = list(arguments)
@@ -42,19 +46,24 @@ def main(arguments: list[str]) -> NoReturn:
             break
         else:
             _fail(f"no such option: {option}")
-    if not rest:
-        _fail("give a SCRIPT, -m MODULE, -c CODE, or - for standard input")
-    kind = _KINDS.get(rest[0], "stdin" if rest[0] == "-" else "script")
-    if kind in _KINDS.values():
-        rest.pop(0)
-        if not rest:
-            _fail(f"-{kind[0]} needs an argument")
-    value, *more = (wire.as_text(os.fsencode(text)) for text in rest)
     from shmload._templates.caller import run
 
-    run({"kind": kind, "value": value, "arguments": more}, name, is_verbose)
+    run(_program(rest), name, is_verbose)
 
 
-def _fail(reason: str) -> NoReturn:
+def _program(words: list[str]) -> Program:
+    """Return the program that the words after the options name."""
+    if not words:
+        _fail("give a SCRIPT, -m MODULE, -c CODE, or - for standard input")
+    kind = _KINDS.get(words[0], "stdin" if words[0] == "-" else "script")
+    if words[0] in _KINDS:
+        words = words[1:]
+        if not words:
+            _fail(f"-{kind[0]} needs an argument")
+    value, *arguments = map(os.fsencode, words)
+    return Program(kind, value, arguments, list(map(os.fsencode, flags_of_this_process())))
+
+
+def _fail(reason: str) -> "NoReturn":
     print(f"shmload run: {reason}\n\n{USAGE}", end="", file=sys.stderr)
     sys.exit(2)

@@ -1,14 +1,15 @@
 """What makes two programs need different templates.
 
 A template serves a program only if everything here is the same for both: the interpreter and its
-flags, the packages, the variables that libraries read on import, and what the kernel lets the
-process do. The template itself compares the rest.
+flags, the packages, the variables that libraries read on import, the cores, and what the kernel
+lets the process do. The template itself compares the rest.
 """
 
 import os
 import sys
 import zlib
 
+from shmload._templates import rights
 from shmload._version import __version__
 
 # Variables that are read when Python starts or when libraries are imported. The C libraries among
@@ -20,9 +21,6 @@ _FAMILIES = (
     "PYTORCH_", "RAYON_", "SAFETENSORS_", "SHMLOAD_", "SSL_", "TMPDIR", "TOKENIZERS_", "TORCH",
     "TRANSFORMERS_", "TZ", "USE_", "VECLIB_", "VIRTUAL_ENV", "XDG_",
 )  # fmt: skip
-_RIGHTS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
-_LOCKS = ("NoNewPrivs", "Seccomp")
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time", "user", "uts")
 
 
 def facts_of_this_process(name: str) -> str:
@@ -31,28 +29,41 @@ def facts_of_this_process(name: str) -> str:
     Args:
         name: of the template, as the user gave it.
     """
-    status = read_status()
-    root = os.stat("/")
     session, terminal = session_and_terminal()
-    entries = sys.path if sys.flags.safe_path else sys.path[1:]
     return repr(
         (
-            (__version__, name, sys.executable, sys.prefix, sys.version),
-            (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions),
-            [(entry, _installed(entry)) for entry in entries],
+            (__version__, name),
+            interpreter(),
             sorted(item for item in first_environment().items() if is_of_import(item[0])),
-            [status.get(field) for field in _RIGHTS + _LOCKS],
-            [os.readlink(f"/proc/self/ns/{kind}") for kind in _NAMESPACES if _has_namespace(kind)],
-            (root.st_dev, root.st_ino),
+            # Libraries choose the size of their thread pools when they are loaded.
+            sorted(os.sched_getaffinity(0)),
+            _read("personality"),
+            None if rights.can_enter_cgroup() else _read("cgroup"),
+            rights.rights_of(),
             session if terminal else None,
         )
     )
 
 
+def interpreter() -> tuple[object, ...]:
+    """Return what this interpreter is, with its flags and packages."""
+    entries = sys.path if sys.flags.safe_path else sys.path[1:]
+    return (
+        (sys.executable, sys.prefix, sys.version),
+        (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions),
+        [(entry, _installed(entry)) for entry in entries],
+    )
+
+
 def first_environment() -> dict[str, str]:
     """Return the variables with which this process was started; Python itself changes some."""
-    with open("/proc/self/environ", "rb") as file:
-        pairs = [entry.partition(b"=") for entry in file.read().split(b"\0") if entry]
+    with open("/proc/self/environ", "rb", buffering=0) as file:
+        return variables_in(file.read())
+
+
+def variables_in(raw: bytes) -> dict[str, str]:
+    """Return the variables in the content of /proc/PID/environ."""
+    pairs = [entry.partition(b"=") for entry in raw.split(b"\0") if entry]
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 
@@ -67,17 +78,19 @@ def is_of_import(variable: str) -> bool:
     return variable.startswith(_FAMILIES)
 
 
-def read_status() -> dict[str, str]:
-    """Return what the kernel says of this process, from /proc/self/status."""
-    with open("/proc/self/status", encoding="latin-1") as lines:
-        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
 def session_and_terminal() -> tuple[int, int]:
     """Return this process's session, and its controlling terminal's number; 0 for none."""
-    with open("/proc/self/stat", encoding="latin-1") as file:
-        fields = file.read().rpartition(")")[2].split()
+    with open("/proc/self/stat", "rb", buffering=0) as file:
+        fields = file.read().rpartition(b")")[2].split()
     return int(fields[3]), int(fields[4])
+
+
+def _read(name: str) -> str | None:
+    try:
+        with open(f"/proc/self/{name}", "rb", buffering=0) as file:
+            return file.read().decode("utf-8", "surrogateescape")
+    except OSError:
+        return None
 
 
 def _installed(folder: str) -> int | None:
@@ -91,7 +104,3 @@ def _installed(folder: str) -> int | None:
         return os.stat(folder).st_mtime_ns
     except OSError:
         return None
-
-
-def _has_namespace(kind: str) -> bool:
-    return os.path.lexists(f"/proc/self/ns/{kind}")

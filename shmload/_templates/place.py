@@ -3,10 +3,11 @@
 Guarantee: the directory belongs to this user and is closed to others, or nothing in it is used.
 """
 
-import contextlib
+import errno
+import fcntl
 import os
-import stat
 import time
+from stat import S_ISDIR, S_ISSOCK
 
 _MAX_SOCKET_PATH = 107  # sun_path, see unix(7)
 _FAILURE_S = 600.0
@@ -43,71 +44,110 @@ def socket_of(key: str) -> str:
         PlaceUnsafe: see `folder`; or the path is too long for a socket.
     """
     path = f"{folder()}/{key}"
-    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH - len(".4194304"):  # of one that drains
         raise PlaceUnsafe(f"{path} is too long for a socket")
     return path
 
 
+def sockets() -> list[str]:
+    """Return the paths of the sockets of all templates, also of those that drain."""
+    return sorted(entry.path for entry in os.scandir(folder()) if S_ISSOCK(entry.stat().st_mode))
+
+
+# One template of a kind -------------------------------------------------------------------------
+
+
+def take_lock(key: str) -> int | None:
+    """Take the right to be the template of this key; None if another process has it.
+
+    Returns:
+        A descriptor, which holds it until it is given back or this process ends.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    fd = os.open(f"{socket_of(key)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        os.close(fd)
+        if exc.errno in (errno.EAGAIN, errno.EACCES):
+            return None
+        raise
+    return fd
+
+
+def give_lock_back(fd: int) -> None:
+    """Let another process be the template; copies of this one have the descriptor too."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def is_taken(key: str) -> bool:
+    """Tell whether a process is the template of this key, or becomes it.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    fd = take_lock(key)
+    if fd is None:
+        return True
+    os.close(fd)
+    return False
+
+
+# Why there is none ------------------------------------------------------------------------------
+
+
 def write_failure(key: str, reason: str) -> None:
     """Note why there can be no template, for the programs that would start one."""
-    with open(socket_of(key) + ".failed", "w", encoding="utf-8") as file:
-        file.write(reason)
+    write_note(key, "failed", reason)
 
 
 def read_failure(key: str) -> str | None:
     """Return why there can be no template; None if that is not known, or a while ago."""
     try:
-        path = socket_of(key) + ".failed"
-        if time.time() - os.stat(path).st_mtime > _FAILURE_S:
-            return None
-        with open(path, encoding="utf-8") as file:
+        age = time.time() - os.stat(f"{socket_of(key)}.failed").st_mtime
+        return read_note(key, "failed") if age < _FAILURE_S else None
+    except (OSError, PlaceUnsafe):
+        return None
+
+
+def write_note(key: str, name: str, text: str) -> None:
+    """Leave a note of a template, for others and for the next one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with open(f"{socket_of(key)}.{name}", "w", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+
+
+def read_note(key: str, name: str) -> str | None:
+    """Return a note; None if there is none."""
+    try:
+        with open(f"{socket_of(key)}.{name}", encoding="utf-8", errors="replace") as file:
             return file.read()
     except (OSError, PlaceUnsafe):
         return None
 
 
-def forget_failure(key: str) -> None:
-    """Forget why there could be no template: one is started now."""
-    with contextlib.suppress(OSError, PlaceUnsafe):
-        os.unlink(socket_of(key) + ".failed")
-
-
-def remember(modules: list[str]) -> None:
-    """Note modules that programs import, for the templates that start later."""
-    new = set(modules) - set(remembered())
-    if new:
-        with (
-            contextlib.suppress(OSError, PlaceUnsafe),
-            open(f"{folder()}/modules", "a", encoding="utf-8") as file,
-        ):
-            file.write("".join(f"{name}\n" for name in modules if name in new))
-
-
-def remembered() -> list[str]:
-    """Return the modules that programs have imported, in the order of their first import."""
+def remove_note(key: str, name: str) -> None:
+    """Remove a note, if there is one."""
     try:
-        with open(f"{folder()}/modules", encoding="utf-8") as file:
-            return file.read().split()
+        os.unlink(f"{socket_of(key)}.{name}")
     except (OSError, PlaceUnsafe):
-        return []
-
-
-def forget_modules() -> None:
-    """Forget the modules that programs have imported: a template with them was not fit."""
-    with contextlib.suppress(OSError, PlaceUnsafe):
-        os.unlink(f"{folder()}/modules")
-
-
-def sockets() -> list[str]:
-    """Return the paths of the sockets of all templates."""
-    return sorted(
-        entry.path for entry in os.scandir(folder()) if stat.S_ISSOCK(entry.stat().st_mode)
-    )
+        return
 
 
 def _make_private(path: str) -> None:
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:  # made by another process just now
+            return _make_private(path)
+        found = os.lstat(path)
+    if not S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(f"{path} is not a directory of this user alone")

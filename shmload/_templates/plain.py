@@ -2,10 +2,15 @@
 
 import os
 import sys
-from typing import Any, NoReturn
 
-from shmload._templates import wire
 from shmload._templates.kind import first_environment
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import NoReturn
+
+    from shmload._templates.messages import Program
 
 
 def flags_of_this_process() -> list[str]:
@@ -14,20 +19,18 @@ def flags_of_this_process() -> list[str]:
     return before[:-1] if before[-1:] == ["-m"] else before
 
 
-def command_of(call: dict[str, Any]) -> list[bytes]:
-    """Return the command that runs a call's program."""
-    kind = call["kind"]
-    option = {"module": [b"-m"], "code": [b"-c"]}.get(kind, [])
-    texts = [*call["flags"], call["value"], *call["arguments"]]
-    flags, rest = texts[: len(call["flags"])], texts[len(call["flags"]) :]
-    return [
-        os.fsencode(sys.executable),
-        *map(wire.as_bytes, flags),
-        *option,
-        *map(wire.as_bytes, rest),
-    ]
+def command_of(program: "Program") -> list[bytes]:
+    """Return the command that runs a program."""
+    option = {"module": [b"-m"], "code": [b"-c"]}.get(program.kind, [])
+    rest = [*option, program.value, *program.arguments]
+    return [os.fsencode(sys.executable), *program.flags, *rest]
 
 
-def run_plainly(call: dict[str, Any]) -> NoReturn:
-    """Replace this process by an ordinary Python that runs the program."""
-    os.execve(sys.executable, command_of(call), first_environment())
+def run_plainly(program: "Program", environment: "Mapping[str, str] | None" = None) -> "NoReturn":
+    """Replace this process by an ordinary Python that runs the program.
+
+    Args:
+        program: what it runs.
+        environment: its variables; None for those with which this process was started.
+    """
+    os.execve(sys.executable, command_of(program), environment or first_environment())

@@ -1,5 +1,6 @@
 """Starting a template: a process that outlives its caller, with nothing of the caller's."""
 
+import ctypes
 import dis
 import importlib.util
 import json
@@ -13,6 +14,8 @@ from shmload._templates.kind import first_environment
 MODULES = ("torch", "diffusers", "transformers", "shmload.integrations.diffusers")
 """What a template imports."""
 
+_PR_GET_CHILD_SUBREAPER = 37
+
 # The program of a template. It is the lowest frame of every program, which must not see it.
 _SOURCE = """
 known = frozenset(__import__("sys").modules)
@@ -21,7 +24,7 @@ exec(open(__import__("sys").argv[1]).read(), recorder)
 recorder = recorder["Recorder"]()
 recorder.start()
 serve = __import__("shmload._templates.template", None, None, ("serve",)).serve
-leave = __import__("shmload._templates.program", None, None, ("leave",)).leave
+leave = __import__("shmload._templates.leaving", None, None, ("leave",)).leave
 try:
     serve(known, recorder)()
 except:
@@ -47,8 +50,24 @@ def invisible_program() -> bytes:
     return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
 
 
-def start_template(name: str, key: str, modules: tuple[str, ...] = MODULES) -> None:
+def why_not_here() -> str | None:
+    """Return why this process is not to start a template; None if it may.
+
+    The template would become its child when the process in between ends, and be seen by the
+    program that this process becomes.
+    """
+    if os.getpid() == 1:
+        return "there is no template, and process 1 starts none"
+    is_set = ctypes.c_int()
+    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(is_set), 0, 0, 0)
+    return "there is no template, and a subreaper starts none" if is_set.value else None
+
+
+def start_template(name: str, key: str, modules: tuple[str, ...] = MODULES) -> int:
     """Start a template that goes on when this process ends; do not wait for it.
+
+    Returns:
+        Its process id.
 
     Raises:
         OSError: it cannot be started.
@@ -58,26 +77,34 @@ def start_template(name: str, key: str, modules: tuple[str, ...] = MODULES) -> N
     with open(f"{path}.{os.getpid()}", "wb") as file:
         file.write(content)
     os.replace(f"{path}.{os.getpid()}", path)
-    flags = plain.flags_of_this_process()
     recorder = os.path.join(os.path.dirname(__file__), "recorder.py")
     orders = json.dumps({"modules": [name, *modules], "key": key})
+    flags = plain.flags_of_this_process()
+    command = [sys.executable, *flags, path, recorder, orders]
     environment = first_environment()
-    place.forget_failure(key)
+    place.remove_note(key, "failed")
+    reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
         try:
-            _leave_caller()
-            if os.fork() == 0:
-                os.execve(
-                    sys.executable, [sys.executable, *flags, path, recorder, orders], environment
-                )
+            _leave_caller(writing)
+            started = os.fork()
+            if started == 0:
+                os.execve(sys.executable, command, environment)
+            os.write(writing, b"%d" % started)
         finally:
             os._exit(0)
+    os.close(writing)
     os.waitpid(pid, 0)
+    with open(reading, "rb") as file:
+        answer = file.read()
+    if not answer:
+        raise BlockingIOError(0, "no process or no memory is left for it")
+    return int(answer)
 
 
-def _leave_caller() -> None:
-    """Give up the caller's group, streams, descriptors and directory."""
+def _leave_caller(kept: int) -> None:
+    """Give up the caller's group, streams, descriptors and directory; keep one descriptor."""
     from shmload._templates.kind import session_and_terminal
 
     if session_and_terminal()[1]:
@@ -89,4 +116,5 @@ def _leave_caller() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(null, fd, inheritable=True)
-    os.closerange(3, 1 << 20)
+    os.closerange(3, kept)
+    os.closerange(kept + 1, 1 << 20)

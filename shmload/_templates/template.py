@@ -1,46 +1,57 @@
 """A template: a process that has imported the libraries once, and is copied for each program.
 
+    imports ──▶ serves ──▶ drains ──▶ ends
+       └── fails: a note says why
+
 `start` starts it; its program calls `serve`. It imports the libraries, with a record of what
 that did, and forks a spare. A caller connects and sends its call; the template hands it to the
 spare, forks the next one, and tells the caller of stops and of the end.
 
 Guarantee: it has one thread and has not touched a GPU, or it does not serve. Only this user reaches
-it. It ends when it was idle for long, when its terminal's session ends, or when a package that it
-has imported changes.
+it, with rights like its own. It takes no more programs when it was idle for long, when its
+terminal's session ends, when it is told to end, or when a package that it has imported changes; it
+ends with its last program, so that each caller learns how its program has ended.
 """
 
 import contextlib
-import fcntl
 import gc
-import importlib
 import json
 import os
+import resource
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn, Self
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from shmload._templates import kind, place, wire
-from shmload._templates.program import Spare
+from shmload._templates import cgroups, kind, leaving, messages, modules, place
+from shmload._templates.connections import Connections, Question, refuse
+from shmload._templates.freshness import Freshness
+from shmload._templates.imports import Imports, UnfitModule
+from shmload._templates.messages import About, Call, End
+from shmload._templates.programs import Programs, Running
 from shmload._templates.recorder import Recorder
+from shmload._templates.spare import Spare
+from shmload._templates.spares import Born, Spares
 from shmload._templates.stash import Stash
 
 IDLE_S = 1800.0
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN,
             signal.SIGTTOU, signal.SIGPIPE, signal.SIGXFSZ)  # fmt: skip
-_CALL_TIMEOUT_S = 5.0
-_THREADS_TIMEOUT_S = 5.0
-_MAX_LOST_SPARES = 3
 # A template starts again, to import more, only when no program has come for this long.
 _QUIET_S = 10.0
 
 
-class Unfit(Exception):
-    """This process cannot be a template; str says why."""
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which template this is: its name, its key, and what it has in common with its callers."""
+
+    name: str
+    key: str
+    facts: str
 
 
 def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
@@ -51,203 +62,191 @@ def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
         recorder: records since then.
     """
     orders = json.loads(sys.argv[2])
-    name, *modules = orders["modules"]
+    name, *wanted = orders["modules"]
     key = orders["key"]
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     facts = kind.facts_of_this_process(name)
+    modules.choose_lists()
     del sys.path[: 0 if sys.flags.safe_path else 1]
     recorder.fresh["path"] = list(sys.path)
-    lock = os.open(place.socket_of(key) + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    lock = place.take_lock(key)
+    if lock is None:
         os._exit(0)  # another one starts at the same time
+    imports = Imports(key, recorder)
     try:
-        keep = _import(modules, recorder)
-        _require_fitness()
+        imports.make(wanted)
+    except UnfitModule:
+        _start_again()  # without it
     except BaseException as exc:  # a module may raise anything
-        if place.remembered():
-            place.forget_modules()
-            os._exit(1)  # the next program starts one without them
         place.write_failure(key, f"there can be no template: {type(exc).__name__}: {exc}")
+        place.remove_note(key, "importing")
         os._exit(1)
-    template = Template(name, key, facts, recorder, known, keep)
     pid = os.getpid()
     try:
-        return template.run()
+        Template(Identity(name, key, facts), lock, recorder, known, imports).run()
+    except Born as born:
+        return born.run
     except BaseException:
         if os.getpid() == pid:
             place.write_failure(key, f"the template failed: {traceback.format_exc()}")
         os._exit(1)
 
 
-def _import(modules: list[str], recorder: Recorder) -> set[int]:
-    """Import modules, with a record; return the descriptors that they have opened."""
-    with _Output() as output:
-        recorder.drain = output.drain
-        opened = _descriptors()
-        for module in modules:
-            importlib.import_module(module)
-        for module in place.remembered():
-            with contextlib.suppress(ImportError):  # it may have been removed since
-                importlib.import_module(module)
-        recorder.stop()
-        return _descriptors() - opened
-
-
 class Template:
-    """Answers callers, keeps a spare, and watches the programs that run."""
+    """Answers callers, keeps a spare, and watches the programs that run.
+
+    Args:
+        identity: which one it is.
+        lock: holds the right to be the template of this key.
+        recorder: of the imports.
+        known: names of the modules that any Python has.
+        imports: what was imported.
+    """
 
     def __init__(
         self,
-        name: str,
-        key: str,
-        facts: str,
+        identity: Identity,
+        lock: int,
         recorder: Recorder,
         known: Collection[str],
-        keep: set[int],
+        imports: Imports,
     ) -> None:
-        self._name = name
-        self._key = key
-        self._facts = facts
+        self._identity = identity
+        self._lock = lock
         self._recorder = recorder
-        self._stash = Stash(recorder, known)
-        self._keep = keep
-        self._programs: dict[int, socket.socket] = {}
-        """The callers' sockets, by the process id of their program."""
         before = kind.first_environment()
         now = {os.fsdecode(name): os.fsdecode(value) for name, value in recorder.fresh["environ"]}
         # Python sets some by itself when it starts: LC_CTYPE in the locale C.
         self._coerced = {name: value for name, value in now.items() if name not in before}
-        self._spare = 0
-        self._lost_spares = 0
-        """Spares that ended before they were used, since one was."""
-        self._orders: socket.socket | None = None
+        self._stash = Stash(recorder, known)
+        self._keep = imports.descriptors
+        self._remembered = imports.remembered
+        self._is_draining = False
+        self._is_told_to_end = False
         self._used = time.monotonic()
-        self._files = _modified_files()
-        self._modules = place.remembered()
 
-    def run(self) -> Callable[[], Any]:
-        """Serve; return in a copy only."""
-        path = place.socket_of(self._key)
-        listener = wire.open_socket()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        listener.bind(path)
-        listener.listen(64)
+    def run(self) -> NoReturn:
+        """Serve; end this process, or raise `Born` in a copy."""
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self._freshness = Freshness()
+        self._group = cgroups.leave_or_find()
         waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._end_soon)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        self._poll = select.poll()
+        self._poll.register(waking, select.POLLIN)
+        session, terminal = kind.session_and_terminal()
+        leader = os.pidfd_open(session) if terminal else -1
+        if terminal:
+            self._poll.register(leader, select.POLLIN)
+        leaving.end_without_destructors()
         gc.collect()
         gc.freeze()
-        run = self._fork()
-        if run:
-            return run
-        session, terminal = kind.session_and_terminal()
-        poll = select.poll()
-        poll.register(listener, select.POLLIN)
-        poll.register(waking, select.POLLIN)
-        leader = -1
-        if terminal:
-            leader = os.pidfd_open(session)
-            poll.register(leader, select.POLLIN)
+        self._programs = Programs(self._poll)
+        self._spares = Spares(self._become_program)
+        self._spares.fork()  # before the socket is there: the first caller finds it ready
+        self._connections = Connections(place.socket_of(self._identity.key), self._poll)
+        self._reap()  # what it had forked before it started again
         while True:
-            idle = time.monotonic() - self._used
-            if not self._programs and idle > IDLE_S:
-                self._end(path)
-            if not self._programs and idle > _QUIET_S and place.remembered() != self._modules:
-                self._start_again(path)
-            for channel in self._programs.values():
-                poll.register(channel, select.POLLHUP)
-            for fd, _ in poll.poll(_QUIET_S * 1000):
+            self._tend()
+            for fd, _ in self._poll.poll(self._wait_ms()):
                 if fd == waking:
                     with contextlib.suppress(BlockingIOError):
                         os.read(waking, 1 << 10)
-                    run = self._reap(poll)
+                    self._reap()
                 elif fd == leader:
-                    self._end(path)
-                elif fd == listener.fileno():
-                    run = self._answer(listener, path)
+                    self._poll.unregister(leader)
+                    self._drain()
                 else:
-                    self._lost(fd, poll)
-                if run:
-                    return run
+                    self._programs.end_if_lost(fd)
+                    question = self._connections.question_at(fd)
+                    if question:
+                        self._answer(question)
 
-    def _answer(self, listener: socket.socket, path: str) -> Callable[[], Any] | None:
-        channel, _ = listener.accept()
-        os.set_inheritable(channel.fileno(), False)
-        channel.settimeout(_CALL_TIMEOUT_S)
+    def _wait_ms(self) -> float:
+        times = [_QUIET_S, self._connections.wait_s(), self._spares.wait_s()]
+        return 1000 * min(found for found in times if found is not None)
+
+    def _tend(self) -> None:
+        """Do what time brings."""
+        idle = time.monotonic() - self._used
+        if self._is_told_to_end:
+            self._drain()
+        if not self._programs and not self._is_draining:
+            if idle > IDLE_S or (idle > _QUIET_S and cgroups.is_alone_in(self._group)):
+                self._drain()
+            elif idle > _QUIET_S and modules.remembered() != self._remembered:
+                os.unlink(self._connections.path)
+                self._spares.end()
+                _start_again()
+        if self._is_draining and not self._programs:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._connections.path)
+            os._exit(0)
+        self._connections.tend()
+        if not self._is_draining:
+            self._spares.tend()
+
+    def _become_program(self, orders: Any) -> Callable[[], Any]:
+        """Become a spare, in a copy of this process, and then its program."""
+        if hasattr(self, "_connections"):
+            self._connections.close_all()
+        self._programs.close_all()
+        spare = Spare(self._stash, self._recorder.fresh, self._coerced, self._keep)
+        return spare.wait(orders)
+
+    def _answer(self, question: Question) -> None:
+        match question.message:
+            case Call():
+                self._start(question.message, question)
+                return
+            case End():
+                self._drain()
+            case _:
+                idle_ms = int(1000 * (time.monotonic() - self._used))
+                about = About(os.getpid(), self._identity.name, len(self._programs), idle_ms,
+                              int(self._is_draining))  # fmt: skip
+                with contextlib.suppress(OSError):
+                    messages.send(question.channel, about, waits=False)
+        question.close()
+
+    def _start(self, call: Call, question: Question) -> None:
+        """Hand a program to the spare, or refuse it."""
         self._used = time.monotonic()
-        try:
-            _, user, _ = wire.peer_of(channel)
-            found = wire.receive(channel) if user == os.geteuid() else None
-            if found is None:
-                channel.close()
-                return None
-            call = found[0]
-            if call["kind"] == "end":
-                self._end(path)
-            if call["kind"] == "look":
-                wire.send(channel, self._look())
-                channel.close()
-                return None
-            refusal = self._refusal(call)
-            if refusal:
-                wire.send(channel, {"refused": refusal})
-                channel.close()
-                if refusal.startswith("stale"):
-                    self._end(path)
-                return None
-            assert self._orders
-            wire.send(self._orders, call, (channel.fileno(),))
-        except (OSError, ValueError, KeyError):
-            channel.close()
-            return None
-        self._programs[self._spare] = channel
-        self._lost_spares = 0
-        self._orders.close()
-        self._orders = None
-        return self._fork()
+        refusal = self._refusal(call)
+        pid = 0
+        if not refusal:
+            try:
+                pid = self._spares.hand_over(call, (question.channel.fileno(), question.peer.fd))
+            except OSError as exc:
+                refusal = f"the template cannot start a process: {exc}"
+        if refusal:
+            refuse(question.channel, refusal)
+            question.close()
+            return
+        self._programs.add(pid, Running(question.channel, question.peer))
+        self._spares.fork()
 
-    def _refusal(self, call: dict[str, Any]) -> str | None:
-        if call["facts"] != self._facts:
+    def _refusal(self, call: Call) -> str | None:
+        if self._is_draining:
+            return "the template takes no more programs"
+        if call.facts != self._identity.facts:
             return "this process differs from the template"
-        environment = self._coerced | {
-            os.fsdecode(wire.as_bytes(name)): os.fsdecode(wire.as_bytes(value))
-            for name, value in call["environ"]
-        }
+        environment = self._coerced | kind.variables_in(call.environ)
         for name, value in self._recorder.variables.items():
             if environment.get(name) != value:
                 return f"{name} is not what the template has read on import"
-        if _modified_files() != self._files:
+        if self._freshness.is_lost():
+            self._drain()
             return "stale: a package has changed"
         return None
 
-    def _look(self) -> dict[str, Any]:
-        return {
-            "pid": os.getpid(),
-            "name": self._name,
-            "programs": len(self._programs),
-            "idle_s": time.monotonic() - self._used,
-        }
-
-    def _fork(self) -> Callable[[], Any] | None:
-        """Fork the next spare; in it, return what runs its program."""
-        ours, theirs = wire.pair()
-        pid = os.fork()
-        if pid == 0:
-            ours.close()
-            for channel in self._programs.values():
-                channel.close()
-            return Spare(self._stash, self._recorder.fresh, self._coerced, self._keep).wait(theirs)
-        theirs.close()
-        self._orders, self._spare = ours, pid
-        return None
-
-    def _reap(self, poll: select.poll) -> Callable[[], Any] | None:
-        """Tell callers what became of their programs."""
-        run = None
+    def _reap(self) -> None:
+        """Learn what has become of children, and tell their callers."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
@@ -255,136 +254,26 @@ class Template:
                 break
             if pid == 0:
                 break
-            if os.WIFSTOPPED(status):
-                self._tell(pid, {"stopped": os.WSTOPSIG(status)})
-            elif os.WIFCONTINUED(status):
-                self._continue(pid)
-            else:
-                self._tell(pid, {"ended": status})
-                channel = self._programs.pop(pid, None)
-                if channel:
-                    with contextlib.suppress(KeyError):
-                        poll.unregister(channel)
-                    channel.close()
-                if pid == self._spare and self._orders:
-                    self._lost_spares += 1
-                    if self._lost_spares > _MAX_LOST_SPARES:
-                        raise Unfit("its copies end before they are used")
-                    self._orders.close()
-                    run = self._fork()
+            self._programs.child_has_changed(pid, status)
+            if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
+                self._spares.has_ended(pid)
         self._used = time.monotonic()
-        return run
 
-    def _tell(self, pid: int, message: dict[str, Any]) -> None:
-        channel = self._programs.get(pid)
-        if channel:
-            with contextlib.suppress(OSError):
-                wire.send(channel, message)
+    def _end_soon(self, *_: object) -> None:
+        self._is_told_to_end = True
 
-    def _continue(self, pid: int) -> None:
-        """Continue a caller that has stopped with its program."""
-        channel = self._programs.get(pid)
-        if channel:
-            caller, _, _ = wire.peer_of(channel)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(caller, signal.SIGCONT)
-
-    def _lost(self, fd: int, poll: select.poll) -> None:
-        """End the program of a caller that has gone."""
-        for pid, channel in list(self._programs.items()):
-            # The number may be that of another caller since.
-            if channel.fileno() == fd and _is_gone(channel):
-                poll.unregister(fd)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                del self._programs[pid]
-                channel.close()
-
-    def _start_again(self, path: str) -> NoReturn:
-        """Become a template that has also imported what programs have imported since."""
-        os.unlink(path)
-        command = [sys.executable, *sys.orig_argv[1:]]
-        os.execve(sys.executable, command, kind.first_environment())
-
-    def _end(self, path: str) -> NoReturn:
-        """End; programs that run go on."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        os._exit(0)
+    def _drain(self) -> None:
+        """Take no more programs; another template may take the place."""
+        if self._is_draining:
+            return
+        self._is_draining = True
+        with contextlib.suppress(OSError):  # the directory was removed
+            self._connections.move(f"{self._connections.path}.{os.getpid()}")
+        self._spares.end()
+        place.give_lock_back(self._lock)
 
 
-def _is_gone(channel: socket.socket) -> bool:
-    """Tell whether the other side has closed."""
-    poll = select.poll()
-    poll.register(channel, 0)
-    return any(event & select.POLLHUP for _, event in poll.poll(0))
-
-
-class _Output:
-    """Catches what is written to the standard streams, by Python or by C, in a block."""
-
-    def __enter__(self) -> Self:
-        self._saved = {fd: os.dup(fd) for fd in (1, 2)}
-        self._files = {fd: os.memfd_create("shmload-output") for fd in (1, 2)}
-        self._sizes = dict.fromkeys((1, 2), 0)
-        for fd, file in self._files.items():
-            os.dup2(file, fd)
-        return self
-
-    def drain(self) -> list[tuple[int, bytes]]:
-        """Return what came since the last call."""
-        found = []
-        for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
-            stream.flush()
-            size = os.fstat(fd).st_size
-            if size > self._sizes[fd]:
-                found.append((fd, os.pread(fd, size - self._sizes[fd], self._sizes[fd])))
-                self._sizes[fd] = size
-        return found
-
-    def __exit__(self, *_: object) -> None:
-        for fd, file in self._files.items():
-            os.dup2(self._saved[fd], fd)
-            os.close(self._saved[fd])
-            os.close(file)
-
-
-def _descriptors() -> set[int]:
-    return {
-        int(name)
-        for name in os.listdir("/proc/self/fd")
-        if os.path.lexists(f"/proc/self/fd/{name}")
-    }
-
-
-def _modified_files() -> dict[str, int]:
-    """Return when each file that was imported was last modified, in nanoseconds."""
-    found = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if file:
-            try:
-                found[file] = os.stat(file).st_mtime_ns
-            except OSError:
-                found[file] = 0
-    return found
-
-
-def _require_fitness() -> None:
-    """Check that copies of this process are sound.
-
-    Raises:
-        Unfit: it has more than one thread, or has touched a GPU.
-    """
-    pid = os.fork()  # OpenBLAS ends its threads before a fork, and starts them when it needs them
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    deadline = time.monotonic() + _THREADS_TIMEOUT_S
-    while len(os.listdir("/proc/self/task")) > 1:
-        if time.monotonic() > deadline:
-            raise Unfit("its imports have left threads running")
-        time.sleep(0.001)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise Unfit("its imports have touched the GPU")
+def _start_again() -> NoReturn:
+    """Become a template that has imported what programs have imported since, but nothing unfit."""
+    command = [sys.executable, *sys.orig_argv[1:]]
+    os.execve(sys.executable, command, kind.first_environment())

@@ -1,0 +1,54 @@
+"""The control group of a template, which outlives the programs of its first caller.
+
+Where the user may move processes (a delegated part of the tree), a template moves to a group of its
+own, beside its caller's. Elsewhere it stays, since it would escape limits and clean-up that are
+not its own to lift, and ends once it is alone in the group: nothing then keeps that from going.
+"""
+
+import contextlib
+import os
+
+from shmload._templates.rights import cgroup_folders
+
+_NAME = "shmload-templates"
+
+
+def leave_or_find() -> str | None:
+    """Move this process to a group of its own; return the group's directory if it stays.
+
+    Returns:
+        None if it has moved, or is in the root of the tree.
+    """
+    with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as file:
+        found = cgroup_folders(file.read())
+    for line, folder in found.items():
+        if line.rpartition(":")[2] != "/" and os.path.exists(f"{folder}/cgroup.procs"):
+            return None if line.startswith("0::") and move_beside(folder) else folder
+    return None
+
+
+def move_beside(folder: str) -> bool:
+    """Move this process to a group beside this one, where this user may; tell whether it has."""
+    if os.geteuid() == 0:
+        return False  # it could move anywhere, but the tree has another keeper
+    target = f"{os.path.dirname(folder)}/{_NAME}"
+    with contextlib.suppress(OSError):
+        os.makedirs(target, exist_ok=True)
+        with open(f"{target}/cgroup.procs", "w", encoding="ascii") as file:
+            file.write(str(os.getpid()))
+        return True
+    return False
+
+
+def is_alone_in(folder: str | None) -> bool:
+    """Tell whether a control group has no process but this one and its children."""
+    if folder is None:
+        return False
+    try:
+        with open(f"{folder}/cgroup.procs", encoding="ascii") as file:
+            members = {int(line) for line in file}
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            own = {os.getpid(), *map(int, file.read().split())}
+    except (OSError, ValueError):
+        return False
+    return bool(members) and members <= own

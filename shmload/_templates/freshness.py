@@ -1,0 +1,93 @@
+"""Whether the files that a template has imported are still as they were.
+
+To look at thousands of files takes longer than all else that a template does for a program. So
+the kernel is asked to tell of changes (inotify), and they are looked at only after it has told of
+any. Where it cannot tell, on network file systems, they are looked at each time.
+"""
+
+import contextlib
+import ctypes
+import os
+import sys
+
+_MASK = 0x2 | 0x4 | 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
+"""IN_MODIFY, ATTRIB, MOVED_FROM, MOVED_TO, CREATE, DELETE, DELETE_SELF, MOVE_SELF: inotify(7)."""
+# File systems on which every change comes through this kernel.
+_LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
+
+
+class Freshness:
+    """Remembers how the files of all modules are now."""
+
+    def __init__(self) -> None:
+        # The watch begins first: no change is missed between the two.
+        self._watch = _watch({os.path.dirname(file) for file in _files()})
+        self._before = _modified()
+
+    def is_lost(self) -> bool:
+        """Tell whether a file has changed since."""
+        if self._watch is not None and not _has_told(self._watch):
+            return False
+        return _modified() != self._before
+
+
+def _files() -> set[str]:
+    found = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return {file for file in found if isinstance(file, str)}
+
+
+def _modified() -> dict[str, int]:
+    """Return when each file that was imported was last modified, in nanoseconds."""
+    found = dict.fromkeys(_files(), 0)
+    for file in found:
+        with contextlib.suppress(OSError):
+            found[file] = os.stat(file).st_mtime_ns
+    return found
+
+
+def _watch(folders: set[str]) -> int | None:
+    """Have the kernel tell of changes in directories; None where it cannot do that for all.
+
+    Returns:
+        A descriptor, which can be read when something has changed.
+    """
+    above = {os.path.dirname(folder) for folder in folders}
+    devices = _local_devices()
+    if not all(_is_local(folder, devices) for folder in folders):
+        return None
+    libc = ctypes.CDLL(None)
+    fd = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+    if fd < 0:
+        return None
+    for folder in folders | above:
+        if libc.inotify_add_watch(fd, os.fsencode(folder), _MASK) < 0 and folder in folders:
+            os.close(fd)  # there are as many as the user may have
+            return None
+    return fd
+
+
+def _has_told(watch: int) -> bool:
+    has_told = False
+    with contextlib.suppress(BlockingIOError):
+        while os.read(watch, 1 << 16):
+            has_told = True
+    return has_told
+
+
+def _is_local(folder: str, devices: set[str]) -> bool:
+    """Tell whether every change of a directory comes through this kernel."""
+    try:
+        device = os.stat(folder).st_dev
+    except OSError:
+        return False
+    return f"{os.major(device)}:{os.minor(device)}" in devices
+
+
+def _local_devices() -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="latin-1") as file:
+        for line in file:
+            before, _, after = line.partition(" - ")
+            if after.split(" ", 1)[0] in _LOCAL:
+                found.add(before.split()[2])
+    return found

@@ -1,0 +1,79 @@
+"""The end of a program: what it tells its caller, and what it leaves undone."""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import sys
+import sysconfig
+
+from shmload._templates import messages, wire
+from shmload._templates.messages import Leaves
+from shmload._templates.modules import remember
+
+# F_SETSIG is not in the module fcntl.
+_F_SETSIG = 10
+
+_channel: wire.Socket | None = None
+_program: tuple[int, int] = (0, 0)
+"""The program's process, and the inode of the channel; its descriptor may be another's by then."""
+_had: frozenset[str] = frozenset()
+"""Modules of the template."""
+
+
+def end_without_destructors() -> None:
+    """Have copies of this process end without the destructors of the libraries in it.
+
+    The kernel takes their memory anyway; libtorch's take 0.2 s. What a program itself registers
+    with the C library comes first, and streams of C are flushed.
+    """
+    if os.environ.get("LD_PRELOAD"):
+        return  # what measures a program often writes its report then
+    libc = ctypes.CDLL(None)
+    for name in ("_exit", "fcloseall"):  # the last one is called first; both know their argument
+        libc.on_exit(ctypes.cast(getattr(libc, name), ctypes.c_void_p), None)
+
+
+def die_with(channel: wire.Socket) -> None:
+    """Have the kernel kill this process when the caller's end of the socket closes."""
+    fcntl.fcntl(channel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(channel, _F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(channel, fcntl.F_GETFL)
+    fcntl.fcntl(channel, fcntl.F_SETFL, flags | os.O_ASYNC)
+
+
+def begin(channel: wire.Socket, had: frozenset[str]) -> None:
+    """Note that this process is a program from now on.
+
+    Args:
+        channel: to its caller.
+        had: the modules of its template.
+    """
+    global _channel, _had, _program
+    _channel, _had = channel, had
+    _program = (os.getpid(), os.fstat(channel.fileno()).st_ino)
+
+
+def leave() -> None:
+    """Tell the caller how the program ends, as far as that is known before it does."""
+    exc = sys.exc_info()[1]
+    code = 0 if exc is None else 1
+    if isinstance(exc, SystemExit):
+        code = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
+    with contextlib.suppress(Exception):  # the program may have closed or replaced anything
+        if _channel and _program == (os.getpid(), os.fstat(_channel.fileno()).st_ino):
+            flags = fcntl.fcntl(_channel, fcntl.F_GETFL)
+            fcntl.fcntl(_channel, fcntl.F_SETFL, flags & ~os.O_ASYNC)
+            messages.send(_channel, Leaves(code & 0xFF))
+            remember(_new_modules())
+
+
+def _new_modules() -> list[str]:
+    """Return the modules of packages that the program has imported and its template has not."""
+    folders = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("purelib", "platlib"))
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if name not in _had and (getattr(module, "__file__", None) or "").startswith(folders)
+    ]

@@ -1,0 +1,134 @@
+"""Templates as another process sees them: which run, and how one is told to end."""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shmload._templates import messages, place, wire
+from shmload._templates.imports import how_it_crashed
+from shmload._templates.messages import About, End, Look, Message
+from shmload._templates.rights import has_ended
+from shmload._templates.start import MODULES, start_template
+
+_ANSWER_TIMEOUT_S = 5.0
+_START_TIMEOUT_S = 600.0
+# The socket appears when a template is ready; nothing tells of that.
+_LOOK_AGAIN_S = 0.02
+
+
+class NotStarted(Exception):
+    """A template cannot be started; str says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A template that runs.
+
+    Fields:
+        name: as it was given.
+        pid: its process id.
+        state: `ready`, or `draining`: it takes no more programs, and ends with its last one.
+        programs: how many run.
+        idle_s: how long ago a program came or ended, in seconds.
+        memory_nbytes: its share of memory (PSS), in bytes.
+        socket: the path of its socket.
+    """
+
+    name: str
+    pid: int
+    state: str
+    programs: int
+    idle_s: float
+    memory_nbytes: int
+    socket: str
+
+
+def templates() -> Iterator[Template]:
+    """Yield the templates of this user.
+
+    Raises:
+        place.PlaceUnsafe: their directory is not this user's alone.
+    """
+    for path in place.sockets():
+        found = template_at(path)
+        if found:
+            yield found
+
+
+def template_at(path: str) -> Template | None:
+    """Return the template that answers at a socket; None if none does."""
+    answer = _ask(path, Look())
+    if answer is None:
+        return None
+    return Template(
+        name=answer.name,
+        pid=answer.pid,
+        state="draining" if answer.is_draining else "ready",
+        programs=answer.programs,
+        idle_s=answer.idle_ms / 1000,
+        memory_nbytes=_memory_of(answer.pid),
+        socket=path,
+    )
+
+
+def end(template: Template) -> None:
+    """Tell a template to take no more programs, and to end with its last one."""
+    _ask(template.socket, End())
+
+
+def start_and_wait(name: str, key: str, modules: tuple[str, ...] = MODULES) -> Template:
+    """Start a template unless one runs, and wait until it serves.
+
+    Args:
+        name: of the template.
+        key: see `kind`.
+        modules: what it imports.
+
+    Raises:
+        NotStarted: it cannot serve, or has not within ten minutes.
+        OSError: no process can be started.
+    """
+    path = place.socket_of(key)
+    found = template_at(path)
+    if found:
+        return found
+    pidfd = os.pidfd_open(start_template(name, key, modules))
+    try:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            # Another one may have been there first, and this one has left it the place.
+            is_over = has_ended(pidfd) and not place.is_taken(key)
+            found = template_at(path)
+            if found:
+                return found
+            reason = place.read_failure(key)
+            if reason or is_over:
+                raise NotStarted(reason or how_it_crashed(key) or "it has ended")
+            time.sleep(_LOOK_AGAIN_S)
+    finally:
+        os.close(pidfd)
+    raise NotStarted(f"it does not serve after {_START_TIMEOUT_S:g} s")
+
+
+def _ask(path: str, message: Message) -> About | None:
+    channel = wire.open_socket()
+    channel.settimeout(_ANSWER_TIMEOUT_S)
+    try:
+        channel.connect(path)
+        messages.send(channel, message)
+        found = messages.receive(channel, About)
+    except (OSError, ValueError):  # it ends, or is of another version
+        return None
+    finally:
+        channel.close()
+    return found[0] if found else None
+
+
+def _memory_of(pid: int) -> int:
+    """Return a process's share of memory (PSS), in bytes."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return 0

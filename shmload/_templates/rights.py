@@ -1,0 +1,162 @@
+"""What the kernel lets a process do, as the kernel itself says: of this process, or of a peer.
+
+A process that one has confined under the same user id (fewer capabilities, a filter of system
+calls, a label, namespaces, another root) must not get a template that may do more. Its own word
+counts for nothing: the template reads of each peer what it has read of itself, and compares.
+"""
+
+import _socket
+import os
+import select
+
+from shmload._templates import wire
+
+_FIELDS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs",
+           "Seccomp", "Seccomp_filters", "Speculation_Store_Bypass",
+           "SpeculationIndirectBranch", "THP_enabled")  # fmt: skip
+# Restrictions that say how many they are, but not which; see `_are_of_the_container`.
+_NUMBERS = ("NoNewPrivs", "Seccomp", "Seccomp_filters")
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time",
+               "time_for_children", "user", "uts")  # fmt: skip
+# Linux 6.5; not in the module socket.
+_SO_PEERPIDFD = 77
+
+
+class PeerDiffers(Exception):
+    """A peer may do other things than this process; str says which."""
+
+
+def rights_of(pid: int | str = "self") -> dict[str, object]:
+    """Return what a process may do, as named values that two processes can be compared by.
+
+    Args:
+        pid: its process id, or "self".
+
+    Raises:
+        OSError: it has ended, or this process may not look at it.
+    """
+    status = read_status(pid)
+    found: dict[str, object] = {field: status.get(field) for field in _FIELDS}
+    for name in _NAMESPACES:
+        try:
+            found[name] = os.readlink(f"/proc/{pid}/ns/{name}")
+        except FileNotFoundError:  # a kernel without it; a process that has ended fails above
+            continue
+    root = os.stat(f"/proc/{pid}/root")
+    found["root directory"] = (root.st_dev, root.st_ino)
+    found["label"] = _label_of(pid)
+    return found
+
+
+def read_status(pid: int | str = "self") -> dict[str, str]:
+    """Return what the kernel says of a process, from /proc/PID/status.
+
+    Raises:
+        OSError: it has ended.
+    """
+    with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
+        text = file.read().decode("latin-1")
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name: value.strip() for name, _, value in pairs}
+
+
+class Peer:
+    """The process at the other end of a socket, held so that its number stays its own.
+
+    Args:
+        channel: the socket, on which it has connected.
+
+    Raises:
+        OSError: it has ended.
+    """
+
+    def __init__(self, channel: "wire.Socket") -> None:
+        self.pid, self.user, _ = wire.peer_of(channel)
+        try:
+            self.fd = channel.getsockopt(
+                _socket.SOL_SOCKET, _SO_PEERPIDFD
+            )  # of the very process that connected
+        except OSError:
+            self.fd = os.pidfd_open(self.pid)
+        os.set_inheritable(self.fd, False)
+
+    def close(self) -> None:
+        """Let it go."""
+        os.close(self.fd)
+
+    def require_equal(self, own: dict[str, object]) -> None:
+        """Check that it may do what this process may do, and no less.
+
+        Args:
+            own: `rights_of` this process.
+
+        Raises:
+            PeerDiffers: it may not, or that cannot be known.
+        """
+        try:
+            found = rights_of(self.pid)
+        except OSError as exc:
+            raise PeerDiffers(f"what it may do cannot be read: {exc}") from exc
+        if has_ended(self.fd):  # what was read may be of another process with its number
+            raise PeerDiffers("it has ended")
+        for name, wanted in own.items():
+            if found.get(name) != wanted:
+                raise PeerDiffers(f"it differs from the template in {name}")
+        if not _are_of_the_container(found):
+            raise PeerDiffers("it has a filter of system calls of its own, or no_new_privs")
+
+
+def has_ended(pidfd: int) -> bool:
+    """Tell whether a process has ended."""
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def can_enter_cgroup() -> bool:
+    """Tell whether another process of this user could be moved to this process's control group."""
+    try:
+        with open("/proc/self/cgroup", "rb", buffering=0) as file:
+            folders = cgroup_folders(file.read().decode("utf-8", "surrogateescape"))
+    except OSError:
+        return True
+    return all(os.access(f"{folder}/cgroup.procs", os.W_OK) for folder in folders.values())
+
+
+def cgroup_folders(text: str) -> dict[str, str]:
+    """Return the directories of the control groups that /proc/PID/cgroup lists, by its lines."""
+    found = {}
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = "/sys/fs/cgroup"
+        if controllers:  # version 1 has a tree for each set of controllers
+            base = f"{base}/{controllers.removeprefix('name=')}"
+        elif not os.path.exists(f"{base}/cgroup.procs"):
+            base = f"{base}/unified"  # beside those of version 1, if it is mounted at all
+            if not os.path.isdir(base):
+                continue
+        found[line] = f"{base}{path}".rstrip("/")
+    return found
+
+
+def _label_of(pid: int | str) -> str | None:
+    """Return the label that a security module (SELinux, AppArmor, Smack) has given a process."""
+    try:
+        with open(f"/proc/{pid}/attr/current", "rb", buffering=0) as file:
+            return file.read().decode("latin-1").strip("\0\n")
+    except OSError:  # no such module
+        return None
+
+
+def _are_of_the_container(found: dict[str, object]) -> bool:
+    """Tell whether restrictions that cannot be told apart are those of all processes here.
+
+    Two filters of system calls cannot be compared, only counted; Landlock shows in no_new_privs
+    only. If the first process has as many, they are the container's.
+    """
+    own = [found[name] for name in _NUMBERS]
+    if own == ["0", "0", "0"] or own == ["0", "0", None]:
+        return True
+    try:
+        first = read_status(1)
+    except OSError:
+        return False
+    return own == [first.get(name) for name in _NUMBERS]

@@ -1,0 +1,150 @@
+"""A copy of the template that waits for a program, and becomes it.
+
+    template ──fork──▶ spare ──Call──▶ ready ──Go──▶ the program
+
+It does ahead what it can. When a call comes, it takes over the caller's standing, streams and
+variables, says that it is ready, and runs the program when the caller says so. What cannot be taken
+over, it refuses.
+"""
+
+import _socket
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from shmload._templates import ahead, kind, leaving, messages, wire
+from shmload._templates.interpreter import RUN_MODULE, NotHere, prepare
+from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds
+from shmload._templates.plain import run_plainly
+from shmload._templates.recorder import change_state, differences, read_state
+from shmload._templates.renewal import renew_places, renew_seeds
+from shmload._templates.rights import has_ended
+from shmload._templates.signals import signal
+from shmload._templates.stash import Stash
+from shmload._templates.streams import DescriptorTaken, renew_streams, take_descriptors
+from shmload._templates.taking import (
+    CannotTake,
+    take_dispositions,
+    take_mask,
+    take_standing,
+)
+from shmload._templates.traces import Traces
+
+# A caller that has stopped meanwhile is waited for this long; then it runs the program itself.
+_CALLER_TIMEOUT_S = 30.0
+
+
+class Spare:
+    """Waits for a call, and becomes its program.
+
+    Args:
+        stash: of the template's imports; hidden before the call comes.
+        fresh: the state that imports change, as it was before any.
+        coerced: variables that Python itself has set when it started.
+        keep: descriptors of the template that libraries have opened.
+    """
+
+    def __init__(
+        self,
+        stash: Stash,
+        fresh: dict[str, list[Any]],
+        coerced: dict[str, str],
+        keep: set[int],
+    ) -> None:
+        self._stash = stash
+        self._fresh = fresh
+        self._coerced = coerced
+        self._keep = keep
+        self._group = os.getpgrp()
+        self._caller: wire.Socket
+
+    def wait(self, orders: wire.Socket) -> Callable[[], Any]:
+        """Wait for a call, become its program, and return what runs it.
+
+        Args:
+            orders: brings the call, the caller's socket, and a descriptor of its process.
+        """
+        self._had = frozenset(sys.modules)
+        ahead.work_ahead()
+        renew_seeds(sys.modules)
+        for change in differences(read_state(), self._fresh):
+            if change[0] != "environ":
+                change_state(*change)
+        self._stash.hide()
+        try:
+            found = messages.receive(orders, Call)
+        except (OSError, ValueError):
+            os._exit(0)
+        if found is None:
+            os._exit(0)
+        call, (caller, process) = found
+        self._caller = wire.take(caller)
+        self._caller.settimeout(_CALLER_TIMEOUT_S)
+        try:
+            messages.send(self._caller, SendFds())
+            sent = messages.receive(self._caller, Fds)
+            if sent is None:
+                os._exit(0)  # the caller has waited too long, and runs the program itself
+            return self._become(call, sent[1], process)
+        except Exception as exc:  # whatever it is, the caller can run the program itself
+            known = isinstance(exc, CannotTake | NotHere | DescriptorTaken)
+            reason = str(exc) if known else f"{type(exc).__name__}: {exc}"
+            with contextlib.suppress(OSError):
+                messages.send(self._caller, Refused(reason, int(isinstance(exc, CannotTake))))
+            os._exit(0)
+
+    def _become(self, call: Call, fds: list[int], process: int) -> Callable[[], Any]:
+        take_standing(wire.peer_of(self._caller)[0], call.standing)
+        if has_ended(process):  # what was taken over may be another's
+            os._exit(0)
+        self._caller = take_descriptors(call.fds, fds, self._caller, self._keep)
+        environment = kind.variables_in(call.environ)
+        self._take_environment(environment)
+        os.setpgid(0, call.group)
+        take_dispositions(call.standing.ignored)
+        traces = Traces()
+
+        def start_over(reason: str) -> None:
+            if traces.is_none():
+                for number in (signal.SIGPIPE, signal.SIGXFSZ):
+                    signal.signal(number, signal.SIG_DFL)
+                run_plainly(call.program, environment)
+            print(f"shmload run: {reason}, but after it had written or read; the libraries do not "
+                  "see that; run it with python", file=sys.stderr)  # fmt: skip
+
+        self._stash.when_too_late(start_over)
+        renew_streams()
+        renew_places(self._stash.hidden)
+        run = prepare(call.program, self._stash)
+        self._announce()
+        self._stash.begin()
+        if run.func is RUN_MODULE:
+            __import__("runpy")  # Python too has it then, and what it needs
+        leaving.die_with(self._caller)
+        leaving.begin(self._caller, self._had)
+        gc.enable()
+        take_mask(call.standing.blocked)
+        return run
+
+    def _take_environment(self, environment: dict[str, str]) -> None:
+        os.environ.clear()
+        for name, value in (environment | self._coerced).items():
+            os.environ[name] = value
+
+    def _announce(self) -> None:
+        """Tell the caller that the program can run; return when it shall."""
+        try:
+            messages.send(self._caller, Ready(os.getpid(), self._group))
+            answer = messages.receive(self._caller, Go)
+        except TimeoutError:
+            # It has stopped. Either its word is there now, or it can never say it.
+            self._caller.shutdown(_socket.SHUT_RD)
+            answer = messages.receive(self._caller, Go)
+        except (OSError, ValueError):
+            answer = None
+        if answer is None:
+            os._exit(0)  # the caller has waited too long, and runs the program itself
+        self._caller.settimeout(None)

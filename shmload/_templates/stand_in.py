@@ -1,0 +1,152 @@
+"""The process that was called, while its program runs in a copy of a template.
+
+Signals that reach it go to the program. The program's end, or its stop, becomes its own.
+"""
+
+import os
+import select
+
+from shmload._templates import messages
+from shmload._templates.ending import end_as, status_of_ended
+from shmload._templates.messages import Ended, Go, Leaves, Stopped
+from shmload._templates.signals import FORWARDED, signal
+from shmload._templates.wire import peer_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from shmload._templates.wire import Socket
+
+
+class StandIn:
+    """Stands for a program with whatever waits for this process.
+
+    Args:
+        pid: the program's process, which is ready.
+        channel: to the template and to the program.
+        waking: becomes readable when a signal has come.
+        woken: the other end of `waking`.
+
+    Raises:
+        OSError: this process has no descriptor left, or the program is gone.
+    """
+
+    def __init__(self, pid: int, channel: "Socket", waking: int, woken: int) -> None:
+        self._pid = pid
+        self._channel = channel
+        self._waking, self._woken = waking, woken
+        self._code: int | None = None
+        self._fd = os.pidfd_open(pid)
+        try:
+            self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self._template = os.pidfd_open(peer_of(channel)[0])
+            except OSError:
+                os.close(self._null)
+                raise
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    def let_go(self) -> None:
+        """Let the program run.
+
+        Raises:
+            OSError: it has ended before.
+        """
+        self._channel.settimeout(None)
+        messages.send(self._channel, Go())
+
+    def wait(self) -> "NoReturn":
+        """Pass signals on, and end as the program ends."""
+        self._give_up_streams()
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        for number in FORWARDED:
+            try:
+                signal.signal(number, lambda *_: None)
+            except (OSError, ValueError):  # signals that the C library keeps
+                continue
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        poll = select.poll()
+        for fd in (self._channel.fileno(), self._waking, self._template):
+            poll.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self._waking:
+                    self._pass_signals_on()
+                elif fd == self._template:
+                    # It was killed. From now on only the program's end is to be seen.
+                    for gone in (self._template, self._channel.fileno()):
+                        poll.unregister(gone)
+                    poll.register(self._fd, select.POLLIN)
+                elif fd == self._fd:
+                    self._end_without_template()
+                else:
+                    self._listen()
+
+    def _give_up_streams(self) -> None:
+        """Close what the program has: the ends of pipes are its own now."""
+        for fd in range(3):
+            os.dup2(self._null, fd)
+        kept = sorted({self._fd, self._template, self._channel.fileno(), self._waking, self._woken})
+        for low, high in zip([2, *kept], [*kept, 1 << 20], strict=True):
+            os.closerange(low + 1, high)
+
+    def _pass_signals_on(self) -> None:
+        try:
+            numbers = os.read(self._waking, 1 << 10)
+        except BlockingIOError:
+            return
+        for number in numbers:
+            if number == signal.SIGCONT and not self._is_stopped():
+                continue  # this process was to continue, with its program
+            try:
+                signal.pidfd_send_signal(self._fd, number)
+            except ProcessLookupError:  # it has ended; what tells of that comes
+                return
+
+    def _is_stopped(self) -> bool:
+        try:
+            with open(f"/proc/{self._pid}/stat", "rb", buffering=0) as file:
+                return file.read().rpartition(b")")[2].split()[0] == b"T"
+        except OSError:
+            return False
+
+    def _listen(self) -> None:
+        try:
+            found = messages.receive(self._channel, Leaves, Stopped, Ended)
+        except ValueError:
+            return  # the program can write what it likes there; the template tells of its end
+        match found:
+            case None:
+                select.select([self._fd], [], [])
+                self._end_without_template()
+            case [Leaves() as leaves, _]:
+                self._code = leaves.code
+            case [Stopped(), _]:
+                os.kill(os.getpid(), signal.SIGSTOP)  # the template continues it
+            case [Ended() as ended, _]:
+                end_as(ended.status)
+
+    def _end_without_template(self) -> "NoReturn":
+        """End as the program has ended, as far as that is known without its template."""
+        self._channel.setblocking(False)
+        while True:
+            try:
+                found = messages.receive(self._channel, Leaves, Stopped, Ended)
+            except (OSError, ValueError):
+                break
+            match found:
+                case None:
+                    break
+                case [Leaves() as leaves, _]:
+                    self._code = leaves.code
+                case [Ended() as ended, _]:
+                    end_as(ended.status)
+        status = status_of_ended(self._fd)
+        if status is not None:
+            end_as(status)
+        os._exit(255 if self._code is None else self._code)

@@ -1,0 +1,222 @@
+"""Templates: how they end, whom they serve, and what they cost where the system has no room."""
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from shmload._templates import messages, wire
+
+_DEADLINE_S = 60.0
+_WAITS = "print('up', flush=True); input()"
+
+
+@pytest.fixture
+def template(running):
+    """Return the process id of a template."""
+    return running.start_template(["json"])
+
+
+@pytest.fixture
+def start(running):
+    """Start a program that waits for a line, and wait until it is up; return its caller."""
+    callers = []
+
+    def start(code=_WAITS):
+        caller = subprocess.Popen(
+            [sys.executable, "-m", "shmload", "run", "-v", "-c", code],
+            cwd=running.work,
+            env=running.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        callers.append(caller)
+        assert caller.stdout.readline() == "up\n", caller.stderr.read()
+        return caller
+
+    yield start
+    for caller in callers:
+        caller.kill()
+        caller.communicate()
+
+
+def wait_until_gone(pid):
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        assert select.select([fd], [], [], _DEADLINE_S)[0]
+        os.close(fd)
+
+
+def listed(running):
+    return json.loads(running.shmload("template", "ls", "--json").stdout)["templates"]
+
+
+# How it ends -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_template_that_is_told_to_end_stays_until_its_last_program_has(
+    running, template, start, number
+):
+    caller = start("import os; print('up', flush=True); print(os.getpid(), flush=True); input()")
+    program = int(caller.stdout.readline())
+    assert running.shmload("template", "stop").returncode == 0
+    assert [(found["pid"], found["state"]) for found in listed(running)] == [(template, "draining")]
+    other = running.start_template(["json"])
+    assert other != template
+    assert running.shmload("run", "-v", "-c", "pass").stderr == ""
+    os.kill(program, number)
+    assert caller.wait(_DEADLINE_S) == -number
+    wait_until_gone(template)
+    assert [found["pid"] for found in listed(running)] == [other]
+
+
+def test_template_ends_after_sigterm(template):
+    os.kill(template, signal.SIGTERM)
+    wait_until_gone(template)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (6, 15),
+    reason="the kernel tells a parent only how a process has ended",
+)
+def test_death_by_signal_is_told_without_the_template(template, start):
+    caller = start()
+    os.kill(template, signal.SIGKILL)
+    wait_until_gone(template)
+    caller.send_signal(signal.SIGTERM)
+    assert caller.wait(_DEADLINE_S) == -signal.SIGTERM
+
+
+# Whom it serves ----------------------------------------------------------------------------------
+
+# A process that says that it is like the template, whatever it is.
+_LIAR = """
+import ctypes, os, sys
+from shmload._templates import kind, messages, wire
+from shmload._templates.messages import Call, Program, Refused, SendFds
+from shmload._templates.standing import own_standing
+program = Program("code", b"pass", [], [])
+facts, standing = kind.facts_of_this_process("default"), own_standing()
+call = Call(program, facts, open("/proc/self/environ", "rb").read(), [0, 1, 2], 0, standing)
+channel = wire.open_socket()
+folder = os.open(os.path.dirname(sys.argv[1]), os.O_PATH)
+libc = ctypes.CDLL(None)
+{confine}
+os.fchdir(folder)
+channel.connect(os.path.basename(sys.argv[1]))
+messages.send(channel, call)
+print(messages.receive(channel, Refused, SendFds)[0])
+"""
+_CONFINED = {
+    "no_new_privs": ("libc.prctl(38, 1, 0, 0, 0)", "NoNewPrivs"),
+    "capability": ("libc.prctl(24, 23, 0, 0, 0)", "CapBnd"),
+    "namespace": ("libc.unshare(0x04000000)", "uts"),
+    "root": ("os.chroot('/dev')", "root directory"),
+}
+_needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs a right to lose")
+
+
+def lie(running, confine):
+    (socket,) = [found["socket"] for found in listed(running)]
+    return subprocess.run(
+        [sys.executable, "-c", _LIAR.format(confine=confine), socket],
+        cwd=running.work,
+        env=running.environment,
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "no_new_privs" else _needs_root) for name in _CONFINED],
+)
+@pytest.mark.usefixtures("template")
+def test_confined_process_gets_no_template_outside(running, name):
+    confine, field = _CONFINED[name]
+    ended = lie(running, confine)
+    assert f"it differs from the template in {field}" in ended.stdout, ended.stderr
+    assert running.shmload("run", "-v", "-c", "pass").stderr == ""
+
+
+@pytest.mark.usefixtures("template")
+def test_process_that_is_not_confined_is_served(running):
+    ended = lie(running, "pass")
+    assert ended.stdout == "SendFds()\n", ended.stderr
+
+
+# What it costs -----------------------------------------------------------------------------------
+
+
+def connect(socket):
+    channel = wire.open_socket()
+    channel.settimeout(_DEADLINE_S)
+    channel.connect(socket)
+    return channel
+
+
+@pytest.mark.usefixtures("template")
+def test_connection_that_says_nothing_delays_no_program(running):
+    (socket,) = [found["socket"] for found in listed(running)]
+    silent = [connect(socket) for _ in range(5)]
+    assert running.shmload("run", "-v", "-c", "pass").stderr == ""
+    for channel in silent:
+        channel.close()
+
+
+@pytest.mark.parametrize(
+    "packet", [b"", b"x", b"l3:", b"i1;", wire.encode([1, "Look", []]), wire.encode([2, "Go", []])]
+)
+@pytest.mark.usefixtures("template")
+def test_packet_that_is_no_message_is_left_alone(running, packet):
+    (socket,) = [found["socket"] for found in listed(running)]
+    channel = connect(socket)
+    channel.send(packet)
+    assert channel.recv(100) == b""
+    channel.close()
+    assert running.shmload("run", "-v", "-c", "pass").stderr == ""
+
+
+def test_template_without_descriptors_costs_the_ordinary_start(running, template):
+    used = len(os.listdir(f"/proc/{template}/fd"))
+    before = resource.prlimit(template, resource.RLIMIT_NOFILE)
+    resource.prlimit(template, resource.RLIMIT_NOFILE, (used, before[1]))
+    ended = running.shmload("run", "-v", "-c", "print(1)")
+    assert (ended.stdout, ended.returncode) == ("1\n", 0)
+    assert "in the ordinary way" in ended.stderr
+    resource.prlimit(template, resource.RLIMIT_NOFILE, before)
+    assert running.shmload("run", "-v", "-c", "print(2)").stdout == "2\n"
+    (found,) = listed(running)
+    assert found["pid"] == template
+
+
+@pytest.mark.parametrize("limit", ["-n 5", "-v 4000000", "-s 1000"])
+@pytest.mark.usefixtures("template")
+def test_caller_with_little_room_starts_in_the_ordinary_way(running, limit):
+    ended = subprocess.run(
+        ["bash", "-c", f'ulimit {limit}; "$0" -m shmload run -v -c "print(1)"', sys.executable],
+        cwd=running.work, env=running.environment, capture_output=True, text=True,
+        stdin=subprocess.DEVNULL, timeout=_DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert (ended.stdout, ended.returncode) == ("1\n", 0), ended.stderr
+    assert "in the ordinary way" in ended.stderr
+
+
+def test_message_of_another_version_is_named():
+    ours, theirs = wire.pair()
+    wire.send(ours, [messages.VERSION + 1, "Look", []])
+    with pytest.raises(wire.NotUnderstood, match="version"):
+        messages.receive(theirs, messages.Look)
+    ours.close()
+    theirs.close()
