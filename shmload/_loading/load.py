@@ -97,8 +97,8 @@ class Load:
             with explained(source.given):
                 self.holdings.open_shards(source, rules, ring.shape.slot_nbytes if ring else None)
                 self._begin()
-        except BaseException:
-            self.close()
+        except BaseException:  # also Ctrl-C when the thread has already decoded
+            self.discard()
             raise
 
     def __enter__(self) -> Self:

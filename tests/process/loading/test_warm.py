@@ -15,6 +15,7 @@ from warming import NBYTES, SHM, TENSORS, as_bf16, assert_same
 
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
+from shmload._host.background import Background
 from shmload._loading import steps
 from shmload._segments.names import name_prefix
 
@@ -159,6 +160,22 @@ shmload.warm(sys.argv[1], torch_dtype="bfloat16", progress=stop)
     process.say()
     assert process.wait() != 0
     assert "KeyboardInterrupt" in process.errors
+    assert shm_names() == []
+
+
+@pytest.mark.fast
+def test_interrupt_at_the_start_of_the_thread_leaves_nothing(checkpoint, monkeypatch, shm_names):
+    start = Background.start
+
+    def start_and_be_interrupted(background):
+        start(background)
+        background.join_undisturbed()  # all is decoded and published
+        assert shm_names() != []
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Background, "start", start_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shmload.warm(checkpoint, dtype="bfloat16")
     assert shm_names() == []
 
 
