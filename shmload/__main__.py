@@ -1,5 +1,6 @@
 """The program `shmload`, also as `python -m shmload`: the command line, from its first moment."""
 
+import atexit
 import sys
 
 
@@ -10,6 +11,9 @@ def run() -> None:
 
         run_program(sys.argv[2:])
     try:
+        from shmload._cli.ending import end_as_signalled
+
+        atexit.register(end_as_signalled)  # the first of all, so it runs last
         from shmload._cli.main import main
     except KeyboardInterrupt:
         print("shmload: interrupted", file=sys.stderr)

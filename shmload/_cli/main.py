@@ -1,6 +1,7 @@
 """The commands on sources and segments; other commands are in modules of their own.
 
-Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage, 130 interrupted. What
+SIGTERM or SIGHUP ends, ends by that signal.
 """
 
 import logging
@@ -14,6 +15,7 @@ import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._cli import doctor, placement, residents, serve, service, templates, top, views
 from shmload._cli.completion import complete_paths
+from shmload._cli.ending import EndedBySignal, EndingCommand
 from shmload._cli.output import as_json_option, is_of_output, print_json, print_page
 from shmload._cli.source_options import given, source_options
 from shmload._loading import progress
@@ -44,6 +46,9 @@ class _Group(click.Group):
         except MemoryError:
             click.echo("shmload: there is no memory; free some, or see `ulimit -v`", err=True)
             ctx.exit(1)
+        except EndedBySignal as exc:
+            click.echo(f"shmload: ended by {exc}", err=True)
+            ctx.exit(1)  # and then `end_as_signalled`
         except KeyboardInterrupt:
             click.echo("shmload: interrupted", err=True)
             ctx.exit(_INTERRUPTED)
@@ -63,7 +68,7 @@ def main(context: click.Context, verbose: bool) -> None:
     progress.logger.setLevel(logging.INFO)  # its lines stand in for a bar
 
 
-@main.command()
+@main.command(cls=EndingCommand)
 @click.argument("sources", nargs=-1, shell_complete=complete_paths)
 @source_options
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
@@ -171,7 +176,7 @@ def plan(
         print_page(found.page())
 
 
-@main.command()
+@main.command(cls=EndingCommand)
 @click.argument("output", default="demo-output", type=click.Path(file_okay=False))
 def demo(output: str) -> None:
     """Make a small pipeline, load it in three ways, compare them, and write an image to OUTPUT."""

@@ -7,6 +7,7 @@ import click
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._cli.completion import complete_paths
+from shmload._cli.ending import EndingCommand
 from shmload._cli.output import as_json_option, print_json, print_page
 from shmload._cli.source_options import given, source_options
 from shmload._segments.protection import settle_leftovers
@@ -14,7 +15,7 @@ from shmload._segments.standing_views import ViewDirectory
 from shmload.errors import ShmloadError
 
 
-@click.command("view")
+@click.command("view", cls=EndingCommand)
 @click.argument("source", required=False, shell_complete=complete_paths)
 @source_options
 @click.option("--dir", "directory", type=click.Path(), help="Where to make the directory.")

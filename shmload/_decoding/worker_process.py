@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shmload._host.limits import says_no_memory
+from shmload._host.limits import process_refused, says_no_memory
 from shmload._ipc.child import child_environment, start_with_channel
 from shmload._ipc.frames import Inbox, send
 from shmload._settings import settings
@@ -57,6 +57,9 @@ class WorkerProcess:
         try:
             self._start()
         except OSError as exc:
+            refused = process_refused("a worker process", exc)
+            if refused:
+                raise refused from exc
             raise WorkerFailed(
                 f"a worker could not be started: {exc}; sys.executable must be a Python "
                 "interpreter, with processes, memory and descriptors to spare"

@@ -93,6 +93,32 @@ def too_many_files(path: _Path) -> ProcessLimitExceeded:
     )
 
 
+def process_refused(what: str, exc: OSError) -> ProcessLimitExceeded | None:
+    """Return the error for a process that a limit forbids to start; None if none does.
+
+    Args:
+        what: the process.
+        exc: what the start raised.
+    """
+    match exc.errno:
+        case errno.EMFILE:
+            return too_many_files(what)
+        case errno.EAGAIN:
+            soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+            most = "any number" if soft == resource.RLIM_INFINITY else soft
+            return ProcessLimitExceeded(
+                what,
+                f"too many processes: RLIMIT_NPROC lets this user have {most}, and a control group "
+                "may allow for fewer",
+                "`ulimit -u`, TasksMax= of a systemd unit, or `docker run --pids-limit`",
+                "RLIMIT_NPROC",
+                soft,
+                errno.EAGAIN,
+            )
+        case _:
+            return None
+
+
 def no_memory(path: _Path) -> CapacityError:
     """Return the error for a load to which the kernel gave no memory."""
     for name in ("RLIMIT_AS", "RLIMIT_DATA"):

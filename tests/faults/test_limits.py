@@ -1,5 +1,6 @@
 """What a limit of the process forbids is an error that names the limit, and nothing is left."""
 
+import errno
 import json
 import resource
 import subprocess
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 
 import shmload
 from shmload._cli.main import main
+from shmload._decoding import worker_process
 from shmload._host.limits import explained, is_lack_of_memory, no_memory
 
 
@@ -89,6 +91,32 @@ def test_hard_limit_of_open_files_is_named_with_the_remedy(many, child, shm_name
     assert "too many open files" in said
     assert "ulimit -n 4096" in said
     assert shm_names() == []
+
+
+def test_limit_of_open_files_is_named_where_a_worker_cannot_start(child, shm_names):
+    limited = """
+import os, resource, shmload
+from shmload._decoding.worker_process import WorkerProcess
+soft = len(os.listdir("/proc/self/fd")) + 1
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
+try:
+    WorkerProcess()
+except shmload.ProcessLimitExceeded as exc:
+    print("REFUSED", exc.limit, exc.available == soft, exc, flush=True)
+"""
+    said = child(limited).expect("REFUSED")
+    assert said.startswith("RLIMIT_NOFILE True a worker process: too many open files")
+    assert "ulimit -n 4096" in said
+
+
+def test_limit_of_processes_is_named(monkeypatch):
+    def fail(*args, **kwargs):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(worker_process, "start_with_channel", fail)
+    with pytest.raises(shmload.ProcessLimitExceeded, match=r"TasksMax= .* --pids-limit") as caught:
+        worker_process.WorkerProcess()
+    assert caught.value.limit == "RLIMIT_NPROC"
 
 
 @pytest.mark.parametrize("limit_kib", [60_000, 80_000])
