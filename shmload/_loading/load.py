@@ -31,7 +31,7 @@ from shmload._loading.steps import Step
 from shmload._segments.acquire import Awaited
 from shmload._segments.evicted import group_evicted
 from shmload._segments.expiry import remove_expired
-from shmload._segments.listing import SegmentInfo
+from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.roots import Root, find_roots
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import check_digest
@@ -245,7 +245,7 @@ class Load:
             )
         self.read_nbytes += read_nbytes
         self.evicted += gone
-        for each in group_evicted(gone):
+        for each in group_evicted(gone, segments_by_lock() if gone else ()):
             logger.info("%s: %s", self._source.given, each)
 
     def _decode(self, shards: list[OpenShard]) -> None:

@@ -26,6 +26,7 @@ from shmload._loading.steps import Step
 from shmload._placement.inventory import Inventory, choose_inventory
 from shmload._placement.placement import place
 from shmload._segments.evicted import Evicted, group_evicted
+from shmload._segments.listing import segments_by_lock
 from shmload._segments.mentions import repair_errors
 from shmload._segments.messages import LentPath, repaired_messages
 from shmload._segments.pins import move_pins
@@ -193,7 +194,7 @@ def warm(
             waiting_s=steps.elapsed_s(Step.WAITING),
             reading_s=steps.elapsed_s(Step.READING),
             left_out=left_out,
-            evicted=group_evicted(load.evicted),
+            evicted=group_evicted(load.evicted, segments_by_lock() if load.evicted else ()),
         )
 
 

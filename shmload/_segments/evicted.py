@@ -1,11 +1,12 @@
 """What was evicted for a load, as a person thinks of it: by model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from shmload._segments.listing import SegmentInfo
 from shmload._segments.models import find_models
+from shmload._segments.roots import model_names
 from shmload._wording import format_nbytes
 
 
@@ -29,15 +30,23 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
         return f"evicted {what}{parts}, {format_nbytes(self.nbytes)}, for room"
 
 
-def group_evicted(gone: Iterable[SegmentInfo]) -> tuple[Evicted, ...]:
-    """Group the segments that went by the models that they were part of."""
+def group_evicted(
+    gone: Sequence[SegmentInfo], resident: Iterable[SegmentInfo] = ()
+) -> tuple[Evicted, ...]:
+    """Group the segments that went by the models that they were part of.
+
+    Args:
+        gone: the segments that went.
+        resident: those that stay, whose models have names too.
+    """
+    names = model_names(info.source for info in (*gone, *resident) if info.source)
     return tuple(
         Evicted(
-            model=model.name,
+            model=names.get(model.segments[0].source, model.name),
             dtype=model.dtype,
             components=model.components,
             nbytes=model.nbytes,
             segments=tuple(info.name for info in model.segments),
         )
-        for model in find_models(list(gone))
+        for model in find_models(gone)
     )

@@ -8,6 +8,8 @@ import msgspec
 from shmload._segments.capacity import require_room, room_nbytes
 from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
 from shmload._segments.removal import remove_idle, remove_leftovers
+from shmload._segments.roots import model_names
+from shmload._wording import format_nbytes
 from shmload.errors import SharedMemoryFull
 
 logger = logging.getLogger(__name__)
@@ -113,13 +115,7 @@ def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> l
         names = [info.name for info in victims]
         removed = {*remove_idle(names, condition=lambda segment: not segment.is_pinned).idle}
         gone = [info for info in victims if info.name in removed]
-        for info in gone:
-            logger.info(
-                "evicted %s, of %s",
-                info.name,
-                info.source,
-                extra={"segment": info.name, "source": info.source, "nbytes": info.nbytes},
-            )
+        _log_eviction(gone, found)
         evicted += gone
         if len(gone) == len(victims):
             require_room(nbytes)
@@ -143,6 +139,18 @@ def require_possible(nbytes: int, budget: Budget | None = None, reserved: int = 
     evictable = sum(info.nbytes for info in found if may_go(info)) + reserved
     choose_victims(found, nbytes, nbytes, budget)
     require_room(nbytes, evictable=evictable)
+
+
+def _log_eviction(gone: Sequence[SegmentInfo], found: Sequence[SegmentInfo]) -> None:
+    """Log what went of all that was there, by the names that the models had."""
+    if not gone or not logger.isEnabledFor(logging.INFO):
+        return
+    names = model_names(info.source for info in found if info.source)
+    for info in gone:
+        model = names.get(info.source, info.name)
+        said = {"segment": info.name, "source": info.source, "nbytes": info.nbytes, "model": model}
+        size = format_nbytes(info.nbytes)
+        logger.info("evicted %s of %s: %s", size, model, info.source, extra=said)
 
 
 def _leased(info: SegmentInfo) -> SegmentInfo:

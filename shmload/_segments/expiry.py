@@ -10,8 +10,10 @@ import os
 import time
 
 from shmload._host.linux import shm_open
+from shmload._segments.listing import segments_by_lock
 from shmload._segments.names import segment_names
 from shmload._segments.removal import find_idle, remove_idle
+from shmload._segments.roots import model_names
 from shmload._segments.segment import Segment
 from shmload.errors import ShmloadError
 
@@ -25,15 +27,21 @@ def remove_expired() -> list[str]:
     time, what another process lists or removes. If some are due, the mappings of this user's
     processes are read once: 0.1 to 1 ms for each process.
     """
+    due = _due_names()
+    known = {info.name: info for info in segments_by_lock()} if due else {}
     try:
-        look = remove_idle(_due_names(), patience_s=0, condition=_is_due)
+        look = remove_idle(due, patience_s=0, condition=_is_due)
     except (ShmloadError, OSError) as exc:  # no descriptor is left: no reason for a load to fail
         logger.warning("idle segments could not be looked at: %s", exc)
         return []
     for name in look.used:
         _touch(name)
+    names = model_names(info.source for info in known.values() if info.source)
     for name in look.idle:
-        logger.info("removed %s, which was idle for its time", name)
+        source = known[name].source if name in known else ""
+        said = {"segment": name, "source": source, "model": names.get(source, name)}
+        what = f"{said['model']}: {source}" if source else name
+        logger.info("removed %s, which was idle for its time", what, extra=said)
     return look.idle
 
 

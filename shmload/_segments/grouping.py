@@ -3,7 +3,7 @@
 A segment belongs to the source that it was decoded from. A variant of the source is another model;
 so is each dtype, where a shard is resident in several, and each earlier version of changed files. A
 segment belongs to several models where these have the same file, or where it is the only one of its
-shard.
+shard and no model in its own dtype is whole with it.
 """
 
 import hashlib
@@ -144,13 +144,22 @@ def _divide(home: Root, own: Sequence[SegmentInfo], also: Sequence[SegmentInfo])
     for info in own:
         dtypes.setdefault(info.identity or info.name, set()).add(info.dtype)
     divided = [d for several in dtypes.values() if len(several) > 1 for d in sorted(several)]
+    whole = {d for d in divided if all(d in each or len(each) == 1 for each in dtypes.values())}
+    makers = {dtype: {info.creator for info in own if info.dtype == dtype} for dtype in divided}
+
+    def is_shared(info: SegmentInfo, dtype: str) -> bool:
+        """Tell whether a segment that is there in one dtype is also of the model in this one.
+
+        Not if the model in its own dtype is whole with it, and the process that decoded it has
+        decoded nothing in this dtype: then this model's own segment was evicted, or never decoded.
+        """
+        if len(dtypes[info.identity or info.name]) > 1:
+            return False
+        return info.dtype not in whole or info.creator in makers[dtype]
+
     drafts = []
     for dtype in dict.fromkeys(divided) or [""]:
-        held = [
-            info
-            for info in own
-            if not dtype or info.dtype == dtype or len(dtypes[info.identity or info.name]) == 1
-        ]
+        held = [info for info in own if not dtype or info.dtype == dtype or is_shared(info, dtype)]
         wanted = {info.dtype for info in held}
         held += (info for info in also if info.dtype in wanted)
         drafts.append(_Draft(home, dtype, tuple(held)))

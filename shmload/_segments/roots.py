@@ -85,13 +85,7 @@ def find_roots(sources: Iterable[str]) -> dict[str, Root]:
         variant = _variant_of(name)
         match = _IN_HUB_CACHE.fullmatch(source)
         if match:
-            repository = match["id"].replace("--", "/")
-            root = Root(
-                path=match["root"],
-                hub_id=repository,
-                revision=match["revision"],
-                variant=variant,
-            )
+            root = root_at(match["root"], variant)
         else:
             is_gone = not os.path.exists(source)
             is_part = _NUMBERED.fullmatch(name) is not None or (is_gone and is_of_model(name))
@@ -102,6 +96,22 @@ def find_roots(sources: Iterable[str]) -> dict[str, Root]:
             root = Root(path=path or source, variant=variant if path else "")
         found[source] = root
     return found
+
+
+def root_at(path: str, variant: str) -> Root:
+    """Return the root that lies at a path."""
+    match = _IN_HUB_CACHE.fullmatch(os.path.join(path, "file"))
+    if not match or match["root"] != path:
+        return Root(path=path, variant=variant)
+    repository = match["id"].replace("--", "/")
+    return Root(path=path, hub_id=repository, revision=match["revision"], variant=variant)
+
+
+def model_names(sources: Iterable[str]) -> dict[str, str]:
+    """Return the name of the model that each shard belongs to, by the shard's path."""
+    roots = find_roots(sources)
+    names = tell_apart({root.key: root for root in roots.values()}.values())
+    return {source: names[root.key] for source, root in roots.items()}
 
 
 def _variant_of(name: str) -> str:

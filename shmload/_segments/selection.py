@@ -3,6 +3,7 @@
 a segment's name                                      that segment
 the path of a file, or of a directory above it        what was decoded from there, or from copies
 a model's name, such as `org/name`                    that model, in every dtype
+the name that it has beside another of its name       that model, in every dtype
 an id, or its first four digits or more               that model or segment
 a part of a model's name that no other model has      that model, in every dtype
 """
@@ -17,7 +18,7 @@ from shmload._segments.grouping import Model
 from shmload._segments.listing import SegmentInfo, segments
 from shmload._segments.models import find_models
 from shmload._segments.names import name_prefix, segment_name
-from shmload._segments.roots import weights_below
+from shmload._segments.roots import root_at, weights_below
 from shmload._segments.source_text import source_paths
 from shmload._wording import nearest_name
 from shmload.errors import AmbiguousName, SegmentNotFound
@@ -82,6 +83,9 @@ def match_name(
     exact = [model for model in models if pattern == model.name]
     if exact:
         return exact
+    longer = [model for model in models if pattern in _names_of(model)]
+    if len({model.name for model in longer}) == 1:
+        return longer
     if _ID.fullmatch(pattern):
         by_id = [model for model in models if model.id.startswith(pattern)]
         by_key = [info for info in found if info.name.startswith(name_prefix() + pattern)]
@@ -97,6 +101,12 @@ def match_name(
     if not fitting:
         raise SegmentNotFound(pattern, _likely_names(pattern, models))
     return fitting
+
+
+def _names_of(model: Model) -> list[str]:
+    """Return a model's names beside any other models: `sd15`, `team-a/sd15` and so on."""
+    root = root_at(model.source, model.variant)
+    return [root.called(name) for name in root.names()]
 
 
 def _likely_names(pattern: str, models: Iterable[Model]) -> list[str]:

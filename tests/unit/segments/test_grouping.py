@@ -8,9 +8,10 @@ from shmload._checkpoints.identity import identify
 from shmload._segments.grouping import group_segments
 from shmload._segments.listing import SegmentInfo
 from shmload._segments.models import find_models
-from shmload._segments.roots import Root, find_roots, tell_apart
+from shmload._segments.roots import Root, find_roots, root_at, tell_apart
 from shmload._segments.selection import match_name
 from shmload._segments.users import User, describe_user, name_users
+from shmload.errors import SegmentNotFound
 
 _SD = Root(path="/models/sd15")
 _XL = Root(path="/models/sdxl")
@@ -24,7 +25,7 @@ def segment(key, source, *, dtype="bfloat16", identity="", nbytes=100, **given):
         conversion="BF16",
         nbytes=nbytes,
         created_at=given.pop("created_at", 10.0),
-        creator="",
+        creator=given.pop("creator", ""),
         digest="",
         is_leased=given.pop("is_leased", False),
         is_current=given.pop("is_current", True),
@@ -78,6 +79,32 @@ def test_source_in_two_dtypes_is_two_models_that_share_what_is_there_once():
     assert (narrow.name, wide.name) == ("sd15", "sd15")
     assert narrow.id != wide.id
     assert narrow.shared_with == ("sd15 (float32, int8)",)
+
+
+def test_evicted_component_is_not_that_of_another_dtype():
+    # float16 is whole; of bfloat16 the unet was evicted.
+    found = [
+        sd("unet", dtype="float16", creator="2"),
+        sd("vae", key="vae16", dtype="float16", creator="2"),
+        sd("vae", creator="1"),
+    ]
+    brain, half = group(found, _SD)
+    assert [info.name for info in half.segments] == ["shmload-0-unet", "shmload-0-vae16"]
+    assert [info.name for info in brain.segments] == ["shmload-0-vae"]
+    assert (half.dtype, brain.dtype) == ("float16", "bfloat16")
+    assert half.shared_with == brain.shared_with == ()
+
+
+def test_component_of_a_load_in_two_dtypes_is_also_that_of_the_one_that_is_whole():
+    # A load in bfloat16 with a vae in float32, then one in float32.
+    found = [
+        sd("unet", creator="1"),
+        sd("vae", dtype="float32", creator="1"),
+        sd("unet", key="unet32", dtype="float32", creator="2"),
+    ]
+    mixed, wide = group(found, _SD)
+    assert [info.name for info in mixed.segments] == ["shmload-0-unet", "shmload-0-vae"]
+    assert [info.name for info in wide.segments] == ["shmload-0-vae", "shmload-0-unet32"]
 
 
 def test_components_in_different_dtypes_are_one_model():
@@ -212,6 +239,23 @@ def test_model_that_is_gone_keeps_its_name(name):
     assert find_roots(["/gone/lora.safetensors"])["/gone/lora.safetensors"].path.endswith(
         "lora.safetensors"
     )
+
+
+@pytest.mark.parametrize("name", ["team-a/sd15", "models/team-a/sd15"])
+def test_name_beside_others_is_a_name_when_alone(name):
+    alone = segment("u", "/srv/models/team-a/sd15/unet/model.safetensors")
+    models = group([alone], Root(path="/srv/models/team-a/sd15"))
+    assert match_name(name, models, [alone]) == models
+    with pytest.raises(SegmentNotFound):
+        match_name(name.replace("team-a", "team-b"), models, [alone])
+
+
+def test_revision_of_a_hub_id_is_a_name_when_alone():
+    path = f"{_CACHE}/models--org--sd/snapshots/0123456789"
+    alone = segment("u", f"{path}/unet/model.safetensors")
+    models = group([alone], root_at(path, ""))
+    assert models[0].name == "org/sd"
+    assert match_name("org/sd@0123456", models, [alone]) == models
 
 
 def test_names_are_the_shortest_that_differ():
