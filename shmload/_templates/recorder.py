@@ -242,17 +242,25 @@ def _package_of(namespace: "Any") -> str:
 def _watching(kind: "Any", read: "dict[str, str | None]") -> "Any":
     """Return a class of `os.environ` that notes which variables are looked up."""
     listed: list[str] = []
+    copied: list[str] = []
 
     class Watched(kind):  # type: ignore[misc]
         def __iter__(self) -> "Iterator[str]":
-            for name in super().__iter__():
+            copied.clear()
+            names = list(super().__iter__())
+            for name in names:
                 listed[:] = [name]
                 yield name
             listed.clear()
+            copied[:] = names[::-1]  # `dict(os.environ)` looks them up only now, in their order
 
         def __getitem__(self, name: str) -> str:
-            if listed == [name]:  # a copy of all variables is made; that is no interest in one
+            # A copy of all variables is made; that is no interest in one.
+            if listed == [name]:
                 return str(super().__getitem__(name))
+            if copied and copied.pop() == name:
+                return str(super().__getitem__(name))
+            copied.clear()
             try:
                 value = super().__getitem__(name)
             except KeyError:
