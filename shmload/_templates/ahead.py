@@ -27,6 +27,11 @@ def remove_step(name: str) -> None:
     _steps.pop(name, None)
 
 
+def has_steps() -> bool:
+    """Tell whether there is anything to do."""
+    return bool(_steps)
+
+
 def take(name: str) -> Any:
     """Return what a step has returned in this process, once; None if nothing."""
     return _results.pop(name, None)

@@ -20,25 +20,27 @@ class Freshness:
     """Remembers how the files of all modules are now."""
 
     def __init__(self) -> None:
+        self._files = _files()
         # The watch begins first: no change is missed between the two.
-        self._watch = _watch({os.path.dirname(file) for file in _files()})
-        self._before = _modified()
+        self._watch = _watch({os.path.dirname(file) for file in self._files})
+        self._before = _modified(self._files)
 
     def is_lost(self) -> bool:
         """Tell whether a file has changed since."""
         if self._watch is not None and not _has_told(self._watch):
             return False
-        return _modified() != self._before
+        return _modified(self._files) != self._before
 
 
 def _files() -> set[str]:
     found = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return {file for file in found if isinstance(file, str)}
+    # Some modules, such as torch.ops, name no real file.
+    return {file for file in found if isinstance(file, str) and os.path.isabs(file)}
 
 
-def _modified() -> dict[str, int]:
-    """Return when each file that was imported was last modified, in nanoseconds."""
-    found = dict.fromkeys(_files(), 0)
+def _modified(files: set[str]) -> dict[str, int]:
+    """Return when each of these files was last modified, in nanoseconds; 0 for none."""
+    found = dict.fromkeys(files, 0)
     for file in found:
         with contextlib.suppress(OSError):
             found[file] = os.stat(file).st_mtime_ns

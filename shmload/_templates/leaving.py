@@ -7,19 +7,24 @@ import os
 import signal
 import sys
 import sysconfig
+from collections.abc import Collection
 
 from shmload._templates import messages, wire
+from shmload._templates.events import Events
 from shmload._templates.messages import Leaves
 from shmload._templates.modules import remember
 
 # F_SETSIG is not in the module fcntl.
 _F_SETSIG = 10
+# What measures a program often writes its report at the very end.
+_MEASURED = {"LD_PRELOAD", "PYTHONDUMPREFS", "PYTHONINSPECT", "PYTHONMALLOCSTATS"}
 
 _channel: wire.Socket | None = None
 _program: tuple[int, int] = (0, 0)
 """The program's process, and the inode of the channel; its descriptor may be another's by then."""
-_had: frozenset[str] = frozenset()
+_had: Collection[str] = ()
 """Modules of the template."""
+_events: Events | None = None
 
 
 def end_without_destructors() -> None:
@@ -28,8 +33,8 @@ def end_without_destructors() -> None:
     The kernel takes their memory anyway; libtorch's take 0.2 s. What a program itself registers
     with the C library comes first, and streams of C are flushed.
     """
-    if os.environ.get("LD_PRELOAD"):
-        return  # what measures a program often writes its report then
+    if "LD_PRELOAD" in os.environ:
+        return
     libc = ctypes.CDLL(None)
     for name in ("_exit", "fcloseall"):  # the last one is called first; both know their argument
         libc.on_exit(ctypes.cast(getattr(libc, name), ctypes.c_void_p), None)
@@ -43,15 +48,16 @@ def die_with(channel: wire.Socket) -> None:
     fcntl.fcntl(channel, fcntl.F_SETFL, flags | os.O_ASYNC)
 
 
-def begin(channel: wire.Socket, had: frozenset[str]) -> None:
+def begin(channel: wire.Socket, had: Collection[str], events: Events) -> None:
     """Note that this process is a program from now on.
 
     Args:
         channel: to its caller.
         had: the modules of its template.
+        events: watches this process.
     """
-    global _channel, _had, _program
-    _channel, _had = channel, had
+    global _channel, _had, _program, _events
+    _channel, _had, _events = channel, had, events
     _program = (os.getpid(), os.fstat(channel.fileno()).st_ino)
 
 
@@ -61,12 +67,16 @@ def leave() -> None:
     code = 0 if exc is None else 1
     if isinstance(exc, SystemExit):
         code = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
+    is_plain = not isinstance(exc, KeyboardInterrupt) and abs(code) < 1 << 31
     with contextlib.suppress(Exception):  # the program may have closed or replaced anything
         if _channel and _program == (os.getpid(), os.fstat(_channel.fileno()).st_ino):
             flags = fcntl.fcntl(_channel, fcntl.F_GETFL)
             fcntl.fcntl(_channel, fcntl.F_SETFL, flags & ~os.O_ASYNC)
             messages.send(_channel, Leaves(code & 0xFF))
             remember(_new_modules())
+            # Python ends with SIGINT after KeyboardInterrupt, and asks for commands if told so.
+            if _events and is_plain and not _MEASURED & os.environ.keys():
+                _events.end_early(code & 0xFF)
 
 
 def _new_modules() -> list[str]:

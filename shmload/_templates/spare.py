@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 from shmload._templates import ahead, kind, leaving, messages, wire
+from shmload._templates.events import Events
 from shmload._templates.interpreter import RUN_MODULE, NotHere, prepare
 from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds
 from shmload._templates.plain import run_plainly
-from shmload._templates.recorder import change_state, differences, read_state
-from shmload._templates.renewal import renew_places, renew_seeds
+from shmload._templates.renewal import Renewal
 from shmload._templates.rights import has_ended
 from shmload._templates.signals import signal
 from shmload._templates.stash import Stash
@@ -41,24 +41,21 @@ class Spare:
     """Waits for a call, and becomes its program.
 
     Args:
-        stash: of the template's imports; hidden before the call comes.
-        fresh: the state that imports change, as it was before any.
+        stash: of the template's imports, which are hidden.
+        renewal: of what they keep.
         coerced: variables that Python itself has set when it started.
         keep: descriptors of the template that libraries have opened.
     """
 
     def __init__(
-        self,
-        stash: Stash,
-        fresh: dict[str, list[Any]],
-        coerced: dict[str, str],
-        keep: set[int],
+        self, stash: Stash, renewal: Renewal, coerced: dict[str, str], keep: set[int]
     ) -> None:
         self._stash = stash
-        self._fresh = fresh
+        self._renewal = renewal
         self._coerced = coerced
         self._keep = keep
         self._group = os.getpgrp()
+        self._events = Events()
         self._caller: wire.Socket
 
     def wait(self, orders: wire.Socket) -> Callable[[], Any]:
@@ -67,19 +64,18 @@ class Spare:
         Args:
             orders: brings the call, the caller's socket, and a descriptor of its process.
         """
-        self._had = frozenset(sys.modules)
-        ahead.work_ahead()
-        renew_seeds(sys.modules)
-        for change in differences(read_state(), self._fresh):
-            if change[0] != "environ":
-                change_state(*change)
-        self._stash.hide()
+        self._events.watch()
+        self._renewal.renew_seeds()
+        if ahead.has_steps():
+            with self._stash.shown():
+                ahead.work_ahead()
         try:
             found = messages.receive(orders, Call)
         except (OSError, ValueError):
             os._exit(0)
         if found is None:
             os._exit(0)
+        orders.detach()  # `take_descriptors` closes it; the number may be the program's then
         call, (caller, process) = found
         self._caller = wire.take(caller)
         self._caller.settimeout(_CALLER_TIMEOUT_S)
@@ -105,7 +101,7 @@ class Spare:
         self._take_environment(environment)
         os.setpgid(0, call.group)
         take_dispositions(call.standing.ignored)
-        traces = Traces()
+        traces = Traces(self._events)
 
         def start_over(reason: str) -> None:
             if traces.is_none():
@@ -117,15 +113,16 @@ class Spare:
 
         self._stash.when_too_late(start_over)
         renew_streams()
-        renew_places(self._stash.hidden)
+        self._renewal.renew_places()
         run = prepare(call.program, self._stash)
         self._announce()
         self._stash.begin()
         if run.func is RUN_MODULE:
             __import__("runpy")  # Python too has it then, and what it needs
         leaving.die_with(self._caller)
-        leaving.begin(self._caller, self._had)
+        leaving.begin(self._caller, self._stash.names, self._events)
         gc.enable()
+        self._events.has_trace = False  # all this was not the program's
         take_mask(call.standing.blocked)
         return run
 

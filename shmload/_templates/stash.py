@@ -6,17 +6,25 @@ have said and changed.
 """
 
 import atexit
+import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 from shmload._templates.kind import is_of_import
-from shmload._templates.recorder import Event, Recorder, change_state, forget_exits
+from shmload._templates.recorder import (
+    Event,
+    Recorder,
+    change_state,
+    differences,
+    forget_exits,
+    read_state,
+)
 
 
 class Stash(MetaPathFinder, Loader):
@@ -31,6 +39,9 @@ class Stash(MetaPathFinder, Loader):
         self._recorder = recorder
         self._known = known
         self._start_over: Callable[[str], None] = lambda reason: None
+        self.names: frozenset[str] = frozenset()
+        """All modules of the template, once they are hidden."""
+        self._tops: set[str] = set()
         self._modules: dict[str, ModuleType] = {}
         self._cut: dict[str, ModuleType] = {}
         """Packages that do not show a module while it is hidden, by its name."""
@@ -53,6 +64,11 @@ class Stash(MetaPathFinder, Loader):
         Modules that were imported before work as ever.
         """
         forget_exits()
+        for change in differences(read_state(), self._recorder.fresh):
+            if change[0] != "environ":
+                change_state(*change)
+        self.names = frozenset(sys.modules)
+        self._tops = {name for name in self.names if "." not in name} - set(self._known)
         for name in list(sys.modules):
             if name not in self._known:
                 self._modules[name] = sys.modules.pop(name)
@@ -68,10 +84,25 @@ class Stash(MetaPathFinder, Loader):
             if owner and _is_imported(module, name) and vars(owner).get(leaf) is module:
                 delattr(owner, leaf)
                 self._cut[name] = owner
-        # Never freed: Python would take all of them apart when the program ends, for nothing.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._modules))
+        # Never freed: Python would take all of this apart when the program ends, for nothing.
+        for kept in (self, self._modules, self._recorder.needs, self._recorder.variables):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         for name in self._modules:
             self._recorder.needs.setdefault(name, set())
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Have all modules in `sys.modules` in a block, for code of the template."""
+        sys.modules.update(self._modules)
+        for name, owner in self._cut.items():
+            setattr(owner, name.rpartition(".")[2], self._modules[name])
+        try:
+            yield
+        finally:
+            for name in self._modules:
+                sys.modules.pop(name, None)
+            for name, owner in self._cut.items():
+                vars(owner).pop(name.rpartition(".")[2], None)
 
     @property
     def hidden(self) -> Mapping[str, ModuleType]:
@@ -102,8 +133,7 @@ class Stash(MetaPathFinder, Loader):
             names = {entry.partition(".")[0] for entry in os.listdir(folder or ".")}
         except OSError:
             return None
-        hidden = {name for name in sys.modules.keys() | self._modules.keys() if "." not in name}
-        found = sorted(names & (hidden - set(self._known)))
+        found = sorted(names & self._tops)
         for name in found:
             if self._is_another(name, [folder or os.getcwd()]):
                 return name

@@ -34,6 +34,7 @@ from shmload._templates.imports import Imports, UnfitModule
 from shmload._templates.messages import About, Call, End
 from shmload._templates.programs import Programs, Running
 from shmload._templates.recorder import Recorder
+from shmload._templates.renewal import Renewal
 from shmload._templates.spare import Spare
 from shmload._templates.spares import Born, Spares
 from shmload._templates.stash import Stash
@@ -119,6 +120,7 @@ class Template:
         now = {os.fsdecode(name): os.fsdecode(value) for name, value in recorder.fresh["environ"]}
         # Python sets some by itself when it starts: LC_CTYPE in the locale C.
         self._coerced = {name: value for name, value in now.items() if name not in before}
+        self._renewal = Renewal()
         self._stash = Stash(recorder, known)
         self._keep = imports.descriptors
         self._remembered = imports.remembered
@@ -144,6 +146,7 @@ class Template:
         if terminal:
             self._poll.register(leader, select.POLLIN)
         leaving.end_without_destructors()
+        self._stash.hide()  # here and not in each copy: it writes to the memory of every module
         gc.collect()
         gc.freeze()
         self._programs = Programs(self._poll)
@@ -196,7 +199,7 @@ class Template:
         if hasattr(self, "_connections"):
             self._connections.close_all()
         self._programs.close_all()
-        spare = Spare(self._stash, self._recorder.fresh, self._coerced, self._keep)
+        spare = Spare(self._stash, self._renewal, self._coerced, self._keep)
         return spare.wait(orders)
 
     def _answer(self, question: Question) -> None:

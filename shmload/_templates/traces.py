@@ -4,15 +4,24 @@ import os
 import resource
 import stat
 
+from shmload._templates.events import Events
+
 
 class Traces:
-    """Notes how things are now."""
+    """Notes how things are now.
 
-    def __init__(self) -> None:
+    Args:
+        events: tells of what is made and removed.
+    """
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
         self._seen = self._look()
 
     def is_none(self) -> bool:
-        """Tell whether nothing was written, started or read from a stream since."""
+        """Tell whether nothing was written, made, removed, started or read since."""
+        if self._events.has_trace:
+            return False
         kind = os.fstat(0).st_mode
         if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or os.isatty(0):
             return False

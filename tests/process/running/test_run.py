@@ -105,6 +105,18 @@ def test_variable_that_is_set_before_the_import_counts(running):
     assert "the program set OWN_SETTING before it imported a library" in late.stderr
 
 
+@pytest.mark.parametrize(
+    "trace", ["os.mkdir('made')", "os.rmdir('old')", "open('empty', 'w').close()"]
+)
+@pytest.mark.usefixtures("template")
+def test_program_that_has_left_a_trace_is_not_started_over(running, trace):
+    (running.work / "old").mkdir(exist_ok=True)
+    code = f"import os; {trace}; os.environ['OWN_SETTING'] = 'new'; import own_library"
+    ended = run(running, "-c", code)
+    assert "after it had written" in ended.stderr
+    assert ended.returncode == 0
+
+
 @pytest.mark.usefixtures("template")
 def test_variable_of_the_caller_that_differs_starts_python(running):
     running.environment["OWN_SETTING"] = "other"
