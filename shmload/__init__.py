@@ -5,15 +5,15 @@ then attaches them in milliseconds and shares the one copy. Importing this packa
 torch.
 """
 
-import importlib
 import sys
-from typing import TYPE_CHECKING, Any
 
-from shmload import errors
 from shmload._version import __version__ as __version__
-from shmload.errors import *  # noqa: F403 every error is public, and `errors` lists them
 
+TYPE_CHECKING = False  # as type checkers know it; `typing` takes longer to import than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
+    from shmload import errors
     from shmload._loading.plan import Action, Plan, ShardPlan
     from shmload._loading.state_dict import load_state_dict
     from shmload._loading.verbs import WarmReport, plan, view, warm
@@ -29,11 +29,45 @@ if TYPE_CHECKING:
         view_directories,
     )
     from shmload._segments.upkeep import collect_garbage, evict, verify
+    from shmload.errors import *  # noqa: F403 every error is public, and `errors` lists them
     from shmload.integrations.diffusers import load_pipeline
     from shmload.integrations.handles import Handle, share
     from shmload.integrations.models import load_model
     from shmload.integrations.placing import to_device
     from shmload.integrations.redirect import redirect
+
+    __all__ = [
+        "Action",
+        "Handle",
+        "Model",
+        "Placement",
+        "Plan",
+        "SegmentInfo",
+        "ShardPlan",
+        "ViewDirectory",
+        "WarmReport",
+        "collect_garbage",
+        "evict",
+        "load_model",
+        "load_pipeline",
+        "load_state_dict",
+        "models",
+        "pin",
+        "plan",
+        "redirect",
+        "remove_view_directory",
+        "restore_view_directory",
+        "segments",
+        "share",
+        "to_device",
+        "unpin",
+        "verify",
+        "view",
+        "view_directories",
+        "view_directory",
+        "warm",
+    ]
+    __all__ += errors.__all__
 
 # The modules of the names above. They are imported on first use: `import shmload` stays light.
 _HOMES = {
@@ -68,55 +102,32 @@ _HOMES = {
     "warm": "shmload._loading.verbs",
 }
 
-__all__ = [
-    "Action",
-    "Handle",
-    "Model",
-    "Placement",
-    "Plan",
-    "SegmentInfo",
-    "ShardPlan",
-    "ViewDirectory",
-    "WarmReport",
-    "collect_garbage",
-    "evict",
-    "load_model",
-    "load_pipeline",
-    "load_state_dict",
-    "models",
-    "pin",
-    "plan",
-    "redirect",
-    "remove_view_directory",
-    "restore_view_directory",
-    "segments",
-    "share",
-    "to_device",
-    "unpin",
-    "verify",
-    "view",
-    "view_directories",
-    "view_directory",
-    "warm",
-]
-__all__ += errors.__all__
 
-for _name in errors.__all__:
-    globals()[_name].__module__ = __name__  # what tracebacks and help() show
+def __getattr__(name: str) -> "Any":  # each name has its own type, see above
+    """Import a public name's module on first use; `errors` has those that are not listed."""
+    import importlib
 
-
-def __getattr__(name: str) -> Any:  # each name has its own type, see above
-    """Import a public name's module on first use."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    value.__module__ = __name__
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        value.__module__ = __name__
+    elif name in ("__path__", "__wrapped__"):  # asked of any module, and no name of ours
+        raise AttributeError(name)
+    else:
+        errors = importlib.import_module("shmload.errors")
+        if name == "errors":
+            return errors
+        if name == "__all__":
+            value = [*sorted(_HOMES), *errors.__all__]
+        elif name in errors.__all__:
+            value = getattr(errors, name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
+    public = __getattr__("__all__")
     own = f"{__name__}."
     modules = {name for name in globals() if f"{own}{name}" in sys.modules and name[0] != "_"}
-    return sorted({*__all__, *modules, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*public, *modules, *(name for name in globals() if name.startswith("__"))})

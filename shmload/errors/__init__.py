@@ -229,3 +229,6 @@ __all__ = [
     "WorkerStalled",
     "WrongFormat",
 ]
+
+for _name in __all__:
+    globals()[_name].__module__ = "shmload"  # what tracebacks and help() show

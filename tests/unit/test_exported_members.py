@@ -27,6 +27,7 @@ def test_type_checkers_see_the_same_names():
         name.name: statement.module
         for statement in unseen.body
         if isinstance(statement, ast.ImportFrom)
+        and statement.module not in ("typing", "shmload", "shmload.errors")
         for name in statement.names
     }
     assert found == shmload._HOMES
@@ -49,6 +50,21 @@ def test_error_outside_the_tree_does_not_exist():
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         shmload.nothing  # noqa: B018
+
+
+def test_import_takes_little_of_the_standard_library():
+    """`shmload run` imports this before each program: typing and errors take longer than it may."""
+    code = "import sys; before = set(sys.modules); import shmload; print(set(sys.modules) - before)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=Path(shmload.__file__).parents[1],
+        env={"PYTHONPATH": str(Path(shmload.__file__).parents[1])},
+    )
+    assert ast.literal_eval(done.stdout) == {"shmload", "shmload._version"}
 
 
 def test_import_is_light():
