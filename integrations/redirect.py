@@ -63,3 +63,13 @@ def redirect(
     if not isinstance(verbose, bool):
         raise ArgumentError(f"verbose is {verbose!r}; it must be True or False")
     return Redirection(Options(keep, verbose), {})
+
+
+def begin(modules: Mapping[str, ModuleType], *, verbose: bool) -> Redirection:
+    """Open a redirection for a program that has not begun.
+
+    Args:
+        modules: imported ones that are not in `sys.modules` yet.
+        verbose: as for `redirect`.
+    """
+    return Redirection(Options("converted", verbose), modules)

@@ -49,6 +49,8 @@ def answer(
         call = _read(patch, cls, args, kwargs)
     except InDoubt as exc:
         reason = str(exc)
+    except Exception as exc:  # whatever it is, the library can load
+        reason = f"{type(exc).__name__}: {exc}"
     else:
         made, failure, said = _load(patch.kind, cls, call, options)
         if failure is None:

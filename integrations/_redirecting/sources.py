@@ -36,9 +36,8 @@ def require_known_source(kind: Kind, call: Call) -> None:
     except (ShmloadError, OSError) as exc:
         raise InDoubt(str(exc)) from exc
     if not found.checkpoints or (variant and not found.is_complete):
-        raise InDoubt(
-            "it has no safetensors files" + (f" of the variant {variant}" * bool(variant))
-        )
+        of_variant = f" of the variant {variant}" if variant else ""
+        raise InDoubt(f"it takes no weights from safetensors files{of_variant}")
     for checkpoint in found.checkpoints:
         _require_plain(checkpoint)
 

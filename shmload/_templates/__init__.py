@@ -11,5 +11,5 @@ takes that. The caller stands for the program: it passes signals on, and ends as
 
 Guarantee: a program sees what it would see under `python`, but for what docs/run.md lists. Where
 that is in doubt, the caller becomes an ordinary Python. May import `errors` and `_wording` only; it
-names `integrations` as something to import in a template, and does not import it itself.
+names `integrations` as something to import in a template, or for `--redirect`.
 """

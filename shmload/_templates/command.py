@@ -5,16 +5,17 @@ import sys
 
 from shmload._templates.messages import Program
 from shmload._templates.plain import flags_of_this_process
+from shmload._templates.redirecting import VARIABLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
 USAGE = """\
-Usage: shmload run [-v] [--template NAME] SCRIPT [ARGS...]
-       shmload run [-v] [--template NAME] -m MODULE [ARGS...]
-       shmload run [-v] [--template NAME] -c CODE [ARGS...]
-       shmload run [-v] [--template NAME] - [ARGS...]
+Usage: shmload run [OPTIONS] SCRIPT [ARGS...]
+       shmload run [OPTIONS] -m MODULE [ARGS...]
+       shmload run [OPTIONS] -c CODE [ARGS...]
+       shmload run [OPTIONS] - [ARGS...]
 
 Run a Python program in a copy of a process that has imported torch, diffusers and transformers
 already. The first run starts that process; later ones save the time of the imports.
@@ -22,6 +23,8 @@ already. The first run starts that process; later ones save the time of the impo
 Options:
   -v, --verbose    Say on standard error if the program is run in the ordinary way, and why.
   --template NAME  Use a template of this name; the default is "default".
+  --redirect       Lead `from_pretrained` of diffusers and transformers through shared memory, in
+                   the program and in the Python processes that it starts.
   --help           Show this text.
 """
 _KINDS = {"-m": "module", "-c": "code"}
@@ -29,12 +32,14 @@ _KINDS = {"-m": "module", "-c": "code"}
 
 def main(arguments: list[str]) -> "NoReturn":
     """Run the program that the arguments after `shmload run` name."""
-    name, is_verbose = "default", False
+    name, is_verbose, is_redirected = "default", False, VARIABLE in os.environ
     rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", *_KINDS):
         option = rest.pop(0)
         if option in ("-v", "--verbose"):
             is_verbose = True
+        elif option == "--redirect":
+            is_redirected = True
         elif option == "--template" and rest:
             name = rest.pop(0)
         elif option.startswith("--template="):
@@ -46,12 +51,16 @@ def main(arguments: list[str]) -> "NoReturn":
             break
         else:
             _fail(f"no such option: {option}")
+    flags = sys.flags
+    if is_redirected and (flags.ignore_environment or flags.isolated or flags.no_site):
+        _fail("--redirect needs PYTHONPATH, which -E, -I and -S of Python turn off")
+    way = ("verbose" if is_verbose else "1") if is_redirected else ""
     from shmload._templates.caller import run
 
-    run(_program(rest), name, is_verbose)
+    run(_program(rest, way), name, is_verbose)
 
 
-def _program(words: list[str]) -> Program:
+def _program(words: list[str], redirect: str) -> Program:
     """Return the program that the words after the options name."""
     if not words:
         _fail("give a SCRIPT, -m MODULE, -c CODE, or - for standard input")
@@ -61,7 +70,8 @@ def _program(words: list[str]) -> Program:
         if not words:
             _fail(f"-{kind[0]} needs an argument")
     value, *arguments = map(os.fsencode, words)
-    return Program(kind, value, arguments, list(map(os.fsencode, flags_of_this_process())))
+    flags = list(map(os.fsencode, flags_of_this_process()))
+    return Program(kind, value, arguments, flags, redirect)
 
 
 def _fail(reason: str) -> "NoReturn":

@@ -10,6 +10,7 @@ import sys
 import zlib
 
 from shmload._templates import rights
+from shmload._templates.redirecting import without_redirect
 from shmload._version import __version__
 
 # Variables that are read when Python starts or when libraries are imported. The C libraries among
@@ -62,9 +63,13 @@ def first_environment() -> dict[str, str]:
 
 
 def variables_in(raw: bytes) -> dict[str, str]:
-    """Return the variables in the content of /proc/PID/environ."""
+    """Return the variables in the content of /proc/PID/environ.
+
+    Those of `--redirect` are left out: `Program.redirect` says so.
+    """
     pairs = [entry.partition(b"=") for entry in raw.split(b"\0") if entry]
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    found = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    return without_redirect(found)
 
 
 def key_of(facts: str) -> str:

@@ -26,7 +26,7 @@ else:
         return lambda kind: kind
 
 
-VERSION = 2
+VERSION = 3
 """Changes with any message. A template of another version is not spoken with."""
 
 
@@ -87,13 +87,15 @@ class Program(Message):
         value: the script, the module or the code.
         arguments: of the program.
         flags: options for Python, as they were given.
+        redirect: `1` or `verbose` if `redirect` is to be on in it, see `redirecting`; else empty.
     """
 
-    __slots__ = ("arguments", "flags", "kind", "value")
+    __slots__ = ("arguments", "flags", "kind", "redirect", "value")
     kind: str
     value: bytes
     arguments: list[bytes]
     flags: list[bytes]
+    redirect: str
 
 
 class Call(Message):

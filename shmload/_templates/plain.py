@@ -4,6 +4,7 @@ import os
 import sys
 
 from shmload._templates.kind import first_environment
+from shmload._templates.redirecting import variables
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ def run_plainly(program: "Program", environment: "Mapping[str, str] | None" = No
 
     Args:
         program: what it runs.
-        environment: its variables; None for those with which this process was started.
+        environment: its variables, but those of `--redirect`; None for those with which this
+            process was started.
     """
-    os.execve(sys.executable, command_of(program), environment or first_environment())
+    given = dict(environment or first_environment())
+    given |= variables(program.redirect, given)
+    os.execve(sys.executable, command_of(program), given)

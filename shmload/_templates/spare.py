@@ -20,6 +20,7 @@ from shmload._templates.events import Events
 from shmload._templates.interpreter import RUN_MODULE, NotHere, prepare
 from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds
 from shmload._templates.plain import run_plainly
+from shmload._templates.redirecting import begin, variables
 from shmload._templates.renewal import Renewal
 from shmload._templates.rights import has_ended
 from shmload._templates.signals import signal
@@ -98,7 +99,8 @@ class Spare:
             os._exit(0)
         self._caller = take_descriptors(call.fds, fds, self._caller, self._keep)
         environment = kind.variables_in(call.environ)
-        self._take_environment(environment)
+        redirect = call.program.redirect
+        self._take_environment(environment | variables(redirect, environment))
         os.setpgid(0, call.group)
         take_dispositions(call.standing.ignored)
         traces = Traces(self._events)
@@ -117,6 +119,8 @@ class Spare:
         run = prepare(call.program, self._stash)
         self._announce()
         self._stash.begin()
+        if redirect:
+            begin(redirect, self._stash.hidden)
         if run.func is RUN_MODULE:
             __import__("runpy")  # Python too has it then, and what it needs
         leaving.die_with(self._caller)

@@ -11,7 +11,14 @@ import sys
 from shmload._templates import place, plain
 from shmload._templates.kind import first_environment
 
-MODULES = ("torch", "diffusers", "transformers", "shmload.integrations.diffusers")
+MODULES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "shmload.integrations.diffusers",
+    "shmload.integrations.redirect",
+    "shmload.integrations._redirecting.calls",
+)
 """What a template imports."""
 
 _PR_GET_CHILD_SUBREAPER = 37

@@ -104,7 +104,7 @@ import ctypes, os, sys
 from shmload._templates import kind, messages, wire
 from shmload._templates.messages import Call, Program, Refused, SendFds
 from shmload._templates.standing import own_standing
-program = Program("code", b"pass", [], [])
+program = Program("code", b"pass", [], [], "")
 facts, standing = kind.facts_of_this_process("default"), own_standing()
 call = Call(program, facts, open("/proc/self/environ", "rb").read(), [0, 1, 2], 0, standing)
 channel = wire.open_socket()

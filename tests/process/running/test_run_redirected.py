@@ -1,0 +1,163 @@
+"""`shmload run --redirect`: on before the program begins, cold and warm, and in its children."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import example_training
+import pytest
+
+from shmload._templates.redirecting import without_redirect
+
+_CLASS = """
+class DiffusionPipeline:
+    @classmethod
+    def from_pretrained(cls, path, **kwargs):
+        return path
+"""
+_LOOK = """
+import sys
+sees = [bool([each for each in sys.meta_path if "_redirecting" in type(each).__module__])]
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+sees.append("_redirecting" in DiffusionPipeline.from_pretrained.__func__.__code__.co_filename)
+"""
+_LOOKING = f"""
+def look():
+    {_LOOK.strip().replace(chr(10), chr(10) + "    ")}
+    return sees
+"""
+_SHOW = _LOOK + "print(*sees)"
+_CHILDREN = """
+import multiprocessing, os, subprocess, sys
+sys.path.insert(0, ".")
+from looking import look
+if __name__ == "__main__":
+    print(*subprocess.run([sys.executable, "-c", "from looking import look; print(*look())"],
+                          capture_output=True, text=True).stdout.split())
+    for method in ("spawn", "fork", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print(*pool.apply(look))
+"""
+
+
+@pytest.fixture(scope="module")
+def redirected(running):
+    """A stand-in for diffusers, on the path of templates and programs; run programs redirected."""
+    folder = running.folder / "fakes" / "diffusers" / "pipelines"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text("")
+    (folder / "pipeline_utils.py").write_text(_CLASS)
+    (running.work / "show.py").write_text(_SHOW)
+    (running.work / "looking.py").write_text(_LOOKING)
+    (running.work / "children.py").write_text(_CHILDREN)
+    before = running.environment
+    running.environment = before | {"PYTHONPATH": str(running.folder / "fakes")}
+    # Else the first program would start a template of this name, which outlives it.
+    running.shmload("template", "warm", "--name", "none", "--import=no_such_module")
+    yield lambda *program, **given: running.shmload("run", "--redirect", *program, **given)
+    running.environment = before
+
+
+@pytest.fixture(params=["cold", "warm"])
+def way(request, running, redirected):
+    """With a template of this name, and without."""
+    if request.param == "warm":
+        running.start_template(
+            ["diffusers.pipelines.pipeline_utils", "shmload.integrations.redirect"]
+        )
+    return ["--template", "default" if request.param == "warm" else "none"]
+
+
+def test_it_is_on_from_the_first_line(running, redirected, way):
+    for program in (["show.py"], ["-m", "show"], ["-c", _SHOW]):
+        ended = redirected(*way, *program)
+        assert (ended.stdout, ended.stderr, ended.returncode) == ("True True\n", "", 0), program
+    ended = running.shmload("run", *way, "show.py")
+    assert ended.stdout == "False False\n"
+
+
+def test_it_is_on_in_children(redirected, way):
+    ended = redirected(*way, "children.py")
+    assert ended.stdout == "True True\n" * 4, ended.stderr
+
+
+def test_path_and_modules_are_those_of_python(running, redirected, way):
+    code = "import sys; print(sys.path, 'sitecustomize' in sys.modules, 'torch' in sys.modules)"
+    plain = subprocess.run(
+        [sys.executable, "-c", code],
+        env=running.environment,
+        cwd=running.work,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert redirected(*way, "-c", code).stdout == plain.stdout
+
+
+def test_run_in_a_redirected_program_is_redirected(redirected, way):
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'shmload', 'run', *{}])"
+    ended = redirected(*way, "-c", code.format([*way, "show.py"]))
+    assert ended.stdout == "True True\n", ended.stderr
+
+
+def test_sitecustomize_of_the_user_runs(running, redirected):
+    other = running.folder / "fakes" / "sitecustomize.py"
+    other.write_text("import sys; sys.was_customized = __name__, __file__\n")
+    try:
+        code = "import sys; print(sys.was_customized, 'sitecustomize' in sys.modules)"
+        ended = redirected("--template", "none", "-c", code)
+    finally:
+        other.unlink()
+    assert ended.stdout == f"{('sitecustomize', str(other))} True\n"
+
+
+def test_verbose_says_each_way(redirected):
+    code = "from diffusers.pipelines.pipeline_utils import DiffusionPipeline as pipeline\n"
+    code += "pipeline.from_pretrained(1)"
+    ended = redirected("-v", "--template", "none", "-c", code)
+    assert "shmload: DiffusionPipeline.from_pretrained(1): by the library: " in ended.stderr
+
+
+def test_options_that_turn_variables_off_are_refused(running):
+    ended = subprocess.run(
+        [sys.executable, "-I", "-m", "shmload", "run", "--redirect", "-c", "pass"],
+        cwd=running.work,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "--redirect needs PYTHONPATH" in ended.stderr
+
+
+def test_variables_are_taken_back():
+    from shmload._templates.redirecting import variables
+
+    for before in ({}, {"PYTHONPATH": "/a:/b"}, {"PYTHONPATH": "/a", "X": "y"}):
+        assert without_redirect(before | variables("1", before)) == before
+
+
+@pytest.mark.libraries
+@pytest.mark.usefixtures("evicts")
+def test_unchanged_program_gives_the_same(running, saved, tmp_path, warm_python):
+    script, source = Path(example_training.__file__), saved("stable-diffusion")
+    given = ["--pretrained_model_name_or_path", str(source), "--output_dir"]
+    names = ("HF_HUB_OFFLINE", "OMP_WAIT_POLICY", "SHMLOAD_SERVICE", "XDG_CACHE_HOME")
+    environment = {name: running.environment[name] for name in ("PATH", "HOME", "XDG_RUNTIME_DIR")}
+    environment |= {name: os.environ[name] for name in names}
+    # No template of this name: the program is run in the ordinary way.
+    running.shmload(
+        "template", "warm", "--name", "none", "--import=no_such_module", environment=environment
+    )
+    options = ["-v", "--redirect", "--template", "none"]
+    plain = warm_python.run(script, *given, tmp_path / "plain")
+    redirected = running.shmload(
+        "run", *options, str(script), *given, str(tmp_path / "other"), environment=environment
+    )
+    assert redirected.returncode == 0, redirected.stderr
+    assert redirected.stdout == plain.stdout
+    assert redirected.stderr.count("through shmload") == 4, redirected.stderr
+    # The pipeline, whose models are all given.
+    assert redirected.stderr.count("by the library: it takes no weights") == 1, redirected.stderr
