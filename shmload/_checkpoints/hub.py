@@ -18,6 +18,7 @@ from shmload._checkpoints.paths import not_found
 from shmload._checkpoints.repository import are_in_format, files_of_model
 from shmload._checkpoints.resolve import Source, resolve, resolve_model
 from shmload._checkpoints.wanted import Hub, Wanted
+from shmload._wording import nearest
 from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
 
 # huggingface_hub.utils.validate_repo_id, without its details.
@@ -123,11 +124,34 @@ def _find_cached(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source
     root = find_cached(str(wanted.source), wanted.hub)
     if root is None:
         cause = "local_files_only" if wanted.hub.local_files_only else "HF_HUB_OFFLINE"
-        reason = f"not in the hub cache, and downloads are off ({cause})"
+        there, near = _what_is_cached(str(wanted.source), wanted.hub)
+        reason = f"not in the hub cache{there}, and downloads are off ({cause}){near}"
         with contextlib.suppress(FileNotFoundError):  # this process's directory may be gone
             reason = f"no such file or directory in {os.getcwd()}; as a hub id it is {reason}"
         raise not_found(wanted.source, reason)
     return resolve_in(root)
+
+
+def _what_is_cached(repo_id: str, hub: Hub) -> tuple[str, str]:
+    """Return what to say of the hub cache, and of a hub id in it that may have been meant."""
+    from huggingface_hub import constants
+
+    cache = Path(hub.cache_dir or constants.HF_HUB_CACHE)
+    names = {name.removeprefix("models--").replace("--", "/"): name for name in _names_in(cache)}
+    if repo_id not in names:
+        return f" ({cache})", nearest(repo_id, [name for name in names if "/" in name])
+    if hub.revision is None:
+        return " in full", ""
+    there = [*_names_in(cache / names[repo_id] / "refs")]
+    there += (name[:7] for name in _names_in(cache / names[repo_id] / "snapshots"))
+    return f" in revision {hub.revision!r} (there: {', '.join(there) or 'none'})", ""
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 def find_cached(repo_id: str, hub: Hub) -> Path | None:

@@ -1,5 +1,6 @@
 """The commands on what is resident: `shmload ls`, `pin`, `unpin`, `rm`, `gc` and `verify`."""
 
+import sys
 from collections.abc import Sequence
 
 import click
@@ -11,7 +12,7 @@ from shmload._segments.listing import SegmentInfo, Segments, amount_of, segments
 from shmload._segments.models import find_models
 from shmload._segments.pins import pinned_outdated
 from shmload._segments.selection import select
-from shmload._segments.upkeep import evict_segments, find_garbage
+from shmload._segments.upkeep import evict_segments, find_garbage, verify_each
 from shmload._segments.view_register import views_by_segment
 from shmload._tables import printing
 from shmload._wording import count_of
@@ -151,11 +152,19 @@ def collect_command(dry_run: bool, as_json: bool) -> None:
 @as_json_option
 def verify_command(patterns: tuple[str, ...], as_json: bool) -> None:
     """Recompute the digests of models, given as for `shmload rm`; of all if none is given."""
-    checked = shmload.verify(*patterns)
+    sound: list[SegmentInfo] = []
+    corrupt: list[SegmentInfo] = []
+    for info, error in verify_each(*patterns):
+        if error:
+            of = f"{printing(info.source)}: " if info.source else ""
+            click.echo(f"shmload: {of}{error}", err=True)
+        (corrupt if error else sound).append(info)
     if as_json:
-        print_json("verify", sound=checked)
-    else:
-        click.echo(f"sound: {amount_of(checked)}")
+        print_json("verify", sound=sound, corrupt=[info.name for info in corrupt])
+    elif sound or not corrupt:
+        click.echo(f"sound: {amount_of(sound)}")
+    if corrupt:
+        sys.exit(1)
 
 
 def _change(changed: Sequence[SegmentInfo], among: Sequence[SegmentInfo], did: str) -> str:

@@ -83,7 +83,7 @@ def check_shared_memory(
         remedy = "sudo chmod 1777 /dev/shm"
         return Finding("shared memory", "bad", "this user may not write to /dev/shm", remedy)
     remedy = f"{_ENLARGE}  # a container: docker run --shm-size=16g"
-    if _room(total, needed) == "ok":
+    if _room(total, needed) != _room(free + idle, needed):  # other files take it
         remedy = f"{_MAKE_ROOM}; du -ah /dev/shm | sort -h | tail -n 5"
     room = f"{format_nbytes(free)} free of {format_nbytes(total)} at /dev/shm"
     return _judged("shared memory", free + idle, needed, f"{room}{_more(idle)}", remedy)

@@ -43,7 +43,7 @@ from shmload._segments.mode import (
     is_shared,
     overwrite,
 )
-from shmload.errors import SegmentCorrupt, ShmloadError
+from shmload.errors import SegmentCorrupt, ShmloadError, WrongFormat
 
 _BEGIN_NBYTES = 64
 
@@ -176,6 +176,8 @@ class Segment(Descriptor):
         """
         try:
             return read_header(self.fd, self.name)
+        except WrongFormat as exc:  # its remedy is one for files
+            raise SegmentCorrupt(self.name, "it has no header") from exc
         except ShmloadError as exc:
             raise SegmentCorrupt(self.name, str(exc)) from exc
 

@@ -34,19 +34,29 @@ def verify(*patterns: str | os.PathLike[str]) -> Segments:
         SegmentCorrupt: a segment's bytes are not those that were decoded; names the first.
         SegmentNotFound, AmbiguousName: as `evict`.
     """
-    return Segments(verify_each(*patterns))
+    sound = []
+    for info, error in verify_each(*patterns):
+        if error:
+            raise error
+        sound.append(info)
+    return Segments(sound)
 
 
-def verify_each(*patterns: str | os.PathLike[str]) -> Iterator[SegmentInfo]:
-    """Do what `verify` does, one segment at a time; yield each that is sound."""
+def verify_each(
+    *patterns: str | os.PathLike[str],
+) -> Iterator[tuple[SegmentInfo, SegmentCorrupt | None]]:
+    """Do what `verify` does, one segment at a time; yield each with its error, if it has one."""
     for info in select(patterns):
+        error = None
         segment = attach(info.name)
         if segment:
             try:
                 check_digest(segment)
+            except SegmentCorrupt as exc:
+                error = exc
             finally:
                 give_back(segment)
-        yield info
+        yield info, error
 
 
 def check_digest(segment: Segment) -> None:

@@ -65,6 +65,19 @@ def test_model_that_is_not_in_the_cache_is_not_found(hub_cache, folder):
         shmload.warm("org/name", cache_dir=hub_cache.root, revision="other")
 
 
+def test_what_is_in_the_cache_instead_is_said(hub_cache, folder):
+    hub_cache.add("org/name", folder)
+    where = {"cache_dir": hub_cache.root, "local_files_only": True}
+    with pytest.raises(shmload.SourceNotFound) as caught:
+        shmload.warm("org/name", **where, revision="nope")
+    said = "not in the hub cache in revision 'nope' (there: main, aaaaaaa), and downloads are off"
+    assert said in str(caught.value)
+    with pytest.raises(shmload.SourceNotFound) as caught:
+        shmload.warm("org/nane", **where)
+    assert f"not in the hub cache ({hub_cache.root}), and" in str(caught.value)
+    assert str(caught.value).endswith("; did you mean 'org/name'?")
+
+
 def test_model_that_is_half_in_the_cache_names_the_missing_file(hub_cache, folder):
     snapshot = hub_cache.add("org/name", folder)
     (snapshot / "model-00002-of-00003.safetensors").unlink()

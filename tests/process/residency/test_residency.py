@@ -1,6 +1,7 @@
 """Segments are attached while their source is unchanged; they can be listed, verified, removed."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from warming import CHILD, NBYTES, SHM, TENSORS, as_bf16, assert_same, begun
 
 import shmload
+from shmload._cli.main import main
 from shmload._segments.names import name_prefix
 from shmload._segments.segment import Segment
 
@@ -207,6 +209,29 @@ def test_segment_with_a_broken_header_is_found_and_can_be_removed(checkpoint, sh
         shmload.load_state_dict(checkpoint, torch.bfloat16)
     shmload.evict(name)
     assert shm_names() == []
+
+
+def test_command_names_every_corrupt_segment(shards, evicts, capsys):
+    names = [shmload.warm(shard, dtype="bfloat16").segments[0] for shard in shards[:3]]
+    damage(names[0], -1)
+    (SHM / names[1]).chmod(0o600)
+    (SHM / names[1]).write_bytes(b"x" * 4096)
+    for options in ([], ["--json"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", *options])
+        assert ended.value.code == 1
+        said = capsys.readouterr()
+        second, first = sorted(said.err.splitlines(), key=lambda line: "digest" in line)
+        assert first.startswith(f"shmload: {shards[0]}: segment {names[0]} is corrupt: its digest")
+        assert second.startswith(
+            f"shmload: segment {names[1]} is corrupt: it has no header; remove"
+        )
+        if options:
+            answer = json.loads(said.out)
+            assert sorted(answer["corrupt"]) == sorted(names[:2])
+            assert [each["name"] for each in answer["sound"]] == names[2:]
+        else:
+            assert said.out == "sound: 1 segment, 1.00 MiB\n"
 
 
 def test_listing_reads_no_entries_of_tensors(checkpoint, evicts, monkeypatch):

@@ -1,5 +1,6 @@
 """`shmload serve` refuses bad arguments before it starts anything."""
 
+import os
 from pathlib import Path
 
 import click.testing
@@ -50,6 +51,16 @@ def test_address_that_is_none_is_wrong_usage(refusal, address):
 )
 def test_address_is_host_and_port(text, address):
     assert _Address().convert(text, None, None) == address
+
+
+def test_preload_children_find_the_socket_of_systemd(monkeypatch, configure, tmp_path, caplog):
+    configure(socket=tmp_path / "service.sock")
+    monkeypatch.setenv("SHMLOAD_SOCKET", str(tmp_path / "service.sock"))
+    serve._lead_to(tmp_path / "service.sock")
+    assert not caplog.records
+    serve._lead_to(tmp_path / "other.sock")
+    assert os.environ["SHMLOAD_SOCKET"] == str(tmp_path / "other.sock")
+    assert f"set SHMLOAD_SOCKET={tmp_path / 'other.sock'}" in caplog.text
 
 
 # The list to preload ------------------------------------------------------------------------------

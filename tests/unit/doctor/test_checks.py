@@ -112,6 +112,7 @@ CASES = {
     "logout": (check_removal(False), "ok", "stay", ""),
     "logout-removes": (check_removal(True), "warn", "RemoveIPC", "enable-linger"),
     "small": (check_shared_memory(TMPFS, 2 * GIB, 2 * GIB, True), "warn", "", "remount"),
+    "small-and-full": (check_shared_memory(TMPFS, 2 * GIB, 0, True), "bad", "0 B free", "du -ah"),
     "full": (check_shared_memory(TMPFS, 24 * GIB, 0, True), "bad", "0 B free", "shmload gc"),
     "disk": (check_shared_memory(EXT4, GIB, GIB, True), "bad", "ext4 at", "mount -t tmpfs"),
     "closed": (check_shared_memory(TMPFS, 9 * GIB, 9 * GIB, False), "bad", "not write", "chmod"),
