@@ -27,16 +27,18 @@ class Doubt(Exception):
     """A template might not run this program as Python would; str says why."""
 
 
-class Replaceable(Doubt):
-    """This template cannot run it; one that this process starts could."""
-
-
 class NoTemplate(Exception):
     """No template of this kind runs."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
         self.key = key
+
+
+class Replaceable(Doubt):
+    """This template cannot run it; one that this process starts could."""
+
+    key = ""
 
 
 def run(program: Program, name: str, is_verbose: bool) -> "NoReturn":
@@ -49,6 +51,9 @@ def run(program: Program, name: str, is_verbose: bool) -> "NoReturn":
     """
     try:
         _hand_over(program, name)
+    except Replaceable as exc:
+        reason = str(exc)
+        _start_for_the_next(name, exc.key)
     except Doubt as exc:
         reason = str(exc)
     except NoTemplate as exc:
@@ -110,24 +115,27 @@ def _hand_over(program: Program, name: str) -> None:
             os.setpgid(0, group)
         wire.close((waking, woken))
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _replace(channel, exc)
+        channel.close()
+        if isinstance(exc, Replaceable):
+            exc.key = kind.key_of(facts)
+            _end_template(exc.key)
+            raise
         raise Doubt(str(exc)) from exc
     stand_in.wait()
 
 
-def _replace(channel: "wire.Socket", cause: Exception) -> None:
-    """Part from a template; end one that cannot be used but by programs that are worse off."""
+def _end_template(key: str) -> None:
+    """Have a template that cannot serve this process take no more programs."""
+    channel = wire.open_socket()
+    channel.settimeout(_ANSWER_TIMEOUT_S)
     try:
-        path = channel.getpeername()
-        channel.close()
-        if isinstance(cause, Replaceable):
-            with_end = wire.open_socket()
-            with_end.settimeout(_ANSWER_TIMEOUT_S)
-            with_end.connect(path)
-            messages.send(with_end, messages.End())
-            with_end.close()
-    except OSError:  # it has ended
+        channel.connect(place.socket_of(key))
+        messages.send(channel, messages.End())
+        messages.receive(channel)
+    except (OSError, ValueError, place.PlaceUnsafe):  # it has ended
         pass
+    finally:
+        channel.close()
 
 
 def _require_ordinary(descriptors: list[int], program: Program) -> None:

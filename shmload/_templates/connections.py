@@ -152,9 +152,9 @@ class Connections:
         return self._silent.pop(fd)
 
 
-def refuse(channel: wire.Socket, reason: str) -> None:
+def refuse(channel: wire.Socket, reason: str, *, is_replaceable: bool = False) -> None:
     """Tell a caller that its program cannot run here; do not wait for it to listen."""
     try:
-        messages.send(channel, Refused(reason, 0), waits=False)
+        messages.send(channel, Refused(reason, int(is_replaceable)), waits=False)
     except OSError:
         return

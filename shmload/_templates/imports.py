@@ -13,7 +13,7 @@ from shmload._templates.recorder import Recorder
 
 # A module that is not imported by then never will be; its process is ended by SIGALRM.
 _IMPORT_TIMEOUT_S = 600
-_THREADS_TIMEOUT_S = 5.0
+_THREADS_TIMEOUT_S = 2.0
 
 
 class Unfit(Exception):
@@ -68,15 +68,13 @@ class Imports:
         place.write_note(self._key, "importing", name)
         try:
             importlib.import_module(name)
+            require_fitness([name])
         except ImportError:
             return  # it may have been removed since
-        except BaseException as exc:
-            modules.write_unfit(name, f"{type(exc).__name__}: {exc}")
-            raise UnfitModule(name) from exc
-        try:
-            require_fitness([name])
-        except Unfit as exc:
-            modules.write_unfit(name, str(exc))
+        except BaseException as exc:  # a module may raise anything
+            known = isinstance(exc, Unfit)
+            modules.write_unfit(name, str(exc) if known else f"{type(exc).__name__}: {exc}")
+            place.remove_note(self._key, "importing")
             raise UnfitModule(name) from exc
 
     def _blame_for_crash(self, wanted: Sequence[str]) -> None:

@@ -34,7 +34,7 @@ def facts_of_this_process(name: str) -> str:
     return repr(
         (
             (__version__, name),
-            interpreter(),
+            _interpreter(),
             sorted(item for item in first_environment().items() if is_of_import(item[0])),
             # Libraries choose the size of their thread pools when they are loaded.
             sorted(os.sched_getaffinity(0)),
@@ -46,7 +46,7 @@ def facts_of_this_process(name: str) -> str:
     )
 
 
-def interpreter() -> tuple[object, ...]:
+def _interpreter() -> tuple[object, ...]:
     """Return what this interpreter is, with its flags and packages."""
     entries = sys.path if sys.flags.safe_path else sys.path[1:]
     return (

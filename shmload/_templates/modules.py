@@ -1,13 +1,14 @@
 """The modules that programs import besides, and those of them that no template can import.
 
-Both lists are of one interpreter with its packages. A module that has made a template unfit stays
-out until its file changes.
+Both lists are of one interpreter with its path of packages. A module that has made a template unfit
+stays out until its file changes.
 """
 
 import contextlib
 import functools
 import importlib.util
 import os
+import sys
 
 from shmload._templates import kind, place
 
@@ -63,7 +64,8 @@ def choose_lists() -> str:
 
     A template calls this when it starts; its programs may change their path afterwards.
     """
-    return kind.key_of(repr(kind.interpreter()))
+    entries = sys.path if sys.flags.safe_path else sys.path[1:]
+    return kind.key_of(repr((sys.executable, sys.prefix, sys.version, entries)))
 
 
 def _path(name: str) -> str:

@@ -228,7 +228,7 @@ class Template:
             except OSError as exc:
                 refusal = f"the template cannot start a process: {exc}"
         if refusal:
-            refuse(question.channel, refusal)
+            refuse(question.channel, refusal, is_replaceable=self._is_draining)
             question.close()
             return
         self._programs.add(pid, Running(question.channel, question.peer))

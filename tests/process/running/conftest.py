@@ -1,58 +1,10 @@
 """A place for templates and programs of the tests, and templates that end with them."""
 
-import contextlib
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-
-
-class Running:
-    """A directory for sockets and one for programs, with short names."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.work = folder / "work"
-        self.work.mkdir()
-        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-        self.environment = kept | {"XDG_RUNTIME_DIR": str(folder)}
-        self._pids = set()
-
-    def start_template(self, modules, environment=None):
-        """Start a template that imports these modules; return its process id."""
-        started = self.shmload("template", "warm", *(f"--import={name}" for name in modules),
-                               "--json", environment=environment)  # fmt: skip
-        assert started.returncode == 0, started.stderr
-        pid = json.loads(started.stdout)["template"]["pid"]
-        self._pids.add(pid)
-        return pid
-
-    def shmload(self, *arguments, environment=None, **options):
-        """Run the command line in the directory for programs; return how it ended."""
-        return subprocess.run(
-            [sys.executable, "-m", "shmload", *arguments],
-            cwd=self.work,
-            env=environment or self.environment,
-            capture_output=True,
-            timeout=100,
-            check=False,
-            text=True,
-            stdin=options.pop("stdin", subprocess.DEVNULL),
-            **options,
-        )
-
-    def close(self):
-        """End the templates, and remove the directory."""
-        for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self.folder)
+from running_place import Running
 
 
 @pytest.fixture(scope="module")

@@ -134,6 +134,7 @@ def test_changed_package_ends_the_template(running, template, library):
     assert ended.stdout == "changed\n"
     assert "a package has changed" in ended.stderr
     wait_until_gone(template)
+    assert running.shmload("template", "ls").stdout  # the next one is there, or starts
 
 
 def test_module_that_a_template_cannot_import_is_named(running):

@@ -8,8 +8,11 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+from running_place import Running
 
 from shmload._templates import messages, wire
 
@@ -94,6 +97,57 @@ def test_death_by_signal_is_told_without_the_template(template, start):
     wait_until_gone(template)
     caller.send_signal(signal.SIGTERM)
     assert caller.wait(_DEADLINE_S) == -signal.SIGTERM
+
+
+# What makes it unfit -------------------------------------------------------------------------
+
+_UNFIT = {
+    "threads": ("import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), "
+                "daemon=True).start()", "has left threads running"),
+    "crashes": ("import os; os.abort()", "it ended while it imported crashes"),
+    "raises": ("raise ValueError('no, thanks')", "no, thanks"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def place():
+    """A place for templates of its own, where packages can be installed in `site-packages`."""
+    opened = Running(Path(tempfile.mkdtemp(prefix="run-", dir="/tmp")))
+    opened.packages = opened.folder / "site-packages"
+    opened.packages.mkdir()
+    opened.environment["PYTHONPATH"] = str(opened.packages)
+    opened.environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    yield opened
+    opened.shmload("template", "stop")
+    opened.close()
+
+
+@pytest.mark.parametrize("name", _UNFIT)
+def test_template_that_cannot_import_a_module_says_so_at_once(place, name):
+    (place.packages / f"{name}.py").write_text(_UNFIT[name][0])
+    ended = place.shmload("template", "warm", f"--import={name}")
+    assert ended.returncode == 1
+    assert _UNFIT[name][1] in ended.stderr
+
+
+@pytest.mark.parametrize("name", _UNFIT)
+def test_module_of_programs_that_no_template_can_import_is_left_out(place, name):
+    (place.packages / f"{name}.py").write_text(_UNFIT[name][0])
+    note = f"from shmload._templates.modules import remember; remember(['json.tool', '{name}'])"
+    subprocess.run([sys.executable, "-c", note], env=place.environment, cwd=place.work, check=True,
+                   timeout=_DEADLINE_S)  # fmt: skip
+    if name == "crashes":  # it takes the template with it once
+        ended = place.shmload("template", "warm", "--import=json")
+        assert "it ended while it imported crashes" in ended.stderr
+    place.start_template(["json"])
+
+    def unfit():
+        ended = place.shmload("template", "ls", "--json")
+        return [module["module"] for module in json.loads(ended.stdout)["unfit"]]
+
+    assert unfit() == [name]
+    (place.packages / f"{name}.py").write_text("")
+    assert unfit() == []
 
 
 # Whom it serves ----------------------------------------------------------------------------------
