@@ -15,6 +15,7 @@ from benchmarks.samples import Result, Sample
 from benchmarks.sources import weight_files
 
 PROCESSES = 8
+VIEWERS = 4
 _PROBES = Path(__file__).with_name("many_probes.py")
 # strace: `pread64(7</path/model.safetensors>, ..., 4096, 0) = 4096`.
 _READ = re.compile(r"= (\d+)$", re.MULTILINE)
@@ -62,6 +63,31 @@ def measure_ready(bench: Bench) -> list[Figure]:
             target=Target(1.05),
             beside=(Line(label="diffusers", sample=copies["plain"], unit="x"),),
         ),
+    ]
+
+
+def measure_views(bench: Bench) -> list[Figure]:
+    """Memory of unchanged programs that load one view directory."""
+    large, small = bench.sources.fp32, bench.sources.small
+    ways: dict[str, Callable[[], Result]] = {
+        size: partial(_probe, bench, "view", source, count=VIEWERS)
+        for size, source in (("small", small), ("large", large))
+    }
+    found = bench.measure(ways, large)
+    memory = found.sample("large", "pss_nbytes") - found.sample("small", "pss_nbytes")
+    return [
+        Figure(
+            name="many-views",
+            what=f"memory of {VIEWERS} unchanged programs over one view directory (PSS, no "
+            "interpreters), in copies of the weights",
+            sample=memory.scaled(2 / weights_nbytes(large)),
+            unit="x",
+            target=Target(1.05),
+            beside=(
+                Line(label="ready", sample=found.sample("large", "ready_s"), unit="s"),
+                Line(label="tiny models", sample=found.sample("small", "ready_s"), unit="s"),
+            ),
+        )
     ]
 
 
@@ -123,13 +149,20 @@ def _shards(source: Path) -> list[Path]:
     return [path for path in weight_files(source) if path.parent.name in MODELS]
 
 
-def _probe(bench: Bench, name: str, source: Path, prefix: tuple[str, ...] = ()) -> Result:
+def _probe(
+    bench: Bench,
+    name: str,
+    source: Path,
+    prefix: tuple[str, ...] = (),
+    count: int = PROCESSES,
+) -> Result:
     processes = bench.processes.of(_PROBES)
-    return processes.probe(name, source, PROCESSES, prefix=prefix, STARTED_AT=str(time.monotonic()))
+    return processes.probe(name, source, count, prefix=prefix, STARTED_AT=str(time.monotonic()))
 
 
 MANY_MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "ready": measure_ready,
     "reads": measure_reads,
     "one-more": measure_one_more,
+    "views": measure_views,
 }
