@@ -13,7 +13,7 @@ import os
 import select
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,11 +67,18 @@ class ListedSource(msgspec.Struct, frozen=True):
         ]
 
 
+class _Evicted(msgspec.Struct, frozen=True):
+    """What went for a source; see `shmload.Evicted`."""
+
+    segments: tuple[str, ...]
+
+
 class _Report(msgspec.Struct, frozen=True):
     """What `shmload warm --json` says of a source; see `shmload.WarmReport`."""
 
     segments: tuple[str, ...]
     resident_nbytes: int
+    evicted: tuple[_Evicted, ...] = ()
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -155,7 +162,7 @@ def preload(wanted: Sequence[ListedSource], state: "ServiceState") -> None:
                 extra=each.fields | {"nbytes": report.resident_nbytes},
             )
             made.update(dict.fromkeys(report.segments, each))
-            _report_evicted(made, each)
+            _report_evicted(made, each, {name for gone in report.evicted for name in gone.segments})
 
 
 def _warm(wanted: ListedSource, state: "ServiceState") -> _Report | None:
@@ -235,15 +242,31 @@ def _lines(fd: int, wake_fd: int) -> Iterator[str]:
             return
 
 
-def _report_evicted(made: dict[str, ListedSource], latest: ListedSource) -> None:
-    """Log which earlier sources were evicted for the latest one, and drop them from `made`."""
+def _report_evicted(
+    made: dict[str, ListedSource], latest: ListedSource, evicted: Collection[str]
+) -> None:
+    """Log which sources are not resident any more, and drop them from `made`.
+
+    Args:
+        made: the sources by their segments.
+        latest: the source that was warmed last.
+        evicted: the segments that were evicted for it.
+    """
     lost = made.keys() - {info.name for info in segments()}
-    gone = {made.pop(name) for name in lost}
-    for each in sorted(gone, key=lambda wanted: wanted.line):
-        logger.error(
-            "the list does not fit the budget: line %d, %s, was evicted for line %d",
-            each.line,
-            each.source,
-            latest.line,
-            extra=each.fields,
-        )
+    by_source = {made.pop(name): name in evicted for name in sorted(lost, key=evicted.__contains__)}
+    for each, is_evicted in sorted(by_source.items(), key=lambda item: item[0].line):
+        if is_evicted:
+            logger.error(
+                "the list does not fit the budget: line %d, %s, was evicted for line %d",
+                each.line,
+                each.source,
+                latest.line,
+                extra=each.fields,
+            )
+        else:
+            logger.warning(
+                "line %d, %s, was removed meanwhile, by another load, a command or its keep-for",
+                each.line,
+                each.source,
+                extra=each.fields,
+            )

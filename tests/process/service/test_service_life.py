@@ -159,7 +159,7 @@ def test_list_that_does_not_fit_the_budget_is_an_error_in_the_log(service, shard
         pass
     said = f"does not fit the budget: line 1, {shards[0]}, was evicted for line 3"
     assert said in process.errors
-    assert f", of {shards[0]}" in process.errors  # the log line of the eviction
+    assert f"evicted 1.00 MiB of {shards[0].name}: {shards[0]}" in process.errors
 
 
 def test_preload_that_waits_for_another_builder_ends_with_the_service(service, shards, tmp_path):

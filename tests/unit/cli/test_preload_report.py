@@ -17,3 +17,16 @@ def test_output_without_a_report_is_an_error_in_the_log(caplog):
     with caplog.at_level(logging.ERROR, "shmload"):
         assert preload._read_report(b"", _SOURCE) is None
     assert "line 3: its process printed no report" in caplog.text
+
+
+def test_only_what_was_evicted_is_blamed_on_the_budget(caplog, monkeypatch):
+    other = preload.ListedSource(1, "other.safetensors", None)
+    removed = preload.ListedSource(2, "removed.safetensors", None)
+    monkeypatch.setattr(preload, "segments", list)
+    made = {"o1": other, "o2": other, "r": removed}
+    preload._report_evicted(made, _SOURCE, {"o2"})
+    budget, meanwhile = caplog.records
+    assert budget.message.endswith("line 1, other.safetensors, was evicted for line 3")
+    assert (budget.levelname, meanwhile.levelname) == ("ERROR", "WARNING")
+    assert meanwhile.message.startswith("line 2, removed.safetensors, was removed meanwhile")
+    assert made == {}

@@ -7,7 +7,7 @@ import socket
 import traceback
 import tracemalloc
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -255,6 +255,7 @@ def make(error):
         Iterable[str]: ("first", "second"),
         Mapping[str, Collection[int]]: {"third": (7, 8), "fourth": ()},
         Mapping[str, str] | None: {"fifth": "cuda:0"},
+        Mapping[str, Sequence[str]] | None: {"fourth": ("a", "b"), "sixth": ()},
     }
     parameters = list(inspect.signature(error.__init__).parameters.values())[1:]
     kinds = [each.annotation for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
