@@ -19,10 +19,11 @@ from shmload._templates import ahead, kind, leaving, messages, wire
 from shmload._templates.events import Events
 from shmload._templates.interpreter import RUN_MODULE, NotHere, prepare
 from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds
-from shmload._templates.plain import run_plainly
+from shmload._templates.plain import command_of, run_plainly
 from shmload._templates.redirecting import begin, variables
 from shmload._templates.renewal import Renewal
 from shmload._templates.rights import has_ended
+from shmload._templates.shown import show
 from shmload._templates.signals import signal
 from shmload._templates.stash import Stash
 from shmload._templates.streams import DescriptorTaken, renew_streams, take_descriptors
@@ -117,6 +118,7 @@ class Spare:
         renew_streams()
         self._renewal.renew_places()
         run = prepare(call.program, self._stash)
+        show(command_of(call.program), call.environ)
         self._announce()
         self._stash.begin()
         if redirect:

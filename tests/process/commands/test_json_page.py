@@ -2,9 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from running_place import Running
 from serving import wait_until
 from warming import CHILD, begun
 
@@ -150,6 +154,21 @@ def test_answers_of_and_without_a_service(ask, service, shards):
     assert ask("shutdown")["pid"] == process.pid
     process.expect("STOPPING=1")
     process.expect("ENDED")
+
+
+def test_answers_about_templates(page):
+    place = Running(Path(tempfile.mkdtemp(prefix="run-", dir="/tmp")))
+    try:
+        note = "from shmload._templates.modules import write_unfit; write_unfit('json.tool', 'no')"
+        subprocess.run([sys.executable, "-c", note], env=place.environment, check=True, timeout=60)
+        for words in (["warm", "--import=json"], ["ls"], ["stop"]):
+            answer = json.loads(place.shmload("template", *words, "--json").stdout)
+            assert answer.pop("schema_version") == SCHEMA_VERSION
+            assert answer.pop("command") == f"template {words[0]}"
+            compare(page, f"shmload template {words[0]}", answer)
+            assert all(answer.values())
+    finally:
+        place.close()
 
 
 def test_answer_of_the_doctor(ask, checkpoint):

@@ -1,10 +1,17 @@
 """A program cannot tell `shmload run` from `python`: small programs, run by both and compared."""
 
+import fcntl
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import shmload
 
 # What a template of these tests imports: quick, and of each sort (pure, C, with threads of BLAS).
 _MODULES = ("json", "decimal", "numpy", "PIL.Image", "xxhash")
@@ -51,6 +58,10 @@ PROGRAMS = {
     "streams": "import sys\nfor s in (sys.stdin, sys.stdout, sys.stderr):\n"
     "    print(s.name, s.mode, s.fileno(), s.isatty(), s.line_buffering, "
     "s.write_through, s.newlines, s.closed)",
+    "command line": "print(open('/proc/self/cmdline').read().split(chr(0)))",
+    "c:command line": "print(open('/proc/self/cmdline').read().split(chr(0)))",
+    "first variables": "import os; n = open('/proc/self/environ').read().split(chr(0)); "
+    "print(len(n), sorted(n)[:3], os.popen('ps -o args= -p %d' % os.getpid()).read())",
     "same streams": "import sys; print(sys.stdout is sys.__stdout__, sys.stdin is sys.__stdin__)",
     "seekable": "import sys; print(sys.stdin.seekable(), sys.stdout.seekable())",
     "descriptors": "import os; print(sorted(int(n) for n in os.listdir('/proc/self/fd') "
@@ -93,6 +104,12 @@ PROGRAMS = {
     "atexit": "import atexit; atexit.register(print, 'last'); print('first')",
     "atexit error": "import atexit; atexit.register(lambda: 1 / 0)",
     "excepthook": "import sys; sys.excepthook = lambda *a: print('hook', a[0]); 1 / 0",
+    "full stdout": "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); print('lost')",
+    "atexit of C": "import ctypes; c = ctypes.CDLL(None); c.atexit(c.fcloseall); print('end')",
+    "exit in atexit": "import atexit, sys; atexit.register(sys.exit, 9)",
+    "del at the end": "import sys\nclass C:\n    def __del__(self, w=sys.stdout.write): w('gone')\n"
+    "sys.kept = C()",
+    "interrupt in a thread": "import _thread, time; _thread.interrupt_main(); time.sleep(9)",
     "thread": "import threading; t = threading.Thread(target=print, args=('t',)); t.start()",
     "daemon": "import threading, time; threading.Thread(target=time.sleep, args=(99,), daemon=True)"
     ".start(); print('end')",
@@ -234,13 +251,96 @@ def see(folder, environment):
 _RUN = [sys.executable, "-m", "shmload", "run", "-v"]
 
 
+@pytest.fixture(scope="module")
+def cold(running, folder, environment):
+    """Have the template of this name never get ready; return its name."""
+    asked = "from shmload._templates import kind, place; import sys\n"
+    asked += "print(place.socket_of(kind.key_of(kind.facts_of_this_process('cold'))))"
+    found = subprocess.run(
+        [sys.executable, "-c", asked],
+        env=environment,
+        cwd=running.work,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_TIMEOUT_S,
+    )
+    with open(f"{found.stdout.strip()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield "cold"
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_program_sees_and_shows_the_same(template, see, name):
+@pytest.mark.usefixtures("template")
+def test_program_sees_and_shows_the_same(see, cold, name):
+    wanted = see(name, [sys.executable])
     seen = see(name, _RUN)
     if name in _ORDINARY:
         assert "in the ordinary way" in seen.err
         seen.err = seen.err.partition("\n")[2]
-    assert seen == see(name, [sys.executable])
+    assert seen == wanted
+    seen = see(name, [*_RUN, "--template", cold])
+    said, _, seen.err = seen.err.partition("\n")
+    assert said == "shmload run: in the ordinary way: the template is not ready yet"
+    assert seen == wanted
+
+
+def test_there_are_as_many_programs_as_promised():
+    assert len(PROGRAMS) >= 120
+
+
+# Random numbers: no two programs may draw the same ------------------------------------------------
+
+_DRAWS = {
+    "random": "import random; print(random.random(), random.Random().random())",
+    "numpy": "import numpy; print(numpy.random.rand(), numpy.random.default_rng().random())",
+    "uuid": "import uuid; print(uuid.uuid4(), uuid.uuid1())",
+    "tempfile": "import tempfile; print(tempfile.mktemp())",
+    "secrets": "import secrets, os; print(secrets.token_hex(), os.urandom(8))",
+    "authkey": "import multiprocessing as m; print(bytes(m.current_process().authkey))",
+}
+
+
+@pytest.mark.parametrize("name", _DRAWS)
+@pytest.mark.usefixtures("template")
+def test_no_two_programs_draw_the_same(environment, folder, name):
+    drawn = [
+        subprocess.run(
+            [*_RUN, "-c", _DRAWS[name]],
+            env=environment,
+            cwd=folder / "work",
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+        for _ in range(2)
+    ]
+    assert [ended.stderr for ended in drawn] == [b"", b""]
+    words = [set(ended.stdout.split()) for ended in drawn]
+    assert not words[0] & words[1]
+
+
+# An interpreter that has imported nothing ---------------------------------------------------------
+
+
+def test_program_of_a_clean_interpreter_sees_the_same(folder, environment, running):
+    """Without `site`, no .pth file has imported parts of the standard library."""
+    clean = [sys.executable, "-S"]
+    packages = [str(Path(shmload.__file__).parents[1]), str(Path(pytest.__file__).parents[1])]
+    environment = environment | {"PYTHONPATH": ":".join(packages)}
+    ask = {"env": environment, "cwd": folder / "work", "capture_output": True, "check": True}
+    warm = ["template", "warm", "--import=json", "--import=decimal", "--json"]
+    started = subprocess.run([*clean, "-m", "shmload", *warm], timeout=_TIMEOUT_S, **ask)
+    try:
+        for code in ("pass", "import json; print(json.dumps([1]))"):
+            code += "; import sys; print(sorted(sys.modules), sys.path)"
+            command = [*clean, "-m", "shmload", "run", "-v", "-c", code]
+            seen = subprocess.run(command, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL, **ask)
+            wanted = subprocess.run([*clean, "-c", code], timeout=_TIMEOUT_S, **ask)
+            assert (seen.stdout, seen.stderr) == (wanted.stdout, b"")
+    finally:
+        os.kill(json.loads(started.stdout)["template"]["pid"], signal.SIGKILL)
 
 
 # The comparison itself -----------------------------------------------------------------------
