@@ -27,10 +27,10 @@ class Event:
 
     Args:
         module: its name.
-        kind: `said`, `changed` or `registered`.
+        kind: `said`, `changed`, `registered` or `logged`.
         what: the descriptor and the bytes written; or the part of the interpreter's state, the
             items that went, and those that came; or a function to be called when Python ends, with
-            its arguments.
+            its arguments; or the names of loggers, see `loggers`.
     """
 
     def __init__(self, module: str, kind: str, what: "tuple[Any, ...]") -> None:
@@ -54,6 +54,7 @@ class Recorder:
         self._stack: list[str] = []
         self._state = self.fresh
         self._modules = set(sys.modules)
+        self._loggers = _loggers(())
 
     def start(self) -> None:
         """Begin to record."""
@@ -137,11 +138,20 @@ class Recorder:
             self._note("changed", change)
         for written in said:
             self._note("said", written)
+        self._settle_loggers()
         if len(sys.modules) != len(self._modules):
             for name in set(sys.modules) - self._modules - self.needs.keys():
                 self._need([name])  # a module puts some there by hand
                 self.needs[name] = set()
             self._modules = set(sys.modules)
+
+    def _settle_loggers(self) -> None:
+        known, before = self._loggers
+        names, root = _loggers(known)
+        is_changed = before is not None and root != before
+        if names or is_changed:
+            self._note("logged", (*names, "") if is_changed else names)
+        self._loggers = (known + names, root)
 
     def _note(self, kind: str, what: "tuple[Any, ...]") -> None:
         self.events.append(Event(self._stack[-1], kind, what))
@@ -228,6 +238,16 @@ def _lists() -> "dict[str, list[Any]]":
         "meta_path": sys.meta_path,
         "path_hooks": sys.path_hooks,
     }
+
+
+def _loggers(known: "tuple[str, ...]") -> "tuple[tuple[str, ...], Any]":
+    """Return the names of loggers beyond these, and the root logger's level and handlers."""
+    root: Any = getattr(sys.modules.get("logging"), "root", None)
+    if not hasattr(root, "manager"):  # logging is not imported, or just now
+        return (), None
+    found = root.manager.loggerDict  # names stay in the order in which they came
+    names = tuple(list(found)[len(known) :]) if len(found) > len(known) else ()
+    return names, (root.level, list(root.handlers))
 
 
 def _package_of(namespace: "Any") -> str:

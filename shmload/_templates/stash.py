@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from shmload._templates.kind import is_of_import
+from shmload._templates.loggers import Loggers
 from shmload._templates.recorder import (
     Event,
     Recorder,
@@ -46,6 +47,7 @@ class Stash(MetaPathFinder, Loader):
         self._cut: dict[str, ModuleType] = {}
         """Packages that do not show a module while it is hidden, by its name."""
         self._events = recorder.events
+        self._loggers = Loggers()
         main = sys.modules["__main__"]
         self._of_main = [
             (name, attribute)
@@ -89,6 +91,7 @@ class Stash(MetaPathFinder, Loader):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         for name in self._modules:
             self._recorder.needs.setdefault(name, set())
+        self._loggers.hide()
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -198,6 +201,8 @@ class Stash(MetaPathFinder, Loader):
         left = []
         for event in self._events:
             if event.module in wanted:
+                if event.kind == "logged":
+                    self._loggers.show(event.what)
                 _do_again(event)
                 if event.kind == "changed" and event.what[0] == "environ":
                     self._variables = self._variables_now()

@@ -147,6 +147,52 @@ def test_module_that_a_template_cannot_import_is_named(running):
     assert "No module named 'no_such_module'" in ended.stderr
 
 
+_LOGS = """
+import logging
+a, b = logging.getLogger("noisy"), logging.getLogger("noisy.quiet")
+a.setLevel(logging.ERROR)
+b.addHandler(logging.NullHandler())
+b.propagate = False
+logging.getLogger("root_less").setLevel(5)
+logging.root.addHandler(logging.NullHandler())
+"""
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "logging.getLogger('noisy.quiet').addHandler(logging.StreamHandler())",
+        "logging.getLogger('root_less').setLevel(logging.INFO); logging.getLogger('noisy.own')",
+        "logging.basicConfig(level=logging.DEBUG)",
+    ],
+)
+def test_loggers_come_with_the_import_that_makes_them(running, library, before):
+    file = library.parent / "own_logs.py"
+    if not file.exists():
+        file.write_text(_LOGS)
+    running.start_template(["own_library", "own_logs", "json"])
+    look = (
+        "print([(n, str(l), getattr(l, 'propagate', 0), getattr(l, 'handlers', 0)) for n, l in "
+        "sorted({'': logging.root, **logging.root.manager.loggerDict}.items())"
+        " if 'own' not in n and not isinstance(l, logging.PlaceHolder)])"
+    )
+    code = f"import logging\n{look}\n{before}\nimport own_logs, own_library\n{look}"
+    code += "\nlogging.getLogger('noisy').warning('low'); logging.getLogger('noisy').error('high')"
+    seen = run(running, "-c", code)
+    wanted = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=running.work,
+        env=running.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_DEADLINE_S,
+    )
+    assert (seen.stdout, seen.stderr) == (wanted.stdout, wanted.stderr)
+    running.shmload("template", "stop")
+
+
 # Ends --------------------------------------------------------------------------------------------
 
 

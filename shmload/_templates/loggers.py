@@ -1,0 +1,111 @@
+"""The loggers that imports have made: a program finds them once it has imported the same.
+
+A logger that the program asks for earlier is the one that the library has, as new: what the import
+has set on it comes with the import.
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+ROOT = ""
+"""Stands for the root logger among the names."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What an import has set on a logger, where that differs from a new one."""
+
+    level: int
+    propagate: bool
+    disabled: bool
+    handlers: list[Any]
+    filters: list[Any]
+
+
+class Loggers:
+    """Hides the loggers that there are; make it when all modules are imported."""
+
+    def __init__(self) -> None:
+        self._logging: Any = sys.modules.get("logging")
+        self._hidden: dict[str, Any] = {}
+        self._settings: dict[str, _Settings] = {}
+
+    def hide(self) -> None:
+        """Hide all, and have each be as new."""
+        if not hasattr(self._logging, "root"):
+            return
+        root = self._logging.root
+        self._hidden = dict(root.manager.loggerDict)
+        self._settings[ROOT] = self._renew(root, self._logging.WARNING)
+        for name, logger in self._hidden.items():
+            if isinstance(logger, self._logging.Logger):
+                self._settings[name] = self._renew(logger, self._logging.NOTSET)
+        root.manager.loggerDict = _Shown(self)
+        root.manager._clear_cache()
+
+    def show(self, names: Iterable[str]) -> None:
+        """Show loggers, with what imports have set on them."""
+        for name in names:
+            self.show_new(name)
+            settings = self._settings.pop(name, None)
+            if settings:
+                root = self._logging.root
+                _set(root if name == ROOT else root.manager.loggerDict[name], settings)
+        self._logging.root.manager._clear_cache()
+
+    def show_new(self, name: object) -> None:
+        """Show a logger as a new one, if it is hidden."""
+        if name in self._hidden:
+            dict.__setitem__(self._logging.root.manager.loggerDict, name, self._hidden.pop(name))
+
+    def _renew(self, logger: Any, level: int) -> _Settings:
+        """Make a logger as new; return what was set on it."""
+        found = _Settings(
+            logger.level if logger.level != level else -1,
+            logger.propagate,
+            logger.disabled,
+            logger.handlers[:],
+            logger.filters[:],
+        )
+        logger.level, logger.propagate, logger.disabled = level, True, False
+        logger.handlers[:], logger.filters[:] = [], []
+        return found
+
+
+def _set(logger: Any, settings: _Settings) -> None:
+    """Set on a logger what an import has set, and leave what the program has set before."""
+    if settings.level >= 0:
+        logger.level = settings.level
+    if not settings.propagate:
+        logger.propagate = False
+    if settings.disabled:
+        logger.disabled = True
+    logger.handlers += settings.handlers
+    logger.filters += settings.filters
+
+
+class _Shown(dict[str, Any]):
+    """`Manager.loggerDict`, with the loggers that are shown; shows a hidden one that is asked for.
+
+    Args:
+        loggers: knows the hidden ones.
+    """
+
+    def __init__(self, loggers: Loggers) -> None:
+        super().__init__()
+        self._loggers = loggers
+
+    def __contains__(self, name: object) -> bool:
+        self._loggers.show_new(name)
+        return super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        self._loggers.show_new(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a logger, or the default; see `dict.get`."""
+        self._loggers.show_new(name)
+        return super().get(name, default)
