@@ -54,6 +54,8 @@ class Picture(NamedTuple):
     size: int
     caption: str | None
     """None: it is in the text file beside the picture, if there is one."""
+    is_gone: bool = False
+    """It is not in the folder any more; an earlier run began it, and has no result."""
 
 
 def encode(pipe: Any, picture: Picture) -> dict[str, Any]:
@@ -63,6 +65,8 @@ def encode(pipe: Any, picture: Picture) -> dict[str, Any]:
     order, without the batch axis. Without a text encoder there are none, and no latents without a
     VAE.
     """
+    if picture.is_gone:
+        raise FileNotFoundError(f"{picture.path} was removed before it was encoded")
     arrays = {}
     if pipe.vae is not None:
         pixels = pipe.image_processor.preprocess(square_of(picture))
@@ -79,6 +83,8 @@ def encode(pipe: Any, picture: Picture) -> dict[str, Any]:
     wanted = {
         "prompt": caption,
         "prompt_2": caption,
+        "prompt_3": caption,
+        "prompt_4": caption,
         "device": pipe.text_encoder.device,
         "num_images_per_prompt": 1,
         "do_classifier_free_guidance": False,
@@ -314,11 +320,17 @@ def main(
         facts["captions"] = caption_column
     try:
         names = continued_order(out, names)
-        if gone := sorted(set(names).difference(found)):
-            more = f" and {len(gone) - 1} more" if gone[1:] else ""
-            click.echo(f"not in {pictures} any more: {gone[0]}{more}; results stay", err=True)
+        gone = set(names).difference(found)
+        if gone:
+            more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+            click.echo(f"not in {pictures} any more: {min(gone)}{more}; results stay", err=True)
         items = [
-            Picture(str(pictures / name), size, None if texts is None else texts.get(name, ""))
+            Picture(
+                str(pictures / name),
+                size,
+                None if texts is None else texts.get(name, ""),
+                is_gone=name in gone,
+            )
             for name in names
         ]
         report = dataprep.write(

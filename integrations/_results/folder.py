@@ -12,7 +12,7 @@ from shmload.errors import ArgumentError, ResultsMismatch
 from shmload.integrations._results.errors import accessing
 from shmload.integrations._results.facts import Facts, check_facts
 from shmload.integrations._results.index import write_index
-from shmload.integrations._results.items import Array, NewItem, failure, result
+from shmload.integrations._results.items import Array, NewItem, failure, note, result
 from shmload.integrations._results.lock import FolderLock
 from shmload.integrations._results.names import (
     FACTS_NAME,
@@ -87,6 +87,8 @@ class ResultFolder:
         self._format = format_named(format)
         self._format.require_library()
         self._items = ItemTable(self.folder, shard_items, self._format, retry_failed=retry_failed)
+        self._begun: dict[int, str] = {}
+        """Keys of items that are not settled, by number; without those that a journal has."""
         self._added = 0
         self._has_index = False
         with accessing(self.folder):
@@ -129,7 +131,9 @@ class ResultFolder:
     def is_settled(self, index: int, key: str) -> bool:
         """Tell whether nothing is left to do for an item.
 
-        Its result is stored, or it has failed: in this run, or earlier without `retry_failed`.
+        Its result is stored, or it has failed: in this run, or earlier without `retry_failed`. An
+        item that is asked for and not settled counts as begun: once an item behind it is added, the
+        folder has its key, for `continued_order`.
 
         Args:
             index: the item's number, from 0.
@@ -141,7 +145,10 @@ class ResultFolder:
         """
         with accessing(self.folder):
             file, place = self._locate(index, key)
-            return file.is_settled_at(place)
+            is_settled = file.is_settled_at(place)
+        if not is_settled:
+            self._begun[index] = key
+        return is_settled
 
     def add(self, index: int, key: str, arrays: Mapping[str, Array]) -> None:
         """Store an item's result. On return it survives kill -9 of this process.
@@ -243,11 +250,24 @@ class ResultFolder:
             if file.is_done(place):
                 raise ArgumentError(f"item {head.index}, {head.key!r}, was added before")
             self._remove_index()
+            self._begun.pop(head.index, None)
+            self._note_begun(head.index)
             self._items.use_journal(file)
             file.append(place, head, item.contents)
             self._added += head.error is None
             if file.is_settled:
                 self._commit(file, self._size)
+
+    def _note_begun(self, end: int) -> None:
+        """Write down the keys of begun items below a number, for `continued_order`.
+
+        The items may be gone when a run goes on: then only their keys tell which they were.
+        """
+        for index in sorted(number for number in self._begun if number < end):
+            file, _ = self._locate(index, self._begun[index])
+            self._items.use_journal(file)
+            file.note(note(index, self._begun[index]))
+            del self._begun[index]
 
     def _remove_index(self) -> None:
         """Mark the folder as unfinished, before anything else in it changes."""

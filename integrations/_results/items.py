@@ -72,6 +72,11 @@ def failure(index: int, key: str, error: str, format: ResultsFormat, file_items:
     return NewItem(head, [])
 
 
+def note(index: int, key: str) -> Head:
+    """Return the record of an item that was begun; the key is text that UTF-8 can encode."""
+    return Head(index, key, "it was begun, and has no result", (), is_begun=True)
+
+
 def _flat(given: Array, what: str) -> Buffer:
     """Return an array's bytes as a flat buffer, after a check of their number."""
     nbits = NBITS.get(given.dtype)

@@ -1,10 +1,13 @@
-"""The journal of an unfinished results file: one record for each item, in order of arrival.
+"""The journal of an unfinished results file: a record for each item, in order of arrival.
 
     journal   "shmload journal 1 ", the kernel's boot id padded to 36 bytes, a line feed; records
     record    size of the head (4 bytes, little-endian), size of the body (8 bytes), digest, head,
               body; the digest is XXH3-128 of both sizes and the head
     head      `Head` as msgpack, with a digest of each array
     body      the arrays' bytes, one after the other
+
+An item that is overtaken by one behind it has a second record before its own, a note of its key:
+if the run is killed between the two, the next one still knows which item has this number.
 
 A record survives kill -9 of the process once `append` has returned: the kernel has it. A record
 that was cut off is recognised by its head or its size, and is removed when the journal is next
@@ -54,6 +57,9 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     error: str | None
     """Why the item failed, or None; a record with an error has no arrays."""
     arrays: tuple[ArrayHead, ...]
+    is_begun: bool = False
+    """It is a note: the item was begun, and had neither result nor error when one behind it was
+    stored. It says the item's key alone."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()

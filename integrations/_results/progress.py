@@ -101,6 +101,18 @@ class FileProgress:
             self._offsets[place] = self._journal.append(head, contents)
         self._settle(place, _DONE if head.error is None else _FAILED)
 
+    def note(self, head: Head) -> None:
+        """Write down the key of an item that was begun and is not settled.
+
+        Raises:
+            ResultsInaccessible: it cannot be written; the item is as it was.
+        """
+        with accessing(self._journal_path):
+            if self._journal is None:
+                self._open_journal()
+            assert self._journal
+            self._journal.append(head, ())
+
     def commit(self, count: int, facts: Mapping[str, str]) -> None:
         """Write the file from the journal and the present file; then remove the journal.
 
@@ -159,6 +171,8 @@ class FileProgress:
         place = head.index - self.first
         if not 0 <= place < len(self.keys):
             raise ResultsCorrupt(self._journal_path, "it holds items of another shard", AGAIN)
+        if head.is_begun:
+            return
         if self._has_file and not self._offsets[place]:
             is_same_failure = head.error is not None and place in self._failed_in_file
             if self.is_done(place) or is_same_failure:

@@ -18,7 +18,7 @@ from PIL import Image
 from storing import content_of
 
 import shmload
-from shmload.integrations.results import Results
+from shmload.integrations.results import ResultFolder, Results
 
 COUNT = 30
 _SCRIPT = Path(encode_dataset.__file__)
@@ -230,6 +230,29 @@ def test_pictures_may_come_and_go(encode_here, tmp_path):
     assert "6 pictures, 1 of them in this run, 0 failed" in words
     before = ["0.png", "1.png", "2.png", "b/3.png", "b/4.png"]
     assert list(Results(tmp_path / "out")) == [*before, "00.png"]
+
+
+def test_picture_at_which_a_run_died_may_be_removed(encode_here, tmp_path, monkeypatch):
+    interrupt = KeyboardInterrupt
+    folder = tmp_path / "in"
+    add = ResultFolder.add
+
+    def add_last_first(results, index, key, arrays):
+        """Store the last item alone, as if a process were still at each of the others."""
+        if index == 4:
+            add(results, index, key, arrays)
+            raise interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultFolder, "add", add_last_first)
+        assert encode_here()[0] == 130
+    (folder / "1.png").unlink()
+    code, words = encode_here()
+    assert code == 3, words
+    assert "5 pictures, 3 of them in this run, 1 failed" in words
+    (error,) = Results(tmp_path / "out").errors.values()
+    assert error.endswith("1.png was removed before it was encoded")
+    assert encode_here()[0] == 0
 
 
 def test_other_formats_have_the_same_names(encode_here, tmp_path):

@@ -1,7 +1,7 @@
 """Items that were added or removed leave the others' numbers as they were."""
 
 import pytest
-from storing import FACTS
+from storing import FACTS, content_of
 
 import shmload
 from shmload.integrations._results.names import FORMATS
@@ -54,6 +54,51 @@ def test_number_that_no_item_is_left_for_is_an_error(tmp_path):
     store(tmp_path, ["a", "b", "c"], done=[0, 2])
     with pytest.raises(shmload.ResultsMismatch, match="item 1 has no result and is not there now"):
         continued_order(tmp_path, ["a", "c"])
+
+
+def begin(folder, keys, *, done):
+    """Begin these items as a job does, store some of them, and be killed."""
+    with ResultFolder(folder, shard_items=3, facts=FACTS) as results:
+        for index, key in enumerate(keys):
+            results.is_settled(index, key)
+        for index in done:
+            results.add(index, keys[index], {})
+
+
+def test_item_that_a_killed_run_began_may_be_gone(tmp_path):
+    begin(tmp_path, ["a", "b", "c", "d", "e"], done=[2, 4, 0])
+    order = continued_order(tmp_path, ["a", "c", "e"])
+    assert order == ["a", "b", "c", "d", "e"]
+    with ResultFolder(tmp_path, shard_items=3, facts=FACTS) as results:
+        assert [results.is_settled(*item) for item in enumerate(order)] == [True, False] * 2 + [
+            True
+        ]
+        results.fail(1, "b", "gone")
+        results.fail(3, "d", "gone")
+        assert results.finish(5).failed == 2
+    assert Results(tmp_path).errors == {"b": "gone", "d": "gone"}
+    assert continued_order(tmp_path, ["a"]) == order
+
+
+def test_begun_items_keep_their_numbers_before_new_ones_take_them(tmp_path):
+    begin(tmp_path, ["a", "b", "c", "d", "e", "f"], done=[4])
+    assert continued_order(tmp_path, ["0", "a", "c", "d", "e", "f"]) == [
+        "a",
+        "0",
+        "c",
+        "d",
+        "e",
+        "f",
+    ]
+    assert continued_order(tmp_path, ["a", "e", "g"]) == ["a", "g", "c", "d", "e"]
+
+
+def test_notes_of_begun_items_change_no_byte_of_a_finished_folder(tmp_path):
+    keys = ["a", "b", "c", "d"]
+    store(tmp_path / "serial", keys)
+    begin(tmp_path / "out", keys, done=[1, 3])
+    store(tmp_path / "out", keys)
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "serial")
 
 
 def test_damaged_shard_is_an_error(tmp_path):

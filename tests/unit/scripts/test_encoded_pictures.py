@@ -115,3 +115,21 @@ def test_captions_are_encoded_without_a_vae(tmp_path):
 
     found = encode_dataset.encode(TextPipe(), Picture(str(tmp_path / "none.png"), 8, "four"))
     assert {name: array.tolist() for name, array in found.items()} == {"text.0": [4]}
+
+
+def test_captions_go_to_every_prompt_that_the_pipeline_asks_for(tmp_path):
+    class ThreePipe(Pipe):
+        def __init__(self):
+            self.vae, self.text_encoder = None, self
+
+        def encode_prompt(self, prompt, prompt_2, prompt_3, device):  # as of Stable Diffusion 3
+            return (torch.tensor([[len(prompt + prompt_2 + prompt_3)]]),)
+
+    found = encode_dataset.encode(ThreePipe(), Picture(str(tmp_path / "none.png"), 8, "four"))
+    assert found["text.0"].tolist() == [12]
+
+
+def test_picture_that_was_removed_before_it_was_encoded_fails_without_a_vae_too(tmp_path):
+    gone = Picture(str(tmp_path / "none.png"), 8, "", is_gone=True)
+    with pytest.raises(FileNotFoundError, match=r"none\.png was removed before it was encoded"):
+        encode_dataset.encode(Pipe(), gone)
