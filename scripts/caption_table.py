@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+import posixpath
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
                     if line.strip():
                         yield _object_of(line, number)
         case ".csv" | ".tsv" as suffix:
+            csv.field_size_limit(sys.maxsize)  # the default refuses captions of 128 KiB
             with file.open(encoding="utf-8-sig", newline="") as lines:
                 yield from csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else ",")
         case _:
@@ -54,6 +57,7 @@ def read_captions(file: Path, name_column: str, text_column: str) -> dict[str, s
     captions: dict[str, str] = {}
     for number in range(1, len(rows) + 1):
         name, text = (_cell(file, rows, number, column) for column in (name_column, text_column))
+        name = posixpath.normpath(name) if name else name  # `./a.png` is `a.png`
         if captions.setdefault(name, text) != text:
             raise click.UsageError(
                 f"{file}, row {number}: {name!r} has the caption {text!r}, and {captions[name]!r} "
@@ -71,7 +75,8 @@ def _cell(file: Path, rows: Sequence[Mapping[str, Any]], number: int, column: st
             if any(column in other for other in rows)
             else "there is no column"
         )
-        raise click.UsageError(f"{file}: {has} {column!r}; it has {', '.join(map(str, row))}")
+        has_columns = ", ".join(name for name in row if name is not None)  # None: cells beyond them
+        raise click.UsageError(f"{file}: {has} {column!r}; it has {has_columns}")
     value = row[column]
     if value is None or (isinstance(value, float) and math.isnan(value)):  # as pandas writes None
         return ""

@@ -105,3 +105,15 @@ def test_pictures_without_captions_are_said_with_examples(tmp_path, capsys):
         click.UsageError, match=r"for a, nor .*; it has './a', for instance; see --f"
     ):
         captions_for(["a", "b"], {"./a": "x", "./b": "x"}, table)
+
+
+def test_table_may_have_long_captions_and_paths_that_begin_here(tmp_path):
+    long = "x" * 200_000
+    (tmp_path / "a.csv").write_text(f"file_name,text\n./b//a.png,{long}\n")
+    assert read_captions(tmp_path / "a.csv", "file_name", "text") == {"b/a.png": long}
+
+
+def test_cells_beyond_the_columns_have_no_name_in_the_error(tmp_path):
+    (tmp_path / "a.csv").write_text("file_name;text\na.png;a cat, red\n")
+    with pytest.raises(click.UsageError, match=r"it has file_name;text$"):
+        read_captions(tmp_path / "a.csv", "file_name", "text")
