@@ -21,14 +21,18 @@ def commands():
 def test_removing_as_documented_leaves_no_trace(
     service, checkpoint, configure, monkeypatch, tmp_path, shm_names
 ):
-    runtime, cache = tmp_path / "runtime", tmp_path / "cache"
+    runtime, cache, state = (tmp_path / name for name in ("runtime", "cache", "state"))
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
     monkeypatch.delenv("SHMLOAD_CACHE_DIR")
-    configure(socket=runtime / "shmload" / "service.sock")
+    monkeypatch.delenv("SHMLOAD_STATE_DIR", raising=False)
+    configure(socket=runtime / "shmload" / "service.sock", state_dir=state / "shmload")
     process = service()
     shmload.warm(checkpoint, dtype="bfloat16")
+    shmload.view_directory(checkpoint, tmp_path / "a view", dtype="bfloat16")
+    assert os.listdir(state) == ["shmload"]
     (cache / "shmload" / "rules").mkdir(parents=True)
     assert shm_names()
     program = tmp_path / "bin" / "shmload"
@@ -44,4 +48,5 @@ def test_removing_as_documented_leaves_no_trace(
     assert process.wait() == 0
     assert shm_names() == []
     assert os.listdir(runtime) == []
-    assert os.listdir(cache) == []
+    assert os.listdir(cache) == os.listdir(state) == []
+    assert not (tmp_path / "a view").exists()
