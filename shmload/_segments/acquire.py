@@ -10,6 +10,7 @@ from shmload._host.linux import is_named, shm_open, try_lock, unlock
 from shmload._segments.metadata import read_digest
 from shmload._segments.names import part_name
 from shmload._segments.part import Hollow, Part
+from shmload._segments.pids import holders
 from shmload._segments.segment import Segment, attach
 from shmload.errors import SegmentTimeout, ShmloadError
 
@@ -46,7 +47,9 @@ class Awaited(Descriptor):
                     return found
                 self.fd = found.take()  # another process has taken over
             time.sleep(_POLL_S)
-        raise SegmentTimeout(self.name, timeout_s)
+        part = part_name(self.name)
+        pids = () if is_cancelled() else holders([part]).get(part, ())
+        raise SegmentTimeout(self.name, timeout_s, pids=pids)
 
 
 Opened = Segment | Part | Hollow

@@ -128,12 +128,16 @@ class SegmentTimeout(SegmentError, TimeoutError):
 
     Args:
         doing: what the other process does to it; None for a decode.
+        pids: process ids of the others, as far as they are known.
     """
 
-    def __init__(self, name: str, timeout_s: float, doing: str | None = None) -> None:
+    def __init__(
+        self, name: str, timeout_s: float, doing: str | None = None, pids: Collection[int] = ()
+    ) -> None:
         self.name = name
+        by = name_processes(pids) if pids else "another process"
         remedy = "end that process" if doing else "raise SHMLOAD_WAIT_TIMEOUT_S or end that process"
         super().__init__(
-            f"segment {name} is still being {doing or 'decoded'} by another process "
+            f"segment {name} is still being {doing or 'decoded'} by {by} "
             f"after {timeout_s:g} s; {remedy}"
         )

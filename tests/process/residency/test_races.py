@@ -100,7 +100,8 @@ def test_waiting_has_a_deadline(checkpoint, child, configure, stopped):
     configure(wait_timeout_s=0.2)
     with pytest.raises(shmload.SegmentTimeout, match="SHMLOAD_WAIT_TIMEOUT_S") as caught:
         shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
-    assert caught.value.name in str(caught.value)
+    said = f"{caught.value.name} is still being decoded by process {first.pid} after"
+    assert said in str(caught.value)
     if not stopped:
         first.say()
         assert first.expect("READ").split()[1] == caught.value.name

@@ -251,6 +251,7 @@ def make(error):
     """Make an error of a class, with some value for each argument."""
     known = {
         int: 2**40,
+        Collection[int]: (7,),
         float: 60.0,
         Iterable[str]: ("first", "second"),
         Mapping[str, Collection[int]]: {"third": (7, 8), "fourth": ()},
