@@ -1,5 +1,6 @@
 """A process that makes or removes a view directory is killed at any step: no half is ever seen."""
 
+import importlib
 import os
 import signal
 
@@ -10,31 +11,6 @@ from warming import TENSORS, as_bf16, assert_same
 import shmload
 from shmload._segments import protection, view_folder
 
-# Kills itself at a call of a function; with "exchange", names cannot be exchanged in one step.
-_CHILD = """
-import os, signal, sys
-verb, module, name, calls, how, source, place = sys.argv[1:]
-import importlib
-import shmload
-from shmload._segments import view_folder
-module = importlib.import_module(module)
-call, left = getattr(module, name), [int(calls)]
-def die(*args, **kwargs):
-    # Of all renames, those of directories.
-    left[0] -= name != "rename" or str(args[0]).startswith(os.path.dirname(place))
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return call(*args, **kwargs)
-if how == "renames":
-    view_folder.exchange_names = lambda one, other: False
-setattr(module, name, die)
-if verb == "remove":
-    shmload.remove_view_directory(place)
-else:
-    shmload.view_directory(source, place, dtype="bfloat16" if verb == "make" else "float16",
-                           replace=True)
-print("ENDED", flush=True)
-"""
 _PROTECTION = "shmload._segments.protection"
 _FOLDER = "shmload._segments.view_folder"
 _VERBS = "shmload._loading.view_directory"
@@ -66,12 +42,42 @@ def place(tmp_path):
 
 
 @pytest.fixture
-def die(child, folder, place):
+def die(folder, place):
+    """Run a verb in a forked process that kills itself at a call of a function."""
+
     def run(verb, step):
-        process = child(_CHILD, verb, *step, folder, place)
-        assert process.wait() == -signal.SIGKILL, process.errors
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _run_and_die(verb, *step, folder, place)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        assert os.WIFSIGNALED(status)
 
     return run
+
+
+def _run_and_die(verb, module, name, calls, how, folder, place):
+    home = importlib.import_module(module)
+    call, left = getattr(home, name), calls
+
+    def die(*args, **kwargs):
+        nonlocal left
+        # Of all renames, those of directories.
+        left -= name != "rename" or str(args[0]).startswith(str(place.parent))
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+
+    setattr(home, name, die)
+    if how == "renames":  # names cannot be exchanged in one step
+        view_folder.exchange_names = lambda one, other: False
+    if verb == "remove":
+        shmload.remove_view_directory(place)
+    else:
+        dtype = "bfloat16" if verb == "make" else "float16"
+        shmload.view_directory(folder, place, dtype=dtype, replace=True)
 
 
 def dtype_at(place):
