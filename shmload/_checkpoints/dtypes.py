@@ -83,6 +83,13 @@ AUTO = "auto"
 # The usual ones first: errors list them in this order.
 _USUAL = ("BF16", "F16", "F32", "F64")
 _BY_TORCH_NAME = {TORCH_NAMES[dtype]: dtype for dtype in (*_USUAL, *sorted(FLOATS - {*_USUAL}))}
+
+
+def dtype_names() -> tuple[str, ...]:
+    """Return torch's names of the dtypes that weights can be converted to, the usual first."""
+    return tuple(_BY_TORCH_NAME)
+
+
 _SHORT_NAMES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16", "half": "F16"}
 _SHORT_NAMES |= {"float": "F32", "double": "F64", "float8_e4m3": "F8_E4M3"}
 

@@ -10,6 +10,7 @@ import re
 import click
 from click.shell_completion import CompletionItem
 
+from shmload._checkpoints.dtypes import AUTO, dtype_names
 from shmload._segments.grouping import Model, group_segments
 from shmload._segments.listing import segments
 from shmload._segments.roots import find_roots
@@ -51,6 +52,18 @@ def complete_paths(
 ) -> list[CompletionItem]:
     """Let the shell complete paths; without this it completes nothing for a source."""
     return [CompletionItem(typed, type="file")]
+
+
+def complete_dtypes(
+    _context: click.Context, _parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return the dtypes that begin so, also behind `COMPONENT=`."""
+    component, equals, begun = typed.rpartition("=")
+    return [
+        CompletionItem(f"{component}{equals}{name}")
+        for name in (*dtype_names(), AUTO)
+        if name.startswith(begun)
+    ]
 
 
 def _is_one(part: str, names: set[str]) -> bool:

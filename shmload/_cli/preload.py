@@ -10,6 +10,7 @@ Guarantee: a list with a mistake is refused as a whole, before the service start
 
 import logging
 import os
+import re
 import select
 import shlex
 import subprocess
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOGGER_NAME = re.compile(r"^shmload[\w.]*: ")  # at the beginning of a line that a child logs
 _END_TIMEOUT_S = 5.0  # after which a child that was asked to end is killed
 # Words of a line.
 _PIN = "pin"
@@ -221,7 +223,8 @@ def _log_lines(child: Child, wanted: ListedSource, state: "ServiceState") -> str
             if line.startswith(_ERROR_PREFIX):
                 error = line.removeprefix(_ERROR_PREFIX)
             else:
-                logger.info("line %d: %s", wanted.line, line, extra=wanted.fields)
+                said = _LOGGER_NAME.sub("", line)
+                logger.info("line %d: %s", wanted.line, said, extra=wanted.fields)
     return error
 
 

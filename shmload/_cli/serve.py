@@ -16,7 +16,7 @@ import click
 
 from shmload._cli.logs import LogFormat, log_steps
 from shmload._cli.preload import ListedSource, preload, read_list
-from shmload._doctor.variables import unknown_variables
+from shmload._doctor.variables import relative_variables, unknown_variables
 from shmload._host.limits import allow_descriptors, allow_file_size
 from shmload._segments.listing import segments
 from shmload._segments.removal import remove_leftovers
@@ -144,7 +144,7 @@ def _run(
     metrics: tuple[str, int] | None,
 ) -> None:
     """Run the service from its start to its end."""
-    for warning in unknown_variables(os.environ):
+    for warning in (*unknown_variables(os.environ), *relative_variables(os.environ)):
         logger.warning("%s", warning)
     with contextlib.closing(_open_endpoint(socket_path())) as endpoint:
         _lead_to(endpoint.path)

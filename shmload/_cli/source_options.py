@@ -5,6 +5,8 @@ from typing import Any
 
 import click
 
+from shmload._cli.completion import complete_dtypes
+
 
 def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that select parts of a source."""
@@ -13,6 +15,7 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--dtype",
             "dtypes",
             multiple=True,
+            shell_complete=complete_dtypes,
             help="Such as bfloat16, or COMPONENT=float32 for one component; repeatable. auto is "
             "each checkpoint's own dtype.",
         ),

@@ -202,16 +202,16 @@ def _more(idle: int) -> str:
 # Settings and limits -----------------------------------------------------------------------------
 
 
-def check_settings(unknown: Sequence[str], given: Sequence[str]) -> Finding:
+def check_settings(wrong: Sequence[str], given: Sequence[str]) -> Finding:
     """Check the variables of the environment.
 
     Args:
-        unknown: a sentence for each that looks like a setting and is none.
+        wrong: a sentence, which begins with the variable, for each that is not what was meant.
         given: the settings that have a value.
     """
-    detail = "; ".join(unknown) or " ".join(given) or "all have their defaults"
-    names = " ".join(sentence.partition(" ")[0] for sentence in unknown)
-    return _finding("settings", "warn" if unknown else "ok", detail, f"unset {names}")
+    detail = "; ".join(wrong) or " ".join(given) or "all have their defaults"
+    names = " ".join(sentence.partition(" ")[0] for sentence in wrong)
+    return _finding("settings", "warn" if wrong else "ok", detail, f"unset {names}")
 
 
 def check_locked_memory(soft: int) -> Finding:

@@ -34,7 +34,7 @@ from shmload._doctor.checks import (
     check_source,
 )
 from shmload._doctor.speed import is_file_cached, measure_copies, measure_reading
-from shmload._doctor.variables import given_variables, unknown_variables
+from shmload._doctor.variables import given_variables, relative_variables, unknown_variables
 from shmload._host.linux import (
     SHM_DIR,
     has_pidfds,
@@ -90,7 +90,8 @@ def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Findin
     yield check_machine_memory(machine_free_nbytes(), needed, idle)
     answer = _ask_service(socket_path())
     yield check_budget(_budget_of(answer.found), _resident_nbytes(), needed, idle)
-    yield check_settings(unknown_variables(os.environ), given_variables(os.environ))
+    wrong = [*unknown_variables(os.environ), *relative_variables(os.environ)]
+    yield check_settings(wrong, given_variables(os.environ))
     yield check_locked_memory(resource_limits(resource.RLIMIT_MEMLOCK)[0])
     yield check_open_files(*resource_limits(resource.RLIMIT_NOFILE))
     yield check_kernel(kernel_release(), has_pidfds())

@@ -1,5 +1,6 @@
 """The variables of an environment that are settings, and those that only look like one."""
 
+import os
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -20,6 +21,16 @@ def unknown_variables(environment: Iterable[str]) -> list[str]:
         f"{variable} is no setting{nearest(variable, _KNOWN)}"
         for variable in sorted(environment)
         if variable.startswith(PREFIX) and variable not in _KNOWN
+    ]
+
+
+def relative_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each setting that is a relative path."""
+    paths = [field.name for field in msgspec.structs.fields(Settings) if "Path" in str(field.type)]
+    return [
+        f"{name} is a relative path, so it is another one in each directory"
+        for name in (PREFIX + path.upper() for path in paths)
+        if environment.get(name) and not os.path.isabs(os.path.expanduser(environment[name]))
     ]
 
 

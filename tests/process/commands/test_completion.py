@@ -116,3 +116,10 @@ def test_completion_imports_nothing_heavy(resident):
     )
     assert "style-one" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_dtypes_are_completed_also_for_a_component(complete):
+    assert [line.rpartition(",")[2] for line in complete("bash", "warm", "--dtype", "bf")] == [
+        "bfloat16"
+    ]
+    assert "vae=float32" in "\n".join(complete("fish", "warm", "--dtype", "vae=fl"))

@@ -30,3 +30,9 @@ def test_only_what_was_evicted_is_blamed_on_the_budget(caplog, monkeypatch):
     assert (budget.levelname, meanwhile.levelname) == ("ERROR", "WARNING")
     assert meanwhile.message.startswith("line 2, removed.safetensors, was removed meanwhile")
     assert made == {}
+
+
+def test_lines_of_the_child_are_logged_without_its_loggers_name():
+    sub = preload._LOGGER_NAME.sub
+    assert sub("", "shmload._loading.load: flux: 3 shards to decode") == "flux: 3 shards to decode"
+    assert sub("", "a library: shmload.x: y") == "a library: shmload.x: y"

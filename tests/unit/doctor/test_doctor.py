@@ -206,6 +206,15 @@ def test_variable_that_is_no_setting_is_named(examine, monkeypatch):
     assert found.remedy == "unset SHMLOAD_BUGDET"
 
 
+def test_relative_path_is_told(examine, monkeypatch):
+    monkeypatch.setenv("SHMLOAD_SOCKET", "run/service.sock")
+    monkeypatch.setenv("SHMLOAD_CACHE_DIR", "~/cache")
+    found = examine()["settings"]
+    assert found.state == "warn"
+    assert found.detail.startswith("SHMLOAD_SOCKET is a relative path")
+    assert found.remedy == "unset SHMLOAD_SOCKET"
+
+
 def test_settings_that_have_a_value_are_shown(examine, monkeypatch):
     monkeypatch.setenv("SHMLOAD_HEADROOM", "0.2")
     found = examine()["settings"]
