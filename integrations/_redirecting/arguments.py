@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import PosixPath
+from types import CodeType
 from typing import Any, NamedTuple
 
 from shmload._checkpoints.wanted import named_arguments
@@ -156,14 +157,21 @@ def _read_dtype(kind: Kind, known: Collection[str], left: dict[str, Any]) -> Any
 
 
 def names_known(*methods: Any) -> frozenset[str]:
-    """Return the names of arguments that appear in the code of some methods of a library."""
+    """Return the texts in the code of some methods of a library, and the names of arguments.
+
+    An argument that a method takes out of its keywords is among the texts.
+    """
     return frozenset(
         name
         for method in methods
         for layer in layers(method)
         if hasattr(layer, "__code__")
-        for name in _texts((*layer.__code__.co_consts, *layer.__code__.co_varnames))
+        for name in (*_texts(layer.__code__.co_consts), *_arguments(layer.__code__))
     )
+
+
+def _arguments(code: CodeType) -> tuple[str, ...]:
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _texts(constants: tuple[Any, ...]) -> Iterator[str]:

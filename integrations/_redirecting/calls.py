@@ -14,6 +14,7 @@ from shmload.errors import (
     WorkerError,
 )
 from shmload.integrations._building.inside import Said, inside, is_inside
+from shmload.integrations._building.torch_dtypes import diffusers_keyword
 from shmload.integrations._redirecting.arguments import Call, InDoubt, names_known, read_call
 from shmload.integrations._redirecting.patches import Patch
 from shmload.integrations._redirecting.sources import require_known_source
@@ -80,6 +81,8 @@ def _read(patch: Patch, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
     if patch.kind == "transformers model" and cls.__module__.partition(".")[0] not in LIBRARIES:
         raise InDoubt(f"{cls.__name__} is of neither library")
     known = names_known(patch.original.__func__, getattr(_base(patch.kind), METHOD).__func__)
+    if patch.kind != "transformers model" and diffusers_keyword() == "torch_dtype":
+        known -= {"dtype"}  # what this version calls otherwise, and hands to others by this name
     call = read_call(patch.kind, known, patch.path_argument, args, kwargs)
     require_ordinary_surroundings()
     require_known_source(patch.kind, call)

@@ -8,6 +8,8 @@ import msgspec
 from shmload._settings import PREFIX, Settings
 from shmload._wording import nearest
 
+# Of another page than the settings: `shmload run --redirect` sets it for its program.
+_OTHERS = (PREFIX + "REDIRECT",)
 _KNOWN = tuple(PREFIX + field.name.upper() for field in msgspec.structs.fields(Settings))
 
 
@@ -20,7 +22,7 @@ def unknown_variables(environment: Iterable[str]) -> list[str]:
     return [
         f"{variable} is no setting{nearest(variable, _KNOWN)}"
         for variable in sorted(environment)
-        if variable.startswith(PREFIX) and variable not in _KNOWN
+        if variable.startswith(PREFIX) and variable not in _KNOWN + _OTHERS
     ]
 
 

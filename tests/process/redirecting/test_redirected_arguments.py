@@ -117,7 +117,7 @@ _MODELS = [
     (diffusers.AutoencoderKL, "vae", {"torch_dtype": _FP16, "use_safetensors": True}, "shmload"),
     (diffusers.AutoModel, "unet", {"torch_dtype": _BF16}, "shmload"),
     (diffusers.AutoModel, "text_encoder", {}, "shmload"),
-    (diffusers.AutoModel, "unet", {"trust_remote_code": False}, "shmload"),
+    (diffusers.AutoModel, "unet", {"trust_remote_code": False}, None),
     (diffusers.ModelMixin, "unet", {}, None),
     (diffusers.Transformer2DModel, "unet", {}, None),
     (MyUNet, "unet", {"torch_dtype": _BF16}, "shmload"),

@@ -116,9 +116,11 @@ def test_names_in_the_code_of_a_method_are_known():
         kwargs.pop("variant", None)
         for name in ["mirror", "proxies"]:
             kwargs.pop(name)
+        local = config
+        return local
 
     assert {"config", "variant", "mirror", "proxies"} <= names_known(method)
-    assert "device_map" not in names_known(method)
+    assert not {"device_map", "local"} & names_known(method)
 
 
 @pytest.mark.libraries
