@@ -313,3 +313,45 @@ def test_hub_id(folder, place, hub_cache):
 def test_directory_that_no_register_can_name(folder, directory):
     with pytest.raises(shmload.ArgumentError, match="give a path"):
         shmload.view_directory(folder, directory)
+
+
+@pytest.fixture
+def pipeline(tmp_path, evicts):
+    """A pipeline with two components, one of which also has a pickle, and a scheduler."""
+    source = tmp_path / "pipeline"
+    index = {"_class_name": "P", "scheduler": ["nowhere", "Scheduler"]}
+    for name in ("unet", "vae"):
+        (source / name).mkdir(parents=True)
+        save_file(TENSORS, source / name / "diffusion_pytorch_model.safetensors")
+        index[name] = ["nowhere", "Unknown"]
+    (source / "unet" / "diffusion_pytorch_model.bin").write_bytes(b"\x80pickle")
+    (source / "scheduler").mkdir()
+    (source / "scheduler" / "scheduler_config.json").write_text("{}")
+    (source / "model_index.json").write_text(json.dumps(index))
+    return source
+
+
+def links_in(directory):
+    return {
+        str(path.relative_to(directory)): os.readlink(path).partition("shmload-")[0]
+        for path in sorted(directory.rglob("*"))
+        if path.is_symlink()
+    }
+
+
+def test_pipeline(pipeline, place):
+    shmload.view_directory(pipeline, place, dtype="bfloat16")
+    assert links_in(place) == {
+        "unet/diffusion_pytorch_model.bin": str(pipeline / "unet/diffusion_pytorch_model.bin"),
+        "unet/diffusion_pytorch_model.safetensors": "/dev/shm/",
+        "vae/diffusion_pytorch_model.safetensors": "/dev/shm/",
+    }
+    assert (place / "scheduler" / "scheduler_config.json").read_text() == "{}"
+
+
+def test_components_that_are_left_out_lead_to_their_files(pipeline, place):
+    made = shmload.view_directory(pipeline, place, dtype="bfloat16", components=["vae"])
+    assert made.components == ("vae",)
+    original = pipeline / "unet" / "diffusion_pytorch_model.safetensors"
+    assert links_in(place)["unet/diffusion_pytorch_model.safetensors"] == str(original)
+    assert links_in(place)["vae/diffusion_pytorch_model.safetensors"] == "/dev/shm/"
