@@ -102,6 +102,18 @@ _HOMES = {
     "warm": "shmload._loading.verbs",
 }
 
+# What the command line and diffusers call the same; and the commands without a function.
+_CALLED_ELSEWHERE = {
+    "from_pretrained": "load_pipeline",
+    "gc": "collect_garbage",
+    "load": "load_pipeline",
+    "ls": "models",
+    "remove": "evict",
+    "rm": "evict",
+    "status": "models",
+}
+_ONLY_COMMANDS = ("demo", "doctor", "run", "serve", "shutdown", "template", "top")
+
 
 def __getattr__(name: str) -> "Any":  # each name has its own type, see above
     """Import a public name's module on first use; `errors` has those that are not listed."""
@@ -121,9 +133,22 @@ def __getattr__(name: str) -> "Any":  # each name has its own type, see above
         elif name in errors.__all__:
             value = getattr(errors, name)
         else:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            hint = "" if name.startswith("_") else _hint(name)  # IPython asks for private names
+            # With a name and no object Python itself adds no second hint.
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
     globals()[name] = value
     return value
+
+
+def _hint(name: str) -> str:
+    """Return what may be meant by an unknown name; notebooks do not suggest any."""
+    from shmload._wording import nearest
+
+    if name in _CALLED_ELSEWHERE:
+        return f"; did you mean {_CALLED_ELSEWHERE[name]!r}?"
+    if name in _ONLY_COMMANDS:
+        return f"; it is a command: `shmload {name}`"
+    return nearest(name, [*_HOMES, "errors"])
 
 
 def __dir__() -> list[str]:

@@ -154,8 +154,12 @@ class Printable:
 _Item = TypeVar("_Item")
 
 
-class Listing(list[_Item], Printable):
-    """A list that is printed as a table."""
+class Listing(Printable, list[_Item]):
+    """A list that is printed as a table.
+
+    `Printable` comes first: IPython takes the first base with a way of its own, and has one for
+    lists.
+    """
 
 
 def printing(text: str) -> str:

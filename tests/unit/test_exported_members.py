@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,24 @@ def test_error_outside_the_tree_does_not_exist():
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         shmload.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("rm", "; did you mean 'evict'?"),
+        ("ls", "; did you mean 'models'?"),
+        ("load_pipline", "; did you mean 'load_pipeline'?"),
+        ("doctor", "; it is a command: `shmload doctor`"),
+        ("_ipython_display_", ""),
+    ],
+)
+def test_unknown_name_is_told_what_may_be_meant(name, hint):
+    with pytest.raises(AttributeError) as caught:
+        getattr(shmload, name)
+    assert str(caught.value) == f"module 'shmload' has no attribute {name!r}{hint}"
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.lower().count("did you mean") == hint.count("did you mean")  # Python adds none
 
 
 def test_import_takes_little_of_the_standard_library():

@@ -76,3 +76,7 @@ def test_listing_is_a_list():
     shown = []
     names._repr_pretty_(types.SimpleNamespace(text=shown.append), cycle=False)  # a plain IPython
     assert shown == ["2 names"]
+    # IPython takes the first class with a way of its own, and has one for `list`.
+    bases = Names.__mro__
+    first = next(each for each in bases if "_repr_pretty_" in vars(each))
+    assert bases.index(first) < bases.index(list)
