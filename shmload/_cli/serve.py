@@ -26,6 +26,7 @@ from shmload._service.endpoint import Endpoint, socket_path
 from shmload._service.server import serve
 from shmload._service.state import ServiceState
 from shmload._settings import parse_budget, settings, worker_count
+from shmload._templates.keeper import Keeper
 from shmload._wording import count_of, format_nbytes
 from shmload.errors import (
     ArgumentError,
@@ -116,12 +117,18 @@ class _ServeCommand(click.Command):
     show_default=True,
     help="How to log on stderr: lines for people, or one JSON object a line.",
 )
+@click.option(
+    "--template",
+    metavar="NAME",
+    help="Hold a template for `shmload run` ready; programs without --template use `default`.",
+)
 def serve_command(
     budget: int | None,
     workers: int | None,
     wanted: Sequence[ListedSource] | None,
     metrics: tuple[str, int] | None,
     log_format: LogFormat,
+    template: str | None,
 ) -> None:
     """Keep workers running and decoded weights resident, for all processes of this user.
 
@@ -129,7 +136,8 @@ def serve_command(
     """
     log_steps(log_format)
     try:
-        _run(budget, workers, wanted or (), metrics)
+        with contextlib.closing(Keeper(template)) if template else contextlib.nullcontext():
+            _run(budget, workers, wanted or (), metrics)
     except ShmloadError as exc:
         if log_format == "text":
             raise  # printed as for any command

@@ -1,5 +1,6 @@
 """The commands to a running service: `shmload status` and `shutdown`."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import click
@@ -10,6 +11,8 @@ from shmload._segments.models import models
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import GetStatus, Shutdown, Status, Stopping
+from shmload._templates import look
+from shmload._templates.place import PlaceUnsafe
 from shmload._wording import count_of, format_age, format_nbytes
 from shmload.errors import ProtocolError, ServiceError
 
@@ -32,6 +35,11 @@ def status_command(as_json: bool) -> None:
         _print_status(found)
     else:
         click.echo("\n".join(describe_status(found)))
+        for template in _templates():
+            programs = count_of(template.programs, "program")
+            memory = format_nbytes(template.memory_nbytes)
+            click.echo(f"template   {template.name}: process {template.pid}, {template.state}, "
+                       f"{programs}, {memory}")  # fmt: skip
         listed = models()
         if listed or listed.decoding:
             click.echo()
@@ -42,7 +50,17 @@ def _print_status(status: Status | None) -> None:
     listed = models()
     # As a dict it lacks the tag that marks it in the protocol.
     service = msgspec.structs.asdict(status) if status else None
-    print_json("status", service=service, models=listed, decoding=listed.decoding)
+    templates = [dataclasses.asdict(template) for template in _templates()]
+    print_json(
+        "status", service=service, models=listed, decoding=listed.decoding, templates=templates
+    )
+
+
+def _templates() -> list[look.Template]:
+    try:
+        return list(look.templates())
+    except (OSError, PlaceUnsafe):  # nobody can have one there
+        return []
 
 
 @click.command("shutdown")

@@ -8,7 +8,6 @@ from shmload._cli.output import as_json_option, print_json, print_table
 from shmload._templates import kind, look
 from shmload._templates.command import main as run_program
 from shmload._templates.modules import unfit
-from shmload._templates.start import MODULES
 from shmload._wording import count_of, format_age, format_nbytes
 from shmload.errors import TemplateUnavailable
 
@@ -70,7 +69,7 @@ def warm_command(name: str, modules: tuple[str, ...], as_json: bool) -> None:
     """Start the template that programs of this terminal would use, and wait until it serves."""
     key = kind.key_of(kind.facts_of_this_process(name))
     try:
-        found = look.start_and_wait(name, key, modules or MODULES)
+        found = look.start_and_wait(name, key, modules)
     except (look.NotStarted, OSError) as exc:
         raise TemplateUnavailable(name, str(exc)) from exc
     if as_json:

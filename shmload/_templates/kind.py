@@ -10,6 +10,7 @@ import sys
 import zlib
 
 from shmload._templates import rights
+from shmload._templates.messages import VERSION
 from shmload._templates.redirecting import without_redirect
 from shmload._version import __version__
 
@@ -33,7 +34,7 @@ def facts_of_this_process(name: str) -> str:
     session, terminal = session_and_terminal()
     return repr(
         (
-            (__version__, name),
+            (__version__, VERSION, name),
             _interpreter(),
             sorted(item for item in first_environment().items() if is_of_import(item[0])),
             # Libraries choose the size of their thread pools when they are loaded.

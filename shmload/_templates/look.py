@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from shmload._templates import messages, place, wire
 from shmload._templates.imports import how_it_crashed
-from shmload._templates.messages import About, End, Look, Message
+from shmload._templates.messages import About, End, Keep, Look, Message
 from shmload._templates.rights import has_ended
-from shmload._templates.start import MODULES, start_template
+from shmload._templates.start import start_template
 
 _ANSWER_TIMEOUT_S = 5.0
-_START_TIMEOUT_S = 600.0
+_START_TIMEOUT_S = 120.0
 # The socket appears when a template is ready; nothing tells of that.
 _LOOK_AGAIN_S = 0.02
 
@@ -72,21 +72,27 @@ def template_at(path: str) -> Template | None:
     )
 
 
+def keep(path: str) -> bool:
+    """Tell whether a template at a socket takes programs, and have it not end from idleness."""
+    answer = _ask(path, Keep())
+    return answer is not None and not answer.is_draining
+
+
 def end(template: Template) -> None:
     """Tell a template to take no more programs, and to end with its last one."""
     _ask(template.socket, End())
 
 
-def start_and_wait(name: str, key: str, modules: tuple[str, ...] = MODULES) -> Template:
+def start_and_wait(name: str, key: str, modules: tuple[str, ...] = ()) -> Template:
     """Start a template unless one runs, and wait until it serves.
 
     Args:
         name: of the template.
         key: see `kind`.
-        modules: what it imports.
+        modules: see `start_template`.
 
     Raises:
-        NotStarted: it cannot serve, or has not within ten minutes.
+        NotStarted: it cannot serve, or has not within two minutes.
         OSError: no process can be started.
     """
     path = place.socket_of(key)

@@ -26,7 +26,7 @@ else:
         return lambda kind: kind
 
 
-VERSION = 3
+VERSION = 4
 """Changes with any message. A template of another version is not spoken with."""
 
 
@@ -181,6 +181,12 @@ class Ended(Message):
 
 class Look(Message):
     """Asks a template what it is."""
+
+    __slots__ = ()
+
+
+class Keep(Message):
+    """Asks a template what it is, and to count that as a use: it is held ready."""
 
     __slots__ = ()
 

@@ -70,8 +70,13 @@ def why_not_here() -> str | None:
     return "there is no template, and a subreaper starts none" if is_set.value else None
 
 
-def start_template(name: str, key: str, modules: tuple[str, ...] = MODULES) -> int:
+def start_template(name: str, key: str, modules: tuple[str, ...] = ()) -> int:
     """Start a template that goes on when this process ends; do not wait for it.
+
+    Args:
+        name: of the template.
+        key: see `kind`.
+        modules: what it imports; none for what the last one of this key did, or else `MODULES`.
 
     Returns:
         Its process id.
@@ -85,7 +90,8 @@ def start_template(name: str, key: str, modules: tuple[str, ...] = MODULES) -> i
         file.write(content)
     os.replace(f"{path}.{os.getpid()}", path)
     recorder = os.path.join(os.path.dirname(__file__), "recorder.py")
-    orders = json.dumps({"modules": [name, *modules], "key": key})
+    last = (place.read_note(key, "imports") or "").split()
+    orders = json.dumps({"modules": [name, *(modules or last or MODULES)], "key": key})
     flags = plain.flags_of_this_process()
     command = [sys.executable, *flags, path, recorder, orders]
     environment = first_environment()

@@ -31,7 +31,7 @@ from shmload._templates import cgroups, kind, leaving, messages, modules, place
 from shmload._templates.connections import Connections, Question, refuse
 from shmload._templates.freshness import Freshness
 from shmload._templates.imports import Imports, UnfitModule
-from shmload._templates.messages import About, Call, End
+from shmload._templates.messages import About, Call, End, Keep
 from shmload._templates.programs import Programs, Running
 from shmload._templates.recorder import Recorder
 from shmload._templates.renewal import Renewal
@@ -74,6 +74,7 @@ def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
     lock = place.take_lock(key)
     if lock is None:
         os._exit(0)  # another one starts at the same time
+    place.write_note(key, "imports", "\n".join(wanted))
     imports = Imports(key, recorder)
     try:
         imports.make(wanted)
@@ -213,6 +214,8 @@ class Template:
                 idle_ms = int(1000 * (time.monotonic() - self._used))
                 about = About(os.getpid(), self._identity.name, len(self._programs), idle_ms,
                               int(self._is_draining))  # fmt: skip
+                if isinstance(question.message, Keep):
+                    self._used = time.monotonic()
                 with contextlib.suppress(OSError):
                     messages.send(question.channel, about, waits=False)
         question.close()

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 
 class Running:
@@ -18,16 +19,13 @@ class Running:
         self.work.mkdir()
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         self.environment = kept | {"XDG_RUNTIME_DIR": str(folder)}
-        self._pids = set()
 
     def start_template(self, modules, environment=None):
         """Start a template that imports these modules; return its process id."""
         started = self.shmload("template", "warm", *(f"--import={name}" for name in modules),
                                "--json", environment=environment)  # fmt: skip
         assert started.returncode == 0, started.stderr
-        pid = json.loads(started.stdout)["template"]["pid"]
-        self._pids.add(pid)
-        return pid
+        return json.loads(started.stdout)["template"]["pid"]
 
     def shmload(self, *arguments, environment=None, **options):
         """Run the command line in the directory for programs; return how it ended."""
@@ -45,7 +43,13 @@ class Running:
 
     def close(self):
         """End the templates, and remove the directory."""
-        for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for entry in os.scandir("/proc"):
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and self._is_template(Path(entry.path)):
+                    os.kill(int(entry.name), signal.SIGKILL)
         shutil.rmtree(self.folder)
+
+    def _is_template(self, process):
+        return (
+            os.fsencode(f"{self.folder}/shmload/templates/") in (process / "cmdline").read_bytes()
+        )

@@ -171,6 +171,7 @@ def test_loggers_come_with_the_import_that_makes_them(running, library, before):
     file = library.parent / "own_logs.py"
     if not file.exists():
         file.write_text(_LOGS)
+    running.shmload("template", "stop")
     running.start_template(["own_library", "own_logs", "json"])
     look = (
         "print([(n, str(l), getattr(l, 'propagate', 0), getattr(l, 'handlers', 0)) for n, l in "

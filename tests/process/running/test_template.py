@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,29 @@ def test_death_by_signal_is_told_without_the_template(template, start):
     wait_until_gone(template)
     caller.send_signal(signal.SIGTERM)
     assert caller.wait(_DEADLINE_S) == -signal.SIGTERM
+
+
+def test_service_holds_a_template_ready(running, template):
+    """It starts one where there is none, with the imports of the last one."""
+    service = subprocess.Popen(
+        [sys.executable, "-m", "shmload", "serve", "--template", "default", "--workers", "1"],
+        cwd=running.work,
+        env=running.environment,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        os.kill(template, signal.SIGKILL)
+        wait_until_gone(template)
+        deadline = time.monotonic() + _DEADLINE_S
+        while not (found := listed(running)):
+            assert time.monotonic() < deadline
+        assert running.shmload("run", "-v", "-c", "pass").stderr == ""
+        status = json.loads(running.shmload("status", "--json").stdout)
+        assert [each["pid"] for each in status["templates"]] == [found[0]["pid"]]
+        assert f"process {found[0]['pid']}, ready" in running.shmload("status").stdout
+    finally:
+        service.terminate()
+        service.wait(_DEADLINE_S)
 
 
 # What makes it unfit -------------------------------------------------------------------------
