@@ -57,8 +57,11 @@ class Loggers:
 
     def show_new(self, name: object) -> None:
         """Show a logger as a new one, if it is hidden."""
-        if name in self._hidden:
-            dict.__setitem__(self._logging.root.manager.loggerDict, name, self._hidden.pop(name))
+        logger = self._hidden.get(name)  # type: ignore[call-overload]
+        if logger is not None:
+            # In this order: another thread finds it in one of the two.
+            dict.setdefault(self._logging.root.manager.loggerDict, name, logger)
+            self._hidden.pop(name, None)  # type: ignore[call-overload]
 
     def _renew(self, logger: Any, level: int) -> _Settings:
         """Make a logger as new; return what was set on it."""

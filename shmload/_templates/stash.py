@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import sys
+from _thread import RLock
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -26,6 +27,9 @@ from shmload._templates.recorder import (
     forget_exits,
     read_state,
 )
+
+# shmload sets it for a moment, while a library that is imported builds a pipeline.
+_OF_SHMLOAD = frozenset({"HF_DEACTIVATE_ASYNC_LOAD"})
 
 
 class Stash(MetaPathFinder, Loader):
@@ -57,6 +61,9 @@ class Stash(MetaPathFinder, Loader):
             if value is main
         ]
         """Attributes of hidden modules that are the main module: the modules' names, and theirs."""
+        self._lock = RLock()
+        """Held while modules are given: programs import in several threads."""
+        os.register_at_fork(after_in_child=self._lock._at_fork_reinit)  # type: ignore[attr-defined]
         self._path: list[str] = []
         self._variables: dict[str, str | None] = {}
 
@@ -155,6 +162,10 @@ class Stash(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return how to get a hidden module; None for any other."""
+        with self._lock:
+            return self._find_hidden(name)
+
+    def _find_hidden(self, name: str) -> ModuleSpec | None:
         if name not in self._modules:
             return None
         top = name.partition(".")[0]
@@ -172,8 +183,12 @@ class Stash(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the hidden module."""
-        self._give_what_it_needs(spec.name)
-        module = self._modules.pop(spec.name)
+        with self._lock:
+            if spec.name in self._modules:
+                self._give_what_it_needs(spec.name)
+                module = self._modules.pop(spec.name)
+            else:  # an import in another thread, which needs it, was quicker
+                module = sys.modules[spec.name]
         spec.loader_state = getattr(module, "__spec__", None)
         return module
 
@@ -184,14 +199,18 @@ class Stash(MetaPathFinder, Loader):
 
     def _give_what_it_needs(self, name: str) -> None:
         wanted = self._closure(name)
+        given: dict[str, ModuleType] = {}
         for found in self._recorder.needs:
             if found == "__mp_main__" and "multiprocessing" in wanted:
-                sys.modules[found] = sys.modules["__main__"]
+                given[found] = sys.modules["__main__"]
             elif found in wanted and found != name and found in self._modules:
-                module = self._modules.pop(found)
-                sys.modules[found] = module
+                given[found] = self._modules[found]
                 if found in self._cut:
-                    setattr(self._cut.pop(found), found.rpartition(".")[2], module)
+                    setattr(self._cut.pop(found), found.rpartition(".")[2], given[found])
+        # At once: code of one that another thread runs needs the others.
+        sys.modules.update(given)
+        for found in given:
+            self._modules.pop(found, None)
         for owner, attribute in self._of_main:
             if owner in wanted:
                 vars(sys.modules.get(owner) or self._modules[owner])[attribute] = sys.modules[
@@ -232,7 +251,7 @@ class Stash(MetaPathFinder, Loader):
 
     def _variables_now(self) -> dict[str, str | None]:
         names = {*self._recorder.variables, *self._variables, *filter(is_of_import, os.environ)}
-        return {name: os.environ.get(name) for name in names}
+        return {name: os.environ.get(name) for name in names - _OF_SHMLOAD}
 
     def _is_shadowed(self, name: str) -> bool:
         new = [entry or os.getcwd() for entry in sys.path if entry not in self._path]

@@ -1,0 +1,38 @@
+"""`shmload run`: programs that import in several threads."""
+
+_COUNT = 60
+_PROGRAM = f"""
+import sys, threading
+sys.setswitchinterval(1e-6)
+found = []
+def load(names):
+    for name in names:
+        try:
+            found.append(__import__("chain." + name, fromlist=["VALUE"]).VALUE)
+        except BaseException as exc:
+            print(name, repr(exc))
+names = [f"link{{number}}" for number in range({_COUNT})]
+threads = [threading.Thread(target=load, args=(order,)) for order in (names, names[::-1])]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(sum(found))
+"""
+
+
+def test_threads_import_at_once(running):
+    """Each module needs the next one; one thread begins at either end."""
+    package = running.folder / "site" / "chain"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    for number in range(_COUNT):
+        text = f"import logging\nlogging.getLogger(__name__).setLevel(10)\nVALUE = {number}\n"
+        if number + 1 < _COUNT:
+            text += f"from chain import link{number + 1}\n"
+        (package / f"link{number}.py").write_text(text)
+    running.environment["PYTHONPATH"] = str(package.parent)
+    running.start_template([f"chain.link{number}" for number in reversed(range(_COUNT))])
+    for _ in range(5):
+        done = running.shmload("run", "-v", "-c", _PROGRAM)
+        assert (done.stdout, done.stderr) == (f"{2 * sum(range(_COUNT))}\n", "")
