@@ -23,6 +23,8 @@ from shmload._host.procfs import mappings, modified_nbytes
 from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._settings import settings
+from shmload.errors import LibrariesDisturbed
+from shmload.integrations._building.emptied import empties, is_emptied, require_undisturbed
 from shmload.integrations._building.inside import inside, said_here
 from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.mapped import Spans, hold_leases
@@ -35,6 +37,8 @@ from shmload.integrations._devices.hollow import BytesNeeded
 logger = logging.getLogger(__name__)
 
 _has_ever_warned = False
+# Builds of one pipeline that other threads may disturb before that is an error.
+_MOST_BUILDS = 3
 # The beginning of diffusers' warning about models that are passed in.
 _PASSED = "You have passed a non-standard module"
 # The beginning of its warning about a pipeline without one; `components` left it out on purpose.
@@ -130,10 +134,7 @@ class Build:
     def _build_models(self, skeleton: Path | None, *, verify: bool) -> Any:
         """Let the libraries build the whole pipeline."""
         generator_state = torch.get_rng_state()
-        pipe = self._build_early(self._load.holdings.unfinished_components())
-        if pipe is None:
-            self._require_bytes()
-            pipe = self._from_view()
+        pipe = self._build_undisturbed(generator_state)
         is_foreseen = not self._has_other_dtypes(pipe)
         # A build that draws random numbers must draw them each time: no skeleton.
         draws = not torch.equal(generator_state, torch.get_rng_state())
@@ -142,6 +143,36 @@ class Build:
         if not is_foreseen:
             return self._build_undecoded(generator_state)
         self._finish(pipe, verify=verify)
+        return pipe
+
+    def _build_undisturbed(self, generator_state: torch.Tensor) -> Any:
+        """Build the pipeline; again if another thread's work has left its models empty.
+
+        Raises:
+            LibrariesDisturbed: they were empty each time, or torch stays changed.
+        """
+        for _ in range(_MOST_BUILDS):
+            try:
+                pipe = self._build_whole()
+            except (TypeError, NotImplementedError):  # the library met an empty parameter
+                if not empties():
+                    raise
+            else:
+                # A device map may keep weights from the host on purpose.
+                if "device_map" in self._kwargs or not is_emptied(self._models_of(pipe).values()):
+                    return pipe
+                del pipe
+            logger.info("%s: another thread emptied its models", self._source.given)
+            require_undisturbed(self._source.given)
+            torch.set_rng_state(generator_state)
+        raise LibrariesDisturbed(str(self._source.given))
+
+    def _build_whole(self) -> Any:
+        """Build the pipeline early, or else when all bytes are decoded."""
+        pipe = self._build_early(self._load.holdings.unfinished_components())
+        if pipe is None:
+            self._require_bytes()
+            pipe = self._from_view()
         return pipe
 
     def _build_undecoded(self, generator_state: torch.Tensor) -> Any:

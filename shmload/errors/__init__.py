@@ -15,6 +15,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     ├── LibraryMissing (ImportError)
     ├── LibraryTooOld (ImportError)
     ├── ImportCutShort (ImportError)
+    ├── LibrariesDisturbed (RuntimeError)
     ├── SourceNotFound (FileNotFoundError)
     ├── CheckpointError
     │   ├── ShardMissing (FileNotFoundError)
@@ -122,7 +123,12 @@ from shmload.errors.jobs import (
     ResultsMismatch,
     ResultsUnfinished,
 )
-from shmload.errors.libraries import ImportCutShort, LibraryMissing, LibraryTooOld
+from shmload.errors.libraries import (
+    ImportCutShort,
+    LibrariesDisturbed,
+    LibraryMissing,
+    LibraryTooOld,
+)
 from shmload.errors.segments import (
     AmbiguousName,
     SegmentBusy,
@@ -174,6 +180,7 @@ __all__ = [
     "ItemKilled",
     "JobError",
     "JobFailed",
+    "LibrariesDisturbed",
     "LibraryMissing",
     "LibraryTooOld",
     "MemoryLimitExceeded",

@@ -48,3 +48,21 @@ class ImportCutShort(ShmloadError, ImportError):
             f"an import of {package} was cut short in this process, as by Ctrl-C, and cannot be "
             "repeated; restart the process (in a notebook, the kernel)"
         )
+
+
+class LibrariesDisturbed(ShmloadError, RuntimeError):
+    """Another thread of this process makes torch build models without weights.
+
+    Attributes:
+        given: the source, as it was given.
+    """
+
+    def __init__(self, given: str) -> None:
+        self.given = given
+        super().__init__(
+            f"{given}: its models were built without weights, because another thread of this "
+            "process is in accelerate's init_empty_weights, as in load_lora_weights or "
+            "from_pretrained, or two threads were in it at once, which leaves torch changed; "
+            "hold one lock around all loads and load_lora_weights; if this error stays, restart "
+            "the process"
+        )

@@ -18,6 +18,7 @@ ERRORS = [
     shmload.UnknownModule("a.b", "a", "b", ["c"]),
     shmload.DeviceMissing("cuda:0", ["cpu"]),
     shmload.ImportCutShort("torch"),
+    shmload.LibrariesDisturbed("sd15"),
     shmload.SourceNotFound("there", "no such file"),
     shmload.ShardTruncated(Path("a.safetensors"), 8, 4),
     shmload.ShardUnreadable("a.safetensors", "Input/output error", 5),
