@@ -1,11 +1,13 @@
 """Tells whether a load is under way here: what is called meanwhile is the library's own.
 
-`redirect` leaves such calls of `from_pretrained` alone.
+`redirect` leaves such calls of `from_pretrained` alone, so its methods change nothing in a load.
 """
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 Said = set[tuple[str, int, str]]
 """What the libraries have logged: names of loggers, levels, messages."""
@@ -33,3 +35,19 @@ def inside() -> Iterator[Said]:
         yield said
     finally:
         _said.reset(token)
+
+
+_behind: weakref.WeakKeyDictionary[Callable[..., Any], Any] = weakref.WeakKeyDictionary()
+
+
+def put_in_front(function: Callable[..., Any], original: Any) -> None:
+    """Note that a function calls another one, and does nothing else inside a load."""
+    _behind[function] = original
+
+
+def what_is_behind(function: Any) -> Any:
+    """Return what a function calls inside a load: itself, or what it was put in front of."""
+    try:
+        return _behind.get(function, function)
+    except TypeError:  # no weak reference to it is possible
+        return function

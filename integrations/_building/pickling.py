@@ -22,6 +22,7 @@ from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import read_header
 from shmload._host.linux import Inode, inode_of, reopen
 from shmload._loading.state_dict import wrap
+from shmload.integrations._building.inside import what_is_behind
 from shmload.integrations._building.mapped import Spans
 
 if TYPE_CHECKING:
@@ -317,7 +318,7 @@ def _is_pristine(found: object) -> bool:
 
 def _home_of(function: object) -> str:
     """Return the Python module that has a function's code; for a wrapper, the wrapper's."""
-    bare = getattr(function, "__func__", function)
+    bare = what_is_behind(getattr(function, "__func__", function))
     known = getattr(bare, "__globals__", None)
     return str(known["__name__"] if known else getattr(bare, "__module__", None) or "builtins")
 

@@ -1,5 +1,6 @@
 """Answers one call of `from_pretrained`: through shared memory, or else by the library."""
 
+import contextlib
 import logging
 import sys
 import time
@@ -64,7 +65,8 @@ def answer(
             level = logging.WARNING
         del failure  # its traceback holds what was built
     _say(options, level, f"{what}: by the library: {reason}")
-    with inside(), repaired_messages(_Muted(said)):
+    muted = repaired_messages(_Muted(said)) if said else contextlib.nullcontext()
+    with inside(), muted:
         return patch.call_original(cls, args, kwargs)
 
 

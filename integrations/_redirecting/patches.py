@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Self
 
+from shmload.integrations._building.inside import put_in_front
 from shmload.integrations._redirecting.targets import LIBRARIES, METHOD, Kind
 
 Router = Callable[["Patch", type, tuple[Any, ...], dict[str, Any]], Any]
@@ -78,6 +79,7 @@ def _method(patch: Patch, function: Callable[..., Any], route: Router) -> Callab
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         return route(patch, cls, args, kwargs)
 
+    put_in_front(from_pretrained, function)
     return from_pretrained
 
 

@@ -74,6 +74,32 @@ def measure_ready(bench: Bench) -> list[Figure]:
     ]
 
 
+def measure_redirect(bench: Bench) -> list[Figure]:
+    """The same for a program that knows nothing of shmload, from its second start on."""
+    with _programs(bench) as (programs, _, diffusers):
+        redirected = partial(programs.run, "--redirect", diffusers)
+        _prepare(programs, "--redirect", diffusers)
+        ways: dict[str, Callable[[], Result]] = {
+            "shmload run --redirect": redirected,
+            "sequential": partial(programs.python, diffusers),
+            "parallel": partial(programs.python, diffusers, **_PARALLEL),
+        }
+        rounds = bench.measure(ways, bench.sources.fp32)
+    bench.evict()
+    ready = {way: rounds.sample(way, "ready_s") for way in ways}
+    best = min(("sequential", "parallel"), key=lambda way: ready[way].median)
+    return [
+        Figure(
+            name="redirect",
+            what="`shmload run --redirect`, an unchanged diffusers program, second start: speed-up",
+            sample=ready[best] / ready["shmload run --redirect"],
+            unit="x",
+            target=Target(20, is_least=True),
+            beside=tuple(Line(label=way, sample=sample, unit="s") for way, sample in ready.items()),
+        )
+    ]
+
+
 def measure_first_line(bench: Bench) -> list[Figure]:
     """The first line of a program that imports nothing."""
     with _programs(bench) as (programs, _, _):
@@ -102,6 +128,7 @@ def measure_first_line(bench: Bench) -> list[Figure]:
 
 READY_MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "ready": measure_ready,
+    "redirect": measure_redirect,
     "first-line": measure_first_line,
 }
 """Measurements by their name for `--only`, in the order of the table."""
@@ -122,16 +149,16 @@ def _programs(bench: Bench) -> Iterator[tuple[Programs, str, str]]:
         yield programs, paths[0], paths[1]
 
 
-def _prepare(programs: Programs, script: str) -> None:
+def _prepare(programs: Programs, *program: str) -> None:
     """Run a program until it has its skeleton, and the template all that the program imports.
 
     A template that has met new imports restarts with them while nobody waits; the second run is
     one of the new template.
     """
     programs.warm_template()
-    programs.run(script)
+    programs.run(*program)
     programs.warm_template()
-    programs.run(script)
+    programs.run(*program)
 
 
 def _ends(wall: dict[str, Sample]) -> tuple[Line, ...]:

@@ -24,6 +24,9 @@ _FAMILIES = (
     "TRANSFORMERS_", "TZ", "USE_", "VECLIB_", "VIRTUAL_ENV", "XDG_",
 )  # fmt: skip
 
+# Read when a model is loaded: shmload sets it for that time.
+_READ_LATER = ("HF_DEACTIVATE_ASYNC_LOAD",)
+
 
 def facts_of_this_process(name: str) -> str:
     """Return everything that a template for this process's program must have in common with it.
@@ -81,7 +84,7 @@ def key_of(facts: str) -> str:
 
 def is_of_import(variable: str) -> bool:
     """Tell whether libraries may read a variable when they are imported."""
-    return variable.startswith(_FAMILIES)
+    return variable.startswith(_FAMILIES) and variable not in _READ_LATER
 
 
 def session_and_terminal() -> tuple[int, int]:

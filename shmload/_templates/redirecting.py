@@ -6,6 +6,7 @@ a copy of a template it is turned on by hand.
 
 import importlib
 import os
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,5 +49,8 @@ def begin(way: str, modules: "Mapping[str, ModuleType]") -> None:
         way: as for `variables`.
         modules: imported ones that are not in `sys.modules`.
     """
-    door = importlib.import_module("shmload.integrations.redirect")
-    door.begin(modules, verbose=way == "verbose")
+    try:
+        door = importlib.import_module("shmload.integrations.redirect")
+        door.begin(modules, verbose=way == "verbose")
+    except Exception as exc:  # the caller counts on the program by now
+        print(f"shmload run: --redirect is off: {exc}", file=sys.stderr)

@@ -198,6 +198,11 @@ def test_service_that_says_nothing_is_bad_within_a_deadline(examine, configure, 
     assert found.remedy == f"kill -9 {os.getpid()}; shmload serve &"
 
 
+def test_variable_of_redirect_is_known(examine, monkeypatch):
+    monkeypatch.setenv("SHMLOAD_REDIRECT", "1")
+    assert examine()["settings"].state == "ok"
+
+
 def test_variable_that_is_no_setting_is_named(examine, monkeypatch):
     monkeypatch.setenv("SHMLOAD_BUGDET", "20GiB")
     found = examine()["settings"]
