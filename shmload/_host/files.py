@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -15,8 +16,10 @@ def replacing(
 ) -> Iterator[BinaryIO]:
     """Write a file so that readers see all of it, or the file that was there before.
 
-    The file gets its name when the block ends. If the block raises, nothing changes; a process that
-    is killed in it leaves a temporary file in the same directory.
+    The file gets its name when the block ends. If the block raises, nothing changes. If the process
+    is killed in it, the kernel frees the file, which has no name yet. A temporary file is left in
+    the directory on a file system without such files (NFS, for one), or if the kill comes between
+    the last two steps, when the file has its temporary name.
 
     Args:
         path: in a directory that exists.
@@ -27,20 +30,54 @@ def replacing(
         OSError: it cannot be written.
     """
     temporary = f"{os.fspath(path)}.{os.urandom(4).hex()}{TEMPORARY_SUFFIX}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    folder = os.path.dirname(os.path.abspath(path))
+    fd = _open_nameless(folder, mode)
+    is_nameless = fd is not None
+    if fd is None:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with open(fd, "wb") as file:
             yield file
             file.flush()
             if durable:
                 os.fsync(fd)
+            if is_nameless:
+                _give_name(fd, temporary, mode, durable=durable)
         os.rename(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
     if durable:
-        sync_directory(os.path.dirname(os.path.abspath(path)))
+        sync_directory(folder)
+
+
+def _open_nameless(folder: str, mode: int) -> int | None:
+    """Open a new file without a name; None if that fails, as it does on NFS."""
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR, mode)
+    except OSError:  # the caller finds out whether a file with a name fails, too
+        return None
+
+
+def _give_name(fd: int, path: str, mode: int, *, durable: bool) -> None:
+    """Give a file that has no name the name `path`.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    try:
+        # With a descriptor Python calls linkat, which follows the link of /proc; link does not.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+        return
+    except OSError:  # without /proc, in some sandboxes, and across mount namespaces
+        copy = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with open(copy, "wb") as target, open(os.dup(fd), "rb") as source:
+        source.seek(0)
+        shutil.copyfileobj(source, target)
+        target.flush()
+        if durable:
+            os.fsync(copy)
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:

@@ -88,11 +88,16 @@ def done_in(folder):
 
 
 # The calls that change a file system; all but the last are patched in `os`.
-CHANGES = ("mkdir", "open", "pwritev", "ftruncate", "fsync", "rename", "unlink")
+CHANGES = ("mkdir", "open", "pwritev", "ftruncate", "fsync", "link", "rename", "unlink")
 
 
 class Killed(BaseException):
     """Simulates a kill of the process."""
+
+
+def makes_file(flags):
+    """Tell whether these flags of `open` make a file, with a name or without."""
+    return bool(flags & os.O_CREAT) or flags & os.O_TMPFILE == os.O_TMPFILE
 
 
 class Mortality:
@@ -114,7 +119,7 @@ class Mortality:
 
     def _mortal(self, name, call):
         def dying(*args, **kwargs):
-            if name == "open" and not args[1] & os.O_CREAT:
+            if name == "open" and not makes_file(args[1]):
                 return call(*args, **kwargs)
             self.left -= 1
             if self.left >= 0:
