@@ -7,10 +7,12 @@ shard and no model in its own dtype is whole with it.
 """
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from shmload._checkpoints.rule import RAW
 from shmload._segments.listing import SegmentInfo
 from shmload._segments.roots import Root, tell_apart
 from shmload._segments.users import User
@@ -146,14 +148,23 @@ def _divide(home: Root, own: Sequence[SegmentInfo], also: Sequence[SegmentInfo])
     divided = [d for several in dtypes.values() if len(several) > 1 for d in sorted(several)]
     whole = {d for d in divided if all(d in each or len(each) == 1 for each in dtypes.values())}
     makers = {dtype: {info.creator for info in own if info.dtype == dtype} for dtype in divided}
+    folders = {
+        dtype: {os.path.dirname(info.source) for info in own if info.dtype == dtype}
+        for dtype in divided
+    }
 
     def is_shared(info: SegmentInfo, dtype: str) -> bool:
         """Tell whether a segment that is there in one dtype is also of the model in this one.
 
         Not if the model in its own dtype is whole with it, and the process that decoded it has
         decoded nothing in this dtype: then this model's own segment was evicted, or never decoded.
+        Nor if it was cast, and another shard of its component was cast to this dtype: a load casts
+        all shards of a component to one.
         """
         if len(dtypes[info.identity or info.name]) > 1:
+            return False
+        is_cast = info.dtype in whole and info.conversion != RAW.text
+        if is_cast and os.path.dirname(info.source) in folders[dtype]:
             return False
         return info.dtype not in whole or info.creator in makers[dtype]
 

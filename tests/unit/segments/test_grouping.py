@@ -95,6 +95,18 @@ def test_evicted_component_is_not_that_of_another_dtype():
     assert half.shared_with == brain.shared_with == ()
 
 
+def test_evicted_shard_is_not_that_of_another_dtype_of_the_same_process():
+    # A notebook has loaded in bfloat16, then in float16, which evicted a shard in bfloat16.
+    def shard(number, dtype):
+        source = f"/models/sd15/unet/{number}.safetensors"
+        return segment(f"{number}{dtype}", source, dtype=dtype, creator="1")
+
+    found = [shard(1, "float16"), shard(2, "float16"), shard(2, "bfloat16")]
+    brain, half = group(found, _SD)
+    assert (brain.dtype, brain.nbytes) == ("bfloat16", 100)
+    assert (half.dtype, half.nbytes) == ("float16", 200)
+
+
 def test_component_of_a_load_in_two_dtypes_is_also_that_of_the_one_that_is_whole():
     # A load in bfloat16 with a vae in float32, then one in float32.
     found = [
