@@ -63,5 +63,7 @@ def _python_program(words: Sequence[str]) -> str:
         if word == "-c":
             return ""
         if not word.startswith("-"):
-            return word.rpartition("/")[2]
+            # A program in a copy of a template has the template's command line.
+            is_copy = "/shmload" in word and word.endswith(".pyc")
+            return "shmload run" if is_copy else word.rpartition("/")[2]
     return ""

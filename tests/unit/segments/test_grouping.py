@@ -293,6 +293,7 @@ def test_variant_is_called_like_its_source():
         ("/usr/bin/python3 -P /srv/serve.py --port 1", "serve.py"),
         ("python -m uvicorn app", "uvicorn"),
         ("python3.12 -c code", "python3.12"),
+        ("python /run/user/0/shmload/template-cpython-311.pyc default", "shmload run"),
         ("/opt/server --x", "server"),
         ("", ""),
     ],
