@@ -58,8 +58,9 @@ class Holders(NamedTuple):
 def holders_of(names: Collection[str] | None) -> Holders:
     """Return what holds segments in the calling functions, their modules and `__main__`.
 
-    A variable counts if it is a tensor or a model, or a pipeline, dict or list of these. Imports
-    nothing: without torch there are no tensors.
+    A variable counts if it is a tensor or a model, a pipeline, dict or list of these, or an object
+    of a class made in `__main__` that has such attributes. Imports nothing: without torch there
+    are no tensors.
 
     Args:
         names: of segments that this process holds; None for all that it maps, those without a name
@@ -171,6 +172,8 @@ def _tensors(value: Any, torch: Any, depth: int) -> Iterator[Any]:
 def _parts(value: Any) -> Iterator[Any]:
     if any(base.__module__.startswith("diffusers.") for base in type(value).__mro__):
         value = getattr(value, "components", None)
+    elif type(value).__module__ == "__main__":  # an object of a class that a cell has made
+        value = getattr(value, "__dict__", None)
     if isinstance(value, dict):
         value = list(value.values())
     return iter(value if isinstance(value, list | tuple) else ())

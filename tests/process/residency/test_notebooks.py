@@ -41,6 +41,11 @@ def single_shard(tmp_path):
             "`del state` and `%xdel _3` (a cell has displayed it)",
             ("state", "_3"),
         ),
+        (
+            "class Server: __module__ = '__main__'\nmine = Server(); mine.x = state; del state",
+            "`del mine`",
+            ("mine",),
+        ),
         ("_ = state; del state", "`%xdel _` (a cell has displayed it)", ("_",)),
     ],
 )
