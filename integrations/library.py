@@ -61,6 +61,18 @@ def pickled_floats(path: Path) -> list[tuple[str, int]]:
     return [(names[each.dtype], each.nbytes) for each in tensors if each.dtype in names]
 
 
+def skeletons_of(given: str) -> list[tuple[str, str, str]]:
+    """Return class, dtype and the reason against a skeleton, for each remembered load of a source.
+
+    Args:
+        given: the source as the user named it; the reason is empty where there is a skeleton.
+    """
+    from shmload.integrations._building.skeletons import skeletons_of
+
+    found = skeletons_of(given)
+    return [(each.class_name, each.dtype, each.reason) for each in found]
+
+
 def download(repo_id: str, **kwargs: Any) -> str:
     """Bring the files of a pipeline into the hub cache; return their directory.
 

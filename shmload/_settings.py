@@ -90,7 +90,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     share_copies: bool = False
     """Whether copies of a file share a segment: each file is read once for its sha256."""
 
-    skeletons: bool = False
+    skeletons: bool = True
     """Whether built models are cached, without their weights, to be built faster next time."""
 
     headroom: Fraction = 0.1

@@ -1,7 +1,8 @@
 """Builds a pipeline or a model while its weights are still being decoded.
 
 The libraries' own `from_pretrained` builds it from a view. If the same models were built before,
-they come from their skeleton and `from_pretrained` builds only the rest. Two checks follow: the
+they come from their skeleton and `from_pretrained` builds only the rest; else a process of its own
+is asked for one. Two checks follow: the
 kernel's page tables show that nothing has read a byte before it was decoded, and the built models
 show that the rules chose the right dtypes. If a check fails, the pipeline is built again.
 """
@@ -9,7 +10,7 @@ show that the rules chose the right dtypes. If a check fails, the pipeline is bu
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,21 @@ from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._settings import settings
 from shmload.errors import LibrariesDisturbed
+from shmload.integrations._building.effects import Message, say
 from shmload.integrations._building.emptied import empties, is_emptied, require_undisturbed
 from shmload.integrations._building.inside import inside, said_here
 from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.mapped import Spans, hold_leases
 from shmload.integrations._building.paths import PathRepair
 from shmload.integrations._building.pickling import Models
+from shmload.integrations._building.requests import ask, make_request
 from shmload.integrations._building.rules import libraries
-from shmload.integrations._building.skeletons import load_skeleton, save_skeleton, skeleton_path
+from shmload.integrations._building.skeletons import Skeleton, skeleton_path, use_skeleton
+from shmload.integrations._building.stand_ins import StandIns
 from shmload.integrations._devices.hollow import BytesNeeded
 
 logger = logging.getLogger(__name__)
 
-_has_ever_warned = False
 # Builds of one pipeline that other threads may disturb before that is an error.
 _MOST_BUILDS = 3
 # The beginning of diffusers' warning about models that are passed in.
@@ -50,6 +53,7 @@ _NEUTRAL_KWARGS = frozenset(
         "force_download",
         "local_files_only",
         "revision",
+        "subfolder",
         "token",
         "use_safetensors",
         "variant",
@@ -64,7 +68,8 @@ class Build:
         source: as the maker takes it.
         maker: calls `from_pretrained`.
         rules: the rules that its shards are decoded by, by component.
-        load: the load of its shards; stays the caller's.
+        load: the load of its shards; stays the caller's. Over stand-ins only
+            `build_ordinarily` and `build_around` may be called.
         torch_dtype: for `from_pretrained`.
         kwargs: the other arguments of `from_pretrained`.
         place: copies what was built to its devices, after or while the bytes are decoded; None to
@@ -76,7 +81,7 @@ class Build:
         source: Source,
         maker: Maker,
         rules: Mapping[str, Rule],
-        load: Load,
+        load: Load | StandIns,
         torch_dtype: object,
         kwargs: dict[str, Any],
         place: Callable[[Any], None] | None = None,
@@ -98,52 +103,108 @@ class Build:
         Raises:
             BytesNeeded: that is not possible, and the load has stand-ins, which get no bytes.
         """
-        skeleton = self._skeleton_path()
-        pipe = self._build_around(skeleton) if skeleton else None
-        if pipe is None:
-            return self._build_models(skeleton, verify=verify)
-        self._finish(pipe, verify=verify)
+        path = self.skeleton_path()
+        found = use_skeleton(path) if path else None
+        pipe = self._build_around(found) if found else None
+        if pipe is not None:
+            self._finish(pipe, verify=verify)
+            return pipe
+        pipe, is_foreseen = self._build_models(verify=verify)
+        if path and is_foreseen and (found is None or found.should_be_made_again):
+            self._ask(path)
         return pipe
 
-    def _build_around(self, skeleton: Path) -> Any:
-        """Build the pipeline around models from their skeleton; return None if it does not fit."""
-        unfinished = self._load.holdings.unfinished_components()
-        if not self._load.holdings.has_every_file:
-            return None
-        models = load_skeleton(skeleton, self._load.holdings.open_files())
-        if models is None:
-            return None
-        generator_state = torch.get_rng_state()
-        pipe = self._from_view(models)
-        if self._is_wholly_mapped(pipe, unfinished):
-            return pipe
-        torch.set_rng_state(generator_state)
-        return None
+    def build_ordinarily(self) -> Any:
+        """Let the library build everything; decodes nothing and waits for nothing."""
+        self._said.clear()
+        return self._from_view()
 
-    def _skeleton_path(self) -> Path | None:
+    def build_around(self, skeleton: Skeleton) -> Any:
+        """Build the models from their skeleton, and let the library build the rest.
+
+        Raises:
+            Exception: the skeleton does not fit, or the library failed.
+        """
+        self._said.clear()
+        with libraries:
+            models = skeleton.build(self._load.holdings.open_files())
+        return self._from_view(models, messages=skeleton.messages)
+
+    def skeleton_path(self) -> Path | None:
         """Return the path of the models' skeleton, if these arguments allow one."""
         named = {key for key, value in self._kwargs.items() if value is not None}
-        if not (settings().skeletons and self._source.class_name and named <= _NEUTRAL_KWARGS):
+        if not (settings().skeletons and named <= _NEUTRAL_KWARGS and self._is_of_libraries()):
             return None
         if torch.is_inference_mode_enabled():  # its tensors are of another kind
             return None
         if self._kwargs.get("use_safetensors") is False:
             return None
-        return skeleton_path(self._source, self._load, self._torch_dtype, self._root)
+        plans = self._load.holdings.plans
+        return skeleton_path(self._source, plans, self._torch_dtype, self._root, self._maker.name)
 
-    def _build_models(self, skeleton: Path | None, *, verify: bool) -> Any:
-        """Let the libraries build the whole pipeline."""
+    def models_of(self, pipe: Any) -> Models:
+        """Return the models whose weights this load decodes."""
+        found = {
+            checkpoint.component: self._maker.part(pipe, checkpoint.component)
+            for checkpoint in self._source.checkpoints
+        }
+        return {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
+
+    def _build_around(self, skeleton: Skeleton) -> Any:
+        """Build the pipeline around models from their skeleton; return None if it does not fit."""
+        reason = skeleton.why_not()
+        if reason is not None:
+            logger.info("%s: no skeleton is used: %s", self._source.given, reason)
+            return None
+        unfinished = self._load.holdings.unfinished_components()
+        if not self._load.holdings.has_every_file:
+            return None
+        generator_state = torch.get_rng_state()
+        try:
+            with libraries:
+                models = skeleton.build(self._load.holdings.open_files())
+        except Exception as exc:  # whatever is wrong: the libraries build the models then
+            # str(exc): a handler that keeps log records must not keep the traceback's mappings.
+            logger.info("%s: no skeleton is used: %s", self._source.given, str(exc))
+            return None
+        pipe = self._from_view(models, messages=skeleton.messages)
+        if self._is_wholly_mapped(pipe, unfinished):
+            return pipe
+        torch.set_rng_state(generator_state)
+        return None
+
+    def _is_of_libraries(self) -> bool:
+        """Tell whether the classes are the libraries' own, as far as their names tell."""
+        if self._maker.is_of_pipelines:
+            return bool(self._source.class_name)
+        made = {checkpoint.library for checkpoint in self._source.checkpoints}
+        return self._maker.name is not None and made <= {"diffusers", "transformers"} and bool(made)
+
+    def _ask(self, path: Path) -> None:
+        """Ask for the skeleton that this load would have used."""
+        request = make_request(
+            path.name,
+            self._source,
+            maker="pipeline" if self._maker.is_of_pipelines else "model",
+            wanted=self._maker.name,
+            left_out=tuple(self._maker.left_out),
+            dtype=self._torch_dtype,
+            kwargs=self._kwargs,
+        )
+        ask(request)
+
+    def _build_models(self, *, verify: bool) -> tuple[Any, bool]:
+        """Let the libraries build the whole pipeline.
+
+        Returns:
+            It, and whether its dtypes are as foreseen.
+        """
         generator_state = torch.get_rng_state()
         pipe = self._build_undisturbed(generator_state)
-        is_foreseen = not self._has_other_dtypes(pipe)
-        # A build that draws random numbers must draw them each time: no skeleton.
-        draws = not torch.equal(generator_state, torch.get_rng_state())
-        if is_foreseen and skeleton and not draws and not self._has_warned():
-            save_skeleton(skeleton, self._models_of(pipe), self._load.holdings.open_files())
-        if not is_foreseen:
-            return self._build_undecoded(generator_state)
+        if self._has_other_dtypes(pipe):
+            return self._build_undecoded(generator_state), False
         self._finish(pipe, verify=verify)
-        return pipe
+        return pipe, True
 
     def _build_undisturbed(self, generator_state: torch.Tensor) -> Any:
         """Build the pipeline; again if another thread's work has left its models empty.
@@ -159,7 +220,7 @@ class Build:
                     raise
             else:
                 # A device map may keep weights from the host on purpose.
-                if "device_map" in self._kwargs or not is_emptied(self._models_of(pipe).values()):
+                if "device_map" in self._kwargs or not is_emptied(self.models_of(pipe).values()):
                     return pipe
                 del pipe
             logger.info("%s: another thread emptied its models", self._source.given)
@@ -237,11 +298,18 @@ class Build:
         """Tell whether building before all bytes are decoded can succeed."""
         return self._load.holdings.has_every_file and not (unfinished and self._reads_at_once)
 
-    def _from_view(self, models: Models | None = None, *, decoded: bool = True) -> Any:
+    def _from_view(
+        self,
+        models: Models | None = None,
+        *,
+        decoded: bool = True,
+        messages: Iterable[Message] = (),
+    ) -> Any:
         """Build the pipeline from a view.
 
         Args:
             models: from a skeleton; they need no repair.
+            messages: what the libraries said when they built these models.
             decoded: the view leads to the segments; False: to the stored shards.
         """
         given = self._source.given
@@ -256,6 +324,7 @@ class Build:
             if "safety_checker" in self._maker.left_out:
                 repair.silence(_NO_CHECKER)
             with repair.in_messages():
+                say(messages)
                 made = self._from_path(str(view.path), models or {})
             repair.repair(made, but=(models or {}).values())
         return made
@@ -275,29 +344,12 @@ class Build:
         # Mapped weights need no threads to fetch them: without threads a build takes a sixth less
         # time. In inference mode they stay: they run outside of it, and make other tensors than
         # this thread would.
+        if models and not self._maker.is_of_pipelines:
+            return next(iter(models.values()))
         is_theirs = self._reads_at_once or torch.is_inference_mode_enabled()
         threads = contextlib.nullcontext() if is_theirs else _no_loading_threads()
         with inside(), threads:
             return self._maker.make(path, self._torch_dtype, {**self._kwargs, **models})
-
-    def _has_warned(self) -> bool:
-        """Tell whether this process has shown, or muted, a warning that a skeleton would drop.
-
-        The libraries give many warnings once in a process: after one, later builds count too.
-        """
-        global _has_ever_warned
-        loggers = (logging.getLogger(name) for name in ("diffusers", "transformers", "accelerate"))
-        is_muted = not all(logger.isEnabledFor(logging.WARNING) for logger in loggers)
-        _has_ever_warned |= is_muted or any(map(_is_of_models, self._said))
-        return _has_ever_warned
-
-    def _models_of(self, pipe: Any) -> Models:
-        """Return the models whose weights this load decodes."""
-        found = {
-            checkpoint.component: self._maker.part(pipe, checkpoint.component)
-            for checkpoint in self._source.checkpoints
-        }
-        return {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
 
     def _is_wholly_mapped(self, pipe: Any, components: set[str]) -> bool:
         """Tell whether every stored tensor of some components is mapped, and none was read."""
@@ -307,7 +359,7 @@ class Build:
         if any(map(modified_nbytes, mappings(self._load.holdings.unfinished_inodes()))):
             return False
         spans = Spans(self._load.holdings.inodes())
-        models = (m for name, m in self._models_of(pipe).items() if name in components)
+        models = (m for name, m in self.models_of(pipe).items() if name in components)
         tensors = (tensor for model in models for tensor in model.state_dict().values())
         return all(map(spans.holds_unread, tensors))
 
@@ -330,12 +382,6 @@ class Build:
                 forget_rule(checkpoint, self._torch_dtype)
                 is_wrong = True
         return is_wrong
-
-
-def _is_of_models(said: tuple[str, int, str]) -> bool:
-    """Tell whether a log record is a warning about models, not one of a pipeline's code."""
-    name, level, _ = said
-    return level >= logging.WARNING and not name.rpartition(".")[2].startswith("pipeline_")
 
 
 @contextlib.contextmanager

@@ -15,6 +15,14 @@ class Maker(Protocol):
     """Builds what one call loads, and knows what it consists of."""
 
     @property
+    def is_of_pipelines(self) -> bool:
+        """Whether it makes pipelines, and not single models."""
+
+    @property
+    def name(self) -> str | None:
+        """Name of the class that was asked for, if another process finds it by that; else None."""
+
+    @property
     def left_out(self) -> Collection[str]:
         """Components that are passed as None because the user chose others."""
 

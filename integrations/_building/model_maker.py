@@ -28,6 +28,7 @@ class ModelMaker:
         ArgumentError: `wanted` cannot load models.
     """
 
+    is_of_pipelines = False
     left_out = ()
 
     def __init__(self, wanted: object, *, is_path: bool) -> None:
@@ -37,6 +38,21 @@ class ModelMaker:
         self._is_path = is_path
         self._class: Any = None
         self._made: type | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Name of the class in one of the libraries; None for a user's own."""
+        import diffusers
+        import transformers
+
+        if isinstance(self._wanted, str):
+            return None if "." in self._wanted else self._wanted
+        name = str(getattr(self._wanted, "__name__", ""))
+        for library in (diffusers, transformers):
+            # Both have an `AutoModel`: another process would have to guess which.
+            if getattr(library, name, None) is self._wanted and name != "AutoModel":
+                return name
+        return None
 
     def foresee(self, source: Source) -> Source | None:
         """Return the source, if a class is to be found by its name; None if the class is here."""

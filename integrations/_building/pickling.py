@@ -4,6 +4,7 @@ Guarantee: a pickle holds classes and functions of the model libraries only. Eac
 one that a shard holds whole, or comes with its bytes. Anything else raises `Unfit`.
 """
 
+import collections
 import copy
 import enum
 import functools
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from diffusers.configuration_utils import FrozenDict
 from transformers import PreTrainedModel
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
@@ -167,6 +169,11 @@ class _Pickler(pickle.Pickler):
         self.kinds.add(obj if isinstance(obj, type) else type(obj))
         return None
 
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is FrozenDict:  # its own way changes the order of its attributes
+            return _frozen_dict, (list(obj.items()), dict(vars(obj)))
+        return NotImplemented
+
     def _describe(self, tensor: torch.Tensor) -> StoredTensor:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_contiguous():
             raise Unfit(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}")
@@ -243,6 +250,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" == "builtins.getattr":
             return _bound_method
+        if (module, name) == (__name__, _frozen_dict.__name__):
+            return _frozen_dict
         if f"{module}.{name}" in _STANDARD:
             return super().find_class(module, name)
         if not _is_of_libraries(module):
@@ -264,6 +273,15 @@ def _make_tensor(tensor: StoredTensor, stored: list[dict[str, torch.Tensor]]) ->
     if tensor.requires_grad is not None:
         made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     vars(made).update(tensor.attributes)
+    return made
+
+
+def _frozen_dict(items: list[tuple[str, Any]], attributes: dict[str, Any]) -> Any:
+    """Restore the configuration of a model of diffusers."""
+    made = FrozenDict.__new__(FrozenDict)
+    for key, value in items:
+        collections.OrderedDict.__setitem__(made, key, value)
+    vars(made).update(attributes)
     return made
 
 
@@ -292,6 +310,20 @@ def register_classes(modules: Iterable[torch.nn.Module]) -> None:
             known.add(kind)
             unused = torch.nn.Module.__new__(kind)
             PreTrainedModel.__init__(unused, copy.deepcopy(module.config))
+    if known:
+        _define_apply()
+
+
+def _define_apply() -> None:
+    """Have transformers 5 give torch's modules the method that it defines at its first build."""
+    if hasattr(torch.nn.Module, "smart_apply"):
+        return
+    if not hasattr(PreTrainedModel, "initialize_weights"):  # an older one
+        return
+    empty: Any = torch.nn.Module()
+    empty._initialize_weights = lambda module, is_custom: None
+    empty.is_custom_code = lambda: False
+    PreTrainedModel.initialize_weights(empty)
 
 
 def _is_of_libraries(module: str) -> bool:

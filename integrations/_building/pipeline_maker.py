@@ -36,6 +36,8 @@ class PipelineMaker:
         ArgumentError: `wanted` is a class that loads no pipelines.
     """
 
+    is_of_pipelines = True
+
     def __init__(self, wanted: object, left_out: Collection[str] = ()) -> None:
         if wanted is not None and not isinstance(wanted, str):
             _require_pipeline_class(wanted)
@@ -43,6 +45,16 @@ class PipelineMaker:
         self.left_out = left_out
         self._class: Any = None
         self._source_class = ""
+
+    @property
+    def name(self) -> str | None:
+        """Name of the class in diffusers; None if the source names it, or for a user's own."""
+        if self._wanted is None or isinstance(self._wanted, str):
+            return self._wanted
+        import diffusers
+
+        name = str(getattr(self._wanted, "__name__", ""))
+        return name if getattr(diffusers, name, None) is self._wanted else None
 
     def foresee(self, source: Source) -> Source | None:
         """Return the source as the class will take it; None where only the class can tell."""

@@ -5,12 +5,10 @@ the pickle of what they built; in it each tensor is replaced by its shard and it
 gives the same models in a tenth of that time, over any segments of the same shards (Stable
 Diffusion 1.5: 0.03 s instead of 0.3 s; two cores of an AMD EPYC, 2026-11-20).
 
-Models from a skeleton equal, attribute by attribute, those that the libraries built in a process
-that loaded the same pipeline with the same arguments. Models for which that is doubtful get no
-skeleton: they have weights that are in no shard, or classes of other packages, or patched classes;
-they draw random numbers; or the libraries warned about them, and a skeleton would not warn. But a
-skeleton skips code, and not every effect of code can be known. So skeletons are off unless the
-user turns them on (`SHMLOAD_SKELETONS`).
+A skeleton skips the code that built the models. So a process of its own (`judging`) makes it: it
+builds the same models in the ordinary way and from the skeleton, and compares the models, and what
+either way left in the process. If they differ, the file says why, and the libraries go on building.
+A load that finds other code or settings than the judge (`conditions`) builds in the ordinary way.
 
 A skeleton is trusted like a `.pyc` file: it lies in a directory of the user, and is not read if
 another user could have written it. Nothing else protects from its content.
@@ -19,6 +17,7 @@ another user could have written it. Nothing else protects from its content.
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -26,6 +25,8 @@ import os
 import platform
 import stat
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -34,41 +35,109 @@ import xxhash
 
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._host.files import replacing
-from shmload._loading.load import Load
+from shmload._host.files import TEMPORARY_SUFFIX, replacing
+from shmload._loading.plan import ShardPlan
 from shmload._settings import settings
-from shmload.integrations._building.pickling import (
-    Files,
-    Models,
-    PickledModels,
-    Unfit,
-    pickle_models,
-    unpickle_models,
-)
+from shmload.integrations._building.conditions import Conditions, is_changed_on_disk, why_unmet
+from shmload.integrations._building.effects import Message
+from shmload.integrations._building.pickling import Files, Models, PickledModels, unpickle_models
 
 logger = logging.getLogger(__name__)
 
 # Increment it when skeletons are written or read in another way.
-_VERSION = 1
+_VERSION = 2
 # Settings of the libraries that can change what they build.
 _ENVIRONMENT = ("DIFFUSERS_", "TRANSFORMERS_")
+_FOLDER = "skeletons"
 _LIBRARIES = ("accelerate", "diffusers", "transformers", "torch")
-_MAX_SKELETONS = 64
+_MAX_SKELETONS = 256
+# An attempt that was not finished is made again after this many seconds.
+_RETRY_S = 3600.0
 _DIGEST_NBYTES = 16
 
 
-def skeleton_path(source: Source, load: Load, torch_dtype: object, root: str) -> Path | None:
+class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
+    """The models of a pipeline without their weights, or why there are none."""
+
+    source: str
+    """As the user named it."""
+    root: str
+    """The source's directory."""
+    class_name: str
+    """Of the pipeline or model."""
+    dtype: str
+    """As it was asked for."""
+    reason: str = ""
+    """Why there are no models; empty if there are."""
+    is_final: bool = True
+    """Whether another attempt would come to the same end."""
+    made_at: float = msgspec.field(default_factory=time.time)
+    """In seconds since 1970."""
+    models: PickledModels | None = None
+    conditions: Conditions | None = None
+    """What a load must find to use the models."""
+    modules: tuple[str, ...] = ()
+    """Python modules that building imports."""
+    names: dict[str, tuple[str, ...]] = {}
+    """Names that building fetches from modules that import them at their first use."""
+    messages: tuple[Message, ...] = ()
+    """What the libraries say each time while they build the models."""
+
+    def build(self, files: Files) -> Models:
+        """Build the models over some files.
+
+        Args:
+            files: the segments or shards; they stay the caller's. Their bytes may come later.
+
+        Returns:
+            The models by component. Their tensors lie in copy-on-write mappings of the files,
+            which keep the segments' leases.
+
+        Raises:
+            Exception: whatever does not fit.
+        """
+        assert self.models is not None
+        for name in self.modules:
+            if name not in sys.modules:
+                importlib.import_module(name)
+        for home, names in self.names.items():
+            for name in names:
+                getattr(sys.modules.get(home), name, None)
+        return unpickle_models(self.models, files)
+
+    def why_not(self) -> str | None:
+        """Return why this process cannot use it; None if it can."""
+        if self.models is None or self.conditions is None:
+            return self.reason
+        return why_unmet(self.conditions)
+
+    @property
+    def should_be_made_again(self) -> bool:
+        """Whether another attempt may end otherwise.
+
+        That is so if files of code have changed since, or if it was not finished.
+        """
+        if self.conditions is not None:
+            return is_changed_on_disk(self.conditions)
+        return not self.is_final and time.time() > self.made_at + _RETRY_S
+
+
+def skeleton_path(
+    source: Source, plans: Iterable[ShardPlan], torch_dtype: object, root: str, name: str | None
+) -> Path | None:
     """Return the path of the skeleton of a pipeline's models.
 
     None if torch's default device is not the CPU, or if a library is an editable install.
 
-    The file's name is a digest of everything that the models may depend on.
+    The file's name is a digest of everything that the models may depend on, other than the code
+    that runs in this process.
 
     Args:
-        source: the pipeline.
-        load: the load of its shards.
+        source: the pipeline or model.
+        plans: of its shards.
         torch_dtype: as given to `load_pipeline`.
         root: the source's path as the models write it.
+        name: of the class that was asked for; None if none was.
     """
     if torch.get_default_device().type != "cpu" or not all(map(_is_plain_install, _LIBRARIES)):
         return None
@@ -81,59 +150,64 @@ def skeleton_path(source: Source, load: Load, torch_dtype: object, root: str) ->
         sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)),
         str(torch.get_default_dtype()),
         repr(torch_dtype),
-        root,
-        source.class_name,
+        (root, str(source.given), isinstance(source.given, str)),
+        (source.class_name, name),
         [(c.component, c.library, c.class_name, _files_of(c)) for c in source.checkpoints],
-        [(shard.component, shard.segment) for shard in load.holdings.plans],
+        [(s.component, identify(s.path, os.stat(s.path)).key, s.conversion) for s in plans],
     )
     name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-    return settings().cache_dir / "skeletons" / name
+    return settings().cache_dir / _FOLDER / name
 
 
-def load_skeleton(path: Path, files: Files) -> Models | None:
-    """Build the models of a skeleton over some files; return None if that is not possible.
+def use_skeleton(path: Path) -> Skeleton | None:
+    """As `read_skeleton`, and note the use: the least recently used ones are removed first."""
+    found = read_skeleton(path)
+    if found:
+        with contextlib.suppress(OSError):
+            os.utime(path)
+    return found
 
-    Args:
-        path: from `skeleton_path`.
-        files: the segments or shards; they stay the caller's. Their bytes may come later.
 
-    Returns:
-        The models by component. Their tensors lie in copy-on-write mappings of the files, which
-        keep the segments' leases.
-    """
+def read_skeleton(path: Path) -> Skeleton | None:
+    """Read a skeleton; return None if there is none, or if it cannot be read or trusted."""
     try:
-        content = _read(path)
+        content = read_own(path)
     except OSError:
         return None
+    encoded = content[_DIGEST_NBYTES:]
+    if xxhash.xxh3_128_digest(encoded) != content[:_DIGEST_NBYTES]:
+        logger.info("skeleton %s is damaged", path.name)
+        return None
     try:
-        encoded = content[_DIGEST_NBYTES:]
-        if xxhash.xxh3_128_digest(encoded) != content[:_DIGEST_NBYTES]:
-            raise Unfit("it is damaged")
-        return unpickle_models(msgspec.msgpack.decode(encoded, type=PickledModels), files)
-    except Exception as exc:  # whatever is wrong: the libraries build the models then
-        # The file stays until a process replaces it: it may fit other processes.
-        # str(exc): a handler that keeps log records must not keep the traceback's mappings.
-        logger.info("skeleton %s cannot be used: %s", path.name, str(exc))
+        return msgspec.msgpack.decode(encoded, type=Skeleton)
+    except msgspec.DecodeError as exc:
+        logger.info("skeleton %s cannot be read: %s", path.name, exc)
         return None
 
 
-def save_skeleton(path: Path, models: Models, files: Files) -> None:
-    """Write the skeleton of models that were just built from some files.
+def write_skeleton(path: Path, skeleton: Skeleton) -> None:
+    """Write a skeleton.
 
-    If that is not possible, it writes a line to the log and nothing else.
+    Raises:
+        OSError: it cannot be written.
+    """
+    encoded = msgspec.msgpack.encode(skeleton)
+    _write(path, xxhash.xxh3_128_digest(encoded) + encoded)
+
+
+def skeletons_of(given: str) -> list[Skeleton]:
+    """Return the remembered skeletons of a source, and the reasons why there are none.
 
     Args:
-        path: from `skeleton_path`.
-        models: the models by component.
-        files: as for `load_skeleton`.
+        given: the source as a user names it.
     """
-    try:
-        pickled = pickle_models(models, files)
-        unpickle_models(pickled, files)  # raises if the skeleton cannot be read
-        encoded = msgspec.msgpack.encode(pickled)
-        _write(path, xxhash.xxh3_128_digest(encoded) + encoded)
-    except Exception as exc:  # a model may hold anything, and not everything can be pickled
-        logger.info("no skeleton of %s: %s", ", ".join(models), str(exc))
+    found = []
+    with contextlib.suppress(OSError):
+        for path in sorted((settings().cache_dir / _FOLDER).iterdir()):
+            skeleton = read_skeleton(path)
+            if skeleton and given in (skeleton.source, skeleton.root):
+                found.append(skeleton)
+    return found
 
 
 @functools.cache
@@ -162,8 +236,8 @@ def _files_of(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         return sorted((e.name, identify(e.path, e.stat()).key) for e in entries if e.is_file())
 
 
-def _read(path: Path) -> bytes:
-    """Read a file.
+def read_own(path: Path) -> bytes:
+    """Read a file that only this user can have written.
 
     Raises:
         PermissionError: another user could have written it.
@@ -174,9 +248,7 @@ def _read(path: Path) -> bytes:
         for found in (os.fstat(fd), path.parent.stat()):
             if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise PermissionError(path)
-        content = file.read()
-        os.utime(fd)  # the least recently used skeletons are removed first
-        return content
+        return file.read()
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -185,6 +257,7 @@ def _write(path: Path, content: bytes) -> None:
     with replacing(path, mode=0o600) as file:
         file.write(content)
     with contextlib.suppress(FileNotFoundError):  # another process does the same
-        oldest_first = sorted(path.parent.iterdir(), key=lambda entry: entry.stat().st_mtime_ns)
+        entries = (each for each in path.parent.iterdir() if each.suffix != TEMPORARY_SUFFIX)
+        oldest_first = sorted(entries, key=lambda entry: entry.stat().st_mtime_ns)
         for entry in oldest_first[:-_MAX_SKELETONS]:
             entry.unlink(missing_ok=True)

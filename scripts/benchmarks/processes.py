@@ -1,5 +1,6 @@
 """Start fresh processes the way a user does; time them from outside or from inside."""
 
+import fcntl
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ from typing import Any
 from benchmarks.samples import Result
 
 _TIMEOUT_S = 300
+_SKELETON_TIMEOUT_S = 300
 _PROBES = Path(__file__).with_name("probes.py")
 # Variables that configure the libraries or shmload, and could make two runs differ.
 _DROPPED_PREFIXES = ("DIFFUSERS_", "HF_", "SHMLOAD_", "TRANSFORMERS_")
@@ -53,7 +55,24 @@ class Processes:
             "HF_HUB_OFFLINE": "1",
             "PYTHONPYCACHEPREFIX": str(self.work / "bytecode"),
             "SHMLOAD_CACHE_DIR": str(self.work / "rules"),
+            # The judge in the background would disturb; what measures skeletons turns them on.
+            "SHMLOAD_SKELETONS": "0",
         }
+
+    def wait_for_skeletons(self) -> None:
+        """Block until no skeleton is being made.
+
+        Raises:
+            TimeoutError: it lasts too long.
+        """
+        folder = self.work / "rules" / "skeletons-asked"
+        end = time.monotonic() + _SKELETON_TIMEOUT_S
+        while time.monotonic() < end:
+            waiting = [each for each in folder.glob("*") if each.name != "lock"]
+            if not waiting and not _is_locked(folder / "lock"):
+                return
+            time.sleep(0.2)
+        raise TimeoutError("the skeletons are not made")
 
     def time_code(self, code: str, **variables: str) -> Result:
         """Run `python -c` and time it from outside.
@@ -137,3 +156,15 @@ def _wait(pid: int) -> None:
 def _children_cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def _is_locked(path: Path) -> bool:
+    """Tell whether a process holds the lock of a file."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False

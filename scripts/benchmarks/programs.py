@@ -86,7 +86,8 @@ class Programs:
     @property
     def environment(self) -> dict[str, str]:
         """The environment of measured processes, with a directory for these templates alone."""
-        return self.processes.environment | {"XDG_RUNTIME_DIR": str(self.runtime)}
+        own = {"SHMLOAD_SKELETONS": "1", "XDG_RUNTIME_DIR": str(self.runtime)}
+        return self.processes.environment | own
 
     def warm_template(self, **variables: str) -> None:
         """Start the template for these variables and wait until it serves."""

@@ -157,6 +157,7 @@ def _prepare(programs: Programs, *program: str) -> None:
     """
     programs.warm_template()
     programs.run(*program)
+    programs.processes.wait_for_skeletons()
     programs.warm_template()
     programs.run(*program)
 

@@ -41,6 +41,9 @@ class Library(Protocol):
     def pickled_floats(self, path: "Path") -> list[tuple[str, int]]:
         """Return dtype and size, in bytes, of each float tensor in one of PyTorch's files."""
 
+    def skeletons_of(self, given: str) -> list[tuple[str, str, str]]:
+        """Return class, dtype and the reason against a skeleton, for each remembered load."""
+
     def download(self, repo_id: str, **kwargs: Any) -> str:
         """Bring the files of a pipeline on the hub into the hub cache; return their directory."""
 

@@ -378,3 +378,20 @@ def check_devices(speeds: Sequence[CopySpeed]) -> Iterator[Finding]:
 
 def _finding(name: str, state: State, detail: str, remedy: str) -> Finding:
     return Finding(name, state, detail, None if state == "ok" else remedy)
+
+
+def check_skeletons(is_on: bool, found: Iterable[tuple[str, str, str]]) -> Finding:
+    """Say which loads of a source have a skeleton, and why others have none.
+
+    Args:
+        is_on: whether loads use skeletons.
+        found: class, dtype and reason of each load that was judged; an empty reason where there is
+            a skeleton.
+    """
+    if not is_on:
+        return Finding("skeletons", "ok", "turned off by SHMLOAD_SKELETONS=0")
+    said = [
+        f"{class_name} in {dtype}: {f'none: {reason}' if reason else 'yes'}"
+        for class_name, dtype, reason in found
+    ]
+    return Finding("skeletons", "ok", "; ".join(said) or "none yet: made after the first load")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from shmload._checkpoints.library import library
 from shmload._doctor.checks import (
     Finding,
     check_budget,
@@ -31,6 +32,7 @@ from shmload._doctor.checks import (
     check_service,
     check_settings,
     check_shared_memory,
+    check_skeletons,
     check_source,
 )
 from shmload._doctor.speed import is_file_cached, measure_copies, measure_reading
@@ -98,6 +100,7 @@ def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Findin
     yield _diagnose_service(socket_path(), answer)
     if source is not None and planned is not None:
         yield from _diagnose_source(source, dtype, planned)
+        yield _diagnose_skeletons(source)
     yield from _diagnose_devices()
 
 
@@ -194,6 +197,12 @@ def _diagnose_source(source: str, dtype: object, planned: Plan | ShmloadError) -
     yield check_source(source, sizes, kinds.values(), planned.resident_nbytes, dtype)
     if speed:
         yield check_read_speed(source, speed, cached, len(shards), dtype)
+
+
+def _diagnose_skeletons(source: str) -> Finding:
+    if importlib.util.find_spec("diffusers") is None:
+        return check_skeletons(settings().skeletons, [])
+    return check_skeletons(settings().skeletons, library().skeletons_of(source))
 
 
 def _diagnose_devices() -> Iterator[Finding]:

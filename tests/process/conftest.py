@@ -1,6 +1,7 @@
 """Fixtures of the process tests: checkpoints, orders of build and decode, skeletons, devices."""
 
 import json
+import logging
 import threading
 
 import diffusers
@@ -10,14 +11,17 @@ import transformers
 from devices import LateDevice
 from light_jobs import light_job, light_server, pipeline  # noqa: F401 fixtures for all here
 from safetensors.torch import save_file
+from traces import Messages
 from warming import TENSORS
 
 from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
 from shmload.integrations import placing
-from shmload.integrations._building import build
+from shmload.integrations._building import build, judging
 from shmload.integrations._building.build import Build
+from shmload.integrations._building.effects import Snapshot
+from shmload.integrations._building.skeletons import read_skeleton, write_skeleton
 from shmload.integrations._devices.stream import Stream
 from shmload.workers.fill import Filler
 
@@ -125,12 +129,27 @@ def large_pipeline(tmp_path):
 
 @pytest.fixture
 def skeletons(configure, tmp_path, monkeypatch):
-    """Turn skeletons on, in a directory of this test; return a function that lists its files."""
+    """Turn skeletons on, in a directory of this test, and judge each load at once.
+
+    Return a function that lists the files of those that have a skeleton.
+    """
     if transformers.__version__ < "5":
         pytest.skip("diffusers 0.35 has transformers 4 warn at every load")
     configure(skeletons=1, cache_dir=tmp_path / "cache")
-    monkeypatch.setattr(build, "_has_ever_warned", False)
-    return lambda: sorted((tmp_path / "cache" / "skeletons").glob("*"))
+    folder = tmp_path / "cache" / "skeletons"
+    # To look at all objects of this process takes seconds; tests of the judge do it.
+    monkeypatch.setattr(Snapshot, "_walk", lambda *_: None)
+
+    def judge(request):
+        write_skeleton(folder / request.key, judging.examine(request))
+
+    def made():
+        found = {path: read_skeleton(path) for path in sorted(folder.glob("*"))}
+        return [path for path, skeleton in found.items() if skeleton and skeleton.models]
+
+    monkeypatch.setattr(build, "ask", judge)
+    monkeypatch.setattr(Messages, "level_heard", logging.WARNING)
+    return made
 
 
 @pytest.fixture

@@ -14,6 +14,9 @@ _LIBRARIES = ("diffusers", "transformers", "huggingface_hub", "accelerate")
 class Messages(logging.Handler):
     """Collects log records and warnings of all libraries inside the block."""
 
+    # Skeletons are used where the libraries are asked for warnings at most.
+    level_heard = logging.INFO
+
     def __init__(self):
         super().__init__(logging.DEBUG)
         self.records = []
@@ -43,7 +46,7 @@ class Messages(logging.Handler):
             self._stack.callback(logger.setLevel, level)
             self._stack.callback(logger.removeHandler, self)
             logger.addHandler(self)
-            logger.setLevel(logging.INFO)
+            logger.setLevel(Messages.level_heard)
         return self
 
     def __exit__(self, *exc_info):

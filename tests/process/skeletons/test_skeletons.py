@@ -14,6 +14,7 @@ from pipelines import FAMILIES, run
 
 import shmload
 from shmload.integrations._building.build import Build
+from shmload.integrations._building.skeletons import skeletons_of
 
 pytestmark = pytest.mark.usefixtures("skeletons")
 
@@ -115,6 +116,30 @@ def test_segments_are_leased_as_long_as_the_models_live(saved, built, evicts):
     assert len(shmload.evict(source)) == 4
 
 
+# At the lowest priority the judge would wait for the other tests.
+_ASK_AND_JUDGE = """
+import sys, torch, shmload
+from shmload.integrations._building import requests
+requests._start = lambda: None
+for source in sys.argv[2:]:
+    shmload.load_pipeline(source, torch_dtype=getattr(torch, sys.argv[1]))
+print("LOADED", flush=True)
+"""
+
+
+# To look at all objects of the process takes seconds for each request.
+_WITHOUT_LOOKING = """
+from shmload.integrations._building.effects import Snapshot
+Snapshot._walk = lambda *_: None
+"""
+
+
+def judge(new_child, sources, dtype):
+    """Load some pipelines in one process, and judge the loads in another one."""
+    new_child(_ASK_AND_JUDGE, dtype, *map(str, sources)).expect("LOADED")
+    new_child(_WITHOUT_LOOKING + _JUDGE).expect("JUDGED")
+
+
 # Other processes ----------------------------------------------------------------------------------
 
 # Libraries keep tables of the models they built in a process; this process has built none.
@@ -135,10 +160,9 @@ for family, source in json.loads(sys.argv[2]).items():
 """
 
 
-def test_models_compute_the_same_in_a_process_that_built_none(saved, child):
+def test_models_compute_the_same_in_a_process_that_built_none(saved, child, new_child):
     sources = {family: str(saved(family)) for family in FAMILIES if not draws(saved(family))}
-    for source in sources.values():
-        shmload.load_pipeline(source, torch_dtype=torch.float32)
+    judge(new_child, sources.values(), "float32")
     other = child(_RUN_ALL, Path(__file__).parents[2] / "support", json.dumps(sources))
     for source in sources.values():
         wanted = run(reference(source, torch.float32))
@@ -156,7 +180,12 @@ import torch
 from comparing import assert_equal, reference
 from shmload.integrations._building.build import Build
 diffusers.utils.logging.disable_progress_bar()
-del Build._build_models
+build_models = Build._build_models
+def build(self, **kwargs):
+    # The copy with another configuration of generation may have none.
+    assert "qwen" in str(self._source.given), self._root
+    return build_models(self, **kwargs)
+Build._build_models = build
 for source in json.loads(sys.argv[2]):
     got = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
     assert_equal(got, reference(source, torch.bfloat16))
@@ -164,15 +193,16 @@ for source in json.loads(sys.argv[2]):
 """
 
 
-def test_second_process_with_other_hashes_gets_the_same(saved, copied, child, monkeypatch):
+def test_second_process_with_other_hashes_gets_the_same(
+    saved, copied, child, new_child, monkeypatch
+):
     sources = [saved(family) for family in FAMILIES]
     sampled = copied("qwen-image")
     (sampled / "text_encoder" / "generation_config.json").write_text(
         json.dumps({"do_sample": False, "temperature": 0.3})
     )
     sources = [source for source in (*sources, sampled) if not draws(source)]
-    for source in sources:
-        shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
+    judge(new_child, sources, "bfloat16")
     monkeypatch.setenv("PYTHONHASHSEED", "77")
     other = child(
         _COMPARE, Path(__file__).parents[2] / "support", json.dumps([str(s) for s in sources])
@@ -183,7 +213,9 @@ def test_second_process_with_other_hashes_gets_the_same(saved, copied, child, mo
 
 _LOAD = """
 import sys, torch, shmload
+from shmload.integrations._building import requests
 from shmload.integrations._building.build import Build
+requests._start = lambda: None
 build_models = Build._build_models
 def say(*args, **kwargs):
     print("BUILDS", flush=True)
@@ -194,13 +226,25 @@ print("LOADED", flush=True)
 """
 
 
-def test_process_that_loads_once_remembers_for_the_next(saved, child, new_child):
-    # Messages of the libraries' imports are not about the models.
+# At the lowest priority it would wait for the other tests.
+_JUDGE = """
+from shmload.integrations._building import judging
+judging._make_way = lambda: None
+judging.main()
+print("JUDGED", flush=True)
+"""
+
+
+def test_process_that_loads_once_remembers_for_the_next(saved, new_child, configure, tmp_path):
+    configure(skeletons=1, cache_dir=tmp_path / "own")
     source = saved("stable-diffusion")
     first = new_child(_LOAD, source)
     first.expect("BUILDS")
     first.expect("LOADED")
-    child(_LOAD, source).expect("LOADED")
+    new_child(_JUDGE).expect("JUDGED")
+    (found,) = skeletons_of(str(source))
+    assert found.reason == ""
+    new_child(_LOAD, source).expect("LOADED")
 
 
 # A load that fails --------------------------------------------------------------------------------
