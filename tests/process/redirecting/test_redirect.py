@@ -157,21 +157,16 @@ def test_second_load_reads_nothing(saved, ways, monkeypatch):
     assert first.unet.conv_in.weight.equal(again.unet.conv_in.weight)
 
 
-def test_skeletons_are_used(saved, ways, configure, monkeypatch):
-    configure(skeletons=1)
+def test_skeletons_are_used(saved, ways, skeletons, built):
     source = str(saved("stable-diffusion"))
-    if not hasattr(diffusers.pipelines.pipeline_utils, "_resolve_dtype"):
-        pytest.skip("no skeletons with this version")
     with shmload.redirect():
-        first = diffusers.StableDiffusionPipeline.from_pretrained(
-            source, torch_dtype=torch.bfloat16
-        )
-        monkeypatch.setattr(diffusers.UNet2DConditionModel, "__init__", None)
-        again = diffusers.StableDiffusionPipeline.from_pretrained(
-            source, torch_dtype=torch.bfloat16
+        first, again = (
+            diffusers.StableDiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
+            for _ in range(2)
         )
     assert first.unet.conv_in.weight.equal(again.unet.conv_in.weight)
     assert ways.taken == ["shmload", "shmload"], ways.lines
+    assert (len(skeletons()), len(built)) == (1, 1)
 
 
 # Whose calls --------------------------------------------------------------------------------------
