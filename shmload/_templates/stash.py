@@ -28,6 +28,8 @@ from shmload._templates.recorder import (
     read_state,
 )
 
+# In these, diffusers, transformers and shmload list the names that they import on first use.
+_LAZY_TABLES = ("_class_to_module", "_HOMES")
 # shmload sets it for a moment, while a library that is imported builds a pipeline.
 _OF_SHMLOAD = frozenset({"HF_DEACTIVATE_ASYNC_LOAD"})
 
@@ -93,6 +95,8 @@ class Stash(MetaPathFinder, Loader):
             if owner and _is_imported(module, name) and vars(owner).get(leaf) is module:
                 delattr(owner, leaf)
                 self._cut[name] = owner
+        for module in self._modules.values():
+            _forget_lazy_names(module)
         # Never freed: Python would take all of this apart when the program ends, for nothing.
         for kept in (self, self._modules, self._recorder.needs, self._recorder.variables):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
@@ -113,6 +117,8 @@ class Stash(MetaPathFinder, Loader):
                 sys.modules.pop(name, None)
             for name, owner in self._cut.items():
                 vars(owner).pop(name.rpartition(".")[2], None)
+            for module in self._modules.values():
+                _forget_lazy_names(module)
 
     @property
     def hidden(self) -> Mapping[str, ModuleType]:
@@ -275,6 +281,15 @@ def _do_again(event: Event) -> None:
         case "registered":
             function, args, kwargs = event.what
             atexit.register(function, *args, **kwargs)
+
+
+def _forget_lazy_names(module: ModuleType) -> None:
+    """Have a package import again what it imports on first use: it keeps that as attributes."""
+    for table in _LAZY_TABLES:
+        names = vars(module).get(table)
+        if isinstance(names, dict):
+            for name in names.keys() & vars(module).keys():
+                delattr(module, name)
 
 
 def _is_imported(module: ModuleType, name: str) -> bool:
