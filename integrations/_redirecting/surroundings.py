@@ -5,17 +5,36 @@ import sys
 
 import torch
 
+from shmload.integrations._building.rules import libraries
 from shmload.integrations._redirecting.arguments import InDoubt
 
+_BUILD_TIMEOUT_S = 30.0
 _TRUE = ("1", "true", "yes", "on", "y", "t")
 
 
 def require_ordinary_surroundings() -> None:
     """Check that models made here are ordinary ones, in memory of the host.
 
+    While another thread builds for shmload, the libraries have changed torch for all threads. So
+    the check waits for the end of that.
+
     Raises:
-        InDoubt: a mode of torch, or of a library, is on.
+        InDoubt: a mode of torch, or of a library, is on; or the other build takes long.
     """
+    if not libraries.acquire(timeout=_BUILD_TIMEOUT_S):
+        raise InDoubt("another thread builds a model")
+    try:
+        _require_ordinary_torch()
+    finally:
+        libraries.release()
+    deepspeed = sys.modules.get("transformers.integrations.deepspeed")
+    if deepspeed is not None and deepspeed.is_deepspeed_zero3_enabled():
+        raise InDoubt("DeepSpeed ZeRO-3 is on")
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in _TRUE:
+        raise InDoubt("FSDP is on")
+
+
+def _require_ordinary_torch() -> None:
     if torch.is_inference_mode_enabled():
         raise InDoubt("torch is in inference mode")
     if torch.get_default_dtype() != torch.float32:
@@ -28,8 +47,3 @@ def require_ordinary_surroundings() -> None:
         for name in ("register_parameter", "register_buffer", "__init__")
     ):
         raise InDoubt("torch.nn.Module is patched, as by init_empty_weights")
-    deepspeed = sys.modules.get("transformers.integrations.deepspeed")
-    if deepspeed is not None and deepspeed.is_deepspeed_zero3_enabled():
-        raise InDoubt("DeepSpeed ZeRO-3 is on")
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in _TRUE:
-        raise InDoubt("FSDP is on")

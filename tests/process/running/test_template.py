@@ -114,9 +114,11 @@ def test_service_holds_a_template_ready(running, template):
         deadline = time.monotonic() + _DEADLINE_S
         while not (found := listed(running)):
             assert time.monotonic() < deadline
-        assert running.shmload("run", "-v", "-c", "pass").stderr == ""
+        # In a new environment the first imports write bytecode, and it becomes another one.
+        while running.shmload("run", "-v", "-c", "pass").stderr:
+            assert time.monotonic() < deadline
         status = json.loads(running.shmload("status", "--json").stdout)
-        assert [each["pid"] for each in status["templates"]] == [found[0]["pid"]]
+        assert found[0]["pid"] in [each["pid"] for each in status["templates"]]
         assert f"process {found[0]['pid']}, ready" in running.shmload("status").stdout
     finally:
         service.terminate()
@@ -182,7 +184,7 @@ import ctypes, os, sys
 from shmload._templates import kind, messages, wire
 from shmload._templates.messages import Call, Program, Refused, SendFds
 from shmload._templates.standing import own_standing
-program = Program("code", b"pass", [], [], "")
+program = Program("code", b"pass", [], [], "", 0)
 facts, standing = kind.facts_of_this_process("default"), own_standing()
 call = Call(program, facts, open("/proc/self/environ", "rb").read(), [0, 1, 2], 0, standing)
 channel = wire.open_socket()
@@ -203,8 +205,12 @@ _CONFINED = {
 _needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs a right to lose")
 
 
-def lie(running, confine):
-    (socket,) = [found["socket"] for found in listed(running)]
+def socket_of(running, template):
+    return next(found["socket"] for found in listed(running) if found["pid"] == template)
+
+
+def lie(running, template, confine):
+    socket = socket_of(running, template)
     return subprocess.run(
         [sys.executable, "-c", _LIAR.format(confine=confine), socket],
         cwd=running.work,
@@ -220,17 +226,15 @@ def lie(running, confine):
     "name",
     [pytest.param(name, marks=() if name == "no_new_privs" else _needs_root) for name in _CONFINED],
 )
-@pytest.mark.usefixtures("template")
-def test_confined_process_gets_no_template_outside(running, name):
+def test_confined_process_gets_no_template_outside(running, template, name):
     confine, field = _CONFINED[name]
-    ended = lie(running, confine)
+    ended = lie(running, template, confine)
     assert f"it differs from the template in {field}" in ended.stdout, ended.stderr
     assert running.shmload("run", "-v", "-c", "pass").stderr == ""
 
 
-@pytest.mark.usefixtures("template")
-def test_process_that_is_not_confined_is_served(running):
-    ended = lie(running, "pass")
+def test_process_that_is_not_confined_is_served(running, template):
+    ended = lie(running, template, "pass")
     assert ended.stdout == "SendFds()\n", ended.stderr
 
 
@@ -244,9 +248,8 @@ def connect(socket):
     return channel
 
 
-@pytest.mark.usefixtures("template")
-def test_connection_that_says_nothing_delays_no_program(running):
-    (socket,) = [found["socket"] for found in listed(running)]
+def test_connection_that_says_nothing_delays_no_program(running, template):
+    socket = socket_of(running, template)
     silent = [connect(socket) for _ in range(5)]
     assert running.shmload("run", "-v", "-c", "pass").stderr == ""
     for channel in silent:
@@ -256,9 +259,8 @@ def test_connection_that_says_nothing_delays_no_program(running):
 @pytest.mark.parametrize(
     "packet", [b"", b"x", b"l3:", b"i1;", wire.encode([1, "Look", []]), wire.encode([2, "Go", []])]
 )
-@pytest.mark.usefixtures("template")
-def test_packet_that_is_no_message_is_left_alone(running, packet):
-    (socket,) = [found["socket"] for found in listed(running)]
+def test_packet_that_is_no_message_is_left_alone(running, template, packet):
+    socket = socket_of(running, template)
     channel = connect(socket)
     channel.send(packet)
     assert channel.recv(100) == b""
@@ -275,8 +277,7 @@ def test_template_without_descriptors_costs_the_ordinary_start(running, template
     assert "in the ordinary way" in ended.stderr
     resource.prlimit(template, resource.RLIMIT_NOFILE, before)
     assert running.shmload("run", "-v", "-c", "print(2)").stdout == "2\n"
-    (found,) = listed(running)
-    assert found["pid"] == template
+    assert template in [found["pid"] for found in listed(running)]
 
 
 @pytest.mark.parametrize("limit", ["-n 5", "-v 4000000", "-s 1000"])
