@@ -5,6 +5,7 @@ raises.
 """
 
 import os
+import sys
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -18,6 +19,7 @@ from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._checkpoints.weights import has_variant
 from shmload._loading.progress import Callback
 from shmload.errors import SourceNotFound
+from shmload.integrations._building import prepared
 from shmload.integrations._building.attempt import load
 from shmload.integrations._building.keywords import require_taken
 from shmload.integrations._building.pipeline_maker import PipelineMaker
@@ -139,6 +141,13 @@ def load_pipeline(
     require_bools(share=False if share is None else share, verify=verify)
     kwargs = from_pretrained_kwargs
     variant = kwargs.get("variant")
+    others = {"device_map": device_map, "max_memory": max_memory, "verify": verify}
+    others |= {"max_host_memory": max_host_memory, "components": components, "share": share}
+    others |= {"workers": workers, "progress": progress, **kwargs}
+    request = prepared.request_of(source, dtype, keep, pipeline_class, **others)
+    imported = tuple(sys.modules) if request else ()
+    if request and (found := prepared.claim(request)) is not None:
+        return found
     wanted = Wanted.parse(
         source,
         dtype,
@@ -178,6 +187,7 @@ def load_pipeline(
         place=_place,
         linger=linger,
     )
+    prepared.note(request, imported)
     return pipe
 
 

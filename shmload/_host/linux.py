@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import resource
 import signal
@@ -33,6 +34,10 @@ PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 
 _LOCK_POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
+# What the module mmap lacks, see mmap(2).
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_PROT_NONE = 0
 
 
 class Inode(NamedTuple):
@@ -288,6 +293,45 @@ def shm_total_nbytes() -> int:
 
 
 # Names -------------------------------------------------------------------------------------------
+
+
+def reserve_at(start: int, end: int) -> None:
+    """Replace what is mapped at some addresses by memory that cannot be read; it takes no room.
+
+    Args:
+        start: the first address, on a page.
+        end: the address after the last.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    _mmap(start, end - start, _PROT_NONE, flags, -1, 0)
+
+
+def map_at(start: int, end: int, fd: int, offset: int) -> None:
+    """Map a file copy-on-write at addresses that are reserved.
+
+    Args:
+        start: the first address, on a page.
+        end: the address after the last.
+        fd: the file; stays the caller's.
+        offset: where it begins in the file, in bytes.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _mmap(start, end - start, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, offset)
+
+
+def _mmap(start: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> None:
+    """Call mmap(2) with MAP_FIXED, which Python's mmap cannot."""
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    if call(start, nbytes, protection, flags | _MAP_FIXED, fd, offset) != start:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def exchange_names(one: str, other: str) -> bool:

@@ -52,6 +52,8 @@ class Mapping(NamedTuple):
     offset: int
     """Where it starts in the file, in bytes."""
     inode: Inode
+    permissions: str
+    """As the kernel writes them: `rw-p` is private and writable."""
 
 
 # File systems -------------------------------------------------------------------------------------
@@ -209,11 +211,12 @@ def mappings(inodes: set[Inode]) -> list[Mapping]:
     wanted = {(_device(inode), b"%d" % inode.number): inode for inode in inodes}
     with open("/proc/self/maps", "rb") as lines:
         for line in lines:
-            addresses, _, offset, device, number, *_ = line.split(None, 5)
+            addresses, mode, offset, device, number, *_ = line.split(None, 5)
             inode = wanted.get((device, number))
             if inode:
                 start, _, end = addresses.partition(b"-")
-                found.append(Mapping(int(start, 16), int(end, 16), int(offset, 16), inode))
+                place = int(start, 16), int(end, 16), int(offset, 16)
+                found.append(Mapping(*place, inode, mode.decode("ascii")))
     return found
 
 

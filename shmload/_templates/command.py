@@ -25,6 +25,7 @@ Options:
   --template NAME  Use a template of this name; the default is "default".
   --redirect       Lead `from_pretrained` of diffusers and transformers through shared memory, in
                    the program and in the Python processes that it starts.
+  --prepare        Have the template load ahead, for the next run, what `load_pipeline` loads now.
   --help           Show this text.
 """
 _KINDS = {"-m": "module", "-c": "code"}
@@ -33,11 +34,14 @@ _KINDS = {"-m": "module", "-c": "code"}
 def main(arguments: list[str]) -> "NoReturn":
     """Run the program that the arguments after `shmload run` name."""
     name, is_verbose, is_redirected = "default", False, VARIABLE in os.environ
+    prepares = False
     rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", *_KINDS):
         option = rest.pop(0)
         if option in ("-v", "--verbose"):
             is_verbose = True
+        elif option == "--prepare":
+            prepares = True
         elif option == "--redirect":
             is_redirected = True
         elif option == "--template" and rest:
@@ -57,10 +61,10 @@ def main(arguments: list[str]) -> "NoReturn":
     way = ("verbose" if is_verbose else "1") if is_redirected else ""
     from shmload._templates.caller import run
 
-    run(_program(rest, way), name, is_verbose)
+    run(_program(rest, way, prepares), name, is_verbose)
 
 
-def _program(words: list[str], redirect: str) -> Program:
+def _program(words: list[str], redirect: str, prepares: bool) -> Program:
     """Return the program that the words after the options name."""
     if not words:
         _fail("give a SCRIPT, -m MODULE, -c CODE, or - for standard input")
@@ -71,7 +75,7 @@ def _program(words: list[str], redirect: str) -> Program:
             _fail(f"-{kind[0]} needs an argument")
     value, *arguments = map(os.fsencode, words)
     flags = list(map(os.fsencode, flags_of_this_process()))
-    return Program(kind, value, arguments, flags, redirect)
+    return Program(kind, value, arguments, flags, redirect, int(prepares))
 
 
 def _fail(reason: str) -> "NoReturn":

@@ -85,5 +85,9 @@ def _new_modules() -> list[str]:
     return [
         name
         for name, module in list(sys.modules.items())
-        if name not in _had and (getattr(module, "__file__", None) or "").startswith(folders)
+        if name not in _had
+        and (
+            name.startswith("shmload.")  # wherever it lies
+            or (getattr(module, "__file__", None) or "").startswith(folders)
+        )
     ]

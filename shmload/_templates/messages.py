@@ -88,14 +88,16 @@ class Program(Message):
         arguments: of the program.
         flags: options for Python, as they were given.
         redirect: `1` or `verbose` if `redirect` is to be on in it, see `redirecting`; else empty.
+        prepares: 1 if pipelines may be loaded ahead for it, see `pipelines`.
     """
 
-    __slots__ = ("arguments", "flags", "kind", "redirect", "value")
+    __slots__ = ("arguments", "flags", "kind", "prepares", "redirect", "value")
     kind: str
     value: bytes
     arguments: list[bytes]
     flags: list[bytes]
     redirect: str
+    prepares: int
 
 
 class Call(Message):

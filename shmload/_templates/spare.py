@@ -19,6 +19,7 @@ from shmload._templates import ahead, kind, leaving, messages, wire
 from shmload._templates.events import Events
 from shmload._templates.interpreter import RUN_MODULE, NotHere, prepare
 from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds
+from shmload._templates.pipelines import PIPELINES, Pipelines
 from shmload._templates.plain import command_of, run_plainly
 from shmload._templates.redirecting import begin, variables
 from shmload._templates.renewal import Renewal
@@ -47,11 +48,18 @@ class Spare:
         renewal: of what they keep.
         coerced: variables that Python itself has set when it started.
         keep: descriptors of the template that libraries have opened.
+        pipelines: what is loaded ahead.
     """
 
     def __init__(
-        self, stash: Stash, renewal: Renewal, coerced: dict[str, str], keep: set[int]
+        self,
+        stash: Stash,
+        renewal: Renewal,
+        coerced: dict[str, str],
+        keep: set[int],
+        pipelines: Pipelines,
     ) -> None:
+        self._pipelines = pipelines
         self._stash = stash
         self._renewal = renewal
         self._coerced = coerced
@@ -60,17 +68,21 @@ class Spare:
         self._events = Events()
         self._caller: wire.Socket
 
-    def wait(self, orders: wire.Socket) -> Callable[[], Any]:
+    def wait(self, orders: wire.Socket, *, works_ahead: bool) -> Callable[[], Any]:
         """Wait for a call, become its program, and return what runs it.
 
         Args:
             orders: brings the call, the caller's socket, and a descriptor of its process.
+            works_ahead: whether there is time for that.
         """
         self._events.watch()
         self._renewal.renew_seeds()
-        if ahead.has_steps():
+        if works_ahead and ahead.has_steps():
             with self._stash.shown():
                 ahead.work_ahead()
+            self._keep |= ahead.take(PIPELINES) or set()
+        with contextlib.suppress(OSError):  # the template has ended
+            orders.shutdown(_socket.SHUT_WR)  # tells that it waits; see `Spares`
         try:
             found = messages.receive(orders, Call)
         except (OSError, ValueError):
@@ -115,6 +127,7 @@ class Spare:
                   "see that; run it with python", file=sys.stderr)  # fmt: skip
 
         self._stash.when_too_late(start_over)
+        self._pipelines.begin(call.program)
         renew_streams()
         self._renewal.renew_places()
         run = prepare(call.program, self._stash)

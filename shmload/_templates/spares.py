@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from _socket import MSG_DONTWAIT
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,11 +28,17 @@ class Spares:
     """Keeps one spare, as far as the system has room for it.
 
     Args:
-        become: called in a copy of this process, with the socket that brings its call; returns what
-            runs the program.
+        become: called in a copy of this process, with the socket that brings its call, and whether
+            there is time to work ahead; returns what runs the program.
+        has_work: tells whether a spare that works ahead takes a while.
     """
 
-    def __init__(self, become: Callable[[wire.Socket], Callable[[], Any]]) -> None:
+    def __init__(
+        self,
+        become: Callable[[wire.Socket, bool], Callable[[], Any]],
+        has_work: Callable[[], bool],
+    ) -> None:
+        self._has_work = has_work
         self._become = become
         self._pid = 0
         self._orders: wire.Socket | None = None
@@ -39,8 +46,11 @@ class Spares:
         """Spares that ended before they were used, since one was."""
         self._again_at = 0.0
 
-    def fork(self) -> None:
+    def fork(self, *, works_ahead: bool = True) -> None:
         """Fork a spare; if that is not possible now, try again later.
+
+        Args:
+            works_ahead: whether it does what can be done before a call comes; false if one has.
 
         Raises:
             Born: in the copy, once it is a program.
@@ -60,7 +70,7 @@ class Spares:
             return
         if pid == 0:
             ours.close()
-            raise Born(self._become(theirs))
+            raise Born(self._become(theirs, works_ahead))
         theirs.close()
         self._orders, self._pid = ours, pid
 
@@ -75,8 +85,10 @@ class Spares:
             OSError: there is no spare, and none can be forked.
             Born: in the copy, if it had to be forked first.
         """
+        if self._orders and self._has_work() and not _is_ready(self._orders):
+            self.end()  # it works ahead, which may take longer than the caller waits
         if self._orders is None:
-            self.fork()
+            self.fork(works_ahead=False)
         if self._orders is None:
             raise BlockingIOError(0, "no process or no memory is left")
         messages.send(self._orders, call, fds, waits=False)
@@ -116,3 +128,11 @@ class Spares:
         """Try again to fork a spare where that was not possible."""
         if self._again_at and self._again_at <= time.monotonic():
             self.fork()
+
+
+def _is_ready(orders: wire.Socket) -> bool:
+    """Tell whether a spare waits for its call: it has closed its way to here then."""
+    try:
+        return orders.recv(1, MSG_DONTWAIT) == b""
+    except OSError:
+        return False

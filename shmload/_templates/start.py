@@ -16,6 +16,7 @@ MODULES = (
     "diffusers",
     "transformers",
     "shmload.integrations.diffusers",
+    "shmload.integrations._building.preparing",
     "shmload.integrations.redirect",
     "shmload.integrations._redirecting.calls",
 )

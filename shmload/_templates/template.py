@@ -27,11 +27,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from shmload._templates import cgroups, kind, leaving, messages, modules, place
+from shmload._templates import ahead, cgroups, kind, leaving, messages, modules, place
 from shmload._templates.connections import Connections, Question, refuse
 from shmload._templates.freshness import Freshness
 from shmload._templates.imports import Imports, UnfitModule
 from shmload._templates.messages import About, Call, End, Keep
+from shmload._templates.pipelines import PIPELINES, Pipelines
 from shmload._templates.programs import Programs, Running
 from shmload._templates.recorder import Recorder
 from shmload._templates.renewal import Renewal
@@ -150,8 +151,10 @@ class Template:
         self._stash.hide()  # here and not in each copy: it writes to the memory of every module
         gc.collect()
         gc.freeze()
+        self._pipelines = Pipelines(self._identity.key)
+        ahead.add_step(PIPELINES, self._pipelines.prepare)
         self._programs = Programs(self._poll)
-        self._spares = Spares(self._become_program)
+        self._spares = Spares(self._become_program, self._pipelines.has_work)
         self._spares.fork()  # before the socket is there: the first caller finds it ready
         self._connections = Connections(place.socket_of(self._identity.key), self._poll)
         self._reap()  # what it had forked before it started again
@@ -195,13 +198,13 @@ class Template:
         if not self._is_draining:
             self._spares.tend()
 
-    def _become_program(self, orders: Any) -> Callable[[], Any]:
+    def _become_program(self, orders: Any, works_ahead: bool) -> Callable[[], Any]:
         """Become a spare, in a copy of this process, and then its program."""
         if hasattr(self, "_connections"):
             self._connections.close_all()
         self._programs.close_all()
-        spare = Spare(self._stash, self._renewal, self._coerced, self._keep)
-        return spare.wait(orders)
+        spare = Spare(self._stash, self._renewal, self._coerced, self._keep, self._pipelines)
+        return spare.wait(orders, works_ahead=works_ahead)
 
     def _answer(self, question: Question) -> None:
         match question.message:

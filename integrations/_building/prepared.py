@@ -1,0 +1,195 @@
+"""Pipelines that were loaded before their program started; `preparing` loads them.
+
+`load_pipeline` returns one if the arguments, the source's files, the code and the settings are the
+same, and its segments are still there.
+"""
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from shmload._segments.parking import CannotResume
+from shmload.errors import ShmloadError
+
+logger = logging.getLogger(__name__)
+
+_MAX_NAMES = 20_000
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of `load_pipeline` that can be made ahead."""
+
+    source: str
+    is_path: bool
+    """Whether the source was given as a path object."""
+    folder: str
+    """The directory that a relative source is relative to."""
+    dtype: str | None
+    is_torch_dtype: bool
+    keep: bool | str
+    pipeline_class: str | None
+    is_class: bool
+    """Whether the class itself was given; then it is one of diffusers'."""
+    modules: tuple[str, ...] = ()
+    """The modules that the call has imported; not compared."""
+
+    def same_call(self, other: "Request") -> bool:
+        """Tell whether another call has the same arguments."""
+        return msgspec.structs.replace(other, modules=self.modules) == self
+
+
+def encode_note(program: str, requests: Sequence[Request]) -> str:
+    """Return what a template keeps of a program."""
+    return msgspec.json.encode((program, list(requests))).decode()
+
+
+def decode_note(text: str) -> tuple[str, list[Request]]:
+    """Return a program's name and its calls.
+
+    Raises:
+        ValueError: the text is no such note.
+    """
+    return msgspec.json.decode(text, type=tuple[str, list[Request]])
+
+
+class Prepared:
+    """A pipeline that waits for its program.
+
+    Args:
+        request: what it was loaded for.
+        pipeline: its segments are given up.
+        facts: what its build depends on.
+        parked: its segments.
+    """
+
+    def __init__(self, request: Request, pipeline: Any, facts: Any, parked: Any) -> None:
+        self.request = request
+        self.pipeline = pipeline
+        self.facts = facts
+        self.parked = parked
+
+
+_waiting: list[Prepared] = []
+on_load: Callable[[Request], None] | None = None
+"""Told of each call that could have been made ahead; set in copies of templates."""
+
+
+def request_of(
+    source: str | os.PathLike[str],
+    dtype: object,
+    keep: object,
+    pipeline_class: object,
+    **others: Any,
+) -> Request | None:
+    """Return a call as a request; None if it cannot be made ahead, or nothing would make it.
+
+    Args:
+        source: as given.
+        dtype: as given.
+        keep: as given.
+        pipeline_class: as given.
+        others: all other arguments; each must be None or False.
+    """
+    if on_load is None or any(value not in (None, False) for value in others.values()):
+        return None
+    torch = sys.modules.get("torch")
+    is_torch_dtype = torch is not None and isinstance(dtype, torch.dtype)
+    if not (dtype is None or isinstance(dtype, str) or is_torch_dtype):
+        return None
+    is_class = isinstance(pipeline_class, type)
+    if is_class:
+        pipeline_class = _name_in_diffusers(pipeline_class)
+        if pipeline_class is None:
+            return None
+    if not isinstance(keep, bool | str) or not isinstance(pipeline_class, str | None):
+        return None
+    path = os.fspath(source)
+    if not os.path.isdir(path):
+        return None
+    return Request(
+        source=path,
+        is_path=not isinstance(source, str),
+        folder=os.getcwd(),
+        dtype=str(dtype).removeprefix("torch.") if dtype is not None else None,
+        is_torch_dtype=is_torch_dtype,
+        keep=keep,
+        pipeline_class=pipeline_class,
+        is_class=is_class,
+    )
+
+
+def note(request: Request | None, before: Sequence[str]) -> None:
+    """Tell the template that a call has succeeded.
+
+    Args:
+        request: the call; None if it cannot be made ahead.
+        before: names of the modules that were imported before it.
+    """
+    if request is None or on_load is None:
+        return
+    known = {*before, "__mp_main__"}  # which is the program
+    names = tuple(name for name in list(sys.modules) if name not in known)
+    if len(names) <= _MAX_NAMES:
+        on_load(msgspec.structs.replace(request, modules=names))
+
+
+def claim(request: Request | None) -> Any:
+    """Return the pipeline that was loaded for a call; None if there is none, or it does not hold.
+
+    A pipeline is returned once.
+    """
+    found = next((p for p in _waiting if request and p.request.same_call(request)), None)
+    if found is None:
+        return None
+    _waiting.remove(found)
+    reason = _why_not(found)
+    if reason:
+        logger.info("%s: not as it was prepared: %s", found.request.source, reason)
+        return None
+    for name in found.request.modules:
+        if name not in sys.modules:
+            importlib.import_module(name)
+    _show_bar(found.pipeline)
+    logger.info("%s: prepared before the program started", found.request.source)
+    return found.pipeline
+
+
+def put(prepared: Prepared) -> None:
+    """Keep a pipeline for the program that this process becomes."""
+    _waiting.append(prepared)
+
+
+def drop() -> None:
+    """Forget what was prepared: the program is another one."""
+    _waiting.clear()
+
+
+def _why_not(prepared: Prepared) -> str | None:
+    """Return why a pipeline cannot be used; otherwise take its segments back."""
+    try:
+        if reason := prepared.facts.why_changed():
+            return str(reason)
+        prepared.parked.resume()
+    except (CannotResume, ShmloadError, OSError) as exc:
+        return str(exc)
+    return None
+
+
+def _name_in_diffusers(kind: Any) -> str | None:
+    """Return the name by which diffusers has a class; None if it has not."""
+    name = str(kind.__name__)
+    return name if getattr(sys.modules.get("diffusers"), name, None) is kind else None
+
+
+def _show_bar(pipeline: Any) -> None:
+    """Show the bar that diffusers shows while it loads components."""
+    from diffusers.utils import logging as diffusers_logging
+
+    count = len([name for name in pipeline.config if not name.startswith("_")])
+    for _ in diffusers_logging.tqdm(range(count), desc="Loading pipeline components..."):
+        pass

@@ -1,0 +1,136 @@
+"""`shmload run --prepare`: what a program gets is what it would load itself."""
+
+import json
+import shutil
+import time
+
+import pytest
+
+import shmload
+
+pytestmark = pytest.mark.libraries
+_DEADLINE_S = 60.0
+# Imported by the template, it imports all that a program's load imports.
+_REHEARSAL = """
+import shmload, shmload.integrations._building.preparing, tqdm
+tqdm.tqdm.monitor_interval = 0  # no thread
+shmload.load_pipeline({source!r}, dtype="bfloat16", keep=True)
+"""
+# What a program sees of a pipeline, and of the process that has loaded it.
+_PROGRAM = """
+import hashlib, json, logging, os, sys
+import shmload
+said = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+logging.getLogger("shmload").addHandler(Keep())
+logging.getLogger("shmload").setLevel(logging.INFO)
+{before}
+pipe = shmload.load_pipeline({source!r}, dtype="bfloat16", keep=True)
+import torch
+def digest(model):
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(name.encode())
+        found.update(bytes(tensor.contiguous().view(torch.uint8).flatten().tolist()))
+    return found.hexdigest()
+models = dict((n, c) for n, c in pipe.components.items() if isinstance(c, torch.nn.Module))
+sees = dict(
+    models=dict((name, digest(model)) for name, model in models.items()),
+    kinds=dict((name, str(type(part))) for name, part in pipe.components.items()),
+    config=repr(pipe.config), path=pipe.name_or_path,
+    configs=dict((name, repr(model.config)) for name, model in models.items()),
+    requires_grad=[p.requires_grad for m in models.values() for p in m.parameters()],
+    training=[m.training for m in models.values()],
+    tokens=pipe.tokenizer("a horse").input_ids,
+    modules=sorted(n for n in sys.modules if n.startswith(("diffusers.", "transformers."))),
+    cwd=os.getcwd(),
+)
+with torch.no_grad():
+    for model in models.values():
+        next(model.parameters()).add_(1)  # private to this process
+print(json.dumps(dict(
+    prepared=any("prepared before" in text for text in said),
+    why=[text for text in said if "not as it was prepared" in text],
+    sees=sees,
+)))
+"""
+
+
+@pytest.fixture(scope="module")
+def source(saved, tmp_path_factory):
+    """A pipeline that tests may change."""
+    return shutil.copytree(saved("stable-diffusion"), tmp_path_factory.mktemp("it") / "pipeline")
+
+
+@pytest.fixture(scope="module")
+def program(running, saved, source):
+    """Return what runs a program that loads the source, and gives what it has printed."""
+    running.environment["SHMLOAD_CACHE_DIR"] = str(running.folder / "cache")
+    running.environment |= {"HF_HUB_OFFLINE": "1", "SHMLOAD_SKELETONS": "0"}
+    site = running.folder / "site"
+    site.mkdir(exist_ok=True)
+    (site / "rehearsal.py").write_text(_REHEARSAL.format(source=str(saved("stable-diffusion"))))
+    running.environment["PYTHONPATH"] = str(site)
+    running.start_template(["rehearsal"])
+    path = running.work / "app.py"
+
+    def run(*options, before=""):
+        path.write_text(_PROGRAM.format(before=before, source=str(source)))
+        done = running.shmload("run", "-v", *options, str(path))
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr}
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def segments():
+    """Remove what the programs have made resident."""
+    yield
+    for info in shmload.segments():
+        shmload.evict(info.name)
+
+
+def run_until(holds, program, **given):
+    """Run a program until what it has printed holds; a copy that has no time prepares nothing."""
+    deadline = time.monotonic() + _DEADLINE_S
+    while not holds(found := program("--prepare", **given)):
+        assert time.monotonic() < deadline, found["stderr"]
+    return found
+
+
+def test_prepared_pipeline_is_the_one_that_the_program_would_load(program):
+    prepared = run_until(lambda found: found["prepared"], program)
+    own = program()
+    assert not own["prepared"]
+    for what, seen in own["sees"].items():
+        assert prepared["sees"][what] == seen, what
+    assert "Loading pipeline components" in prepared["stderr"]
+
+
+def test_patched_library_and_changed_source_are_noticed(program, source):
+    before = "from diffusers import UNet2DConditionModel as U; U.forward = lambda *a: None"
+    patched = run_until(lambda found: found["why"], program, before=before)
+    assert "UNet2DConditionModel.forward was replaced" in patched["why"][0]
+    config = source / "scheduler" / "scheduler_config.json"
+
+    def notices_a_change(found):
+        content = json.loads(config.read_text())
+        config.write_text(json.dumps(content | {"beta_start": content["beta_start"] / 2}))
+        return any("has changed" in text for text in found["why"])
+
+    run_until(notices_a_change, program)
+
+
+def test_waiting_pipeline_holds_no_segment(program):
+    def was_evicted_under_a_copy(found):
+        deadline = time.monotonic() + _DEADLINE_S
+        while any(info.is_leased for info in shmload.segments()):  # the next copy still loads
+            assert time.monotonic() < deadline
+        for info in shmload.segments():
+            shmload.evict(info.name)
+        return any("was removed" in text for text in found["why"])
+
+    run_until(was_evicted_under_a_copy, program)
