@@ -4,7 +4,6 @@ An ordinary Python is told by two variables, which the processes that the progra
 a copy of a template it is turned on by hand.
 """
 
-import importlib
 import os
 import sys
 
@@ -50,7 +49,8 @@ def begin(way: str, modules: "Mapping[str, ModuleType]") -> None:
         modules: imported ones that are not in `sys.modules`.
     """
     try:
-        door = importlib.import_module("shmload.integrations.redirect")
-        door.begin(modules, verbose=way == "verbose")
+        from shmload.integrations.redirect import begin as turn_on
+
+        turn_on(modules, verbose=way == "verbose")
     except Exception as exc:  # the caller counts on the program by now
         print(f"shmload run: --redirect is off: {exc}", file=sys.stderr)
