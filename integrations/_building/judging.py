@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from shmload._host.forks import limit_inherited_threads
 from shmload._host.linux import die_with_parent
 from shmload._segments.view import remove_dead_views
 from shmload._settings import settings
@@ -157,6 +158,7 @@ def _answer(function: Callable[[], object], fd: int) -> None:
     from shmload.integrations._building.examining import Refused
 
     signal.alarm(_DEADLINE_S)
+    limit_inherited_threads()
     try:
         answer: object = (function(),)
     except Refused as exc:
