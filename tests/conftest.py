@@ -164,6 +164,9 @@ def configure(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 # Leaks --------------------------------------------------------------------------------------------
 
 
+_THREADS_END_S = 2.0
+
+
 @pytest.fixture(autouse=True)
 def _no_leaks(_own_environment: None) -> Iterator[None]:
     """Fail a test that leaves behind a child, a thread, a descriptor or a name in /dev/shm.
@@ -176,6 +179,9 @@ def _no_leaks(_own_environment: None) -> Iterator[None]:
     left = _alive() - before
     if left:
         gc.collect()  # takes half a second with the libraries loaded, so only now
+        for thread in threading.enumerate():
+            if f"thread {thread.name} {thread.ident}" in left:
+                thread.join(_THREADS_END_S)  # a library's pool that is shut down, but not yet over
         left = _alive() - before
     if _has_own_shm:
         # Or one failure would become many.
