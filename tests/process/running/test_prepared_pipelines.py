@@ -8,7 +8,6 @@ import pytest
 
 import shmload
 
-pytestmark = pytest.mark.libraries
 _DEADLINE_S = 60.0
 # Imported by the template, it imports all that a program's load imports.
 _REHEARSAL = """

@@ -9,8 +9,6 @@ import torch
 import shmload
 from shmload.integrations._building import build, effects, examining, judging
 
-pytestmark = pytest.mark.libraries
-
 _HOME = sys.modules[diffusers.AutoencoderKL.__module__]
 # Each is run by the constructor of a model; the name is what the reason must mention.
 EFFECTS = {
