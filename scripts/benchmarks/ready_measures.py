@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.bench import Bench
 from benchmarks.figures import Figure, Line, Target
 from benchmarks.programs import READY, Programs, programs_of
-from benchmarks.samples import Result, Sample
+from benchmarks.samples import Result, Rounds, Sample
 
 _DTYPE = "bfloat16"
 _FIRST_LINES = 5  # a first line takes tens of milliseconds: take more rounds
@@ -45,8 +45,7 @@ def measure_ready(bench: Bench) -> list[Figure]:
         }
         rounds = bench.measure(ways, bench.sources.fp32)
     bench.evict()
-    ready = {way: rounds.sample(way, "ready_s") for way in ways}
-    best = min(("sequential", "parallel"), key=lambda way: ready[way].median)
+    ready, best = _ready(rounds)
     lines = (
         *(Line(label=way, sample=sample, unit="s") for way, sample in ready.items()),
         Line(
@@ -74,6 +73,43 @@ def measure_ready(bench: Bench) -> list[Figure]:
     ]
 
 
+def measure_prepared(bench: Bench) -> list[Figure]:
+    """The same for a program whose pipeline the template has loaded ahead.
+
+    It is loaded while the next way runs, which takes seconds.
+    """
+    with _programs(bench) as (programs, shmload, diffusers):
+        prepared = partial(programs.run, "--prepare", shmload)
+        bench.processes.probe("warm", bench.sources.fp32, _DTYPE, None)
+        _prepare(programs, "--prepare", shmload)
+        ways: dict[str, Callable[[], Result]] = {
+            "shmload run --prepare": prepared,
+            "sequential": partial(programs.python, diffusers),
+            "parallel": partial(programs.python, diffusers, **_PARALLEL),
+        }
+        rounds = bench.measure(ways, bench.sources.fp32)
+    bench.evict()
+    ready, best = _ready(rounds)
+    return [
+        Figure(
+            name="prepared",
+            what="`shmload run --prepare`, from the command to a pipeline: speed-up over "
+            "from_pretrained",
+            sample=ready[best] / ready["shmload run --prepare"],
+            unit="x",
+            target=Target(120, is_least=True),
+            beside=tuple(Line(label=way, sample=sample, unit="s") for way, sample in ready.items()),
+        ),
+        Figure(
+            name="prepared-s",
+            what="`shmload run --prepare`, from the command to a pipeline",
+            sample=ready["shmload run --prepare"],
+            unit="s",
+            target=Target(0.06),
+        ),
+    ]
+
+
 def measure_redirect(bench: Bench) -> list[Figure]:
     """The same for a program that knows nothing of shmload, from its second start on."""
     with _programs(bench) as (programs, _, diffusers):
@@ -86,8 +122,7 @@ def measure_redirect(bench: Bench) -> list[Figure]:
         }
         rounds = bench.measure(ways, bench.sources.fp32)
     bench.evict()
-    ready = {way: rounds.sample(way, "ready_s") for way in ways}
-    best = min(("sequential", "parallel"), key=lambda way: ready[way].median)
+    ready, best = _ready(rounds)
     return [
         Figure(
             name="redirect",
@@ -128,6 +163,7 @@ def measure_first_line(bench: Bench) -> list[Figure]:
 
 READY_MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "ready": measure_ready,
+    "prepared": measure_prepared,
     "redirect": measure_redirect,
     "first-line": measure_first_line,
 }
@@ -147,6 +183,12 @@ def _programs(bench: Bench) -> Iterator[tuple[Programs, str, str]]:
             path.write_text(text.format(source=str(bench.sources.fp32)))
             paths.append(str(path))
         yield programs, paths[0], paths[1]
+
+
+def _ready(rounds: Rounds) -> tuple[dict[str, Sample], str]:
+    """Return the times to the line `READY` by way, and the quicker of diffusers' two ways."""
+    ready = {way: rounds.sample(way, "ready_s") for way in rounds.results}
+    return ready, min(("sequential", "parallel"), key=lambda way: ready[way].median)
 
 
 def _prepare(programs: Programs, *program: str) -> None:
