@@ -45,7 +45,7 @@ from shmload.integrations._building.pickling import Files, Models, PickledModels
 logger = logging.getLogger(__name__)
 
 # Increment it when skeletons are written or read in another way.
-_VERSION = 2
+_VERSION = 3
 # Settings of the libraries that can change what they build.
 _ENVIRONMENT = ("DIFFUSERS_", "TRANSFORMERS_")
 _FOLDER = "skeletons"
@@ -143,7 +143,8 @@ def skeleton_path(
         return None
     facts = (
         _VERSION,
-        sys.version,
+        # Two environments have the same code in other files, and one's conditions name its files.
+        (sys.version, sys.prefix),
         # A model may compute tables, whose last bits depend on the processor's vector unit.
         (platform.machine(), torch.backends.cpu.get_cpu_capability()),
         sorted({name for folder in sys.path for name in _distributions(folder)}),

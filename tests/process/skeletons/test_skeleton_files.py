@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,13 @@ def test_directory_of_skeletons_stays_small(tmp_path):
     left = {path.name for path in folder.iterdir()}
     assert len(left) == 256
     assert {"last", "69", "7"} <= left
+
+
+def test_another_environment_with_the_same_packages_has_its_own(
+    saved, built, skeletons, monkeypatch
+):
+    source = saved("stable-diffusion")
+    shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
+    monkeypatch.setattr(sys, "prefix", "/another/environment")
+    shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
+    assert len(built) == len(skeletons()) == 2
