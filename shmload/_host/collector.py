@@ -17,9 +17,14 @@ def freeze_imports() -> None:
     The imports of a cold process leave a million objects that live as long as it does. To visit
     them would take each later collection 0.2 s, and those at exit a second.
     """
+    gc.freeze()
+    note_freeze()
+
+
+def note_freeze() -> None:
+    """Keep what is frozen now frozen, for good; tells it without a count."""
     global _has_frozen
     _has_frozen = True
-    gc.freeze()
 
 
 @contextlib.contextmanager

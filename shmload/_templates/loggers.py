@@ -24,6 +24,9 @@ class _Settings:
     filters: list[Any]
 
 
+_NOTHING = _Settings(-1, True, False, [], [])
+
+
 class Loggers:
     """Hides the loggers that there are; make it when all modules are imported."""
 
@@ -38,22 +41,24 @@ class Loggers:
             return
         root = self._logging.root
         self._hidden = dict(root.manager.loggerDict)
-        self._settings[ROOT] = self._renew(root, self._logging.WARNING)
+        self._renew(ROOT, root, self._logging.WARNING)
         for name, logger in self._hidden.items():
             if isinstance(logger, self._logging.Logger):
-                self._settings[name] = self._renew(logger, self._logging.NOTSET)
+                self._renew(name, logger, self._logging.NOTSET)
         root.manager.loggerDict = _Shown(self)
         root.manager._clear_cache()
 
     def show(self, names: Iterable[str]) -> None:
         """Show loggers, with what imports have set on them."""
+        root: Any = None
         for name in names:
             self.show_new(name)
             settings = self._settings.pop(name, None)
             if settings:
                 root = self._logging.root
                 _set(root if name == ROOT else root.manager.loggerDict[name], settings)
-        self._logging.root.manager._clear_cache()
+        if root:  # a level may be another now
+            root.manager._clear_cache()
 
     def show_new(self, name: object) -> None:
         """Show a logger as a new one, if it is hidden."""
@@ -63,8 +68,8 @@ class Loggers:
             dict.setdefault(self._logging.root.manager.loggerDict, name, logger)
             self._hidden.pop(name, None)  # type: ignore[call-overload]
 
-    def _renew(self, logger: Any, level: int) -> _Settings:
-        """Make a logger as new; return what was set on it."""
+    def _renew(self, name: str, logger: Any, level: int) -> None:
+        """Make a logger as new; keep what was set on it."""
         found = _Settings(
             logger.level if logger.level != level else -1,
             logger.propagate,
@@ -74,7 +79,8 @@ class Loggers:
         )
         logger.level, logger.propagate, logger.disabled = level, True, False
         logger.handlers[:], logger.filters[:] = [], []
-        return found
+        if found != _NOTHING:
+            self._settings[name] = found
 
 
 def _set(logger: Any, settings: _Settings) -> None:

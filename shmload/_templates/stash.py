@@ -52,7 +52,8 @@ class Stash(MetaPathFinder, Loader):
         self._modules: dict[str, ModuleType] = {}
         self._cut: dict[str, ModuleType] = {}
         """Packages that do not show a module while it is hidden, by its name."""
-        self._events = recorder.events
+        self._events: dict[str, list[tuple[int, Event]]] = {}
+        """By module: what its import did, with its place in the record."""
         self._loggers = Loggers()
         main = sys.modules["__main__"]
         self._of_main = [
@@ -68,6 +69,10 @@ class Stash(MetaPathFinder, Loader):
         os.register_at_fork(after_in_child=self._lock._at_fork_reinit)  # type: ignore[attr-defined]
         self._path: list[str] = []
         self._variables: dict[str, str | None] = {}
+        self._environ: dict[bytes, bytes] = {}
+        """All variables, when those of the libraries were last compared."""
+        self._places: dict[str, int] = {}
+        """By module, its place in the order of the imports."""
 
     def hide(self) -> None:
         """Take all modules out of `sys.modules` but those that any Python has.
@@ -102,6 +107,11 @@ class Stash(MetaPathFinder, Loader):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         for name in self._modules:
             self._recorder.needs.setdefault(name, set())
+        for needs in self._recorder.needs.values():
+            needs.intersection_update(self._modules)  # most are names in modules, or any Python's
+        for place, event in enumerate(self._recorder.events):
+            self._events.setdefault(event.module, []).append((place, event))
+        self._places = {name: place for place, name in enumerate(self._recorder.needs)}
         self._loggers.hide()
 
     @contextlib.contextmanager
@@ -131,7 +141,7 @@ class Stash(MetaPathFinder, Loader):
             if name not in self._known:
                 del sys.modules[name]  # imported since by the code that prepares the program
         self._path = list(sys.path)
-        self._variables = self._variables_now()
+        self._environ, self._variables = _environ().copy(), self._variables_now()
         sys.meta_path.insert(0, self)
 
     def when_too_late(self, start_over: Callable[[str], None]) -> None:
@@ -206,10 +216,11 @@ class Stash(MetaPathFinder, Loader):
     def _give_what_it_needs(self, name: str) -> None:
         wanted = self._closure(name)
         given: dict[str, ModuleType] = {}
-        for found in self._recorder.needs:
-            if found == "__mp_main__" and "multiprocessing" in wanted:
+        second = {"__mp_main__"} & self._places.keys() if "multiprocessing" in wanted else set()
+        for found in sorted(wanted | second, key=self._places.__getitem__):
+            if found in second:
                 given[found] = sys.modules["__main__"]
-            elif found in wanted and found != name and found in self._modules:
+            elif found != name:
                 given[found] = self._modules[found]
                 if found in self._cut:
                     setattr(self._cut.pop(found), found.rpartition(".")[2], given[found])
@@ -223,32 +234,31 @@ class Stash(MetaPathFinder, Loader):
                     "__main__"
                 ]
         self._of_main = [pair for pair in self._of_main if pair[0] not in wanted]
-        left = []
-        for event in self._events:
-            if event.module in wanted:
-                if event.kind == "logged":
-                    self._loggers.show(event.what)
-                _do_again(event)
-                if event.kind == "changed" and event.what[0] == "environ":
-                    self._variables = self._variables_now()
-            else:
-                left.append(event)
-        self._events = left
+        placed = [each for found in wanted for each in self._events.pop(found, ())]
+        events = [event for _, event in sorted(placed, key=_place)]
+        self._loggers.show([n for event in events if event.kind == "logged" for n in event.what])
+        for event in events:
+            _do_again(event)
+            if event.kind == "changed" and event.what[0] == "environ":
+                self._variables = self._variables_now()
 
     def _closure(self, name: str) -> set[str]:
         """Return the names of all hidden modules that the import of one needs, and its own."""
-        found: set[str] = set()
+        found = {name}
         waiting = [name]
         while waiting:
-            name = waiting.pop()
-            if name not in found and name in self._modules:
-                found.add(name)
-                waiting.extend(self._recorder.needs.get(name, ()))
+            for needed in self._recorder.needs[waiting.pop()]:
+                if needed not in found and needed in self._modules:
+                    found.add(needed)
+                    waiting.append(needed)
         return found
 
     # What comes too late --------------------------------------------------------------------------
 
     def _check_variables(self) -> None:
+        if _environ() == self._environ:
+            return
+        self._environ = _environ().copy()
         now = self._variables_now()
         changed = sorted(name for name in now if now[name] != self._variables.get(name))
         if changed:
@@ -266,6 +276,15 @@ class Stash(MetaPathFinder, Loader):
         if any(name in needs for other, needs in self._recorder.needs.items() if other != name):
             self._start_over(f"the program has put another {name} on its path")
         return True
+
+
+def _place(placed: tuple[int, Event]) -> int:
+    return placed[0]
+
+
+def _environ() -> dict[bytes, bytes]:
+    """Return the variables as they are kept: quick to compare, and not seen as reads."""
+    return os.environ._data  # type: ignore[attr-defined,no-any-return]
 
 
 def _do_again(event: Event) -> None:

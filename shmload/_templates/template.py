@@ -151,6 +151,9 @@ class Template:
         self._stash.hide()  # here and not in each copy: it writes to the memory of every module
         gc.collect()
         gc.freeze()
+        collector: Any = self._stash.hidden.get("shmload._host.collector")
+        if collector:
+            collector.note_freeze()
         self._pipelines = Pipelines(self._identity.key)
         ahead.add_step(PIPELINES, self._pipelines.prepare)
         self._programs = Programs(self._poll)
