@@ -1,6 +1,7 @@
 """A folder that results are written to."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 from shmload.errors import ArgumentError, ResultsMismatch
 from shmload.integrations._results.errors import accessing
 from shmload.integrations._results.facts import Facts, check_facts
-from shmload.integrations._results.index import write_index
+from shmload.integrations._results.index import is_index_of, write_index
 from shmload.integrations._results.items import Array, NewItem, failure, note, result
 from shmload.integrations._results.lock import FolderLock
 from shmload.integrations._results.names import (
@@ -25,6 +26,8 @@ from shmload.integrations._results.names import (
 )
 from shmload.integrations._results.progress import FileProgress
 from shmload.integrations._results.table import ItemTable
+
+logger = logging.getLogger(__name__)
 
 # safetensors limits a header to 100 MB.
 _MAX_SHARD_ITEMS = 10_000
@@ -210,10 +213,7 @@ class ResultFolder:
                 now, before = file.failures()
                 failed += now + before
                 failed_before += before
-            if not self._has_index:
-                names = [file_name(number, self._format) for number in range(files)]
-                write_index(self.folder, names)
-                self._has_index = True
+            self._ensure_index(files)
         return ResultsReport(
             folder=str(self.folder),
             items=count,
@@ -275,6 +275,22 @@ class ResultFolder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.folder / INDEX_NAME)
             self._has_index = False
+
+    def _ensure_index(self, files: int) -> None:
+        """Write the index if there is none, or none of these items: a user or a disk cut it."""
+        names = [file_name(number, self._format) for number in range(files)]
+        entries = (
+            (name, *entry)
+            for number, name in enumerate(names)
+            for entry in self._items.file(number).entries()
+        )
+        if self._has_index and not is_index_of(self.folder, entries):
+            path = self.folder / INDEX_NAME
+            logger.warning("%s was damaged; it is written anew from the results files", path)
+            self._has_index = False
+        if not self._has_index:
+            write_index(self.folder, names)
+            self._has_index = True
 
     def _complete(self, file: FileProgress, size: int, count: int) -> None:
         """Check that a results file has its first `size` items; write it if a journal is left.

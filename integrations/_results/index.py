@@ -1,14 +1,15 @@
 """The index of a folder of results: where the arrays of each item are.
 
 A line for each item, in item order. With it an item is read without a search, and without the
-header of its results file. The index is removed before anything else in the folder changes; so it
-is right for as long as it is there.
+header of its results file. The index is removed before anything else in the folder changes. So it
+is right for as long as it is there, unless something else than a job has changed it: a job compares
+it with the results files, and a reader at least its length.
 """
 
 import mmap
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,12 @@ from shmload.errors import ArgumentError, ResultsChanged, ResultsCorrupt, Result
 from shmload.integrations._results.errors import accessing
 from shmload.integrations._results.format import StoredItem
 from shmload.integrations._results.keys import digest_key
-from shmload.integrations._results.names import INDEX_NAME, format_of
+from shmload.integrations._results.names import (
+    INDEX_NAME,
+    format_of,
+    is_journal,
+    number_of,
+)
 
 
 class ArrayPlace(msgspec.Struct, frozen=True, gc=False):
@@ -83,6 +89,33 @@ def write_index(folder: Path, files: Sequence[str]) -> None:
             index.writelines(_ENCODER.encode(_line(item, name)) + b"\n" for item in items)
 
 
+def is_index_of(folder: Path, items: Iterable[tuple[str, int, bool]]) -> bool:
+    """Tell whether the index of a folder has a whole line for each item, and no other line.
+
+    Offsets, dtypes and shapes are not compared: no results file is read.
+
+    Args:
+        folder: of the results.
+        items: name of the results file, digest of the key and whether it failed, in item order.
+
+    Raises:
+        ResultsInaccessible: the index cannot be read.
+    """
+    path = folder / INDEX_NAME
+    with accessing(path), open(path, "rb") as index:
+        try:
+            return all(_is_line_of(*pair) for pair in zip(index, items, strict=True))
+        except ValueError:  # of `zip`; msgspec's errors are among them
+            return False
+
+
+def _is_line_of(raw: bytes, item: tuple[str, int, bool]) -> bool:
+    line = _LINES.decode(raw)
+    found = ("" if line.error is not None else line.file, digest_key(line.key))
+    file, digest, has_failed = item
+    return raw.endswith(b"\n") and found == ("" if has_failed else file, digest)
+
+
 def _line(item: StoredItem, file: str) -> Line:
     if item.error is not None:
         return Line(key=item.key, error=item.error)
@@ -100,8 +133,10 @@ class Index:
 
     Raises:
         ResultsUnfinished: there is no index.
-        ResultsCorrupt: it is not what was written.
-        ResultsInaccessible: it cannot be read.
+        ResultsChanged: a job has changed the folder meanwhile.
+        ResultsCorrupt: it or the last results file is not what was written.
+        ResultsInaccessible: one of them cannot be read.
+        ArgumentError: the library of the folder's format is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -119,6 +154,7 @@ class Index:
                 digests.append(digest_key(name.key))
             else:
                 errors[name.key] = name.error
+        self._check_length(len(self._begins) + len(errors))
         self.errors: Mapping[str, str] = errors
         """Why items failed, by key."""
         unsorted = np.array(digests, np.uint64)
@@ -188,6 +224,22 @@ class Index:
                 begin += len(line)
         except msgspec.DecodeError as exc:
             raise self._damaged(str(exc)) from exc
+
+    def _check_length(self, count: int) -> None:
+        """Raise an error if the last results file has items beyond this number of lines."""
+        with accessing(self._folder):
+            files = {
+                number: name
+                for name in os.listdir(self._folder)
+                if (number := number_of(name)) is not None and not is_journal(name)
+            }
+            if not files:
+                return
+            name = files[max(files)]
+            contents = format_of(name).read_contents(self._folder / name)
+            if count < (wanted := contents.first + len(contents.keys)):
+                self.check()  # a job may have changed the folder meanwhile
+                raise self._damaged(f"it has {count} lines for {wanted} items")
 
     def _line_at(self, begin: int) -> bytes:
         end = self._content.find(b"\n", begin) + 1

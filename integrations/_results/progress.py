@@ -13,7 +13,7 @@ has its items already; it is removed when they are next opened.
 import contextlib
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shmload.errors import ResultsCorrupt
@@ -87,6 +87,12 @@ class FileProgress:
     def failures(self) -> tuple[int, int]:
         """Return how many items failed in this run, and how many failed before and stay so."""
         return self._states.count(_FAILED), self._states.count(_FAILED_BEFORE)
+
+    def entries(self) -> Iterator[tuple[int, bool]]:
+        """Yield each item's key as a number, and whether it failed, up to the last known key."""
+        for key, state in zip(self.keys, self._states, strict=True):
+            if key:
+                yield key, state in (_FAILED, _FAILED_BEFORE)
 
     def append(self, place: int, head: Head, contents: Sequence[Buffer]) -> None:
         """Store an item's result, or its error, in the journal.

@@ -29,8 +29,10 @@ class Results:
 
     Raises:
         ResultsUnfinished: there is no index.
-        ResultsCorrupt: the index is not what was written.
-        ResultsInaccessible: it cannot be read.
+        ResultsChanged: a job has changed the folder meanwhile.
+        ResultsCorrupt: the index or the last results file is not what was written.
+        ResultsInaccessible: one of them cannot be read.
+        ArgumentError: the library of the folder's format is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

@@ -3,11 +3,11 @@
 import os
 
 import pytest
-from storing import COUNT, content_of, done_in, run, unfinished
+from storing import COUNT, content_of, done_in, key_of, run, unfinished
 
 import shmload
 from shmload.integrations._results.names import FORMATS
-from shmload.integrations.results import Array, ResultFolder
+from shmload.integrations.results import Array, ResultFolder, Results
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -115,3 +115,50 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
     run(tmp_path, range(COUNT))
     assert [path.name for path in tmp_path.iterdir() if path.read_bytes() == b"mine"] != []
     assert sum(path.read_bytes() == b"mine" for path in tmp_path.iterdir()) == 4
+
+
+def cut_at_a_line(content):
+    return b"".join(content.splitlines(keepends=True)[:-3])
+
+
+DAMAGED_INDEXES = {
+    "empty": lambda content: b"",
+    "lines gone": cut_at_a_line,
+    "cut in a line": lambda content: content[:-5],
+    "no last newline": lambda content: content[:-1],
+    "zeros": lambda content: bytes(len(content)),
+    "a line twice": lambda content: content + content.splitlines(keepends=True)[-1],
+    "another key": lambda content: content.replace(key_of(2).encode(), key_of(3).encode()),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_INDEXES)
+def test_damaged_index_is_written_anew_by_the_next_run(tmp_path, serial, caplog, name):
+    run(tmp_path, range(COUNT))
+    path = tmp_path / "index.jsonl"
+    path.write_bytes(DAMAGED_INDEXES[name](path.read_bytes()))
+    assert content_of(tmp_path) != serial
+    report = run(tmp_path, range(COUNT))
+    assert report.added == 0
+    assert content_of(tmp_path) == serial
+    assert caplog.messages == [f"{path} was damaged; it is written anew from the results files"]
+    inode = path.stat().st_ino
+    run(tmp_path, range(COUNT))
+    assert (path.stat().st_ino, len(caplog.messages)) == (inode, 1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_index_that_lacks_lines_is_not_read_as_if_it_were_whole(tmp_path, name):
+    keys = [key_of(index) for index in range(COUNT)]
+    with ResultFolder(tmp_path, shard_items=4, facts={}, format=name) as results:
+        for index, key in enumerate(keys):
+            results.add(index, key, {}) if index != 1 else results.fail(index, key, "bad")
+        results.finish(COUNT)
+    assert len(Results(tmp_path)) == COUNT - 1
+    path = tmp_path / "index.jsonl"
+    whole = path.read_bytes()
+    for content in (b"", cut_at_a_line(whole)):
+        path.write_bytes(content)
+        lines = content.count(b"\n")
+        with pytest.raises(shmload.ResultsCorrupt, match=f"it has {lines} lines for {COUNT} items"):
+            Results(tmp_path)
