@@ -17,6 +17,7 @@ run. 130: it was interrupted.
 import inspect
 import json
 import os
+import stat
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -101,6 +102,7 @@ def square_of(picture: Picture) -> "Image":
     import numpy as np
     from PIL import Image, ImageOps
 
+    require_file(picture.path)
     with Image.open(picture.path) as file:
         image = ImageOps.exif_transpose(file)
     if image.mode.startswith("I"):  # grey of 16 bits, which `convert` would clip to 255
@@ -114,23 +116,44 @@ def caption_of(picture: Picture) -> str:
     if picture.caption is not None:
         return picture.caption
     text = Path(picture.path).with_suffix(_CAPTION_SUFFIX)
+    if not text.exists():
+        return ""
+    require_file(text)
     try:
-        return text.read_text("utf-8-sig").strip() if text.exists() else ""
+        return text.read_text("utf-8-sig").strip()
     except UnicodeDecodeError as exc:
         raise ValueError(f"{text} is not UTF-8: {exc}") from exc
 
 
-def find_pictures(folder: Path) -> tuple[list[str], str]:
-    """Return the paths of the pictures below a folder, in order, and what is skipped."""
-    found, others, links = [], Counter[str](), 0
+def require_file(path: str | Path) -> None:
+    """Raise an error if a path is no regular file: opening a FIFO would wait for its writer."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError(f"{path} is no regular file")
+
+
+class Found(NamedTuple):
+    """What a folder of pictures has."""
+
+    names: list[str]
+    """Paths of the pictures below the folder, in order."""
+    without_text: list[str]
+    """Those that have no text file beside them."""
+    skipped: str
+    """Which files and folders are no pictures; empty if none."""
+
+
+def find_pictures(folder: Path) -> Found:
+    """Return the pictures below a folder."""
+    found, texts, others, links = [], set[Path](), Counter[str](), 0
     for where, folders, files in os.walk(folder):
         links += sum(os.path.islink(os.path.join(where, name)) for name in folders)
-        for path in (Path(where, name) for name in files):
-            suffix = path.suffix.lower()
-            if suffix in _SUFFIXES:
-                found.append(path.relative_to(folder))
-            elif suffix != _CAPTION_SUFFIX:
-                others[suffix or "no suffix"] += 1
+        for path in (Path(where, name).relative_to(folder) for name in files):
+            if path.suffix.lower() in _SUFFIXES:
+                found.append(path)
+            elif path.suffix == _CAPTION_SUFFIX:
+                texts.add(path)
+            else:
+                others[path.suffix or "no suffix"] += 1
     skipped = []
     if others:
         skipped.append(f"{_counted(others.total(), 'file')} ({', '.join(sorted(others))})")
@@ -140,14 +163,16 @@ def find_pictures(folder: Path) -> tuple[list[str], str]:
     if not found:
         more = f"; skipped: {words}" if words else ""
         raise click.UsageError(f"there is no picture in {folder} ({', '.join(_SUFFIXES)}){more}")
-    names = [str(path) for path in sorted(found)]
+    found.sort()
+    names = [str(path) for path in found]
     for name in names:
         try:
             name.encode()
         except UnicodeEncodeError as exc:
             raw = os.fsencode(name)
             raise click.UsageError(f"the name {raw!r} in {folder} is not UTF-8; rename it") from exc
-    return names, words
+    without = [str(path) for path in found if path.with_suffix(_CAPTION_SUFFIX) not in texts]
+    return Found(names, without, words)
 
 
 def _counted(number: int, noun: str) -> str:
@@ -187,7 +212,8 @@ def choose_components(pipeline: str, given: Sequence[str], size: int) -> Sequenc
     chosen = given or found or ["vae"]
     if not {"vae", "text_encoder"}.intersection(chosen):
         raise click.UsageError("give --component vae, --component text_encoder, or both")
-    alone = "for captions alone give --component text_encoder"
+    encoders = [name for name in found if name != "vae"] or ["text_encoder"]
+    alone = "for captions alone give " + " ".join(f"--component {name}" for name in encoders)
     if models and "vae" in chosen:
         library, kind = models.get("vae", ("", "none"))
         if library in ("", "diffusers") and kind not in _VAES:
@@ -308,7 +334,7 @@ def main(
 ) -> None:
     """Encode the PICTURES of a folder with a PIPELINE (directory or hub id) into the folder OUT."""
     chosen = choose_components(pipeline, components, size)
-    found, skipped = find_pictures(pictures)
+    found, without_text, skipped = find_pictures(pictures)
     if skipped:
         click.echo(f"skipped: {skipped}", err=True)
     names = found[:limit]
@@ -318,6 +344,12 @@ def main(
         # Of all pictures: the folder OUT may have more of them already than the limit allows.
         texts = captions_for(found, read_captions(captions, file_column, caption_column), captions)
         facts["captions"] = caption_column
+    elif without_text and chosen and "text_encoder" in chosen:
+        click.echo(
+            f"there is no text file beside {pictures / without_text[0]}; without a caption: "
+            f"{len(without_text)} of {len(found)}",
+            err=True,
+        )
     try:
         names = continued_order(out, names)
         gone = set(names).difference(found)

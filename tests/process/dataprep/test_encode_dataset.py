@@ -22,6 +22,23 @@ from shmload.integrations.results import ResultFolder, Results
 
 COUNT = 30
 _SCRIPT = Path(encode_dataset.__file__)
+_WAITING = f"""
+import sys
+sys.path.insert(0, {str(_SCRIPT.parent)!r})
+import encode_dataset
+
+original = encode_dataset.encode
+
+def encode(pipe, picture):
+    import stat, os
+    if stat.S_ISFIFO(os.stat(picture.path).st_mode):
+        open(picture.path).close()
+    return original(pipe, picture)
+
+encode_dataset.encode = encode
+encode_dataset.main()
+"""
+"""The script, but it waits at a picture that is a FIFO."""
 
 
 @pytest.fixture
@@ -62,7 +79,7 @@ class Encoding:
         """Kill the script while its processes block on a FIFO without a writer."""
         fifos = [replace_by_fifo(path) for path in waiting]
         before = journals(out)
-        with self.python.starting(_SCRIPT, *self.arguments, out, *more) as (process, *_):
+        with self.python.starting(_WAITING, *self.arguments, out, *more) as (process, *_):
             wait_for_growth(out, before)
             (server,) = children_of(process.pid)
             runners = children_of(server)
@@ -103,6 +120,8 @@ def test_killed_and_resumed_it_gives_the_bytes_of_a_serial_run(
     encoding = Encoding(warm_python, *options, saved("stable-diffusion"), pictures)
     code, words = encoding.run_here(tmp_path / "serial")
     assert code == 0, words
+    assert "no text file beside" in words
+    assert f"without a caption: 1 of {COUNT}" in words
     assert f"{COUNT} pictures, {COUNT} of them in this run, 0 failed" in words
 
     out = tmp_path / "out"

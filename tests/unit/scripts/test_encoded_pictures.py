@@ -68,20 +68,34 @@ def test_size_that_the_pipeline_would_round_is_an_error(tmp_path):
     assert encoded(tmp_path / "a.png", 24, pipe).shape == (24, 24, 3)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_regular_file_is_an_error_at_once(tmp_path, make):
+    """Nothing writes to the FIFO: opening it would wait for ever."""
+    make(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"a\.png is no regular file"):
+        encoded(tmp_path / "a.png")
+    make(tmp_path / "b.txt")
+    with pytest.raises(ValueError, match=r"b\.txt is no regular file"):
+        encode_dataset.caption_of(Picture(str(tmp_path / "b.png"), 8, None))
+    with pytest.raises(FileNotFoundError):
+        encoded(tmp_path / "none.png")
+
+
 def test_files_and_folders_that_are_skipped_are_said(tmp_path):
     (tmp_path / "b.png").mkdir()
     for name in ("a.JPG", "a.txt", "b.png/c.webp", "d.gif", "e.tiff", "f.gif", "README"):
         (tmp_path / name).touch()
     (tmp_path / "elsewhere").symlink_to(tmp_path / "b.png")
-    found, skipped = encode_dataset.find_pictures(tmp_path)
-    assert found == ["a.JPG", "b.png/c.webp"]
-    assert skipped == "4 files (.gif, .tiff, no suffix), 1 folder behind a symbolic link"
+    found = encode_dataset.find_pictures(tmp_path)
+    assert found.names == ["a.JPG", "b.png/c.webp"]
+    assert found.without_text == ["b.png/c.webp"]
+    assert found.skipped == "4 files (.gif, .tiff, no suffix), 1 folder behind a symbolic link"
 
 
 def test_nothing_is_said_if_nothing_is_skipped(tmp_path):
     (tmp_path / "a.png").touch()
     (tmp_path / "a.txt").touch()
-    assert encode_dataset.find_pictures(tmp_path) == (["a.png"], "")
+    assert encode_dataset.find_pictures(tmp_path) == (["a.png"], [], "")
 
 
 def test_pictures_are_in_the_order_of_their_paths(tmp_path):
