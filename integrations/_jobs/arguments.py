@@ -24,6 +24,12 @@ def check_numbers(procs: int, threads: int, item_timeout_s: float | None) -> Non
         raise ArgumentError(f"procs is {procs}; it must be 1 or more, or 0 for this process")
 
 
+def check_items(items: object) -> None:
+    """Raise ArgumentError if the items of a map are one text, whose letters nobody means."""
+    if isinstance(items, str | bytes):
+        raise ArgumentError(f"items is {items!r}; give the items themselves, such as a list")
+
+
 def handle_of(
     source: str | os.PathLike[str] | Handle,
     components: Collection[str] | None,

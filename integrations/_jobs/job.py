@@ -12,7 +12,12 @@ from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
 from shmload._checkpoints.wanted import PIPELINE_ARGUMENTS, require_known
 from shmload._placement.inventory import CPU
 from shmload.errors import ArgumentError, ItemError, ItemFailed
-from shmload.integrations._jobs.arguments import check_numbers, devices_of, handle_of
+from shmload.integrations._jobs.arguments import (
+    check_items,
+    check_numbers,
+    devices_of,
+    handle_of,
+)
 from shmload.integrations._jobs.crew import Crew
 from shmload.integrations._jobs.dispatch import Item, Outcome
 from shmload.integrations._jobs.first_errors import end_if_all_fail
@@ -151,6 +156,7 @@ class Job:
             JobFailed: the processes keep ending before they have worked.
             ShmloadError: the pipeline cannot be loaded.
         """
+        check_items(items)
         numbered = (Item(index, value) for index, value in enumerate(items))
         with ItemBar(items, progress) as bar:
             found = self._outcomes(
@@ -209,6 +215,7 @@ class Job:
             UnknownDtype: `save_dtype` is not a floating dtype.
             ResultsError: the folder cannot be written to, or holds something else.
         """
+        check_items(items)
         known = self.handle.facts | {
             "seed": str(self._seed),
             "threads": str(self._threads),

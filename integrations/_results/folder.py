@@ -14,6 +14,7 @@ from shmload.integrations._results.errors import accessing
 from shmload.integrations._results.facts import Facts, check_facts
 from shmload.integrations._results.index import is_index_of, write_index
 from shmload.integrations._results.items import Array, NewItem, failure, note, result
+from shmload.integrations._results.keys import plain
 from shmload.integrations._results.lock import FolderLock
 from shmload.integrations._results.names import (
     FACTS_NAME,
@@ -86,7 +87,7 @@ class ResultFolder:
         for name, value in facts.items():
             if not (isinstance(name, str) and isinstance(value, str)):
                 raise ArgumentError(f"the fact {name!r} is {value!r}; both must be text")
-        self._facts = dict(facts)
+        self._facts = {plain(name): plain(value) for name, value in facts.items()}
         self._format = format_named(format)
         self._format.require_library()
         self._items = ItemTable(self.folder, shard_items, self._format, retry_failed=retry_failed)

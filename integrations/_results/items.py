@@ -9,6 +9,7 @@ from shmload._checkpoints.dtypes import NBITS
 from shmload.errors import ArgumentError
 from shmload.integrations._results.format import ResultsFormat
 from shmload.integrations._results.journal import ArrayHead, Buffer, Head
+from shmload.integrations._results.keys import plain
 
 # The limit of shmload's reader of safetensors files.
 _MAX_RANK = 64
@@ -53,9 +54,9 @@ def result(
             raise ArgumentError(f"item {index}: the array name {name!r} is empty, or has a slash")
         content = _flat(given, f"item {index}, array {name!r}")
         digest = xxhash.xxh3_128_digest(content)
-        heads.append(ArrayHead(name, given.dtype, tuple(given.shape), len(content), digest))
+        heads.append(ArrayHead(plain(name), given.dtype, tuple(given.shape), len(content), digest))
         contents.append(content)
-    head = Head(index, key, None, tuple(heads))
+    head = Head(index, plain(key), None, tuple(heads))
     format.check_item(head, file_items)
     return NewItem(head, contents)
 
@@ -67,14 +68,14 @@ def failure(index: int, key: str, error: str, format: ResultsFormat, file_items:
         ArgumentError: the name is too long, or not text.
     """
     error = error.encode(errors="backslashreplace").decode()[-_MAX_ERROR_CHARS:]
-    head = Head(index, key, error or "unknown", ())
+    head = Head(index, plain(key), error or "unknown", ())
     format.check_item(head, file_items)
     return NewItem(head, [])
 
 
 def note(index: int, key: str) -> Head:
     """Return the record of an item that was begun; the key is text that UTF-8 can encode."""
-    return Head(index, key, "it was begun, and has no result", (), is_begun=True)
+    return Head(index, plain(key), "it was begun, and has no result", (), is_begun=True)
 
 
 def _flat(given: Array, what: str) -> Buffer:

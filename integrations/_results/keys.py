@@ -27,6 +27,11 @@ def digest_key(key: str) -> int:
         raise ArgumentError(f"{reason}; give the item another one") from exc
 
 
+def plain(text: str) -> str:
+    """Return text as a `str` itself: msgspec takes no subclass of it, such as numpy's."""
+    return str(text) if isinstance(text, str) else text
+
+
 class KeyDigests:
     """A set of such numbers, in sorted buckets: a tenth of the memory of a Python set."""
 

@@ -1,5 +1,6 @@
 """Results of a finished folder, read back by key or by place."""
 
+import operator
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,7 @@ class Results:
 
         Raises:
             KeyError, IndexError: there is no such item, or it has failed: then with its error.
+            TypeError: it is neither a key nor a place.
             UnknownDtype: torch has no such dtype; `read` returns the bytes.
             ResultsChanged, ResultsCorrupt, ResultsInaccessible: as for `read`.
         """
@@ -105,17 +107,13 @@ class Results:
             item: its key, or its place among the items that did not fail.
 
         Raises:
-            KeyError, IndexError: as for `results[item]`.
+            KeyError, IndexError, TypeError: as for `results[item]`.
             ArgumentError: the library of the folder's format is not installed.
             ResultsChanged: a job has changed the folder since it was opened.
             ResultsCorrupt: a file is not what was written.
             ResultsInaccessible: a file cannot be read.
         """
-        place = self._index.find(item) if isinstance(item, str) else item
-        if place is None:
-            error = self.errors.get(item) if isinstance(item, str) else None
-            raise KeyError(item if error is None else f"{item!r} failed: {error}")
-        line = self._index.line(place)
+        line = self._index.line(self._place_of(item))
         path = self.folder / line.file
         with accessing(path):
             if not line.arrays:
@@ -127,3 +125,21 @@ class Results:
                     name: Array(at.dtype, at.shape, file.read(at.offset, at.nbytes))
                     for name, at in line.arrays.items()
                 }
+
+    def _place_of(self, item: int | str) -> int:
+        """Return the place of an item that is there."""
+        if isinstance(item, str):
+            place = self._index.find(item)
+            if place is None:
+                error = self.errors.get(item)
+                raise KeyError(item if error is None else f"{item!r} failed: {error}")
+            return place
+        try:
+            place = operator.index(item)
+        except TypeError as exc:
+            raise TypeError(
+                f"{item!r} is a {type(item).__name__}; give a key, which is text, or a place"
+            ) from exc
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"there is no place {place}; {self.folder} has {len(self)} results")
+        return place

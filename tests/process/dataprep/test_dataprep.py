@@ -236,6 +236,15 @@ def test_wrong_argument_is_refused_at_once(source, arguments, message):
         dataprep.Job(source, **arguments)
 
 
+def test_text_in_the_place_of_items_is_refused(source, tmp_path):
+    with dataprep.Job(source, procs=0) as job:
+        with pytest.raises(shmload.ArgumentError, match="items is 'pictures'; give the items"):
+            list(job.map(lambda pipe, item: item, "pictures"))
+        with pytest.raises(shmload.ArgumentError, match="items is 'pictures'; give the items"):
+            job.write(lambda pipe, item: {}, "pictures", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_handle_and_what_it_says_already_are_refused_together(source):
     handle = shmload.Handle.of(source)
     with pytest.raises(shmload.ArgumentError, match="the source is a Handle"):

@@ -241,3 +241,18 @@ def test_array_that_is_too_large_is_refused(tmp_path, format, monkeypatch):
         pytest.raises(shmload.ArgumentError, match="use another format"),
     ):
         results.add(0, "key", {"x": ONE})
+
+
+def test_text_of_numpy_is_text(tmp_path, format):
+    """Keys from a column of a table are often of a subclass of `str`, which msgspec refuses."""
+    keys = np.array(["a.png", "b.png", "c.png"])
+    for folder, texts in (("plain", [str(key) for key in keys]), ("numpy", list(keys))):
+        facts = {type(texts[0])("size"): type(texts[0])("64")}
+        with ResultFolder(tmp_path / folder, facts=facts, format=format) as results:
+            assert not results.is_settled(0, texts[0])
+            results.add(1, texts[1], {type(texts[0])("x"): ONE})
+            results.fail(2, texts[2], "bad")
+            results.add(0, texts[0], {type(texts[0])("x"): ONE})
+            results.finish(3)
+    assert content_of(tmp_path / "numpy") == content_of(tmp_path / "plain")
+    assert Results(tmp_path / "numpy").read(keys[0])["x"].content == b"1"

@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,8 +59,13 @@ def test_what_is_not_there_is_a_key_or_index_error(folder):
         with pytest.raises(KeyError):
             results[key]
     assert 0 not in results
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=f"no place {COUNT}; .* has {COUNT} results"):
         results[COUNT]
+    assert is_what_was_given(results[-1], COUNT - 1)
+    assert is_what_was_given(results[torch.tensor(1)], 1)
+    for other in (Path("a.png"), 1.5, [0, 1]):
+        with pytest.raises(TypeError, match="give a key, which is text, or a place"):
+            results[other]
 
 
 def test_tensors_have_memory_of_their_own(folder):
