@@ -63,7 +63,8 @@ def choose_victims(
         freed += info.nbytes
     if budget and freed < over:
         available = max(0, nbytes - (over - freed))
-        raise SharedMemoryFull(nbytes, available, budget.name, _remedy(found, budget.ways))
+        remedy = _remedy(found, nbytes, over - freed, budget)
+        raise SharedMemoryFull(nbytes, available, budget.name, remedy)
     return victims
 
 
@@ -72,16 +73,35 @@ def may_go(info: SegmentInfo) -> bool:
     return not (info.is_leased or info.is_pinned)
 
 
-def _remedy(found: Sequence[SegmentInfo], ways: Iterable[str]) -> str:
-    """Return what the user can do about segments that cannot be evicted."""
-    leased = sum(info.is_leased for info in found)
-    pinned = sum(info.is_pinned and not info.is_leased for info in found)
-    own = []
-    if leased:
-        own.append(f"end the users of the {leased} in use (`shmload ls`)")
-    if pinned:
-        own.append(f"let some of the {pinned} pinned go with `shmload unpin`")
-    return ", or ".join([*own, *ways])
+def _remedy(found: Iterable[SegmentInfo], nbytes: int, missing: int, budget: Budget) -> str:
+    """Return what can help a load that the budget refuses.
+
+    Args:
+        found: all segments.
+        nbytes: size of the new segments, in bytes.
+        missing: how much of what stays would have to go for them, in bytes.
+        budget: what refuses them.
+    """
+    ways = ", or ".join(budget.ways)
+    if nbytes > budget.nbytes:
+        return f"no more than {format_nbytes(budget.nbytes)} can be resident in it: {ways}"
+    staying = [info for info in found if not may_go(info)]
+    leased = [info for info in staying if info.is_leased]
+    pinned = [info for info in staying if info.is_pinned]
+    end = f"end the users of the {len(leased)} in use (`shmload ls`)"
+    unpin = f"let some of the {len(pinned)} pinned go with `shmload unpin`"
+    alone = [
+        way
+        for way, freed in (
+            (end, sum(info.nbytes for info in leased if not info.is_pinned)),
+            (unpin, sum(info.nbytes for info in pinned if not info.is_leased)),
+        )
+        if freed >= missing
+    ]
+    if alone:
+        return ", or ".join([*alone, ways])
+    both = [way for way, of in ((end, leased), (unpin, pinned)) if of]
+    return ", or ".join([" and ".join(both), ways]) if both else ways
 
 
 def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> list[SegmentInfo]:

@@ -52,20 +52,40 @@ def test_memory_that_cannot_be_freed_is_not_the_budgets_refusal():
     assert names(9 * GIB, 20 * GIB, 0) == ["early", "late"]
 
 
-def refusal(resident):
+def refusal(resident, nbytes=2 * GIB, budget=3 * GIB):
     with pytest.raises(SharedMemoryFull) as caught:
-        choose_victims(resident, 2 * GIB, 99 * GIB, service_budget(GIB))
+        choose_victims(resident, nbytes, 99 * GIB, service_budget(budget))
     return str(caught.value)
 
 
+LEASED, PINNED, BOTH = (
+    segment("leased", is_leased=True, nbytes=2 * GIB),
+    segment("pinned", is_pinned=True, nbytes=2 * GIB),
+    segment("both", is_leased=True, is_pinned=True, nbytes=2 * GIB),
+)
+
+
 def test_refusal_advises_what_can_help():
-    empty = refusal([])
-    assert "the service's budget leaves 1.00 GiB; raise `shmload serve --budget`" in empty
-    assert "SHMLOAD_SERVICE=off" in empty
-    assert "users" not in empty
-    assert "`shmload unpin`" not in empty
-    both = refusal(RESIDENT)
-    assert "end the users of the 1 in use" in both
-    assert "the 1 pinned go with `shmload unpin`" in both
-    assert "pinned" not in refusal([segment("leased", is_leased=True)])
-    assert "users" not in refusal([segment("pinned", is_pinned=True)])
+    users, unpin = "end the users of the 1 in use", "the 1 pinned go with `shmload unpin`"
+    assert "pinned" not in refusal([LEASED])
+    assert users in refusal([LEASED])
+    assert "users" not in refusal([PINNED])
+    assert unpin in refusal([PINNED])
+    assert f"{users} (`shmload ls`) and let some of {unpin}" in refusal([BOTH])
+    either = refusal([LEASED, PINNED], budget=4 * GIB)
+    assert f"{users} (`shmload ls`), or let some of {unpin}, or raise `shmload serve" in either
+
+
+def test_refusal_names_both_ways_where_one_does_not_free_enough():
+    said = refusal([LEASED, PINNED], nbytes=3 * GIB, budget=4 * GIB)
+    assert "(`shmload ls`) and let some of the 1 pinned go" in said
+    small = segment("small", is_leased=True, nbytes=1)
+    assert "users" not in refusal([PINNED, small])
+
+
+def test_refusal_of_more_than_the_budget_advises_nothing_that_cannot_help():
+    said = refusal([LEASED, PINNED], budget=GIB)
+    assert "no more than 1.00 GiB can be resident in it: raise `shmload serve --budget`" in said
+    assert "SHMLOAD_SERVICE=off" in said
+    assert "users" not in said
+    assert "unpin" not in said
