@@ -1,31 +1,19 @@
-"""Preloading: the service warms the sources in a file at its start, one per line.
-
-    # SOURCE [DTYPE] [pin | keep-for=TIME] [OPTION=VALUE]..., quoted as in a shell
-    ~/models/flux bfloat16 pin
-    ~/models/sdxl half keep-for=2h variant=fp16 component=unet component=vae
-    "/models/my lora.safetensors"
-
-Guarantee: a list with a mistake is refused as a whole, before the service starts.
-"""
+"""Preloading: the service warms the sources of a list at its start, one after the other."""
 
 import logging
 import os
 import re
 import select
-import shlex
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from shmload._checkpoints.dtypes import AUTO, parse_dtype
+from shmload._cli.preload_list import ListedSource
 from shmload._ipc.child import Child, child_environment
 from shmload._segments.listing import segments
-from shmload._settings import parse_keep_for
 from shmload._wording import format_nbytes
-from shmload.errors import ArgumentError
 
 if TYPE_CHECKING:
     from shmload._service.state import ServiceState
@@ -34,39 +22,7 @@ logger = logging.getLogger(__name__)
 
 _LOGGER_NAME = re.compile(r"^shmload[\w.]*: ")  # at the beginning of a line that a child logs
 _END_TIMEOUT_S = 5.0  # after which a child that was asked to end is killed
-# Words of a line.
-_PIN = "pin"
-_KEEP_FOR = "keep-for="
-# Words with a value that are options of `shmload warm`, by these names.
-_OPTIONS = ("variant", "component", "subfolder", "weight-name", "revision")
 _ERROR_PREFIX = "shmload: "  # as the command line prints the errors of this package
-
-
-class ListedSource(msgspec.Struct, frozen=True):
-    """A line of the list."""
-
-    line: int
-    source: str
-    dtype: str | None
-    is_pinned: bool = False
-    keep_for: str | None = None
-    """How long it stays while no process uses it, as it is written; None for no limit."""
-    given: tuple[str, ...] = ()
-    """Other options of `shmload warm`, such as `--variant=fp16`."""
-
-    @property
-    def fields(self) -> dict[str, object]:
-        """What a log as JSON says of it beside a message."""
-        return {"line": self.line, "source": self.source}
-
-    def options(self) -> list[str]:
-        """Return the options of `shmload warm` that do what the line says."""
-        return [
-            *(["--dtype", self.dtype] if self.dtype else []),
-            *(["--pin"] if self.is_pinned else []),
-            *(["--keep-for", self.keep_for] if self.keep_for else []),
-            *self.given,
-        ]
 
 
 class _Evicted(msgspec.Struct, frozen=True):
@@ -87,60 +43,6 @@ class _Answer(msgspec.Struct, frozen=True):
     """What `shmload warm --json` prints."""
 
     reports: tuple[_Report]
-
-
-def read_list(path: Path) -> list[ListedSource]:
-    """Read a file of sources.
-
-    Raises:
-        ArgumentError: a line has a mistake; the message has its number.
-    """
-    found = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        try:
-            words = shlex.split(line.decode(), comments=True)
-            if words:
-                found.append(_read_words(number, *words))
-        except UnicodeDecodeError as exc:
-            raise ArgumentError(f"{path}, line {number}: it is not UTF-8") from exc
-        except ValueError as exc:
-            raise ArgumentError(f"{path}, line {number}: {exc}") from exc
-    return found
-
-
-def _read_words(line: int, source: str, *words: str) -> ListedSource:
-    """Read the words of one line.
-
-    Raises:
-        ArgumentError: a word has a mistake.
-    """
-    times = [word.removeprefix(_KEEP_FOR) for word in words if word.startswith(_KEEP_FOR)]
-    given = [f"--{word}" for word in words if word.partition("=")[0] in _OPTIONS and "=" in word]
-    dtypes = [
-        word
-        for word in words
-        if word != _PIN and not word.startswith(_KEEP_FOR) and f"--{word}" not in given
-    ]
-    if len(dtypes) > 1 or len(times) > 1:
-        raise ArgumentError(
-            "more than SOURCE and DTYPE, pin or keep-for=TIME, and "
-            f"{', '.join(f'{name}=' for name in _OPTIONS)}; put quotes around spaces"
-        )
-    for dtype in dtypes:
-        if dtype != AUTO:
-            parse_dtype(dtype)
-    for time in times:
-        parse_keep_for(time)
-    if _PIN in words and times:
-        raise ArgumentError("pin and keep-for exclude each other: what is pinned stays when idle")
-    return ListedSource(
-        line,
-        os.path.expanduser(source),
-        dtypes[0] if dtypes else None,
-        _PIN in words,
-        times[0] if times else None,
-        tuple(given),
-    )
 
 
 def preload(wanted: Sequence[ListedSource], state: "ServiceState") -> None:

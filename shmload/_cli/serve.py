@@ -15,7 +15,8 @@ from typing import Any, get_args
 import click
 
 from shmload._cli.logs import LogFormat, log_steps
-from shmload._cli.preload import ListedSource, preload, read_list
+from shmload._cli.preload import preload
+from shmload._cli.preload_list import ListedSource, read_list
 from shmload._doctor.variables import relative_variables, unknown_variables
 from shmload._host.limits import allow_descriptors, allow_file_size
 from shmload._segments.listing import segments
@@ -102,8 +103,8 @@ class _ServeCommand(click.Command):
     "--preload",
     "wanted",
     type=_PreloadList(exists=True, dir_okay=False),
-    help="File of sources to warm at the start, one per line: SOURCE [DTYPE] [pin | keep-for=2h] "
-    "[variant=fp16 component=unet ...].",
+    help="File of sources to warm at the start, one per line: SOURCE [DTYPE] [vae=float32 ...] "
+    "[pin | keep-for=2h] [variant=fp16 component=unet ...].",
 )
 @click.option(
     "--metrics",

@@ -8,7 +8,7 @@ import pytest
 
 from shmload._cli import serve
 from shmload._cli.main import main
-from shmload._cli.preload import ListedSource, read_list
+from shmload._cli.preload_list import ListedSource, read_list
 from shmload._cli.serve import _Address
 
 
@@ -70,7 +70,7 @@ def test_preload_children_find_the_socket_of_systemd(monkeypatch, configure, tmp
     ("line", "mistake"),
     [
         (b"/m bfloat17", "unknown dtype 'bfloat17'"),
-        (b"/my model bfloat16", "more than SOURCE and DTYPE"),
+        (b"/my model bfloat16", "put quotes around a path with spaces"),
         (b"'/m", "No closing quotation"),
         (b"/m\xff", "not UTF-8"),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmload._cli.preload import ListedSource, read_list
+from shmload._cli.preload_list import ListedSource, read_list
 from shmload.errors import ArgumentError
 
 
@@ -31,10 +31,17 @@ def test_words_after_the_source_come_in_any_order(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/a half float32", "more than SOURCE and DTYPE"),
+        ("/a half float32", "half and float32 are two dtypes"),
+        ("/a half pinn", "unknown dtype 'pinn'"),
+        ("/a half pinn", "nor is 'pinn' pin, keep-for=TIME"),
+        ("/my model half", "put quotes around a path with spaces"),
+        ("/a half vae=float23", "vae=: unknown dtype 'float23'"),
+        ("/a half component = unet", "'component'"),
+        ("/a half varient=fp16", "varient= is none of the options; did you mean variant=?"),
+        ("/a vae=half vae=float32", "the dtype of 'vae' is given twice"),
         ("/a nothing", "unknown dtype 'nothing'"),
         ("/a keep-for=soon", "'soon' is no time to keep something"),
-        ("/a keep-for=1h keep-for=2h", "more than SOURCE and DTYPE, pin or keep-for=TIME"),
+        ("/a keep-for=1h keep-for=2h", "keep-for= stands there 2 times"),
         ("/a pin keep-for=1h", "exclude each other"),
         ("/a 'half", "quotation"),
     ],
@@ -43,3 +50,17 @@ def test_mistake_is_named_with_its_line(tmp_path, line, said):
     with pytest.raises(ArgumentError, match="line 2: ") as caught:
         read(tmp_path, f"/fine\n{line}\n")
     assert said in str(caught.value)
+
+
+def test_components_have_dtypes_of_their_own(tmp_path):
+    (found,) = read(tmp_path, "/a bfloat16 vae=float32 unet=auto pin\n")
+    assert found.options() == [
+        *("--dtype", "bfloat16", "--pin"),
+        *("--dtype=vae=float32", "--dtype=unet=auto"),
+    ]
+    assert read(tmp_path, "/a vae=float32\n")[0].options() == ["--dtype=vae=float32"]
+
+
+def test_dtype_may_be_named_as_the_other_options_are(tmp_path):
+    assert read(tmp_path, "/a dtype=half\n")[0].dtype == "half"
+    assert read(tmp_path, "/a dtype=vae=half\n")[0].options() == ["--dtype=vae=half"]

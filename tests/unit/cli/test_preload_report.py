@@ -3,8 +3,9 @@
 import logging
 
 from shmload._cli import preload
+from shmload._cli.preload_list import ListedSource
 
-_SOURCE = preload.ListedSource(3, "model.safetensors", None)
+_SOURCE = ListedSource(3, "model.safetensors", None)
 _REPORT = b'{\n  "reports": [{"segments": ["a"], "resident_nbytes": 7}]\n}\n'
 
 
@@ -20,8 +21,8 @@ def test_output_without_a_report_is_an_error_in_the_log(caplog):
 
 
 def test_only_what_was_evicted_is_blamed_on_the_budget(caplog, monkeypatch):
-    other = preload.ListedSource(1, "other.safetensors", None)
-    removed = preload.ListedSource(2, "removed.safetensors", None)
+    other = ListedSource(1, "other.safetensors", None)
+    removed = ListedSource(2, "removed.safetensors", None)
     monkeypatch.setattr(preload, "segments", list)
     made = {"o1": other, "o2": other, "r": removed}
     preload._report_evicted(made, _SOURCE, {"o2"})

@@ -1,0 +1,135 @@
+"""The list of sources that the service warms at its start: a file, one per line.
+
+    # SOURCE [DTYPE] [COMPONENT=DTYPE]... [pin | keep-for=TIME] [OPTION=VALUE]...,
+    # quoted as in a shell
+    ~/models/flux bfloat16 pin
+    ~/models/sdxl half keep-for=2h variant=fp16 component=unet component=vae
+    ~/models/sd15 bfloat16 vae=float32
+    "/models/my lora.safetensors"
+
+Guarantee: a list with a mistake is refused as a whole, before the service starts.
+"""
+
+import difflib
+import os
+import shlex
+from pathlib import Path
+
+import msgspec
+
+from shmload._checkpoints.dtypes import AUTO, dtype_by_component, parse_dtype
+from shmload._settings import parse_keep_for
+from shmload.errors import ArgumentError, UnknownDtype
+
+# Words of a line.
+_PIN = "pin"
+_KEEP_FOR = "keep-for="
+_DTYPE = "dtype="  # may stand before what is a dtype without it
+# Words with a value that are options of `shmload warm`, by these names.
+_OPTIONS = ("variant", "component", "subfolder", "weight-name", "revision")
+
+
+class ListedSource(msgspec.Struct, frozen=True):
+    """A line of the list."""
+
+    line: int
+    source: str
+    dtype: str | None
+    is_pinned: bool = False
+    keep_for: str | None = None
+    """How long it stays while no process uses it, as it is written; None for no limit."""
+    given: tuple[str, ...] = ()
+    """Other options of `shmload warm`, such as `--variant=fp16` and the dtype of a component."""
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """What a log as JSON says of it beside a message."""
+        return {"line": self.line, "source": self.source}
+
+    def options(self) -> list[str]:
+        """Return the options of `shmload warm` that do what the line says."""
+        return [
+            *(["--dtype", self.dtype] if self.dtype else []),
+            *(["--pin"] if self.is_pinned else []),
+            *(["--keep-for", self.keep_for] if self.keep_for else []),
+            *self.given,
+        ]
+
+
+def read_list(path: Path) -> list[ListedSource]:
+    """Read a file of sources.
+
+    Raises:
+        ArgumentError: a line has a mistake; the message has its number.
+    """
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            words = shlex.split(line.decode(), comments=True)
+            if words:
+                found.append(_read_words(number, *words))
+        except UnicodeDecodeError as exc:
+            raise ArgumentError(f"{path}, line {number}: it is not UTF-8") from exc
+        except ValueError as exc:
+            raise ArgumentError(f"{path}, line {number}: {exc}") from exc
+    return found
+
+
+def _read_words(line: int, source: str, *words: str) -> ListedSource:
+    """Read the words of one line.
+
+    Raises:
+        ArgumentError: a word has a mistake.
+    """
+    times = [word.removeprefix(_KEEP_FOR) for word in words if word.startswith(_KEEP_FOR)]
+    given = [f"--{word}" for word in words if word.partition("=")[0] in _OPTIONS and "=" in word]
+    dtypes = [
+        word.removeprefix(_DTYPE)
+        for word in words
+        if word != _PIN and not word.startswith(_KEEP_FOR) and f"--{word}" not in given
+    ]
+    for dtype in dtypes:
+        _require_dtype(dtype)
+    general = [dtype for dtype in dtypes if "=" not in dtype]
+    if len(general) > 1:
+        raise ArgumentError(
+            f"{' and '.join(general)} are two dtypes; that of one component is COMPONENT=DTYPE"
+        )
+    dtype_by_component(dtypes)  # none is given twice
+    given += [f"--dtype={dtype}" for dtype in dtypes if "=" in dtype]
+    if len(times) > 1:
+        raise ArgumentError(f"{_KEEP_FOR} stands there {len(times)} times")
+    for time in times:
+        parse_keep_for(time)
+    if _PIN in words and times:
+        raise ArgumentError("pin and keep-for exclude each other: what is pinned stays when idle")
+    return ListedSource(
+        line,
+        os.path.expanduser(source),
+        general[0] if general else None,
+        _PIN in words,
+        times[0] if times else None,
+        tuple(given),
+    )
+
+
+def _require_dtype(word: str) -> None:
+    """Check a word that is none of the others: DTYPE or COMPONENT=DTYPE.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    component, _, dtype = word.rpartition("=")
+    meant = difflib.get_close_matches(component, _OPTIONS, 1)
+    if meant:
+        raise ArgumentError(f"{component}= is none of the options; did you mean {meant[0]}=?")
+    try:
+        if dtype != AUTO:
+            parse_dtype(dtype)
+    except UnknownDtype as exc:
+        others = ", ".join(f"{name}=" for name in _OPTIONS)
+        among = f"{component}=: {exc}" if component else str(exc)
+        raise ArgumentError(
+            f"{among}; nor is {word!r} pin, keep-for=TIME, COMPONENT=DTYPE, or one of "
+            f"{others}; put quotes around a path with spaces"
+        ) from exc
