@@ -47,10 +47,18 @@ class Coordinator:
     @property
     def is_intact(self) -> bool:
         """Whether all workers are alive."""
+        return not self._ended_fds()
+
+    def ended(self) -> list[tuple[int, str]]:
+        """Return the process ids of the workers that have ended, and how, such as `SIGKILL`."""
+        fds = self._ended_fds()
+        return [(each.pid, each.how_it_ended()) for each in self._workers if each.pidfd in fds]
+
+    def _ended_fds(self) -> set[int]:
         poll = select.poll()
         for worker in self._workers:
             poll.register(worker.pidfd, select.POLLIN)
-        return not poll.poll(0)
+        return {fd for fd, _ in poll.poll(0)}
 
     @property
     def workers(self) -> int:

@@ -1,5 +1,6 @@
 """Workers that serve many loads, one load at a time, first come first served."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -8,6 +9,8 @@ from collections.abc import Callable, Sequence
 from shmload._decoding.coordinator import Coordinator
 from shmload._decoding.job import DecodeCancelled, Job, OnBytes
 from shmload.errors import WorkerError
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 # How long workers may take for a sign of life.
@@ -121,6 +124,9 @@ class WorkerPool:
     def _renew(self) -> Coordinator:
         """Return the workers, new ones if some have died."""
         if self._coordinator and not self._coordinator.is_intact:
+            for pid, how in self._coordinator.ended():
+                said = "worker %d ended between decodes (%s); new ones start"
+                logger.warning(said, pid, how, extra={"pid": pid})
             self._end_workers()
         if self._coordinator is None:
             self._coordinator = Coordinator(self.workers)

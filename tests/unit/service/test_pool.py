@@ -1,5 +1,8 @@
 """Clients take turns at the workers, and asking the workers for a sign of life is no turn."""
 
+import os
+import select
+import signal
 import threading
 
 import pytest
@@ -115,3 +118,19 @@ def test_closed_pool_starts_no_workers_to_ask(monkeypatch):
     pool.close()
     assert pool.silent_workers() == 2
     assert started == [1]
+
+
+def test_worker_that_ended_between_decodes_is_logged(caplog):
+    pool = WorkerPool(1)
+    try:
+        (worker,) = pool._coordinator._workers
+        os.kill(worker.pid, signal.SIGKILL)
+        assert select.select([worker.pidfd], [], [], 60)[0]
+        pool.silent_workers()
+        (said,) = caplog.messages
+        assert said == f"worker {worker.pid} ended between decodes (SIGKILL); new ones start"
+        assert caplog.records[0].pid == worker.pid
+        pool.silent_workers()
+        assert len(caplog.messages) == 1
+    finally:
+        pool.close()
