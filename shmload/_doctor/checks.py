@@ -108,17 +108,24 @@ def check_huge_pages(found: FileSystem | None, policy: str | None) -> Finding:
     return _finding("huge pages", "warn" if is_overruled else "ok", detail, remedy)
 
 
-def check_leftovers(names: Sequence[str], pinned: int = 0) -> Finding:
-    """Check how many names `shmload gc` would remove.
+def check_leftovers(names: Sequence[str], pinned: int = 0, viewed: int = 0) -> Finding:
+    """Check how many names `shmload gc` would remove, and what it leaves though files changed.
 
     Args:
         names: the names.
-        pinned: size of the pinned segments whose files have changed, in bytes: `gc` leaves them.
+        pinned: size of the pinned segments whose files have changed, in bytes, without `viewed`.
+        viewed: size of those that a view directory needs: `unpin` leaves these.
     """
     parts = [f"{len(names)} for `shmload gc` to remove"] if names else []
     parts += [f"{format_nbytes(pinned)} pinned, of files that have changed"] if pinned else []
-    remedy = "shmload gc" if names else "shmload ls; shmload unpin NAME; shmload gc"
-    return _finding("leftovers", "warn" if parts else "ok", ", ".join(parts) or "none", remedy)
+    if viewed:
+        parts.append(f"{format_nbytes(viewed)} in view directories, of files that have changed")
+    ways = ["shmload warm --views"] if viewed else []
+    ways += ["shmload ls; shmload unpin NAME"] if pinned else []
+    ways += ["shmload gc"] if names or pinned else []
+    return _finding(
+        "leftovers", "warn" if parts else "ok", ", ".join(parts) or "none", "; ".join(ways)
+    )
 
 
 def check_removal(is_removed_at_logout: bool) -> Finding:

@@ -61,6 +61,7 @@ from shmload._segments.eviction import Budget, may_go
 from shmload._segments.listing import segments, segments_by_lock
 from shmload._segments.pins import pinned_outdated
 from shmload._segments.upkeep import find_garbage
+from shmload._segments.view_register import views_by_segment
 from shmload._service.budget import service_budget
 from shmload._service.client import Client
 from shmload._service.endpoint import connect, service_pid, socket_path
@@ -126,6 +127,14 @@ def _resident_nbytes() -> int:
     return sum(info.nbytes for info in segments_by_lock()) if SHM_DIR.is_dir() else 0
 
 
+def _outdated_nbytes() -> tuple[int, int]:
+    """Return the size of what stays though its files have changed: only pinned, and in views."""
+    outdated = pinned_outdated()
+    views = views_by_segment()
+    viewed = sum(info.nbytes for info in outdated if info.name in views)
+    return sum(info.nbytes for info in outdated) - viewed, viewed
+
+
 def _diagnose_shared_memory(needed: int | None, idle: int) -> Iterator[Finding]:
     if SHM_DIR.is_dir():
         found = file_system(SHM_DIR.stat().st_dev)
@@ -133,7 +142,7 @@ def _diagnose_shared_memory(needed: int | None, idle: int) -> Iterator[Finding]:
         total, free = shm_total_nbytes(), shm_free_nbytes()
         yield check_shared_memory(found, total, free, is_writable, needed, idle)
         yield check_huge_pages(found, huge_page_policy())
-        yield check_leftovers(find_garbage(), sum(info.nbytes for info in pinned_outdated()))
+        yield check_leftovers(find_garbage(), *_outdated_nbytes())
     else:
         yield check_shared_memory(FileSystem("no directory", ()), 0, 0, is_writable=False)
 

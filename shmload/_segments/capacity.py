@@ -7,9 +7,15 @@ process that touches a page first. The kernel kills processes of a group that ex
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shmload._host.linux import shm_free_nbytes, unwritten_nbytes
+from shmload._host.linux import (
+    shm_free_nbytes,
+    shm_total_nbytes,
+    unwritten_nbytes,
+    written_nbytes,
+)
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
-from shmload._segments.names import part_names
+from shmload._segments.names import part_names, segment_names
+from shmload._wording import format_nbytes
 from shmload.errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 
 # Left for page tables and the workers themselves (about 40 MB each).
@@ -25,6 +31,7 @@ class _Limit(NamedTuple):
     """How much of `free` is not for new segments."""
     name: str
     remedy: str
+    """Empty for /dev/shm: what helps there depends on what lies there."""
 
 
 def require_room(nbytes: int, *, evictable: int = 0, is_charged_here: bool = True) -> None:
@@ -45,7 +52,31 @@ def require_room(nbytes: int, *, evictable: int = 0, is_charged_here: bool = Tru
     for limit in _limits(of_group=is_charged_here):
         free = limit.free + evictable
         if nbytes + limit.kept > free:
-            raise limit.error(nbytes, max(0, free - limit.kept), limit.name, limit.remedy)
+            remedy = limit.remedy or _shm_remedy(nbytes)
+            raise limit.error(nbytes, max(0, free - limit.kept), limit.name, remedy)
+
+
+def _shm_remedy(nbytes: int) -> str:
+    """Return what gives room for `nbytes` in /dev/shm: what is shmload's, or others', or neither.
+
+    What others have is named where shmload's own files would not free enough.
+    """
+    enlarge = (
+        "enlarge it: `mount -o remount,size=90% /dev/shm`, `docker run --shm-size`, "
+        "or an emptyDir of medium Memory"
+    )
+    total, free = shm_total_nbytes(), shm_free_nbytes()
+    if nbytes > total:
+        return f"all of it is {format_nbytes(total)}; {enlarge}"
+    own = written_nbytes([*segment_names(), *part_names()])
+    others = max(0, total - free - own)
+    ways = ["free some with `shmload rm` or `shmload gc`"] if own else []
+    if nbytes > free + own:
+        ways.append(
+            f"remove what others have there, {format_nbytes(others)} "
+            "(`du -ah /dev/shm | sort -h | tail`)"
+        )
+    return ", or ".join([*ways, enlarge])
 
 
 def room_nbytes() -> int:
@@ -60,9 +91,7 @@ def _limits(*, of_group: bool = True) -> Iterator[_Limit]:
         max(0, shm_free_nbytes() - promised),
         0,
         "/dev/shm",
-        "free some with `shmload rm` or `shmload gc`, or enlarge it: "
-        "`mount -o remount,size=90% /dev/shm`, `docker run --shm-size`, "
-        "or an emptyDir of medium Memory",
+        "",  # `_shm_remedy` looks at the files there
     )
     group_free = cgroup_free_nbytes() if of_group else None
     if group_free is not None:
