@@ -12,8 +12,11 @@ from typing import Any
 import click
 
 
-def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a table of captions: .csv, .tsv, .jsonl, or .parquet."""
+def rows_of(file: Path) -> Iterator[Mapping[str | None, Any]]:
+    """Yield the rows of a table of captions: .csv, .tsv, .jsonl, or .parquet.
+
+    Cells of a row of CSV beyond the columns are a list under None.
+    """
     match file.suffix.lower():
         case ".parquet":
             import pyarrow.parquet
@@ -30,7 +33,9 @@ def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
         case ".csv" | ".tsv" as suffix:
             csv.field_size_limit(sys.maxsize)  # the default refuses captions of 128 KiB
             with file.open(encoding="utf-8-sig", newline="") as lines:
-                yield from csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else ",")
+                delimiter = "\t" if suffix == ".tsv" else ","
+                # strict: a quote that is not closed would take all rows behind it into one cell.
+                yield from csv.DictReader(lines, delimiter=delimiter, strict=True)
         case _:
             raise click.UsageError(
                 f"{file} is no table of captions: its name must end in .csv, .tsv, .jsonl or "
@@ -38,7 +43,7 @@ def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
             )
 
 
-def _object_of(line: str, number: int) -> Mapping[str, Any]:
+def _object_of(line: str, number: int) -> Mapping[str | None, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as exc:
@@ -57,6 +62,12 @@ def read_captions(file: Path, name_column: str, text_column: str) -> dict[str, s
     captions: dict[str, str] = {}
     for number in range(1, len(rows) + 1):
         name, text = (_cell(file, rows, number, column) for column in (name_column, text_column))
+        beyond = [cell for cell in rows[number - 1].get(None, ()) if cell.strip()]
+        if beyond:  # of CSV; the rest of a text would be lost
+            raise click.UsageError(
+                f"{file}, row {number}: {name!r} has more cells than there are columns, such as "
+                f"{beyond[0].strip()!r}; put a text that has the separator into double quotes"
+            )
         name = posixpath.normpath(name) if name else name  # `./a.png` is `a.png`
         if captions.setdefault(name, text) != text:
             raise click.UsageError(
@@ -66,7 +77,7 @@ def read_captions(file: Path, name_column: str, text_column: str) -> dict[str, s
     return captions
 
 
-def _cell(file: Path, rows: Sequence[Mapping[str, Any]], number: int, column: str) -> str:
+def _cell(file: Path, rows: Sequence[Mapping[str | None, Any]], number: int, column: str) -> str:
     """Return a text of a row, counted from 1; empty if the cell is."""
     row = rows[number - 1]
     if column not in row:

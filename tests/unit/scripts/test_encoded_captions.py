@@ -82,7 +82,7 @@ def test_row_that_lacks_a_column_is_named(tmp_path):
 
 def test_short_line_of_a_csv_file_has_an_empty_caption(tmp_path):
     table = tmp_path / "a.csv"
-    table.write_text("file_name,text\na.png\nb.png,two,more\n")
+    table.write_text("file_name,text\na.png\nb.png,two\n")
     assert read_captions(table, "file_name", "text") == {"a.png": "", "b.png": "two"}
 
 
@@ -117,3 +117,27 @@ def test_cells_beyond_the_columns_have_no_name_in_the_error(tmp_path):
     (tmp_path / "a.csv").write_text("file_name;text\na.png;a cat, red\n")
     with pytest.raises(click.UsageError, match=r"it has file_name;text$"):
         read_captions(tmp_path / "a.csv", "file_name", "text")
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ("a.png,a cat, red\n", "'a.png' has more cells than there are columns, such as 'red'"),
+        ('a.png,"a cat\nb.png,a dog\n', "unexpected end of data"),
+        ('a.png,"a" cat\n', "expected after"),
+    ],
+)
+def test_text_that_csv_would_lose_is_an_error(tmp_path, rows, says):
+    table = tmp_path / "table.csv"
+    table.write_text("file_name,text\n" + rows)
+    with pytest.raises(click.UsageError, match=says):
+        read_captions(table, "file_name", "text")
+
+
+def test_empty_cells_beyond_the_columns_and_quotes_within_are_no_error(tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text('file_name,text\na.png,"a ""cat"", red",\nb.png,5 dogs, ,\n')
+    assert read_captions(table, "file_name", "text") == {
+        "a.png": 'a "cat", red',
+        "b.png": "5 dogs",
+    }
