@@ -107,7 +107,11 @@ def _array(name: Any, value: Any, save_dtype: str | None) -> Array:
 
 def _of_tensor(name: str, tensor: "torch.Tensor") -> Array:
     dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-    if dtype is None or str(tensor.layout) != "torch.strided":
+    if str(tensor.layout) != "torch.strided":
+        raise TypeError(
+            f"{name!r} has the layout {tensor.layout}; give a dense tensor: .to_dense()"
+        )
+    if dtype is None:
         raise _refused(name, tensor)
     shape = tuple(tensor.shape)
     if NBITS[dtype] < 8:  # torch's shape counts bytes, which several elements share

@@ -136,7 +136,7 @@ class Index:
         ResultsChanged: a job has changed the folder meanwhile.
         ResultsCorrupt: it or the last results file is not what was written.
         ResultsInaccessible: one of them cannot be read.
-        ArgumentError: the library of the folder's format is not installed.
+        ArgumentError: the folder is a file, or the library of its format is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -209,6 +209,8 @@ class Index:
             file = open(self._path, "rb")  # noqa: SIM115 closed below
         except FileNotFoundError as exc:
             raise ResultsUnfinished(self._folder, exists=self._folder.exists()) from exc
+        except NotADirectoryError as exc:
+            raise ArgumentError(f"{self._folder} is a file; give the folder of results") from exc
         with file:
             status = os.fstat(file.fileno())
             if status.st_size:

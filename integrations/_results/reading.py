@@ -33,7 +33,7 @@ class Results:
         ResultsChanged: a job has changed the folder meanwhile.
         ResultsCorrupt: the index or the last results file is not what was written.
         ResultsInaccessible: one of them cannot be read.
-        ArgumentError: the library of the folder's format is not installed.
+        ArgumentError: the folder is a file, or the library of its format is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

@@ -145,7 +145,7 @@ REFUSED = {
     "{'a': np.array(['text'])}": "'a' is a ndarray <U4;",
     "{'a': np.zeros(2, complex)}": "'a' is a ndarray complex128;",
     "{'a': torch.zeros(2, dtype=torch.cdouble)}": "'a' is a Tensor torch.complex128;",
-    "{'a': torch.eye(2).to_sparse()}": "'a' is a Tensor torch.float32;",
+    "{'a': torch.eye(2).to_sparse()}": "'a' has the layout torch.sparse_coo; give a dense tensor",
     "{'a/b': np.zeros(2)}": "'a/b' cannot be the name of an array;",
     "{'': np.zeros(2)}": "'' cannot be the name of an array;",
     "{3: np.zeros(2)}": "3 cannot be the name of an array;",

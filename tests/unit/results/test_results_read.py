@@ -68,6 +68,11 @@ def test_what_is_not_there_is_a_key_or_index_error(folder):
             results[other]
 
 
+def test_file_in_the_place_of_the_folder_is_said(folder):
+    with pytest.raises(shmload.ArgumentError, match=r"index\.jsonl is a file; give the folder"):
+        Results(folder / "index.jsonl")
+
+
 def test_tensors_have_memory_of_their_own(folder):
     results = Results(folder)
     before = results[1]["latent"].clone()
