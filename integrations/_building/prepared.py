@@ -4,6 +4,7 @@
 same, and its segments are still there.
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -55,6 +56,20 @@ def decode_note(text: str) -> tuple[str, list[Request]]:
         ValueError: the text is no such note.
     """
     return msgspec.json.decode(text, type=tuple[str, list[Request]])
+
+
+def is_part_of(text: str, other: str | None) -> bool:
+    """Tell whether a note's calls are the first of another's, by the same program."""
+    if other is None:
+        return False
+    try:
+        (program, requests), (before, known) = decode_note(text), decode_note(other)
+    except ValueError:
+        return False
+    return program == before and all(
+        len(known) > number and known[number].same_call(request)
+        for number, request in enumerate(requests)
+    )
 
 
 class Prepared:
@@ -143,10 +158,9 @@ def claim(request: Request | None) -> Any:
 
     A pipeline is returned once.
     """
-    found = next((p for p in _waiting if request and p.request.same_call(request)), None)
+    found = _take(request)
     if found is None:
         return None
-    _waiting.remove(found)
     reason = _why_not(found)
     if reason:
         logger.info("%s: not as it was prepared: %s", found.request.source, reason)
@@ -167,6 +181,16 @@ def put(prepared: Prepared) -> None:
 def drop() -> None:
     """Forget what was prepared: the program is another one."""
     _waiting.clear()
+
+
+def _take(request: Request | None) -> Prepared | None:
+    """Take what was loaded for a call out of the list; threads may ask at once."""
+    for found in list(_waiting):
+        if request and found.request.same_call(request):
+            with contextlib.suppress(ValueError):  # another thread was quicker
+                _waiting.remove(found)
+                return found
+    return None
 
 
 def _why_not(prepared: Prepared) -> str | None:
@@ -190,6 +214,7 @@ def _show_bar(pipeline: Any) -> None:
     """Show the bar that diffusers shows while it loads components."""
     from diffusers.utils import logging as diffusers_logging
 
-    count = len([name for name in pipeline.config if not name.startswith("_")])
+    entries = pipeline.config.values()  # of a component: its library and class
+    count = len([each for each in entries if isinstance(each, tuple | list) and each[0]])
     for _ in diffusers_logging.tqdm(range(count), desc="Loading pipeline components..."):
         pass

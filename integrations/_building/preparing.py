@@ -15,6 +15,7 @@ import torch
 
 from shmload._loading.verbs import plan
 from shmload._segments.parking import park
+from shmload._segments.view import remove_dead_views
 from shmload.integrations._building.prepared import Prepared, Request, put
 from shmload.integrations._building.unchanged import Facts
 
@@ -42,9 +43,11 @@ def prepare(request: Request, load_pipeline: Callable[..., Any]) -> set[int]:
         pipeline = load_pipeline(source, **_arguments_of(request))
         if not torch.equal(state, torch.get_rng_state()):
             raise ValueError("the load has drawn random numbers")
-        facts = Facts(os.path.abspath(request.source), _models_of(pipeline))
+        facts = Facts(os.path.abspath(request.source), [pipeline, *pipeline.components.values()])
     finally:
         os.chdir(here)
+        # A copy that was in the midst of this was ended, if its program came too early.
+        remove_dead_views()
     parked = park()
     put(Prepared(request, pipeline, facts, parked))
     return parked.numbers
@@ -58,7 +61,3 @@ def _arguments_of(request: Request) -> dict[str, Any]:
     if request.is_class:
         pipeline_class = getattr(diffusers, pipeline_class)
     return {"dtype": dtype, "keep": request.keep, "pipeline_class": pipeline_class}
-
-
-def _models_of(pipeline: Any) -> list[torch.nn.Module]:
-    return [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]

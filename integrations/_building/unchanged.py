@@ -10,7 +10,11 @@ from types import FunctionType, ModuleType
 
 import torch
 
-_LIBRARIES = {"accelerate", "diffusers", "huggingface_hub", "safetensors", "transformers"}
+from shmload.integrations._building.effects import hears_details
+from shmload.integrations._building.inside import what_is_behind
+
+_OTHER_VARIABLES = {"SHMLOAD_REDIRECT"}  # says how a call came here, not what it does
+_OF_PROGRAMS = {"__main__", "__mp_main__"}
 _VARIABLES = ("DIFFUSERS_", "HF_", "SHMLOAD_", "TRANSFORMERS_")
 
 
@@ -19,10 +23,10 @@ class Facts:
 
     Args:
         folder: of the source.
-        built: the modules that were built; their classes count.
+        built: what was built; its classes count, those of modules in it, and of configurations.
     """
 
-    def __init__(self, folder: str, built: list[torch.nn.Module]) -> None:
+    def __init__(self, folder: str, built: list[object]) -> None:
         self._folder = folder
         self._files = files_below(folder)
         self._settings = settings_now()
@@ -32,12 +36,16 @@ class Facts:
         """Return what is not the same any more; None if all is."""
         if files_below(self._folder) != self._files:
             return f"a file in {self._folder} has changed"
+        if hears_details():
+            return "the libraries are asked to log more than warnings"
         if settings_now() != self._settings:
             return "a setting of torch, or a variable, has changed"
         for owner, code in self._code:
             now = vars(owner)
+            if code.items() <= now.items():
+                continue
             for name, value in code.items():
-                if now.get(name) is not value:
+                if _bare(now.get(name)) is not _bare(value):
                     return f"{owner.__name__}.{name} was replaced"
         return None
 
@@ -59,7 +67,11 @@ def files_below(folder: str) -> list[tuple[str, tuple[int, ...]]]:
 def settings_now() -> tuple[object, ...]:
     """Return the settings of this process that a build may depend on."""
     return (
-        sorted(pair for pair in os.environ.items() if pair[0].startswith(_VARIABLES)),
+        sorted(
+            pair
+            for pair in os.environ.items()
+            if pair[0].startswith(_VARIABLES) and pair[0] not in _OTHER_VARIABLES
+        ),
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.is_grad_enabled(),
@@ -70,13 +82,27 @@ def settings_now() -> tuple[object, ...]:
     )
 
 
-def _owners(built: list[torch.nn.Module]) -> Iterator[ModuleType | type]:
-    """Yield the modules of the libraries, and the classes of what was built."""
+def _owners(built: list[object]) -> Iterator[ModuleType | type]:
+    """Yield the modules, and the classes of what was built."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _LIBRARIES and isinstance(module, ModuleType):
+        if name not in _OF_PROGRAMS and isinstance(module, ModuleType):
             yield module
-    kinds = {base for each in built for module in each.modules() for base in type(module).__mro__}
-    yield from kinds - {object}
+    parts = [part for each in built for part in _parts_of(each)]
+    parts += [getattr(part, "config", None) for part in parts]
+    yield from {base for part in parts for base in type(part).__mro__} - {object}
+
+
+def _parts_of(built: object) -> Iterator[object]:
+    return built.modules() if isinstance(built, torch.nn.Module) else iter((built,))
+
+
+def _bare(value: object) -> object:
+    """Return the function in a method, and behind those that `redirect` puts in front."""
+    while True:
+        function = what_is_behind(getattr(value, "__func__", value))
+        if function is value:
+            return value
+        value = function
 
 
 def _code_in(owner: ModuleType | type) -> dict[str, object]:
@@ -86,5 +112,6 @@ def _code_in(owner: ModuleType | type) -> dict[str, object]:
     return {
         name: value
         for name, value in list(vars(owner).items())
-        if isinstance(value, kinds) and name not in kept
+        # Not isinstance: some objects warn when they are asked for their class.
+        if issubclass(type(value), kinds) and name not in kept
     }

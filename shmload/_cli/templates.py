@@ -1,6 +1,7 @@
 """The commands `shmload run` and `shmload template ls|warm|stop`."""
 
 import dataclasses
+import os
 
 import click
 
@@ -38,7 +39,7 @@ def ls_command(as_json: bool) -> None:
         click.echo("no template runs; `shmload run` starts one")
     else:
         print_table(
-            ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS", "IDLE"),
+            ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS", "IDLE", "LOADED AHEAD"),
             [
                 (
                     template.name,
@@ -47,6 +48,7 @@ def ls_command(as_json: bool) -> None:
                     format_nbytes(template.memory_nbytes),
                     str(template.programs),
                     format_age(template.idle_s),
+                    ", ".join(map(os.path.basename, template.ahead)) or "-",
                 )
                 for template in found
             ],

@@ -25,7 +25,7 @@ Options:
   --template NAME  Use a template of this name; the default is "default".
   --redirect       Lead `from_pretrained` of diffusers and transformers through shared memory, in
                    the program and in the Python processes that it starts.
-  --prepare        Have the template load ahead, for the next run, what `load_pipeline` loads now.
+  --no-prepare     Do not take a pipeline that the template has loaded ahead, nor have it do so.
   --help           Show this text.
 """
 _KINDS = {"-m": "module", "-c": "code"}
@@ -34,14 +34,14 @@ _KINDS = {"-m": "module", "-c": "code"}
 def main(arguments: list[str]) -> "NoReturn":
     """Run the program that the arguments after `shmload run` name."""
     name, is_verbose, is_redirected = "default", False, VARIABLE in os.environ
-    prepares = False
+    prepares = True
     rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", *_KINDS):
         option = rest.pop(0)
         if option in ("-v", "--verbose"):
             is_verbose = True
-        elif option == "--prepare":
-            prepares = True
+        elif option == "--no-prepare":
+            prepares = False
         elif option == "--redirect":
             is_redirected = True
         elif option == "--template" and rest:

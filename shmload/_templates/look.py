@@ -31,7 +31,9 @@ class Template:
         state: `ready`, or `draining`: it takes no more programs, and ends with its last one.
         programs: how many run.
         idle_s: how long ago a program came or ended, in seconds.
-        memory_nbytes: its share of memory (PSS), in bytes.
+        memory_nbytes: its share of memory (PSS), with its copy that waits for the next program,
+            in bytes.
+        ahead: the sources of the pipelines that this copy has loaded.
         socket: the path of its socket.
     """
 
@@ -41,6 +43,7 @@ class Template:
     programs: int
     idle_s: float
     memory_nbytes: int
+    ahead: tuple[str, ...]
     socket: str
 
 
@@ -67,7 +70,8 @@ def template_at(path: str) -> Template | None:
         state="draining" if answer.is_draining else "ready",
         programs=answer.programs,
         idle_s=answer.idle_ms / 1000,
-        memory_nbytes=_memory_of(answer.pid),
+        memory_nbytes=sum(map(_memory_of, filter(None, (answer.pid, answer.spare)))),
+        ahead=tuple(answer.ahead),
         socket=path,
     )
 

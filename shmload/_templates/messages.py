@@ -26,7 +26,7 @@ else:
         return lambda kind: kind
 
 
-VERSION = 4
+VERSION = 5
 """Changes with any message. A template of another version is not spoken with."""
 
 
@@ -194,14 +194,26 @@ class Keep(Message):
 
 
 class About(Message):
-    """What a template is: its process, name and programs, and how long none came or went."""
+    """What a template is.
 
-    __slots__ = ("idle_ms", "is_draining", "name", "pid", "programs")
+    Fields:
+        pid: its process id.
+        name: as it was given.
+        programs: how many run.
+        idle_ms: how long none came or went, in milliseconds.
+        is_draining: 1 if it takes no more programs.
+        spare: process id of the copy that waits for the next program; 0 if there is none.
+        ahead: the sources of pipelines that this copy has loaded.
+    """
+
+    __slots__ = ("ahead", "idle_ms", "is_draining", "name", "pid", "programs", "spare")
     pid: int
     name: str
     programs: int
     idle_ms: int
     is_draining: int
+    spare: int
+    ahead: list[str]
 
 
 class End(Message):

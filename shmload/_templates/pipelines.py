@@ -1,13 +1,14 @@
 """The pipelines that programs load: noted, and loaded ahead by the copies of a template.
 
-A note names a program and what it has loaded. The next spare loads the same and waits. If another
-program comes instead, what was loaded is dropped.
+A note names a program and what it has loaded. If the program's next run loads the same, spares load
+it from then on, and wait. If another program comes instead, what was loaded is dropped.
 """
 
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shmload._templates import place
@@ -16,6 +17,8 @@ from shmload._templates.messages import Program
 _DOOR = "shmload.integrations._building.prepared"
 _LOADS = "shmload.integrations._building.preparing"
 _NOTE = "pipelines"
+_SEEN = "pipelines-seen"
+_UNFIT = "pipelines-unfit"
 _MAX_PIPELINES = 4
 PIPELINES = "pipelines"
 """The name of the step in `ahead`."""
@@ -28,17 +31,37 @@ class Pipelines:
 
     Args:
         key: of the template.
+        modules: those that it has imported, by name.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, modules: Mapping[str, Any]) -> None:
+        self._door: Any = modules.get(_DOOR)
+        """The module that gives programs what was loaded; None if it was not imported."""
+        self._known = frozenset(modules)
         self._key = key
         self._folder = place.folder()
         self._program = ""
         self._requests: list[Any] = []
+        place.remove_note(key, _UNFIT)  # this one may do better
+        self._seen: str | None = None
+        """The note of the program before."""
 
-    def has_work(self) -> bool:
-        """Tell whether a spare has something to load, which takes a while."""
-        return os.path.exists(f"{self._folder}/{self._key}.{_NOTE}")
+    def work(self) -> int:
+        """Return which pipelines a spare has to load, as a number that changes with them; or 0."""
+        try:
+            return os.stat(self._path(_NOTE)).st_mtime_ns
+        except OSError:
+            return 0
+
+    def sources(self) -> list[str]:
+        """Return what a spare that has done its work has loaded."""
+        # Not by the door, whose imports are hidden here.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            _, requests = json.loads(place.read_note(self._key, _NOTE) or "")
+            return [
+                str(each["source"]) for each in requests if self._known.issuperset(each["modules"])
+            ]
+        return []
 
     def prepare(self) -> set[int]:
         """Load ahead what the last program has loaded; call this in a spare.
@@ -46,17 +69,21 @@ class Pipelines:
         Returns:
             The descriptors that have to stay open.
         """
-        door = _door()
-        note = place.read_note(self._key, _NOTE)
-        if door is None or note is None or _LOADS not in sys.modules:
-            return set()
         numbers: set[int] = set()
-        with contextlib.suppress(ValueError):
-            self._program, requests = door.decode_note(note)
-            for request in requests:
-                if all(name in sys.modules for name in request.modules):
-                    numbers |= self._prepare_one(request)
+        for request in self._read_note():
+            numbers |= self._prepare_one(request)
         return numbers
+
+    def _read_note(self) -> list[Any]:
+        """Return the calls that a program makes again and again, and that can be made here."""
+        note = place.read_note(self._key, _NOTE)
+        if self._door is None or note is None or _LOADS not in self._known:
+            return []
+        try:
+            self._program, requests = self._door.decode_note(note)
+        except ValueError:
+            return []
+        return [request for request in requests if self._known.issuperset(request.modules)]
 
     def _prepare_one(self, request: Any) -> set[int]:
         before = set(sys.modules)
@@ -70,7 +97,8 @@ class Pipelines:
                 return numbers
         except Exception:  # whatever it is, the program loads it itself
             pass
-        place.remove_note(self._key, _NOTE)
+        with contextlib.suppress(OSError):
+            os.replace(self._path(_NOTE), self._path(_UNFIT))
         os._exit(0)  # the next spare is one without traces of this
 
     def begin(self, program: Program) -> None:
@@ -79,21 +107,31 @@ class Pipelines:
         Args:
             program: as it was called, in its directory.
         """
-        door = _door()
-        if door is None:
+        if self._door is None:
             return
         name = name_of(program)
         if not program.prepares or name != self._program:
-            door.drop()
+            self._door.drop()
         if program.prepares:
             self._program = name
-            door.on_load = self._note
+            self._door.on_load = self._note
 
     def _note(self, request: Any) -> None:
         """Note what a program has loaded; this runs in the program."""
+        if not self._requests:
+            self._seen = place.read_note(self._key, _SEEN)
         self._requests = [*self._requests, request][:_MAX_PIPELINES]
-        text = _door().encode_note(self._program, self._requests)
-        path = f"{self._folder}/{self._key}.{_NOTE}"
+        text = self._door.encode_note(self._program, self._requests)
+        self._write(_SEEN, text)
+        known = (place.read_note(self._key, name) for name in (_NOTE, _UNFIT))
+        if self._door.is_part_of(text, self._seen) and text not in known:
+            self._write(_NOTE, text)
+
+    def _path(self, name: str) -> str:
+        return f"{self._folder}/{self._key}.{name}"
+
+    def _write(self, name: str, text: str) -> None:
+        path = self._path(name)
         with contextlib.suppress(OSError):
             new = f"{path}.{os.getpid()}"
             with open(new, "w", encoding="utf-8") as file:
@@ -107,16 +145,6 @@ def name_of(program: Program) -> str:
     if program.kind == "script":
         value = os.path.abspath(value)
     return f"{os.getcwd()}\n{program.kind}\n{value}"
-
-
-def _door() -> Any:
-    """Return the module that loads ahead, also while it is hidden; None if it was not imported."""
-    global _found
-    _found = _found or sys.modules.get(_DOOR)
-    return _found
-
-
-_found: Any = None
 
 
 @contextlib.contextmanager

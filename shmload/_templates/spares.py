@@ -30,21 +30,32 @@ class Spares:
     Args:
         become: called in a copy of this process, with the socket that brings its call, and whether
             there is time to work ahead; returns what runs the program.
-        has_work: tells whether a spare that works ahead takes a while.
+        work: returns what a spare does ahead that takes a while, as a number; 0 for nothing.
     """
 
     def __init__(
         self,
         become: Callable[[wire.Socket, bool], Callable[[], Any]],
-        has_work: Callable[[], bool],
+        work: Callable[[], int],
     ) -> None:
-        self._has_work = has_work
+        self._work = work
+        self._has = 0
+        """The work of the spare."""
         self._become = become
         self._pid = 0
         self._orders: wire.Socket | None = None
         self._lost = 0
         """Spares that ended before they were used, since one was."""
         self._again_at = 0.0
+
+    @property
+    def pid(self) -> int:
+        """Process id of the spare; 0 if there is none."""
+        return self._pid
+
+    def has_worked(self) -> bool:
+        """Tell whether the spare has done what it does ahead, and waits for its call."""
+        return self._orders is not None and _is_ready(self._orders)
 
     def fork(self, *, works_ahead: bool = True) -> None:
         """Fork a spare; if that is not possible now, try again later.
@@ -56,6 +67,7 @@ class Spares:
             Born: in the copy, once it is a program.
         """
         self._again_at = 0.0
+        self._has = self._work()
         try:
             ours, theirs = wire.pair()
         except OSError:
@@ -85,7 +97,7 @@ class Spares:
             OSError: there is no spare, and none can be forked.
             Born: in the copy, if it had to be forked first.
         """
-        if self._orders and self._has_work() and not _is_ready(self._orders):
+        if self._orders and self._has and not self.has_worked():
             self.end()  # it works ahead, which may take longer than the caller waits
         if self._orders is None:
             self.fork(works_ahead=False)
@@ -125,7 +137,10 @@ class Spares:
         return max(0.0, self._again_at - time.monotonic()) if self._again_at else None
 
     def tend(self) -> None:
-        """Try again to fork a spare where that was not possible."""
+        """Replace a spare that has other work; try again where none could be forked."""
+        if self._orders and self._has != self._work():
+            self.end()
+            self.fork()
         if self._again_at and self._again_at <= time.monotonic():
             self.fork()
 

@@ -148,16 +148,16 @@ class Template:
         if terminal:
             self._poll.register(leader, select.POLLIN)
         leaving.end_without_destructors()
+        self._pipelines = Pipelines(self._identity.key, sys.modules)
         self._stash.hide()  # here and not in each copy: it writes to the memory of every module
         gc.collect()
         gc.freeze()
         collector: Any = self._stash.hidden.get("shmload._host.collector")
         if collector:
             collector.note_freeze()
-        self._pipelines = Pipelines(self._identity.key)
         ahead.add_step(PIPELINES, self._pipelines.prepare)
         self._programs = Programs(self._poll)
-        self._spares = Spares(self._become_program, self._pipelines.has_work)
+        self._spares = Spares(self._become_program, self._pipelines.work)
         self._spares.fork()  # before the socket is there: the first caller finds it ready
         self._connections = Connections(place.socket_of(self._identity.key), self._poll)
         self._reap()  # what it had forked before it started again
@@ -192,6 +192,8 @@ class Template:
             elif idle > _QUIET_S and modules.remembered() != self._remembered:
                 os.unlink(self._connections.path)
                 self._spares.end()
+                # It has the lock too, and takes a moment to die.
+                place.give_lock_back(self._lock)
                 _start_again()
         if self._is_draining and not self._programs:
             with contextlib.suppress(FileNotFoundError):
@@ -218,8 +220,11 @@ class Template:
                 self._drain()
             case _:
                 idle_ms = int(1000 * (time.monotonic() - self._used))
+                ahead = []
+                if self._spares.has_worked():
+                    ahead = self._pipelines.sources()
                 about = About(os.getpid(), self._identity.name, len(self._programs), idle_ms,
-                              int(self._is_draining))  # fmt: skip
+                              int(self._is_draining), self._spares.pid, ahead)  # fmt: skip
                 if isinstance(question.message, Keep):
                     self._used = time.monotonic()
                 with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""`shmload run --prepare`: what a program gets is what it would load itself."""
+"""Pipelines that are loaded ahead: what a program gets is what it would load itself."""
 
 import json
 import shutil
@@ -85,28 +85,78 @@ def program(running, saved, source):
 
 
 @pytest.fixture(autouse=True)
-def segments():
-    """Remove what the programs have made resident."""
+def segments(running):
+    """Remove what the programs have made resident, once the template has loaded ahead."""
     yield
+    wait_until_loaded(running)
+    evict_all()
+
+
+def evict_all():
+    """Remove all segments, as soon as no copy is loading ahead."""
+    deadline = time.monotonic() + _DEADLINE_S
     for info in shmload.segments():
-        shmload.evict(info.name)
+        while True:
+            try:
+                shmload.evict(info.name)
+                break
+            except shmload.SegmentBusy:
+                assert time.monotonic() < deadline
+
+
+def wait_until_loaded(running):
+    """Wait until the copy for the next program has done its work; return the template."""
+    deadline = time.monotonic() + _DEADLINE_S
+    while not (found := template_of(running))["ahead"]:
+        assert time.monotonic() < deadline, found
+    return found
+
+
+def template_of(running):
+    listed = json.loads(running.shmload("template", "ls", "--json").stdout)
+    return listed["templates"][0]
 
 
 def run_until(holds, program, **given):
     """Run a program until what it has printed holds; a copy that has no time prepares nothing."""
     deadline = time.monotonic() + _DEADLINE_S
-    while not holds(found := program("--prepare", **given)):
+    while not holds(found := program(**given)):
         assert time.monotonic() < deadline, found["stderr"]
     return found
 
 
 def test_prepared_pipeline_is_the_one_that_the_program_would_load(program):
     prepared = run_until(lambda found: found["prepared"], program)
-    own = program()
+    own = program("--no-prepare")
     assert not own["prepared"]
     for what, seen in own["sees"].items():
         assert prepared["sees"][what] == seen, what
     assert "Loading pipeline components" in prepared["stderr"]
+
+
+def test_second_run_in_a_row_has_it_loaded_ahead(running, program, source):
+    app = running.work / "other.py"
+
+    def run(*options):
+        app.write_text((running.work / "app.py").read_text())
+        done = running.shmload("run", *options, str(app))
+        return json.loads(done.stdout.splitlines()[-1])["prepared"]
+
+    program()  # another one, which the template goes by so far
+    assert not run("--no-prepare")
+    assert not run()
+    assert not run()
+    assert wait_until_loaded(running)["ahead"] == [str(source)]
+    assert run()
+
+
+def test_patched_tokenizer_is_noticed(program):
+    before = (
+        "from transformers import CLIPTokenizer as T; made = T.__init__\n"
+        "T.__init__ = lambda *args, **kwargs: made(*args, **kwargs)"
+    )
+    patched = run_until(lambda found: found["why"], program, before=before)
+    assert "CLIPTokenizer.__init__ was replaced" in patched["why"][0]
 
 
 def test_patched_library_and_changed_source_are_noticed(program, source):
@@ -125,11 +175,7 @@ def test_patched_library_and_changed_source_are_noticed(program, source):
 
 def test_waiting_pipeline_holds_no_segment(program):
     def was_evicted_under_a_copy(found):
-        deadline = time.monotonic() + _DEADLINE_S
-        while any(info.is_leased for info in shmload.segments()):  # the next copy still loads
-            assert time.monotonic() < deadline
-        for info in shmload.segments():
-            shmload.evict(info.name)
+        evict_all()
         return any("was removed" in text for text in found["why"])
 
     run_until(was_evicted_under_a_copy, program)
