@@ -5,6 +5,7 @@ It compares; it reads no file and runs no code of a library.
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
 
@@ -38,6 +39,8 @@ class Facts:
             return f"a file in {self._folder} has changed"
         if hears_details():
             return "the libraries are asked to log more than warnings"
+        if _hears_all_warnings():
+            return "all warnings are asked for, or taken as errors"
         if settings_now() != self._settings:
             return "a setting of torch, or a variable, has changed"
         for owner, code in self._code:
@@ -79,6 +82,16 @@ def settings_now() -> tuple[object, ...]:
         torch.backends.cuda.matmul.allow_tf32,
         torch.are_deterministic_algorithms_enabled(),
         sys.getrecursionlimit(),
+    )
+
+
+def _hears_all_warnings() -> bool:
+    """Tell whether a filter shows warnings of a general kind, wherever they come from."""
+    return any(
+        action != "ignore"
+        and (message, module) == (None, None)
+        and category.__module__ == "builtins"
+        for action, message, category, module, _ in warnings.filters
     )
 
 
