@@ -99,7 +99,10 @@ def measure_prepared(bench: Bench) -> list[Figure]:
             sample=ready[best] / ready["shmload run"],
             unit="x",
             target=Target(120, is_least=True),
-            beside=tuple(Line(label=way, sample=sample, unit="s") for way, sample in ready.items()),
+            beside=(
+                *(Line(label=way, sample=sample, unit="s") for way, sample in ready.items()),
+                Line(label="from_pretrained, the better", sample=ready[best], unit="s"),
+            ),
         ),
         Figure(
             name="prepared-s",
