@@ -15,6 +15,7 @@ from shmload._host.procfs import mappings, modified_nbytes
 from shmload._segments.names import name_prefix
 from shmload.integrations._building.build import Build
 from shmload.integrations._building.conditions import Trace, conditions_of, without_unmet
+from shmload.integrations._building.draws import CannotRepeat, Draw, Draws
 from shmload.integrations._building.effects import Effects, Message, Snapshot, Watch, is_memo
 from shmload.integrations._building.mapped import Spans
 from shmload.integrations._building.model_maker import ModelMaker
@@ -73,7 +74,9 @@ class Examination:
             first = self._build.build_ordinarily()
         modules = sorted(_importable(set(sys.modules) - imported))
         self._stand_ins.fill_small()
+        state = torch.get_rng_state()
         second = self._build.build_ordinarily()
+        draws = () if torch.equal(state, torch.get_rng_state()) else self._draws()
         self._require_same(first, second, "built a second time, ")
         models = self._build.models_of(second)
         self._require_untouched(models)
@@ -89,6 +92,7 @@ class Examination:
             models=pickled,
             conditions=conditions_of(trace, _kinds(models)),
             modules=tuple(modules),
+            draws=draws,
             names={
                 home: tuple(sorted(new))
                 for home, names in _fetched().items()
@@ -163,6 +167,15 @@ class Examination:
             if difference := _difference(wanted[number], got[number]):
                 raise Refused(f"{difference} ({when})")
         return made
+
+    def _draws(self) -> tuple[Draw, ...]:
+        """Return the random numbers that a build draws."""
+        try:
+            with Draws() as draws:
+                self._build.build_ordinarily()
+        except CannotRepeat as exc:
+            raise Refused(str(exc)) from None
+        return tuple(draws.found)
 
     def _require_same(self, one: Any, other: Any, how: str) -> None:
         spans = Spans(self._stand_ins.holdings.inodes())

@@ -39,13 +39,14 @@ from shmload._host.files import TEMPORARY_SUFFIX, replacing
 from shmload._loading.plan import ShardPlan
 from shmload._settings import settings
 from shmload.integrations._building.conditions import Conditions, is_changed_on_disk, why_unmet
+from shmload.integrations._building.draws import Draw, repeat
 from shmload.integrations._building.effects import Message
 from shmload.integrations._building.pickling import Files, Models, PickledModels, unpickle_models
 
 logger = logging.getLogger(__name__)
 
 # Increment it when skeletons are written or read in another way.
-_VERSION = 3
+_VERSION = 4
 # Settings of the libraries that can change what they build.
 _ENVIRONMENT = ("DIFFUSERS_", "TRANSFORMERS_")
 _FOLDER = "skeletons"
@@ -80,6 +81,8 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
     """Python modules that building imports."""
     names: dict[str, tuple[str, ...]] = {}
     """Names that building fetches from modules that import them at their first use."""
+    draws: tuple[Draw, ...] = ()
+    """Random numbers that the libraries draw while they build the models."""
     messages: tuple[Message, ...] = ()
     """What the libraries say each time while they build the models."""
 
@@ -103,7 +106,9 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
         for home, names in self.names.items():
             for name in names:
                 getattr(sys.modules.get(home), name, None)
-        return unpickle_models(self.models, files)
+        models = unpickle_models(self.models, files)
+        repeat(self.draws)
+        return models
 
     def why_not(self) -> str | None:
         """Return why this process cannot use it; None if it can."""

@@ -16,7 +16,9 @@ EFFECTS = {
     "registry[type(self).__name__] = type(self)": "registry",
     "AutoencoderKL.made = getattr(AutoencoderKL, 'made', 0) + 1": "AutoencoderKL['made']",
     "AutoencoderKL.added = lambda self: 1": "AutoencoderKL['added']",
-    "import torch; torch.rand(1)": "torch's random state",
+    "import torch; torch.manual_seed(1)": "torch's random state",
+    "import torch; torch.rand(next(counter) + 1)": "torch's random state",
+    "import torch; torch.rand(1, generator=torch.default_generator)": "random numbers by rand",
     "import random; random.random()": "random's state",
     "import os; os.environ['PLANTED'] = '1'": "os.putenv PLANTED",
     "import os; os.chdir('/')": "os.chdir",
@@ -80,6 +82,12 @@ def test_what_a_constructor_says_each_time_is_repeated(request_of_a_load, plant,
     plant(code)
     made = judging.examine(request_of_a_load)
     assert [message.text for message in made.messages] == ["planted"], made.reason
+
+
+def test_random_numbers_that_a_constructor_forgets_are_drawn_again(request_of_a_load, plant):
+    plant("import torch; torch.randn(6, 8)")
+    made = judging.examine(request_of_a_load)
+    assert [draw.name for draw in made.draws] == ["randn.default"], made.reason
 
 
 def test_what_a_constructor_says_once_is_not(request_of_a_load, plant):
