@@ -19,6 +19,9 @@ from shmload._segments.names import name_prefix
 _PACKAGE = __name__.partition(".")[0]
 # In lists and dicts, and in the components of a pipeline, the models are this deep.
 _DEPTH = 2
+# IPython 9.18: `%reset -f out` keeps the last outputs there, and no later output replaces them.
+_LAST_OUTPUTS = ("_", "__", "___")
+_FORGET_HIDDEN = "get_ipython().user_ns_hidden.update(_='', __='', ___='')"
 _MAX_PARTS = 10_000  # of a list or dict
 _MAX_ERRORS = 20  # of one chain; they can be cyclic
 _Spans = list[tuple[int, int]]
@@ -33,6 +36,8 @@ class Holders(NamedTuple):
     """Those of the variables that IPython's outputs hold too."""
     error: str = ""
     """The type of the last error, if its traceback holds some."""
+    has_hidden: bool = False
+    """Whether IPython holds some in a place that `%reset -f out` leaves as it is."""
 
     @property
     def remedy(self) -> str:
@@ -47,6 +52,8 @@ class Holders(NamedTuple):
             ways.append(
                 f"{lines} (a cell has displayed {'it' if len(self.displayed) == 1 else 'them'})"
             )
+        if self.has_hidden:
+            ways.append(f"`{_FORGET_HIDDEN}` (a cell had displayed it before `%reset`)")
         if self.error:
             ways.append(
                 f"let another error take the place of the last one ({self.error}), whose traceback "
@@ -73,6 +80,7 @@ def holders_of(names: Collection[str] | None) -> Holders:
     # By object: in IPython one `%xdel` deletes all names of an object, and its outputs.
     found: dict[str, Any] = {}
     outputs: dict[str, Any] = {}
+    hidden: list[Any] = []
     for variables in _scopes(sys._getframe(1)):
         is_ipython = "get_ipython" in variables and isinstance(variables.get("Out"), dict)
         for name, value in list(variables.items()):
@@ -82,7 +90,11 @@ def holders_of(names: Collection[str] | None) -> Holders:
                 found[name] = value
         if is_ipython:
             shown = {f"_{number}": value for number, value in list(variables["Out"].items())}
-            shown |= {name: variables.get(name) for name in ("_", "__", "___")}
+            shown |= {name: variables.get(name) for name in _LAST_OUTPUTS}
+            kept = getattr(variables["get_ipython"](), "user_ns_hidden", {})
+            hidden += [
+                value for name in _LAST_OUTPUTS if _lies_in(value := kept.get(name), spans, torch)
+            ]
             outputs |= {name: v for name, v in shown.items() if _lies_in(v, spans, torch)}
     displayed = []
     named = {id(value): name for name, value in reversed(found.items())}
@@ -92,7 +104,13 @@ def holders_of(names: Collection[str] | None) -> Holders:
             found[name] = value
         if named[id(value)] not in displayed:
             displayed.append(named[id(value)])
-    return Holders(tuple(found), tuple(displayed), _last_error(spans, torch, found.values()))
+    is_shown = {id(value) for value in outputs.values()}
+    return Holders(
+        tuple(found),
+        tuple(displayed),
+        _last_error(spans, torch, found.values()),
+        has_hidden=any(id(value) not in is_shown for value in hidden),
+    )
 
 
 def _spans_of(names: Collection[str] | None) -> _Spans:

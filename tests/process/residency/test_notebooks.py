@@ -3,6 +3,7 @@
 import gc
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from shmload._segments import capacity
 def notebook(single_shard, evicts):
     """The variables of a notebook that has loaded a file as `state`; its cells are `exec`."""
     cell = {"__name__": "notebook", "shmload": shmload, "source": single_shard, "Out": {}}
-    cell |= {"get_ipython": lambda: None, "_": "", "__": "", "___": ""}
+    shell = SimpleNamespace(user_ns_hidden={"_": "", "exit": None})
+    cell |= {"get_ipython": lambda: shell, "_": "", "__": "", "___": ""}
     exec("state = shmload.load_state_dict(source, keep=True)", cell)
     yield cell
     cell.clear()
@@ -45,6 +47,12 @@ def single_shard(tmp_path):
             "class Server: __module__ = '__main__'\nmine = Server(); mine.x = state; del state",
             "`del mine`",
             ("mine",),
+        ),
+        (
+            "get_ipython().user_ns_hidden['_'] = state; del state",
+            "`get_ipython().user_ns_hidden.update(_='', __='', ___='')` "
+            "(a cell had displayed it before `%reset`)",
+            (),
         ),
         ("_ = state; del state", "`%xdel _` (a cell has displayed it)", ("_",)),
     ],
