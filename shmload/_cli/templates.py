@@ -6,7 +6,7 @@ import os
 import click
 
 from shmload._cli.output import as_json_option, print_json, print_table
-from shmload._templates import kind, look
+from shmload._templates import kind, look, place
 from shmload._templates.command import main as run_program
 from shmload._templates.modules import unfit
 from shmload._wording import count_of, format_age, format_nbytes
@@ -30,14 +30,17 @@ def template_group() -> None:
 def ls_command(as_json: bool) -> None:
     """List the templates that run, and the modules that none can import."""
     found = list(look.templates())
+    starting = len(place.importing())
     left_out = [{"module": name, "reason": reason} for name, reason in unfit()]
     if as_json:
         listed = [dataclasses.asdict(template) for template in found]
-        print_json("template ls", templates=listed, unfit=left_out)
+        print_json("template ls", templates=listed, starting=starting, unfit=left_out)
         return
-    if not found:
+    if starting:
+        click.echo(f"{count_of(starting, 'template')} starting; ready in some seconds")
+    if not found and not starting:
         click.echo("no template runs; `shmload run` starts one")
-    else:
+    if found:
         print_table(
             ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS", "IDLE", "LOADED AHEAD"),
             [

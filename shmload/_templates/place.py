@@ -54,6 +54,13 @@ def sockets() -> list[str]:
     return sorted(entry.path for entry in os.scandir(folder()) if S_ISSOCK(entry.stat().st_mode))
 
 
+def importing() -> list[str]:
+    """Return the keys of templates that import, and have no socket yet."""
+    here = {entry.name for entry in os.scandir(folder())}
+    keys = [name.removesuffix(".importing") for name in here if name.endswith(".importing")]
+    return [key for key in keys if key not in here and is_taken(key)]
+
+
 # One template of a kind -------------------------------------------------------------------------
 
 

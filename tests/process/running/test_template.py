@@ -148,6 +148,26 @@ def place():
     opened.close()
 
 
+def test_template_that_still_imports_is_shown(place):
+    gate = place.folder / "gate"
+    os.mkfifo(gate)
+    (place.packages / "slow.py").write_text(f"open({str(gate)!r}).close()")
+    command = [sys.executable, "-m", "shmload", "template", "warm", "--import=slow"]
+    warm = subprocess.Popen(command, env=place.environment, cwd=place.work)
+
+    def ls(*options):
+        return place.shmload("template", "ls", *options).stdout
+
+    deadline = time.monotonic() + _DEADLINE_S
+    while json.loads(ls("--json"))["starting"] != 1:
+        assert time.monotonic() < deadline
+    assert ls() == "1 template starting; ready in some seconds\n"
+    gate.open("w").close()
+    assert warm.wait(_DEADLINE_S) == 0
+    found = json.loads(ls("--json"))
+    assert (len(found["templates"]), found["starting"]) == (1, 0)
+
+
 @pytest.mark.parametrize("name", _UNFIT)
 def test_template_that_cannot_import_a_module_says_so_at_once(place, name):
     (place.packages / f"{name}.py").write_text(_UNFIT[name][0])
