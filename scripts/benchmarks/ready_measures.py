@@ -199,12 +199,13 @@ def _ready(rounds: Rounds) -> tuple[dict[str, Sample], str]:
 def _prepare(programs: Programs, *program: str) -> None:
     """Run a program until it has its skeleton, and the template all that the program imports.
 
-    A template that has met new imports restarts with them while nobody waits; the second run is
-    one of the new template.
+    A template that has met new imports would start again when it is idle; it is stopped, so that
+    the second run is one of the next template, which has them.
     """
     programs.warm_template()
     programs.run(*program)
     programs.processes.wait_for_skeletons()
+    programs.stop_templates()
     programs.warm_template()
     programs.run(*program)
 
