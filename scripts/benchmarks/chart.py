@@ -13,7 +13,7 @@ from typing import Any
 # Readable for the colour-blind, on light and on dark pages (the image is white).
 _OURS, _THEIRS = "#0072b2", "#9a9a9a"
 _TEXT_COLOR, _SMALL_PRINT_COLOR = "#222222", "#666666"
-_WIDTH_INCHES, _ROW_HEIGHT_INCHES, _FOOT_INCHES = 8.0, 1.2, 0.62
+_WIDTH_INCHES, _ROW_HEIGHT_INCHES, _FOOT_INCHES = 8.0, 1.2, 0.82
 _DPI = 200  # drawn at twice the 800 pixels that a page shows
 
 NEEDED = frozenset({"attach"})
@@ -154,8 +154,8 @@ def _small_print(results: Sequence[Mapping[str, Any]]) -> str:
     return (
         "Shorter is better. Checkpoint: Stable Diffusion 1.5's size, random weights, stored in fp32"
         " (5.5 GB), loaded in bf16.\n"
-        f"Page cache warm, {machine['cores']} cores ({processors}), no GPU."
-        f" Medians, {when}; all values: benchmarks/results."
+        f"Page cache warm, {machine['cores']} cores ({processors}), no GPU.\n"
+        f"Medians, {when}; all values: benchmarks/results."
     )
 
 
