@@ -24,6 +24,8 @@ from shmload.integrations._building.inside import what_is_behind
 _Code = types.CodeType
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, enum.Enum)
 _METHODS = (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)
+# That of torch.FloatTensor and its like, which repeat the 740 names of torch.Tensor.
+_TENSOR_TYPE = type(torch.FloatTensor)
 # What shmload does itself, and what every process has otherwise.
 _SKIPPED = frozenset({"__main__", "__mp_main__", "shmload", "_pytest", "pytest", "tqdm"})
 _MODELLING = frozenset({"accelerate", "diffusers", "torch", "transformers"})
@@ -33,8 +35,8 @@ _OTHER_VARIABLES = frozenset({"COLUMNS", "HF_DEACTIVATE_ASYNC_LOAD", "LINES"})
 # What is said, and how, is compared otherwise.
 _OF_MESSAGES = (".utils.logging", ".utils.tqdm", ".hub_utils", ".utils.hub")
 # Methods that may be missing: transformers gives torch's modules the first at its first build; the
-# unpickler looks at the second.
-_NOT_COMPARED = frozenset({"smart_apply", "from_pretrained"})
+# unpickler looks at the second. No constructor reads the third, and it is long.
+_NOT_COMPARED = frozenset({"smart_apply", "from_pretrained", "__doc__"})
 _MAX_TEXT = 500
 
 
@@ -214,7 +216,7 @@ def _functions(module: types.ModuleType) -> Iterator[tuple[str, Any, type | None
     for name, found in list(vars(module).items()):
         # Not isinstance: some names warn when they are asked for their class.
         if issubclass(type(found), type):
-            if found.__module__ == home:
+            if found.__module__ == home and type(found) is not _TENSOR_TYPE:
                 yield from _methods(found, name)
         elif type(found) is types.FunctionType and (
             found.__module__ == home or hasattr(found, "__wrapped__")
@@ -295,13 +297,16 @@ def _find(kind: type) -> object:
 def _digest_class(kind: Any) -> int:
     if not isinstance(kind, type):
         return -1
-    held = [
-        name if isinstance(value, _METHODS) else f"{name}={value!r:.200}"
-        for name, value in vars(kind).items()
-        if isinstance(value, (*_METHODS, str, bool, int, float))
-        and name not in _NOT_COMPARED
-        and "_cache" not in name
-    ]
+    held = list[str]()
+    for name, value in vars(kind).items():
+        if name in _NOT_COMPARED or "_cache" in name:
+            continue
+        if isinstance(value, _METHODS):
+            held.append(name)
+        elif isinstance(value, (str, bool, int, float)):
+            # Cut first: some constants are long texts.
+            plain = value[:_MAX_TEXT] if isinstance(value, str) else value
+            held.append(f"{name}={plain!r}")
     bases = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     return zlib.crc32(repr((sorted(held), bases)).encode())
 

@@ -46,7 +46,7 @@ from shmload.integrations._building.pickling import Files, Models, PickledModels
 logger = logging.getLogger(__name__)
 
 # Increment it when skeletons are written or read in another way.
-_VERSION = 4
+_VERSION = 6
 # Settings of the libraries that can change what they build.
 _ENVIRONMENT = ("DIFFUSERS_", "TRANSFORMERS_")
 _FOLDER = "skeletons"
