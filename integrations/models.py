@@ -94,7 +94,7 @@ def load_model(
         if value is not None:
             kwargs[name] = value
     _require_order(cls, source)
-    maker = ModelMaker(cls, is_path=not isinstance(source, str))
+    maker = ModelMaker(cls, takes_path=not isinstance(source, str))
     wanted = Wanted.parse(
         source, dtype, None, variant, kwargs, function=load_model, has_others=True
     )

@@ -6,8 +6,9 @@
 A family is a sub-package of `diffusers.pipelines`. Of each, in alphabetical order, the first class
 is taken that can be made tiny with the components of diffusers' own tests. It is saved, loaded once
 by shmload, judged, and loaded again. Then the last load is compared with diffusers' own. Families
-that need files of the hub are listed, and not counted. `--quick` does not look at what a build
-leaves in modules, so it finds fewer reasons against a skeleton; it is for the work at hand.
+that need files of the hub, or that diffusers itself cannot load, are listed, and not counted.
+`--quick` does not look at what a build leaves in modules, so it finds fewer reasons against a
+skeleton; it is for the work at hand.
 """
 
 import argparse
@@ -61,6 +62,7 @@ def _row(family: str, candidates: list[Candidate], work: Path) -> bool | None:
         source = work / family
         shutil.rmtree(source, ignore_errors=True)
         why = _in_child(lambda each=candidate, to=source: save_tiny(each, to))
+        why = why or _in_child(lambda to=source: _load(to))
         if not why:
             result = _in_child(lambda to=source: _judge(to))
             shutil.rmtree(source, ignore_errors=True)
@@ -143,6 +145,14 @@ def _prepare(*, quick: bool) -> None:
     build.ask = judge
     if quick:
         effects.Snapshot._walk = lambda *_: None  # type: ignore[method-assign]
+
+
+def _load(source: Path) -> None:
+    """Load as diffusers does; a pipeline that it cannot load is not counted."""
+    import torch
+    from comparing import reference
+
+    reference(source, torch.bfloat16)
 
 
 def _judge(source: Path) -> None:

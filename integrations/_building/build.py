@@ -140,7 +140,8 @@ class Build:
         if self._kwargs.get("use_safetensors") is False:
             return None
         plans = self._load.holdings.plans
-        return skeleton_path(self._source, plans, self._torch_dtype, self._root, self._maker.name)
+        maker = (self._maker.name, self._maker.takes_path)
+        return skeleton_path(self._source, plans, self._torch_dtype, self._root, maker)
 
     def models_of(self, pipe: Any) -> Models:
         """Return the models whose weights this load decodes."""
@@ -188,6 +189,7 @@ class Build:
             maker="pipeline" if self._maker.is_of_pipelines else "model",
             wanted=self._maker.name,
             left_out=tuple(self._maker.left_out),
+            takes_path=self._maker.takes_path,
             dtype=self._torch_dtype,
             kwargs=self._kwargs,
         )
@@ -344,11 +346,11 @@ class Build:
         # Mapped weights need no threads to fetch them: without threads a build takes a sixth less
         # time. In inference mode they stay: they run outside of it, and make other tensors than
         # this thread would.
-        if models and not self._maker.is_of_pipelines:
-            return next(iter(models.values()))
         is_theirs = self._reads_at_once or torch.is_inference_mode_enabled()
         threads = contextlib.nullcontext() if is_theirs else _no_loading_threads()
         with inside(), threads:
+            if models and not self._maker.is_of_pipelines:  # there is no rest
+                return next(iter(models.values()))
             return self._maker.make(path, self._torch_dtype, {**self._kwargs, **models})
 
     def _is_wholly_mapped(self, pipe: Any, components: set[str]) -> bool:

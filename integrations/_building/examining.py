@@ -17,6 +17,7 @@ from shmload.integrations._building.build import Build
 from shmload.integrations._building.conditions import Trace, conditions_of, without_unmet
 from shmload.integrations._building.draws import CannotRepeat, Draw, Draws
 from shmload.integrations._building.effects import Effects, Message, Snapshot, Watch, is_memo
+from shmload.integrations._building.hooks import next_number, renumber
 from shmload.integrations._building.mapped import Spans
 from shmload.integrations._building.model_maker import ModelMaker
 from shmload.integrations._building.pickling import Models, pickle_models
@@ -71,13 +72,15 @@ class Examination:
         """
         imported, fetched = set(sys.modules), _fetched()
         with Trace() as trace:
-            first = self._build.build_ordinarily()
+            first, taken = self._built(self._build.build_ordinarily)
         modules = sorted(_importable(set(sys.modules) - imported))
         self._stand_ins.fill_small()
         state = torch.get_rng_state()
-        second = self._build.build_ordinarily()
+        second, taken_again = self._built(self._build.build_ordinarily)
         draws = () if torch.equal(state, torch.get_rng_state()) else self._draws()
         self._require_same(first, second, "built a second time, ")
+        if taken != taken_again:
+            raise Refused(f"building registers {taken} hooks and then {taken_again}")
         models = self._build.models_of(second)
         self._require_untouched(models)
         try:
@@ -93,6 +96,7 @@ class Examination:
             conditions=conditions_of(trace, _kinds(models)),
             modules=tuple(modules),
             draws=draws,
+            hooks=taken,
             names={
                 home: tuple(sorted(new))
                 for home, names in _fetched().items()
@@ -100,7 +104,7 @@ class Examination:
             },
         )
         try:
-            third = self._build.build_around(made)
+            third, _ = self._built(lambda: self._build.build_around(made))
         except Exception as exc:
             raise Refused(f"{_names(models)}: {type(exc).__name__}: {exc}") from None
         self._require_same(second, third, "from a skeleton, ")
@@ -168,6 +172,14 @@ class Examination:
                 raise Refused(f"{difference} ({when})")
         return made
 
+    def _built(self, build: Callable[[], Any]) -> tuple[Any, int]:
+        """Return what was built, its hooks numbered from 0, and how many numbers that took."""
+        first = next_number()
+        pipe = build()
+        taken = next_number() - first
+        renumber(self._build.models_of(pipe).values(), -first)
+        return pipe, taken
+
     def _draws(self) -> tuple[Draw, ...]:
         """Return the random numbers that a build draws."""
         try:
@@ -199,7 +211,7 @@ class Examination:
 def _maker(request: Request) -> PipelineMaker | ModelMaker:
     if request.maker == "pipeline":
         return PipelineMaker(request.wanted, request.left_out)
-    return ModelMaker(request.wanted, is_path=request.is_path)
+    return ModelMaker(request.wanted, takes_path=request.takes_path)
 
 
 def _kinds(models: Models) -> set[type]:

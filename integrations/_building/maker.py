@@ -23,6 +23,10 @@ class Maker(Protocol):
         """Name of the class that was asked for, if another process finds it by that; else None."""
 
     @property
+    def takes_path(self) -> bool:
+        """Whether the library gets a `Path` and not a text, which it notes in a model."""
+
+    @property
     def left_out(self) -> Collection[str]:
         """Components that are passed as None because the user chose others."""
 

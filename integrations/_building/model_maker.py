@@ -22,7 +22,7 @@ class ModelMaker:
 
     Args:
         wanted: the class, or its name. An automatic class chooses another one by the source.
-        is_path: give the library a `Path` and not a text, as the user did.
+        takes_path: give the library a `Path` and not a text, as the user did.
 
     Raises:
         ArgumentError: `wanted` cannot load models.
@@ -31,11 +31,11 @@ class ModelMaker:
     is_of_pipelines = False
     left_out = ()
 
-    def __init__(self, wanted: object, *, is_path: bool) -> None:
+    def __init__(self, wanted: object, *, takes_path: bool) -> None:
         if not isinstance(wanted, str):
             _require_model_class(wanted)
         self._wanted = wanted
-        self._is_path = is_path
+        self.takes_path = takes_path
         self._class: Any = None
         self._made: type | None = None
 
@@ -147,7 +147,7 @@ class ModelMaker:
         if dtype is not None:
             keyword = diffusers_keyword() if is_of_diffusers else "dtype"
             given[keyword] = dtype if is_left_to_library(dtype) else as_torch(dtype)
-        return self._class.from_pretrained(Path(path) if self._is_path else path, **given)
+        return self._class.from_pretrained(Path(path) if self.takes_path else path, **given)
 
     def part(self, made: Any, component: str) -> Any:
         """Return the model, whose component has an empty name."""

@@ -54,7 +54,15 @@ _STANDARD = {
     "builtins.slice",
     "builtins.str",
     "builtins.tuple",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
     "re._compile",
+}
+# By which numpy pickles numbers and arrays; its package had another name before numpy 2.
+_NUMPY = {
+    f"{package}.{name}"
+    for package in ("numpy", "numpy.core", "numpy._core")
+    for name in ("dtype", "multiarray.scalar", "numeric._frombuffer")
 }
 # Packages whose wrappers may be around a model's methods.
 _WRAPPERS = _PACKAGES | {"huggingface_hub"}
@@ -83,6 +91,9 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The flag of a parameter; None for a plain tensor."""
     attributes: dict[str, bool] = {}
     """Attributes that the libraries have set on it."""
+    normed: tuple[tuple[int, ...], int] | None = None
+    """Of what `weight_norm` has computed of parameters without bytes, and computes anew before each
+    use: the shape of the magnitudes, and the dimension."""
 
 
 class PickledModels(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,6 +199,10 @@ class _Pickler(pickle.Pickler):
             return StoredTensor(
                 file=file, name=name, requires_grad=requires_grad, attributes=attributes
             )
+        if tensor.is_meta:
+            return StoredTensor(
+                name=_dtype_name(tensor), shape=tuple(tensor.shape), normed=_normed(tensor)
+            )
         self._own_nbytes += tensor.nbytes
         if is_parameter or tensor.requires_grad or self._own_nbytes > _MAX_OWN_NBYTES:
             raise Unfit("weights that are in no shard")
@@ -197,6 +212,23 @@ class _Pickler(pickle.Pickler):
             content=tensor.reshape(-1).view(torch.uint8).numpy().tobytes(),
             attributes=attributes,
         )
+
+
+def _normed(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Return how `torch.nn.utils.weight_norm` has made a tensor without bytes.
+
+    Raises:
+        Unfit: it has not.
+    """
+    made: Any = tensor.grad_fn
+    if type(made).__name__ != "WeightNormInterfaceBackward0":
+        raise Unfit("a tensor without bytes")
+    (direction, _), (magnitudes, _) = made.next_functions
+    wanted = (tensor.dtype, torch.device("meta"))
+    for each in (direction.variable, magnitudes.variable):
+        if (each.dtype, each.device) != wanted:
+            raise Unfit("a normed weight of other parameters")
+    return tuple(magnitudes.variable.shape), made._saved_dim
 
 
 class _Places:
@@ -252,7 +284,7 @@ class _Unpickler(pickle.Unpickler):
             return _bound_method
         if (module, name) == (__name__, _frozen_dict.__name__):
             return _frozen_dict
-        if f"{module}.{name}" in _STANDARD:
+        if f"{module}.{name}" in _STANDARD | _NUMPY:
             return super().find_class(module, name)
         if not _is_of_libraries(module):
             raise Unfit(f"{module}.{name} is of another package")
@@ -265,6 +297,13 @@ class _Unpickler(pickle.Unpickler):
 def _make_tensor(tensor: StoredTensor, stored: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     if tensor.file is not None:
         made = stored[tensor.file][tensor.name]
+    elif tensor.normed is not None:
+        shape, dim = tensor.normed
+        direction, magnitudes = (
+            torch.empty(each, dtype=getattr(torch, tensor.name), device="meta", requires_grad=True)
+            for each in (tensor.shape, shape)
+        )
+        return torch._weight_norm(direction, magnitudes, dim)
     else:
         dtype = getattr(torch, tensor.name)
         content = bytearray(tensor.content)  # writable, like any buffer of a model

@@ -56,6 +56,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     given: str
     is_path: bool
     """Whether the user gave a `Path` and not a text."""
+    takes_path: bool
+    """Whether the library gets a `Path`, which it notes in a model."""
     root: str
     class_name: str
     components: tuple[str, ...]
@@ -107,6 +109,7 @@ def make_request(
     maker: str,
     wanted: str | None,
     left_out: tuple[str, ...],
+    takes_path: bool,
     dtype: object,
     kwargs: Mapping[str, Any],
 ) -> Request:
@@ -115,6 +118,7 @@ def make_request(
         key=key,
         given=os.fspath(source.given),
         is_path=not isinstance(source.given, str),
+        takes_path=takes_path,
         root=os.fspath(source.root),
         class_name=source.class_name,
         components=source.components,

@@ -66,7 +66,7 @@ class Comparison:
         match one:
             case torch.Tensor():
                 self._compare_tensors(one, other, where)
-            case np.ndarray():
+            case np.ndarray() | np.generic():
                 if (one.dtype, one.shape, one.tobytes()) != (
                     other.dtype,
                     other.shape,
@@ -142,7 +142,17 @@ class Comparison:
         self._waiting.append((one, other, where))
 
 
-_FACTS = ("dtype", "shape", "strides", "requires_grad", "is_leaf", "device", "inference", "grad")
+_FACTS = (
+    "dtype",
+    "shape",
+    "strides",
+    "requires_grad",
+    "is_leaf",
+    "device",
+    "inference",
+    "grad",
+    "grad_fn",
+)
 
 
 def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -154,7 +164,8 @@ def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
         tensor.is_leaf,
         tensor.device,
         tensor.is_inference(),
-        tensor.grad is None,
+        not tensor.is_leaf or tensor.grad is None,  # torch warns of the question otherwise
+        type(tensor.grad_fn),
     )
 
 

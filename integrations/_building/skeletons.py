@@ -41,12 +41,13 @@ from shmload._settings import settings
 from shmload.integrations._building.conditions import Conditions, is_changed_on_disk, why_unmet
 from shmload.integrations._building.draws import Draw, repeat
 from shmload.integrations._building.effects import Message
+from shmload.integrations._building.hooks import take_numbers
 from shmload.integrations._building.pickling import Files, Models, PickledModels, unpickle_models
 
 logger = logging.getLogger(__name__)
 
 # Increment it when skeletons are written or read in another way.
-_VERSION = 6
+_VERSION = 7
 # Settings of the libraries that can change what they build.
 _ENVIRONMENT = ("DIFFUSERS_", "TRANSFORMERS_")
 _FOLDER = "skeletons"
@@ -83,6 +84,8 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
     """Names that building fetches from modules that import them at their first use."""
     draws: tuple[Draw, ...] = ()
     """Random numbers that the libraries draw while they build the models."""
+    hooks: int = 0
+    """How many numbers of torch's hooks the build takes."""
     messages: tuple[Message, ...] = ()
     """What the libraries say each time while they build the models."""
 
@@ -107,6 +110,7 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
             for name in names:
                 getattr(sys.modules.get(home), name, None)
         models = unpickle_models(self.models, files)
+        take_numbers(models.values(), self.hooks)
         repeat(self.draws)
         return models
 
@@ -128,7 +132,11 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def skeleton_path(
-    source: Source, plans: Iterable[ShardPlan], torch_dtype: object, root: str, name: str | None
+    source: Source,
+    plans: Iterable[ShardPlan],
+    torch_dtype: object,
+    root: str,
+    maker: tuple[str | None, bool],
 ) -> Path | None:
     """Return the path of the skeleton of a pipeline's models.
 
@@ -142,7 +150,8 @@ def skeleton_path(
         plans: of its shards.
         torch_dtype: as given to `load_pipeline`.
         root: the source's path as the models write it.
-        name: of the class that was asked for; None if none was.
+        maker: the name of the class that was asked for, None if none was; and whether the library
+            gets a `Path`.
     """
     if torch.get_default_device().type != "cpu" or not all(map(_is_plain_install, _LIBRARIES)):
         return None
@@ -157,7 +166,7 @@ def skeleton_path(
         str(torch.get_default_dtype()),
         repr(torch_dtype),
         (root, str(source.given), isinstance(source.given, str)),
-        (source.class_name, name),
+        (source.class_name, maker),
         [(c.component, c.library, c.class_name, _files_of(c)) for c in source.checkpoints],
         [(s.component, identify(s.path, os.stat(s.path)).key, s.conversion) for s in plans],
     )

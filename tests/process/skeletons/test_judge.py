@@ -29,6 +29,10 @@ EFFECTS = {
     "open('/tmp/shmload-planted', 'w').close()": "/tmp/shmload-planted",
     "self.note = object()": "builtins.object",
     "self.order = next(counter)": "order",
+    "import numpy; self.number = numpy.float32(next(counter))": "number",
+    "import numpy; self.numbers = numpy.ones(2) * next(counter)": "numbers",
+    "import torch; self.held = self.register_forward_hook(torch.relu)": "held.id",
+    "import torch; self.empty = torch.ones(2, device='meta')": "a tensor without bytes",
 }
 
 
@@ -63,11 +67,14 @@ def plant(monkeypatch):
     return change
 
 
-@pytest.mark.parametrize("code", ["pass", *EFFECTS])
+@pytest.mark.parametrize(
+    "code",
+    ["pass", "import numpy; self.step, self.steps = numpy.int64(3), numpy.ones(2)", *EFFECTS],
+)
 def test_what_a_constructor_leaves_is_found(request_of_a_load, plant, code):
     plant(code)
     made = judging.examine(request_of_a_load)
-    assert (made.models is not None) == (code == "pass"), made.reason
+    assert (made.models is not None) == (code not in EFFECTS), made.reason
     assert EFFECTS.get(code, "") in made.reason
 
 
