@@ -15,6 +15,8 @@ from shmload.errors import ArgumentError
 from shmload.integrations._building.classes import find_class_named, require_installed
 
 _LIBRARIES = ("diffusers", "transformers")
+# Classes of one name and two libraries, for which the source decides if the library is not named.
+_IN_BOTH = ("diffusers.AutoModel", "transformers.AutoModel")
 
 
 class ModelMaker:
@@ -41,17 +43,21 @@ class ModelMaker:
 
     @property
     def name(self) -> str | None:
-        """Name of the class in one of the libraries; None for a user's own."""
+        """Name of the class in one of the libraries; None for a user's own.
+
+        It has the library before it if both libraries have such a class.
+        """
         import diffusers
         import transformers
 
         if isinstance(self._wanted, str):
-            return None if "." in self._wanted else self._wanted
+            is_own = "." in self._wanted and self._wanted not in _IN_BOTH
+            return None if is_own else self._wanted
         name = str(getattr(self._wanted, "__name__", ""))
         for library in (diffusers, transformers):
-            # Both have an `AutoModel`: another process would have to guess which.
-            if getattr(library, name, None) is self._wanted and name != "AutoModel":
-                return name
+            if getattr(library, name, None) is self._wanted:
+                full_name = f"{library.__name__}.{name}"
+                return full_name if full_name in _IN_BOTH else name
         return None
 
     def foresee(self, source: Source) -> Source | None:
