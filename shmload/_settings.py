@@ -166,7 +166,9 @@ def parse_budget(text: str) -> int:
     """
     nbytes = parse_nbytes(text)
     if 0 < nbytes < _LEAST_BUDGET:
-        raise ValueError(f"{text} is {nbytes} bytes; is a unit missing, as in {text}GiB?")
+        if text.strip().isdigit():
+            raise ValueError(f"{text} is {nbytes} bytes; is a unit missing, as in {text}GiB?")
+        raise ValueError(f"{text} is below 1 MiB, the least; write it like 40GiB")
     return nbytes
 
 

@@ -90,8 +90,8 @@ class Prepared:
 
 
 _waiting: list[Prepared] = []
-on_load: Callable[[Request], None] | None = None
-"""Told of each call that could have been made ahead; set in copies of templates."""
+on_load: Callable[[Request | None], None] | None = None
+"""Told of each load, with the call if it could have been made ahead; set in copies of templates."""
 
 
 def request_of(
@@ -145,12 +145,12 @@ def note(request: Request | None, before: Sequence[str]) -> None:
         request: the call; None if it cannot be made ahead.
         before: names of the modules that were imported before it.
     """
-    if request is None or on_load is None:
+    if on_load is None:
         return
     known = {*before, "__mp_main__"}  # which is the program
     names = tuple(name for name in list(sys.modules) if name not in known)
-    if len(names) <= _MAX_NAMES:
-        on_load(msgspec.structs.replace(request, modules=names))
+    is_short = len(names) <= _MAX_NAMES
+    on_load(msgspec.structs.replace(request, modules=names) if request and is_short else None)
 
 
 def claim(request: Request | None) -> Any:

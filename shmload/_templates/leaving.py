@@ -73,10 +73,18 @@ def leave() -> None:
             flags = fcntl.fcntl(_channel, fcntl.F_GETFL)
             fcntl.fcntl(_channel, fcntl.F_SETFL, flags & ~os.O_ASYNC)
             messages.send(_channel, Leaves(code & 0xFF))
-            remember(_new_modules())
+            note_modules()
             # Python ends with SIGINT after KeyboardInterrupt, and asks for commands if told so.
             if _events and is_plain and not _MEASURED & os.environ.keys():
                 _events.end_early(code & 0xFF)
+
+
+def note_modules() -> None:
+    """Note what this program has imported, for the templates that start later.
+
+    At its end, and before where a program may never come to its end: a server dies by SIGTERM.
+    """
+    remember(_new_modules())
 
 
 def _new_modules() -> list[str]:

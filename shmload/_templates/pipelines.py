@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shmload._templates import place
+from shmload._templates import leaving, place
 from shmload._templates.messages import Program
 
 _DOOR = "shmload.integrations._building.prepared"
@@ -117,7 +117,10 @@ class Pipelines:
             self._door.on_load = self._note
 
     def _note(self, request: Any) -> None:
-        """Note what a program has loaded; this runs in the program."""
+        """Note what a program has loaded, if that is a request; this runs in the program."""
+        leaving.note_modules()
+        if request is None:
+            return
         if not self._requests:
             self._seen = place.read_note(self._key, _SEEN)
         self._requests = [*self._requests, request][:_MAX_PIPELINES]

@@ -43,7 +43,7 @@ from shmload._templates.stash import Stash
 IDLE_S = 1800.0
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN,
             signal.SIGTTOU, signal.SIGPIPE, signal.SIGXFSZ)  # fmt: skip
-# A template starts again, to import more, only when no program has come for this long.
+# A template makes way for one that imports more only when no program came or ended for this long.
 _QUIET_S = 10.0
 
 
@@ -129,6 +129,8 @@ class Template:
         self._is_draining = False
         self._is_told_to_end = False
         self._used = time.monotonic()
+        self._quiet_since = self._used
+        """When a program last came or ended; `_used` is later if something keeps the template."""
 
     def run(self) -> NoReturn:
         """Serve; end this process, or raise `Born` in a copy."""
@@ -186,15 +188,11 @@ class Template:
         idle = time.monotonic() - self._used
         if self._is_told_to_end:
             self._drain()
-        if not self._programs and not self._is_draining:
-            if idle > IDLE_S or (idle > _QUIET_S and cgroups.is_alone_in(self._group)):
-                self._drain()
-            elif idle > _QUIET_S and modules.remembered() != self._remembered:
-                os.unlink(self._connections.path)
-                self._spares.end()
-                # It has the lock too, and takes a moment to die.
-                place.give_lock_back(self._lock)
-                _start_again()
+        may_end = not self._programs and not self._is_draining
+        if may_end and (idle > IDLE_S or (idle > _QUIET_S and cgroups.is_alone_in(self._group))):
+            self._drain()
+        if not self._is_draining and time.monotonic() - self._quiet_since > _QUIET_S:
+            self._import_more()
         if self._is_draining and not self._programs:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._connections.path)
@@ -202,6 +200,26 @@ class Template:
         self._connections.tend()
         if not self._is_draining:
             self._spares.tend()
+
+    def _import_more(self) -> None:
+        """Make way for a template that imports what programs have imported since.
+
+        A server may run for weeks, so this does not wait for the programs to end: a new process
+        takes the place then. At most one template of a key drains for that, so that programs which
+        run for long do not each keep a template.
+        """
+        if modules.remembered() == self._remembered:
+            return
+        if self._programs:
+            if not place.has_draining(self._identity.key):
+                self._drain()
+                _start_successor()
+            return
+        os.unlink(self._connections.path)
+        self._spares.end()
+        # It has the lock too, and takes a moment to die.
+        place.give_lock_back(self._lock)
+        _start_again()
 
     def _become_program(self, orders: Any, works_ahead: bool) -> Callable[[], Any]:
         """Become a spare, in a copy of this process, and then its program."""
@@ -233,7 +251,7 @@ class Template:
 
     def _start(self, call: Call, question: Question) -> None:
         """Hand a program to the spare, or refuse it."""
-        self._used = time.monotonic()
+        self._used = self._quiet_since = time.monotonic()
         refusal = self._refusal(call)
         pid = 0
         if not refusal:
@@ -274,7 +292,7 @@ class Template:
             self._programs.child_has_changed(pid, status)
             if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
                 self._spares.has_ended(pid)
-        self._used = time.monotonic()
+        self._used = self._quiet_since = time.monotonic()
 
     def _end_soon(self, *_: object) -> None:
         self._is_told_to_end = True
@@ -294,3 +312,20 @@ def _start_again() -> NoReturn:
     """Become a template that has imported what programs have imported since, but nothing unfit."""
     command = [sys.executable, *sys.orig_argv[1:]]
     os.execve(sys.executable, command, kind.first_environment())
+
+
+def _start_successor() -> None:
+    """Start a template in this one's place, as no child of it; call this when it drains."""
+    try:
+        pid = os.fork()
+    except OSError:  # too many processes, or no memory: the next program starts one
+        return
+    if pid == 0:
+        try:
+            if os.fork() == 0:
+                # With a terminal it stays in its session, so that programs can join groups there.
+                os.setpgid(0, 0) if kind.session_and_terminal()[1] else os.setsid()
+                _start_again()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)

@@ -107,7 +107,12 @@ def test_budget_is_a_size(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("much", "'much' is not a size"), ("20", "is a unit missing, as in 20GiB")]
+    ("text", "said"),
+    [
+        ("much", "'much' is not a size"),
+        ("20", "is a unit missing, as in 20GiB"),
+        ("800KiB", "800KiB is below 1 MiB, the least; write it like 40GiB"),
+    ],
 )
 def test_budget_that_is_no_size_is_refused(monkeypatch, text, said):
     monkeypatch.setenv("SHMLOAD_BUDGET", text)

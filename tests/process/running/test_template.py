@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from running_place import Running
 
-from shmload._templates import messages, wire
+from shmload._templates import look, messages, wire
 
 _DEADLINE_S = 60.0
 _WAITS = "print('up', flush=True); input()"
@@ -194,6 +194,43 @@ def test_module_of_programs_that_no_template_can_import_is_left_out(place, name)
     assert unfit() == [name]
     (place.packages / f"{name}.py").write_text("")
     assert unfit() == []
+
+
+# As a server that has loaded a pipeline, and is ended by a signal.
+_SERVER = """
+import os
+import shmload._tables
+from shmload.integrations._building import prepared
+prepared.note(None, [])  # as after a load that cannot be made ahead
+print("up", flush=True)
+print(os.getpid(), flush=True)
+input()
+"""
+
+
+def test_template_that_lacks_imports_of_a_server_makes_way_while_that_runs(place):
+    first = place.start_template(["shmload.integrations._building.prepared"])
+    with subprocess.Popen(
+        [sys.executable, "-m", "shmload", "run", "-v", "-c", _SERVER],
+        cwd=place.work, env=place.environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as caller:  # fmt: skip
+        assert caller.stdout.readline() == "up\n", caller.stderr.read()
+        program = int(caller.stdout.readline())
+        deadline = time.monotonic() + _DEADLINE_S
+        while len(found := {each["state"]: each["pid"] for each in listed(place)}) != 2:
+            assert time.monotonic() < deadline, found
+            for each in listed(place):
+                look.keep(each["socket"])  # as a service does that holds it ready
+        assert found["draining"] == first
+        second = found["ready"]
+        lists = (place.folder / "shmload/templates").glob("modules-*")
+        assert any("shmload._tables" in path.read_text().split("\n") for path in lists)
+        assert place.shmload("run", "-v", "-c", "pass").stderr == ""
+        os.kill(program, signal.SIGTERM)
+        assert caller.wait(_DEADLINE_S) == -signal.SIGTERM
+    wait_until_gone(first)
+    assert [found["pid"] for found in listed(place)] == [second]
 
 
 # Whom it serves ----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def refusal(configure, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("budget", ["40", "1", "1048575", "512KiB"])
+@pytest.mark.parametrize("budget", ["40", "1", "1048575"])
 def test_budget_without_its_unit_is_wrong_usage(refusal, budget):
     assert "is a unit missing" in refusal("--budget", budget)
 
