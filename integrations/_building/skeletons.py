@@ -214,15 +214,21 @@ def skeletons_of(given: str) -> list[Skeleton]:
     """Return the remembered skeletons of a source, and the reasons why there are none.
 
     Args:
-        given: the source as a user names it.
+        given: the source as a user names it; a folder by any of its names.
     """
     found = []
+    wanted = _names(os.path.abspath(given)) | {given} if os.path.isdir(given) else {given}
     with contextlib.suppress(OSError):
         for path in sorted((settings().cache_dir / _FOLDER).iterdir()):
             skeleton = read_skeleton(path)
-            if skeleton and given in (skeleton.source, skeleton.root):
+            if skeleton and wanted & (_names(skeleton.source) | _names(skeleton.root)):
                 found.append(skeleton)
     return found
+
+
+def _names(source: str) -> set[str]:
+    """Return a source's name, and the folder that it leads to. Relative ones lead elsewhere now."""
+    return {source, os.path.realpath(source)} if os.path.isabs(source) else {source}
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import transformers
 from comparing import assert_component_equal
 
 import shmload
+from shmload.integrations._building.skeletons import skeletons_of
 
 
 @pytest.mark.usefixtures("skeletons")
@@ -43,3 +44,14 @@ def test_model_notes_the_source_as_it_was_given(saved):
         wanted = diffusers.UNet2DConditionModel.from_pretrained(given)
         assert type(got.config["_name_or_path"]) is type(wanted.config["_name_or_path"])
         assert got.config["_name_or_path"] == given
+
+
+@pytest.mark.usefixtures("skeletons")
+def test_doctor_finds_a_model_by_any_name_of_its_folder(copied, monkeypatch):
+    source = copied("stable-diffusion")
+    shmload.load_model(diffusers.AutoencoderKL, source, subfolder="vae")
+    monkeypatch.chdir(source.parent)
+    for name in (str(source), f"{source}/", source.name, f"./{source.name}"):
+        (found,) = skeletons_of(name)
+        assert (found.class_name, found.reason) == ("AutoencoderKL", "")
+    assert not skeletons_of(str(source.parent))
