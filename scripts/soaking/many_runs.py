@@ -91,7 +91,8 @@ def _held(pid: int) -> dict[str, int]:
     children = (process / f"task/{pid}/children").read_text().split()
     states = [_state_of(child) for child in children]
     rollup = (process / "smaps_rollup").read_text().splitlines()
-    memory = sum(int(line.split()[1]) for line in rollup if line.startswith("Private_"))
+    # Not the private pages: a page is private or shared by what the newest copy has written.
+    memory = sum(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:"))
     return {
         "descriptors": len(os.listdir(process / "fd")),
         "threads": len(os.listdir(process / "task")),
