@@ -9,7 +9,7 @@ from shmload._segments.capacity import require_room, room_nbytes
 from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
 from shmload._segments.removal import remove_idle, remove_leftovers
 from shmload._segments.roots import model_names
-from shmload._wording import format_nbytes
+from shmload._wording import count_of, format_nbytes
 from shmload.errors import SharedMemoryFull
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def choose_victims(
     if budget and freed < over:
         available = max(0, nbytes - (over - freed))
         remedy = _remedy(found, nbytes, over - freed, budget)
-        raise SharedMemoryFull(nbytes, available, budget.name, remedy)
+        raise SharedMemoryFull(nbytes, available, budget.name, remedy, most=budget.nbytes)
     return victims
 
 
@@ -84,12 +84,12 @@ def _remedy(found: Iterable[SegmentInfo], nbytes: int, missing: int, budget: Bud
     """
     ways = ", or ".join(budget.ways)
     if nbytes > budget.nbytes:
-        return f"no more than {format_nbytes(budget.nbytes)} can be resident in it: {ways}"
+        return f"the load is larger than the whole budget of {format_nbytes(budget.nbytes)}: {ways}"
     staying = [info for info in found if not may_go(info)]
     leased = [info for info in staying if info.is_leased]
     pinned = [info for info in staying if info.is_pinned]
-    end = f"end the users of the {len(leased)} in use (`shmload ls`)"
-    unpin = f"let some of the {len(pinned)} pinned go with `shmload unpin`"
+    end = f"end processes that use models (`shmload ls`: {count_of(len(leased), 'segment')} in use)"
+    unpin = f"unpin models (`shmload unpin`: {count_of(len(pinned), 'segment')} pinned)"
     alone = [
         way
         for way, freed in (

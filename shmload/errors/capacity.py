@@ -18,12 +18,22 @@ class CapacityError(ShmloadError, OSError):
         needed: what the load needs, in bytes; or 1 inode if the file system has none left.
         available: what is left, in the same unit; None if it was not looked at.
         limit: what sets the limit, such as `/dev/shm`.
+        most: what the limit leaves if all else goes, in the same unit; None if that is not known.
     """
 
+    most: int | None
+
     def __init__(
-        self, needed: int, available: int | None, limit: str, remedy: str, unit: str | None = None
+        self,
+        needed: int,
+        available: int | None,
+        limit: str,
+        remedy: str,
+        unit: str | None = None,
+        most: int | None = None,
     ) -> None:
         self.needed = needed
+        self.most = most
         self.available = available
         self.limit = limit
         amounts = [f"{n} {unit}" if unit else format_nbytes(n) for n in (needed, available or 0)]
@@ -34,10 +44,13 @@ class CapacityError(ShmloadError, OSError):
     def held_here(self, dropping: str) -> Self:
         """Say that this process holds some of the room, and how to drop it; return the error.
 
+        Says nothing if the load is larger than the limit itself: nothing that goes makes room then.
+
         Args:
             dropping: what to do, such as a `del`; empty if this process holds nothing known.
         """
-        if dropping:
+        most = getattr(self, "most", None)  # an older service sends none
+        if dropping and (most is None or self.needed <= most):
             # Pipelines refer to themselves: a dropped one stays until a collection.
             what, _, remedy = str(self).partition("; ")
             own = f"in this process {dropping}, then call `gc.collect()` and load again"

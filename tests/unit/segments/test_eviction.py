@@ -5,6 +5,7 @@ import pytest
 from shmload._segments.eviction import choose_victims
 from shmload._segments.listing import SegmentInfo
 from shmload._service.budget import service_budget
+from shmload._service.protocol import refuse, revive
 from shmload.errors import SharedMemoryFull
 
 GIB = 1 << 30
@@ -66,26 +67,38 @@ LEASED, PINNED, BOTH = (
 
 
 def test_refusal_advises_what_can_help():
-    users, unpin = "end the users of the 1 in use", "the 1 pinned go with `shmload unpin`"
+    users = "end processes that use models (`shmload ls`: 1 segment in use)"
+    unpin = "unpin models (`shmload unpin`: 1 segment pinned)"
     assert "pinned" not in refusal([LEASED])
     assert users in refusal([LEASED])
-    assert "users" not in refusal([PINNED])
+    assert "end processes" not in refusal([PINNED])
     assert unpin in refusal([PINNED])
-    assert f"{users} (`shmload ls`) and let some of {unpin}" in refusal([BOTH])
+    assert f"{users} and {unpin}" in refusal([BOTH])
     either = refusal([LEASED, PINNED], budget=4 * GIB)
-    assert f"{users} (`shmload ls`), or let some of {unpin}, or raise `shmload serve" in either
+    assert f"{users}, or {unpin}, or raise `shmload serve" in either
 
 
 def test_refusal_names_both_ways_where_one_does_not_free_enough():
     said = refusal([LEASED, PINNED], nbytes=3 * GIB, budget=4 * GIB)
-    assert "(`shmload ls`) and let some of the 1 pinned go" in said
+    assert "1 segment in use) and unpin models" in said
     small = segment("small", is_leased=True, nbytes=1)
     assert "users" not in refusal([PINNED, small])
 
 
 def test_refusal_of_more_than_the_budget_advises_nothing_that_cannot_help():
     said = refusal([LEASED, PINNED], budget=GIB)
-    assert "no more than 1.00 GiB can be resident in it: raise `shmload serve --budget`" in said
+    assert "larger than the whole budget of 1.00 GiB: raise `shmload serve --budget`" in said
     assert "SHMLOAD_SERVICE=off" in said
     assert "users" not in said
     assert "unpin" not in said
+
+
+def test_load_larger_than_the_budget_is_not_told_to_drop_models():
+    held = "`del pipe`"
+    with pytest.raises(SharedMemoryFull) as caught:
+        choose_victims([LEASED], 2 * GIB, 99 * GIB, service_budget(3 * GIB))
+    assert held in str(caught.value.held_here(held))
+    with pytest.raises(SharedMemoryFull) as caught:
+        choose_victims([LEASED], 4 * GIB, 99 * GIB, service_budget(3 * GIB))
+    assert held not in str(caught.value.held_here(held))
+    assert held not in str(revive(refuse(caught.value)).held_here(held))
