@@ -196,6 +196,6 @@ def test_view_that_is_in_use_does_not_let_others_wait(service, files):
     service("--budget", str(_SEGMENT))
     with (
         shmload.view(files[0], torch_dtype="bfloat16"),
-        pytest.raises(SharedMemoryFull, match="the 1 in use"),
+        pytest.raises(SharedMemoryFull, match="1 segment in use"),
     ):
         shmload.warm(files[1], torch_dtype="bfloat16")
