@@ -311,7 +311,8 @@ def _make_tensor(tensor: StoredTensor, stored: list[dict[str, torch.Tensor]]) ->
         made = flat.reshape(tensor.shape)
     if tensor.requires_grad is not None:
         made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-    vars(made).update(tensor.attributes)
+    if tensor.attributes:
+        vars(made).update(tensor.attributes)
     return made
 
 

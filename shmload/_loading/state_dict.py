@@ -145,7 +145,8 @@ def as_tensor(
         shape = (*shape[:-1], shape[-1] * nbits // 8)
     if not content:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(content, dtype=dtype).view(shape)
+    flat = torch.frombuffer(content, dtype=dtype)
+    return flat if len(shape) == 1 else flat.view(shape)
 
 
 def torch_dtypes() -> "dict[str, torch.dtype]":

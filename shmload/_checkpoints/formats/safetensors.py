@@ -6,6 +6,8 @@ length, whatever it says. The format is the one of github.com/huggingface/safete
 little-endian length, that many bytes of JSON, then the tensors' bytes.
 """
 
+import contextlib
+import functools
 import json
 import os
 from typing import Annotated, Any
@@ -21,6 +23,7 @@ from shmload.errors import ShardMalformed, ShardTruncated, ShardUnreadable
 # The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE).
 _MAX_HEADER_NBYTES = 100_000_000
 _LENGTH_NBYTES = 8
+_MAX_KEPT_NBYTES = 128 << 10
 _MAX_RANK = 64
 
 
@@ -71,10 +74,24 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
 def parse_header(raw: bytes, path: str | os.PathLike[str]) -> Header:
     """Check the JSON part of a header.
 
+    Keeps the last few of some size: a load meets the header of a segment twice.
+
     Raises:
         ShardMalformed: it breaks the format, repeats a key, or describes overlapping bytes or
         holes.
     """
+    if len(raw) <= _MAX_KEPT_NBYTES:
+        with contextlib.suppress(ShardMalformed):  # which would not name this path
+            return _parse_kept(raw)
+    return _parse(raw, path)
+
+
+@functools.lru_cache(maxsize=8)
+def _parse_kept(raw: bytes) -> Header:
+    return _parse(raw, "")
+
+
+def _parse(raw: bytes, path: str | os.PathLike[str]) -> Header:
     if not raw.startswith(b"{"):
         raise ShardMalformed(path, "its header does not start with a JSON object")
     try:
