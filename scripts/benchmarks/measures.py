@@ -65,7 +65,7 @@ def measure_attach(bench: Bench) -> list[Figure]:
             what="load_pipeline with weights in memory: speed-up over from_pretrained",
             sample=calls[best] / calls["shmload"],
             unit="x",
-            target=Target(6, is_least=True),
+            target=Target(15, is_least=True),
             beside=(
                 Line(label="shmload", sample=calls["shmload"], unit="s"),
                 Line(
