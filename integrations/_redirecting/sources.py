@@ -26,18 +26,22 @@ def require_known_source(kind: Kind, call: Call) -> None:
     """
     folder = _find_folder(kind, call)
     variant = call.kwargs.get("variant")
+    asked: dict[str, Any] = {
+        "variant": variant,
+        "use_safetensors": call.kwargs.get("use_safetensors"),
+    }
     try:
         if kind == "pipeline":
             _require_known_parts(folder, call)
-            found = resolve(call.source, folder, variant=variant, passed=call.kwargs)
+            found = resolve(call.source, folder, passed=call.kwargs, **asked)
         else:
             subfolder = call.kwargs.get("subfolder")
-            found = resolve_model(str(call.source), folder, subfolder=subfolder, variant=variant)
+            found = resolve_model(str(call.source), folder, subfolder=subfolder, **asked)
     except (ShmloadError, OSError) as exc:
         raise InDoubt(str(exc)) from exc
     if not found.checkpoints or (variant and not found.is_complete):
         of_variant = f" of the variant {variant}" if variant else ""
-        raise InDoubt(f"it takes no weights from safetensors files{of_variant}")
+        raise InDoubt(f"it takes no weights from files that shmload reads{of_variant}")
     for checkpoint in found.checkpoints:
         _require_plain(checkpoint)
 

@@ -49,6 +49,7 @@ def find_source(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Sour
             components=wanted.components,
             passed=kwargs or (),
             weight_names=hub.weight_names,
+            use_safetensors=(kwargs or {}).get("use_safetensors"),
         )
 
     is_model = bool(hub.subfolder or hub.weight_names)
@@ -73,7 +74,13 @@ def find_model(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Sourc
     given = os.fspath(wanted.source)
 
     def resolve_in(root: Path) -> Source:
-        return resolve_model(given, root, subfolder=wanted.hub.subfolder, variant=wanted.variant)
+        return resolve_model(
+            given,
+            root,
+            subfolder=wanted.hub.subfolder,
+            variant=wanted.variant,
+            use_safetensors=(kwargs or {}).get("use_safetensors"),
+        )
 
     return _find(wanted, resolve_in, kwargs or {}, is_model=True)
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import msgspec
 
 from shmload._checkpoints.formats.foreign import name_of_kind
-from shmload._checkpoints.formats.known import format_names, has_known_suffix, is_of_weights
+from shmload._checkpoints.formats.known import is_of_weights
+from shmload._checkpoints.formats.pytorch import PYTORCH
+from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.weights import variant_of, variants_below
+from shmload._checkpoints.weights import variant_of, variants_below, why_file_is_unread
 from shmload._wording import format_nbytes, nearest
+from shmload.errors import PickleUnread
 
-_TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # diffusers.utils.WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME; a model's folder may have others,
 # such as `optimizer.bin`.
 _MODELS = ("diffusion_pytorch_model", "pytorch_model")
@@ -31,11 +33,14 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     """What it is, such as `PyTorch pickle`; `variant fp16` if that variant was not asked for."""
     nbytes: int
     """Its size, in bytes."""
+    why: str = ""
+    """What shmload does not read in it, if it reads other files of this kind."""
 
     def __str__(self) -> str:
         """Return it in words, for errors and reports."""
         name = f"{self.component}/{self.path.name}" if self.component else self.path.name
-        return f"{name} ({self.kind}, {format_nbytes(self.nbytes)})"
+        why = f": {self.why}" if self.why else ""
+        return f"{name} ({self.kind}, {format_nbytes(self.nbytes)}{why})"
 
 
 def find_left_out(source: Source, variant: str | None) -> tuple[LeftOut, ...]:
@@ -51,8 +56,9 @@ def find_left_out(source: Source, variant: str | None) -> tuple[LeftOut, ...]:
         LeftOut(
             component=component,
             path=path,
-            kind=_kind_of(path),
+            kind=_kind_of(path, variant),
             nbytes=os.stat(path).st_size,
+            why=_why_unread(path),
         )
         for component in source.unread
         for path in weights_in(source.root / component, variant)
@@ -63,11 +69,11 @@ def why_unread(source: Source, variant: str | None) -> str:
     """Say why shmload reads no weights of a source, and what there is instead."""
     variants = sorted(variants_below(source.root)) if source.root.is_dir() else []
     others = [
-        each for each in find_left_out(source, variant) if not has_known_suffix(each.path.name)
+        each for each in find_left_out(source, variant) if not _is_variant(each.path, variant)
     ]
-    reason = f"it has no {format_names()} weights"
+    reason = "it has no weights that shmload reads"
     if variant:
-        reason = f"it has no weights of variant {variant!r} in {format_names()}"
+        reason = f"it has no weights of variant {variant!r} that shmload reads"
     if variants:
         reason += f"; {_ask_for(variants)}"
     elif others:
@@ -129,10 +135,18 @@ def _ask_for(variants: Sequence[str]) -> str:
     )
 
 
-def _kind_of(path: Path) -> str:
-    if has_known_suffix(path.name):  # and yet not read: of another variant than was asked for
-        return f"variant {variant_of(path)}"
-    return name_of_kind(path)
+def _kind_of(path: Path, asked: str | None) -> str:
+    return f"variant {variant_of(path)}" if _is_variant(path, asked) else name_of_kind(path)
+
+
+def _is_variant(path: Path, asked: str | None) -> bool:
+    """Tell whether a file is left out because it is of another variant than was asked for."""
+    return variant_of(path) not in (None, asked)
+
+
+def _why_unread(path: Path) -> str:
+    cause = why_file_is_unread(path)
+    return cause.why if isinstance(cause, PickleUnread) else ""
 
 
 def weights_in(folder: Path, variant: str | None) -> Iterator[Path]:
@@ -140,11 +154,11 @@ def weights_in(folder: Path, variant: str | None) -> Iterator[Path]:
     if not os.path.isdir(folder):
         return
     names = [each for each in sorted(os.listdir(folder)) if is_of_weights(each)]
-    torch_names = [each for each in names if each.endswith(_TORCH_SUFFIXES)]
+    torch_names = [each for each in names if each.endswith(PYTORCH.suffixes)]
     models = [each for each in torch_names if each.startswith(_MODELS)]
     of_variant = [each for each in models if f".{variant}" in each] if variant else []
     plain = [each for each in models if _has_no_variant(each)]
-    known = [each for each in names if has_known_suffix(each)]
+    known = [each for each in names if each.endswith(SAFETENSORS.suffixes)]
     for group in (of_variant, plain, known, models, torch_names, names):
         if group:
             yield from (folder / each for each in group if os.path.isfile(folder / each))

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shmload._checkpoints.formats.known import has_known_suffix, is_of_weights
+from shmload._checkpoints.formats.known import is_of_weights
+from shmload._checkpoints.formats.safetensors import SAFETENSORS
 
 # What models of both libraries are called, and adapters that transformers loads by itself.
 _MODELS = ("diffusion_pytorch_model", "pytorch_model", "model", "adapter_model")
@@ -89,5 +90,5 @@ def are_in_format(folders: Iterable[Path], use_safetensors: bool | None) -> bool
 
 def _formats(use_safetensors: bool | None) -> Any:
     """Return tests of names, for the format that the library looks for first and for others."""
-    both = (has_known_suffix, lambda name: name.endswith(_PICKLED))
+    both = (lambda name: name.endswith(SAFETENSORS.suffixes), lambda name: name.endswith(_PICKLED))
     return both if use_safetensors is None else both[:1] if use_safetensors else both[1:]

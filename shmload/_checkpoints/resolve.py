@@ -15,7 +15,14 @@ import msgspec
 from shmload._checkpoints.formats.known import format_names, is_of_weights
 from shmload._checkpoints.indexes import listed_components, read_json, require_beside
 from shmload._checkpoints.paths import not_found
-from shmload._checkpoints.weights import default_name, find_adapters, find_shards, has_variant
+from shmload._checkpoints.weights import (
+    Choice,
+    choose,
+    default_name,
+    find_adapters,
+    find_shards,
+    has_variant,
+)
 from shmload.errors import (
     ArgumentError,
     ShardMissing,
@@ -91,6 +98,7 @@ def resolve(
     components: Collection[str] | None = None,
     passed: Collection[str] = (),
     weight_names: Collection[str] = (),
+    use_safetensors: bool | None = None,
 ) -> Source:
     """Find the weight files of a source.
 
@@ -101,6 +109,8 @@ def resolve(
         components: only these, or all if None.
         passed: names of components that the caller gives to the pipeline, built or as None.
         weight_names: the files to read of a directory that is no pipeline; empty for the default.
+        use_safetensors: as for `from_pretrained`: True leaves other formats to the libraries,
+            False all.
 
     Raises:
         SourceNotFound: `root` does not exist or holds no weights.
@@ -112,7 +122,8 @@ def resolve(
     try:
         if weight_names:
             return _resolve_named(given, root, weight_names)
-        found = _resolve(given, root, variant, components, passed)
+        choice = choose(variant, use_safetensors)
+        found = _resolve(given, root, choice, components, passed)
         return msgspec.structs.replace(found, variant=variant)
     except ShmloadError:
         raise
@@ -123,7 +134,7 @@ def resolve(
 def _resolve(
     given: str | os.PathLike[str],
     root: Path,
-    variant: str | None,
+    choice: Choice,
     components: Collection[str] | None,
     passed: Collection[str],
 ) -> Source:
@@ -135,12 +146,17 @@ def _resolve(
     if not root.is_dir():
         raise not_found(given, "neither a file, a directory nor a model in the hub cache")
     if (root / "model_index.json").is_file():
-        return _resolve_pipeline(given, root, variant, components, passed)
-    return _resolve_component(given, root, variant)
+        return _resolve_pipeline(given, root, choice, components, passed)
+    return _resolve_component(given, root, choice)
 
 
 def resolve_model(
-    given: str, root: Path, *, subfolder: str | None = None, variant: str | None = None
+    given: str,
+    root: Path,
+    *,
+    subfolder: str | None = None,
+    variant: str | None = None,
+    use_safetensors: bool | None = None,
 ) -> Source:
     """Find the weight files of one model, alone or in a pipeline.
 
@@ -152,6 +168,8 @@ def resolve_model(
         root: the directory or file that it stands for.
         subfolder: the model's directory in it, as for `from_pretrained`.
         variant: as for `from_pretrained`.
+        use_safetensors: as for `from_pretrained`: True leaves other formats to the library, False
+            all.
 
     Raises:
         SourceNotFound: `root` does not exist.
@@ -166,7 +184,8 @@ def resolve_model(
     shards: tuple[Path, ...] = ()
     # A single model's variant is there, or the library refuses.
     if names and (variant is None or has_variant(folder, variant)):
-        shards = find_shards(folder, names, library, variant)
+        choice = choose(variant, use_safetensors)
+        shards = find_shards(folder, names, library, choice)
     found = Checkpoint(
         component="",
         folder=folder,
@@ -257,7 +276,7 @@ def files_of(source: Source, components: Collection[str] | None = None) -> list[
 def _resolve_pipeline(
     given: str | os.PathLike[str],
     root: Path,
-    variant: str | None,
+    choice: Choice,
     components: Collection[str] | None,
     passed: Collection[str],
 ) -> Source:
@@ -274,7 +293,7 @@ def _resolve_pipeline(
         for name, (library, _) in listed.items()
         if library and name not in passed and (components is None or name in components)
     ]
-    found = [_checkpoint(root / name, variant, name, *listed[name]) for name in wanted]
+    found = [_checkpoint(root / name, choice, name, *listed[name]) for name in wanted]
     pipeline_class = index.get("_class_name")
     return Source(
         given=given,
@@ -284,7 +303,10 @@ def _resolve_pipeline(
         components=tuple(listed),
         checkpoints=tuple(checkpoint for checkpoint in found if checkpoint),
         is_complete=all(os.path.isdir(root / name) for name in wanted)
-        and (variant is None or any(has_variant(root / name, variant) for name in wanted)),
+        and (
+            choice.variant is None
+            or any(has_variant(root / name, choice.variant) for name in wanted)
+        ),
         unread=tuple(name for name, each in zip(wanted, found, strict=True) if each is None),
     )
 
@@ -302,9 +324,9 @@ def _describe_folder(folder: Path) -> tuple[str, str, dict[str, Any]]:
     return "", "", config
 
 
-def _resolve_component(given: str | os.PathLike[str], root: Path, variant: str | None) -> Source:
+def _resolve_component(given: str | os.PathLike[str], root: Path, choice: Choice) -> Source:
     library, class_name, _ = _describe_folder(root)
-    checkpoint = _checkpoint(root, variant, "", library, class_name)
+    checkpoint = _checkpoint(root, choice, "", library, class_name)
     if checkpoint:
         return Source(
             given=given, root=root, class_name="", components=(), checkpoints=(checkpoint,)
@@ -331,12 +353,12 @@ def _resolve_component(given: str | os.PathLike[str], root: Path, variant: str |
 
 
 def _checkpoint(
-    folder: Path, variant: str | None, component: str, library: str, class_name: str
+    folder: Path, choice: Choice, component: str, library: str, class_name: str
 ) -> Checkpoint | None:
     if not os.path.isdir(folder):  # Path.is_dir raises if the name is too long
         return None
     names = os.listdir(folder)
-    shards = find_shards(folder, names, library, variant)
+    shards = find_shards(folder, names, library, choice)
     if not shards:
         _require_weights(folder, names, library, class_name)
         return None

@@ -5,10 +5,15 @@ import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+import msgspec
+
 from shmload._checkpoints.formats import known
 from shmload._checkpoints.formats.format import Format
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.indexes import indexed_shards
+from shmload._host.descriptors import Descriptor
+from shmload._host.linux import open_source
+from shmload.errors import CheckpointError
 
 # As in `model.fp16.safetensors` and `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`,
 # without the suffix.
@@ -16,12 +21,39 @@ _VARIANT = re.compile(r"[a-z_]+\.([A-Za-z]\w*)(?:-\d+-of-\d+)?")
 
 # A model's weights of any variant, and their index.
 _MODELS = re.compile("(?:" + "|".join(map(re.escape, SAFETENSORS.base_names.values())) + r")[.-]")
+# Of formats some of whose files are left to the libraries.
+_IN_DOUBT = tuple(
+    suffix for each in known.FORMATS if each.may_be_unread for suffix in each.suffixes
+)
 # LORA_WEIGHT_NAME_SAFE and TEXT_INVERSION_NAME_SAFE of diffusers, and peft's name.
 _ADAPTER = re.compile(r"(?:pytorch_lora_weights|learned_embeds|adapter_model)\.safetensors")
 
 
+class Choice(msgspec.Struct, frozen=True):
+    """Which files of weights a load takes where a folder has several kinds."""
+
+    variant: str | None
+    """As for `from_pretrained`; plain files are loaded where the folder lacks it."""
+    formats: tuple[Format, ...]
+    """Those that may be loaded, the preferred ones first."""
+
+
+def choose(variant: str | None, use_safetensors: bool | None) -> Choice:
+    """Return the choice that arguments of `from_pretrained` make.
+
+    With `use_safetensors=False` the library looks for no file in safetensors, which every segment
+    is: it loads its files itself.
+    """
+    if use_safetensors is None:
+        return Choice(variant, known.FORMATS)
+    return Choice(variant, (SAFETENSORS,) if use_safetensors else ())
+
+
 def find_shards(
-    folder: Path, names: Collection[str], library: str, variant: str | None
+    folder: Path,
+    names: Collection[str],
+    library: str,
+    choice: Choice,
 ) -> tuple[Path, ...]:
     """Return the files that a library would load, in the order of their names.
 
@@ -29,25 +61,44 @@ def find_shards(
         folder: of the model.
         names: of all files in it.
         library: that of the model's class; empty if unknown.
-        variant: as for `from_pretrained`; plain files are loaded where the folder lacks it.
+        choice: among files of several kinds.
 
     Returns:
-        Nothing where no format has weights in the folder.
+        Nothing where no format has weights in the folder, or has some that only the library reads.
 
     Raises:
         IndexMalformed, ShardMissing: as `indexed_shards`.
     """
-    applicable = _applicable_variant(names, variant)
+    applicable = _applicable_variant(names, choice.variant)
     candidates = (
         name
-        for file_format in known.FORMATS
+        for file_format in choice.formats
         if file_format.base_names
         for name in _preferred_names(file_format, names, library, applicable)
     )
     found = next((name for name in candidates if name in names), None)
     if found is None:
         return ()
-    return indexed_shards(folder / found) if found.endswith(".json") else (folder / found,)
+    shards = indexed_shards(folder / found) if found.endswith(".json") else (folder / found,)
+    return () if any(map(why_file_is_unread, shards)) else shards
+
+
+def why_file_is_unread(path: Path) -> CheckpointError | None:
+    """Return why a file is left to the libraries; None if shmload reads it.
+
+    A file in a format of which shmload reads every valid file is never left to them: if it is
+    damaged, reading it says so.
+    """
+    if not path.name.endswith(_IN_DOUBT):
+        return None
+    try:
+        with Descriptor(open_source(path)) as shard:
+            file_format = known.detect_format(shard.fd, path)
+            if file_format.may_be_unread:
+                file_format.read_header(shard.fd, path)
+    except CheckpointError as exc:
+        return exc
+    return None
 
 
 def find_adapters(names: Collection[str]) -> tuple[list[str], list[str]]:

@@ -22,6 +22,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   ├── ShardUnreadable (OSError)
     │   ├── ShardMalformed
     │   │   └── WrongFormat
+    │   │       └── PickleUnread
     │   ├── ShardTruncated
     │   ├── ShardChanged
     │   ├── SourceChanged
@@ -95,6 +96,7 @@ from shmload.errors.capacity import (
 from shmload.errors.checkpoints import (
     CheckpointError,
     IndexMalformed,
+    PickleUnread,
     ShardChanged,
     ShardMalformed,
     ShardMissing,
@@ -189,6 +191,7 @@ __all__ = [
     "NodeLost",
     "NodeTimeout",
     "PeerRefused",
+    "PickleUnread",
     "ProcessLimitExceeded",
     "ProtocolError",
     "ResultsBusy",

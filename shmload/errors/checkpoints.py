@@ -85,6 +85,26 @@ class WrongFormat(ShardMalformed):
         )
 
 
+class PickleUnread(WrongFormat):
+    """A file of PyTorch has something that shmload leaves to the libraries, or is damaged.
+
+    Attributes:
+        why: what that is, such as a class that is no tensor.
+    """
+
+    def __init__(self, path: _Path, nbytes: int, why: str) -> None:
+        self.path = path
+        self.reason = self.kind = "PyTorch pickle"
+        self.nbytes = nbytes
+        self.why = why
+        CheckpointError.__init__(
+            self,
+            f"{path} is a PyTorch pickle ({format_nbytes(nbytes)}) that shmload does not read: "
+            f"{why}; let the library load it, or convert it once: load it with the library and "
+            "`save_pretrained`, or `safetensors.torch.save_file`",
+        )
+
+
 class ShardTruncated(CheckpointError):
     """A shard is shorter than its header says."""
 

@@ -46,6 +46,9 @@ def _is_text(head: bytes) -> bool:
     return re.fullmatch(rb"[\t\n\r -~]{9,}", head) is not None
 
 
+PICKLE = "PyTorch pickle"
+"""The name of the kind that `torch.save` writes."""
+
 # The first that fits counts.
 _KINDS = (
     Foreign(
@@ -54,7 +57,7 @@ _KINDS = (
         _begins(b"GGUF", b"FUGG"),
     ),
     Foreign(
-        "PyTorch pickle",
+        PICKLE,
         _CONVERT,
         # torch.save: a zip archive of NAME/data.pkl; before torch 1.6 several pickles.
         lambda head: (

@@ -8,7 +8,7 @@ import msgspec
 from shmload._checkpoints.header import Header
 from shmload.errors import ShardUnreadable
 
-HEAD_NBYTES = 64
+HEAD_NBYTES = 512
 """How much of a file's front `Format.recognises` gets, in bytes."""
 
 
@@ -28,6 +28,11 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the libraries map such a file, so that one with the wanted dtypes can stay as it is.
 
     Else its tensors always go through a segment.
+    """
+    may_be_unread: bool = False
+    """Whether valid files may have something that only the libraries read.
+
+    Such a file is left to them, where a whole model is loaded.
     """
     recognises: Callable[[bytes], bool]
     """Tells whether a file has this format, from its first `HEAD_NBYTES` bytes (or fewer)."""

@@ -25,7 +25,7 @@ def written(save):
 _FILES = {
     "GGUF": [b"GGUF\x03\0\0\0" + bytes(100)],
     "PyTorch pickle": [
-        written(lambda file: torch.save(_TENSORS, file)),
+        written(lambda file: torch.save({"a": [torch.ones(2)]}, file)),
         written(
             lambda file: torch.save(_TENSORS, file, _use_new_zipfile_serialization=False),
         ),
@@ -68,7 +68,7 @@ def test_kind_is_recognised_whatever_the_file_is_called(tmp_path, kind, content)
         read_header(file.fileno(), path)
     assert (caught.value.kind, caught.value.nbytes) == (kind, len(content))
     assert str(caught.value).startswith(f"{path} is a")
-    assert f"{len(content)} B), not safetensors" in str(caught.value) or len(content) > 1023
+    assert f"{len(content)} B)" in str(caught.value) or len(content) > 1023
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,11 @@ def test_unknown_content_is_malformed_and_named_by_its_suffix(tmp_path):
     path.write_bytes(bytes(range(200, 256)) * 3)
     assert name_of_kind(path) == ".bin file"
     assert name_of_kind(tmp_path / "gone.pt") == ".pt file"
-    with path.open("rb") as file, pytest.raises(ShardMalformed, match="claim a header") as caught:
+    with (
+        path.open("rb") as file,
+        pytest.raises(
+            ShardMalformed, match="is not a valid PyTorch file: it does not end"
+        ) as caught,
+    ):
         read_header(file.fileno(), path)
     assert type(caught.value) is ShardMalformed

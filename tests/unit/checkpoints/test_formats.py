@@ -13,6 +13,7 @@ from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.formats import known
 from shmload._checkpoints.formats.format import HEAD_NBYTES
 from shmload._checkpoints.formats.known import format_of, has_known_suffix, is_of_weights
+from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload.errors import CheckpointError
 
@@ -36,7 +37,7 @@ _TENSORS = {
     "matrix": torch.randn(33, 65, generator=torch.Generator().manual_seed(0)).bfloat16(),
     "bool": torch.arange(9) % 2 == 0,
 }
-_FORMATS = [(SAFETENSORS, safetensors.torch.save_file), (TOY, save_toy)]
+_FORMATS = [(SAFETENSORS, safetensors.torch.save_file), (PYTORCH, torch.save), (TOY, save_toy)]
 each_format = pytest.mark.parametrize(
     "file_format", [file_format for file_format, _ in _FORMATS], ids=lambda each: each.name
 )
@@ -140,9 +141,9 @@ def test_file_of_no_tensors_is_recognised():
 @pytest.mark.usefixtures("two_formats")
 def test_names_of_weights():
     assert has_known_suffix("a.toy")
-    assert not has_known_suffix("a.bin")
+    assert not has_known_suffix("a.gguf")
     assert is_of_weights("a.toy")
-    assert is_of_weights("a.bin")
+    assert is_of_weights("a.gguf")
     assert not is_of_weights("config.json")
 
 

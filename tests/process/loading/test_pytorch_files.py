@@ -1,0 +1,154 @@
+"""Weights in PyTorch's own files are shared like those in safetensors, or left to the library."""
+
+import json
+import pickle
+
+import diffusers
+import pytest
+import torch
+import transformers
+from comparing import assert_component_equal, assert_equal, reference
+from mappings import copied_nbytes
+from safetensors.torch import load_file
+
+import shmload
+
+pytestmark = pytest.mark.libraries
+
+_DTYPES = [None, torch.bfloat16, torch.float16]
+
+
+def rewrite(source, save=torch.save):
+    """Save a pipeline's weights as PyTorch's files, with their indices, in place of safetensors."""
+    for path in sorted(source.glob("*/*.safetensors")):
+        save(load_file(path), path.with_name(_as_pickle(path.name)))
+        path.unlink()
+    for path in sorted(source.glob("*/*.safetensors.index*.json")):
+        index = json.loads(path.read_text())
+        index["weight_map"] = {k: _as_pickle(v) for k, v in index["weight_map"].items()}
+        path.with_name(_as_pickle(path.name)).write_text(json.dumps(index))
+        path.unlink()
+    return source
+
+
+def _as_pickle(name):
+    base = name.replace(".safetensors", ".bin")
+    return base if base.startswith("diffusion_") else f"pytorch_{base}"
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["stable-diffusion", "flux", "wan"])
+def test_pipeline_is_that_of_the_library_and_shared(copied, family, dtype, evicts):
+    source = rewrite(copied(family))
+    got = shmload.load_pipeline(source, dtype=dtype, keep=True)
+    assert_equal(got, reference(source, dtype))
+    assert shmload.plan(source, dtype=dtype).left_out == ()
+    resident = shmload.segments()
+    again = shmload.load_pipeline(source, dtype=dtype, keep=True)
+    assert_equal(again, got)
+    assert copied_nbytes(again) == 0
+    assert [each.name for each in shmload.segments()] == [each.name for each in resident]
+
+
+@pytest.mark.parametrize(
+    "kind", [{"sharded": True}, {"variant": "fp16"}, {"variant": "fp16", "sharded": True}], ids=str
+)
+def test_shards_and_variants(copied, kind, evicts):
+    source = rewrite(copied("flux", "float16", **kind))
+    variant = {"variant": kind["variant"]} if "variant" in kind else {}
+    got = shmload.load_pipeline(source, dtype=torch.bfloat16, keep=True, **variant)
+    # By itself diffusers looks for no index of such files.
+    wanted = reference(source, torch.bfloat16, use_safetensors=False, **variant)
+    assert_equal(got, wanted)
+    components = {checkpoint.parent.name for checkpoint in source.glob("*/*.bin")}
+    planned = shmload.plan(source, dtype=torch.bfloat16, **variant)
+    assert {shard.component for shard in planned.shards} == components
+    assert {shard.action for shard in planned.shards} == {shmload.Action.ATTACH}
+
+
+def test_safetensors_are_preferred_as_by_the_library(copied):
+    source = copied("stable-diffusion")
+    folder = source / "vae"
+    (weights,) = folder.glob("*.safetensors")
+    torch.save({}, folder / "diffusion_pytorch_model.bin")
+    names = {shard.path for shard in shmload.plan(source).shards if shard.component == "vae"}
+    assert names == {weights}
+    assert_equal(shmload.load_pipeline(source), reference(source))
+
+
+def test_use_safetensors_means_the_same(copied):
+    source = rewrite(copied("stable-diffusion"))
+    with pytest.raises(OSError, match="no file named") as wanted:
+        diffusers.AutoencoderKL.from_pretrained(source / "vae", use_safetensors=True)
+    with pytest.raises(OSError, match="no file named") as got:
+        shmload.load_model("AutoencoderKL", source / "vae", use_safetensors=True)
+    assert str(got.value) == str(wanted.value)
+    with pytest.raises(OSError, match="no file named"):
+        shmload.load_pipeline(source, use_safetensors=True)
+    got = shmload.load_pipeline(source, use_safetensors=False, dtype=torch.bfloat16)
+    assert_equal(got, reference(source, torch.bfloat16, use_safetensors=False))
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_model_of_transformers(copied, dtype):
+    folder = rewrite(copied("flux")) / "text_encoder_2"
+    got = shmload.load_model("T5EncoderModel", folder, dtype=dtype)
+    wanted = transformers.T5EncoderModel.from_pretrained(folder, dtype=dtype)
+    assert_component_equal(got, wanted, "text_encoder_2")
+
+
+def test_state_dict_of_views_of_one_storage(tmp_path):
+    fused = torch.arange(24.0).reshape(6, 4)
+    tensors = {"q": fused[:2], "k": fused[2:4], "all": fused, "tied": fused, "one": fused[0, 1]}
+    torch.save(tensors, tmp_path / "model.pt")
+    got = shmload.load_state_dict(tmp_path / "model.pt", "bfloat16")
+    assert got.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(got[name], tensor.bfloat16()), name
+
+
+# Left to the library ------------------------------------------------------------------------------
+
+
+def _transposed(tensors, path):
+    torch.save(
+        {name: t.t().contiguous().t() if t.ndim == 2 else t for name, t in tensors.items()}, path
+    )
+
+
+def _older(tensors, path):
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("save", [_transposed, _older])
+def test_what_is_not_read_is_loaded_by_the_library(copied, save):
+    source = rewrite(copied("flux"), save)
+    got = shmload.load_pipeline(source, dtype=torch.bfloat16)
+    assert_equal(got, reference(source, torch.bfloat16))
+    (left,) = (each for each in shmload.plan(source).left_out if each.component == "vae")
+    assert left.path == source / "vae" / "diffusion_pytorch_model.bin"
+    assert left.kind == "PyTorch pickle"
+    assert left.why
+
+
+class _Calls:
+    def __reduce__(self):
+        return print, ("called",)
+
+
+def test_nothing_in_a_pickle_is_called(tmp_path, copied, capfd):
+    path = tmp_path / "model.bin"
+    torch.save({"a": torch.ones(2), "b": _Calls()}, path)
+    with pytest.raises(
+        shmload.PickleUnread, match=r"names __builtin__\.print; let the lib"
+    ) as caught:
+        shmload.warm(path)
+    assert (caught.value.path, caught.value.nbytes) == (path, path.stat().st_size)
+    source = rewrite(copied("stable-diffusion"), lambda tensors, to: torch.save(_Calls(), to))
+    with pytest.raises((OSError, pickle.UnpicklingError)) as wanted:
+        reference(source)
+    with pytest.raises(type(wanted.value)):
+        shmload.load_pipeline(source)
+    with pytest.raises(shmload.SourceNotFound, match=r"unet/.*names __builtin__\.print"):
+        shmload.warm(source)
+    assert "called" not in capfd.readouterr().out

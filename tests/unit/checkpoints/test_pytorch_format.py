@@ -1,0 +1,269 @@
+"""PyTorch's files: what is read, and that all else is refused and nothing is called."""
+
+import io
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from shmload._checkpoints.formats.known import read_header
+from shmload._checkpoints.formats.pytorch import PYTORCH
+from shmload._checkpoints.formats.tensor_pickle import UnknownPickle, read_pickle
+from shmload.errors import CheckpointError, PickleUnread, WrongFormat
+
+
+@pytest.fixture
+def header_of(tmp_path):
+    """Return the header of a file with a given content, or of one that torch writes."""
+
+    def read(content, name="model.bin"):
+        path = tmp_path / name
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            torch.save(content, path)
+        with path.open("rb") as file:
+            return read_header(file.fileno(), path)
+
+    return read
+
+
+def archive(members, compression=zipfile.ZIP_STORED):
+    """Return a zip archive of pairs of a name and a content."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", compression) as file:
+        for name, raw in members:
+            file.writestr(name, raw)
+    return content.getvalue()
+
+
+def parts(tensors):
+    """Return the members of the file that torch writes, by name."""
+    content = io.BytesIO()
+    torch.save(tensors, content)
+    with zipfile.ZipFile(content) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+# What is read -------------------------------------------------------------------------------------
+
+
+def test_every_dtype_and_kind_of_place_is_read(header_of):
+    base = torch.arange(12).reshape(3, 4)
+    tensors = OrderedDict(
+        {str(dtype): base.to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.bool)},
+        fp8=base.float().to(torch.float8_e4m3fn),
+        unsigned=base.to(torch.uint16),
+        row=base[1],
+        element=base[2, 3],
+        empty=base[:, :0],
+        column=base[:, :1].t()[:, :1],
+    )
+    tensors._metadata = OrderedDict({"": {"version": 1}})
+    found = {spec.name: spec for spec in header_of(tensors).tensors}
+    assert found.keys() == tensors.keys()
+    assert [found[name].shape for name in tensors] == [tuple(t.shape) for t in tensors.values()]
+    assert (found["fp8"].dtype, found["unsigned"].dtype) == ("F8_E4M3", "U16")
+    assert found["element"].begin - found["row"].begin == (11 - 4) * 8
+
+
+def test_state_dict_of_a_whole_file_is_found_and_that_of_a_model_is_not(header_of):
+    nested = {"epoch": 3, "state_dict": {"a": torch.ones(2)}}
+    assert [spec.name for spec in header_of(nested, "sd.ckpt").tensors] == ["a"]
+    with pytest.raises(PickleUnread, match="'epoch' is no tensor"):
+        header_of(nested, "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("name", ["a", "pytorch_model-00001-of-00002", "n" * 200])
+def test_file_is_recognised_whatever_name_its_archive_has(tmp_path, name):
+    path = tmp_path / f"{name}.bin"
+    torch.save({"a": torch.ones(2)}, path)
+    assert PYTORCH.recognises(path.read_bytes()[:512])
+
+
+def test_another_file_in_the_same_place_is_read_anew(header_of):
+    for count in (2, 3):
+        (spec,) = header_of({"a": torch.ones(count)}).tensors
+        assert spec.shape == (count,)
+
+
+# What is left to the libraries --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ({"a": torch.ones(3, 2).t()}, "do not lie next to each other"),
+        ({"a": torch.ones(2).expand(3, 2)}, "do not lie next to each other"),
+        ({"a": torch.ones(2, requires_grad=True)}, "gradient"),
+        ({"a": torch.nn.Parameter(torch.ones(2))}, "names torch._utils._rebuild_parameter"),
+        ({"a": torch.ones(2).to_sparse()}, "names torch.serialization._get_layout"),
+        ({"a": 1}, "'a' is no tensor"),
+        ({1: torch.ones(2)}, "1 is no tensor with a name"),
+        ({"__metadata__": torch.ones(2)}, "'__metadata__' is no tensor"),
+        ({(1,): torch.ones(2)}, "keys are no texts"),
+        ([torch.ones(2)], "no dict"),
+        ({"a": {torch.ones(2)}}, "opcode|names"),
+    ],
+)
+def test_what_is_not_read_is_said(header_of, content, why):
+    with pytest.raises(PickleUnread, match=why) as caught:
+        header_of(content)
+    assert caught.value.why in str(caught.value)
+    assert "let the library load it" in str(caught.value)
+
+
+def test_older_file_is_said_to_be_one_without_an_archive(tmp_path):
+    path = tmp_path / "model.bin"
+    torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    with path.open("rb") as file, pytest.raises(PickleUnread, match="does not end with a zip"):
+        read_header(file.fileno(), path)
+
+
+# Hostile archives ---------------------------------------------------------------------------------
+
+
+def test_compressed_members_are_refused(header_of):
+    with pytest.raises(WrongFormat, match="compressed"):
+        header_of(archive(parts({"a": torch.zeros(1 << 20)}).items(), zipfile.ZIP_DEFLATED))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_members_of_one_name_are_refused(header_of):
+    members = [*parts({"a": torch.ones(2)}).items()]
+    with pytest.raises(PickleUnread, match="twice"):
+        header_of(archive([*members, members[0]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("archive/data/0", b"", "storage of 'a' is missing, or has another size"),
+        ("archive/byteorder", b"big", "big-endian"),
+        ("archive/data.pkl", b"", "damaged at byte"),
+        ("archive/data.pkl", b"\x80\x04.", "protocol 4"),
+    ],
+)
+def test_lying_member_is_refused(header_of, name, content, why):
+    members = parts({"a": torch.ones(2)}) | {name: content}
+    with pytest.raises(PickleUnread, match=why):
+        header_of(archive(members.items()))
+
+
+def test_missing_members_are_refused(header_of):
+    for name in ("archive/data.pkl", "archive/data/0"):
+        members = parts({"a": torch.ones(2)})
+        del members[name]
+        with pytest.raises(CheckpointError):
+            header_of(archive(members.items()))
+
+
+@pytest.mark.parametrize("field", range(1, 7))
+@pytest.mark.parametrize("value", [0, 1, 0x7FFF, 0xFFFF])
+def test_lying_end_of_an_archive_is_refused_or_changes_nothing(header_of, field, value):
+    content = archive(parts({"a": torch.ones(2)}).items())
+    end = list(struct.unpack("<4s4H2LH", content[-22:]))
+    wanted = header_of(content)
+    end[field] = value
+    try:
+        assert header_of(content[:-22] + struct.pack("<4s4H2LH", *end)) == wanted
+    except CheckpointError:
+        return
+
+
+# Hostile pickles ----------------------------------------------------------------------------------
+
+_OS = b"cos\nsystem\n"
+_CALLS = {
+    "REDUCE": _OS + b"X\x02\0\0\0ls\x85R.",
+    "INST": b"(X\x02\0\0\0lsios\nsystem\n.",
+    "OBJ": b"(" + _OS + b"X\x02\0\0\0lso.",
+    "NEWOBJ": _OS + b")\x81.",
+    "NEWOBJ_EX": _OS + b")}\x92.",
+    "STACK_GLOBAL": b"\x8c\x02os\x8c\x06system\x93.",
+    "EXT1": b"\x82\x01.",
+    "BUILD of a class": _OS + b"}b.",
+    "BUILD of other attributes": b"}X\x01\0\0\0a}sb}X\x03\0\0\0foo}sb.",
+    "PERSID": b"P0\n.",
+    "text persistent id": b"X\x01\0\0\0aQ.",
+    "persistent id of another class": b"(X\x07\0\0\0storage"
+    + _OS
+    + b"X\x01\0\0\x000X\0\0\0\0K\1tQ.",
+    "OrderedDict of something": b"ccollections\nOrderedDict\n](]ee\x85R.",
+    "tensor of no storage": b"ctorch._utils\n_rebuild_tensor_v2\n(K\1K\0)" + b")\x89}tR.",
+}
+
+
+@pytest.mark.parametrize("raw", _CALLS.values(), ids=_CALLS)
+def test_no_opcode_calls_anything(raw):
+    with pytest.raises(UnknownPickle):
+        read_pickle(b"\x80\x02" + raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b".",
+        b"(.",
+        b"X\xff\xff\xff\xffa.",
+        b"X\x01\0\0\0\xff.",
+        b"h\x05.",
+        b"t.",
+        b"]K\1K\2s.",
+        b"}K\1e.",
+        b"}(K\1u.",
+        b"\x8a\xff.",
+        b"cno end",
+        b"G12.",
+        b"K\1K\2a.",
+    ],
+)
+def test_damaged_pickle_is_refused(raw):
+    with pytest.raises(UnknownPickle, match=r"damaged|no dict"):
+        read_pickle(b"\x80\x02" + raw)
+
+
+def test_dict_in_itself_ends(header_of):
+    inside = b"\x80\x02}q\0X\x0a\0\0\0state_dicth\0s."
+    with pytest.raises(PickleUnread, match="'state_dict' is no tensor"):
+        header_of(archive([("a/data.pkl", inside)]), "model.ckpt")
+
+
+def test_tuples_in_tuples_take_no_time_as_keys():
+    raw = b")q\0"
+    for index in range(60):
+        raw += b"h%ch%c\x86q%c" % (index, index, index + 1)
+    with pytest.raises(UnknownPickle, match="keys are no texts"):
+        read_pickle(b"\x80\x02" + raw + b"}h\x3cK\1s.")
+
+
+def described(offset, shape, strides):
+    """Return the pickle of a dict with a tensor over a storage of four floats."""
+    sizes = b"".join(pickle.dumps(each, 2)[2:-1] for each in (offset, shape, strides))
+    storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\4tQ"
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + sizes + b"\x89)tR"
+    return b"\x80\x02}X\x01\0\0\0a" + tensor + b"s."
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "strides"),
+    [
+        (0, (1 << 61, 1 << 61), (1 << 61, 1)),
+        (1 << 60, (1,), (1,)),
+        (1, (4,), (1,)),
+        (-1, (1,), (1,)),
+        (0, (-1,), (1,)),
+        (0, (5,), (1,)),
+        (0, (2, 2), (2,)),
+        (0, (1,) * 65, (1,) * 65),
+        (0, "ab", (1, 1)),
+    ],
+)
+def test_absurd_sizes_are_refused(offset, shape, strides):
+    assert read_pickle(described(1, (1, 3), (3, 1)))["a"].nbytes == 12
+    with pytest.raises(UnknownPickle):
+        read_pickle(described(offset, shape, strides))
