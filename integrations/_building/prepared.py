@@ -9,8 +9,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -89,7 +89,19 @@ class Prepared:
         self.parked = parked
 
 
+class Hidden(Protocol):
+    """The modules that the template of this process has imported and the program has not."""
+
+    def __contains__(self, name: object, /) -> bool:
+        """Tell whether a module has been out of the program's reach."""
+
+    def give(self, names: Iterable[str]) -> None:
+        """Import some of them at once; leave what needs an import of its own."""
+
+
 _waiting: list[Prepared] = []
+hidden: Hidden | None = None
+"""Set in copies of templates."""
 on_load: Callable[[Request | None], None] | None = None
 """Told of each load, with the call if it could have been made ahead; set in copies of templates."""
 
@@ -165,6 +177,8 @@ def claim(request: Request | None) -> Any:
     if reason:
         logger.info("%s: not as it was prepared: %s", found.request.source, reason)
         return None
+    if hidden is not None:
+        hidden.give(found.request.modules)
     for name in found.request.modules:
         if name not in sys.modules:
             importlib.import_module(name)
@@ -196,7 +210,7 @@ def _take(request: Request | None) -> Prepared | None:
 def _why_not(prepared: Prepared) -> str | None:
     """Return why a pipeline cannot be used; otherwise take its segments back."""
     try:
-        if reason := prepared.facts.why_changed():
+        if reason := prepared.facts.why_changed(() if hidden is None else hidden):
             return str(reason)
         prepared.parked.resume()
     except (CannotResume, ShmloadError, OSError) as exc:

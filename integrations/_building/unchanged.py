@@ -6,7 +6,7 @@ It compares; it reads no file and runs no code of a library.
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import FunctionType, ModuleType
 
 import torch
@@ -31,10 +31,14 @@ class Facts:
         self._folder = folder
         self._files = files_below(folder)
         self._settings = settings_now()
-        self._code = [(owner, _code_in(owner)) for owner in _owners(built)]
+        self._code = [(home, owner, _code_in(owner)) for home, owner in _owners(built)]
 
-    def why_changed(self) -> str | None:
-        """Return what is not the same any more; None if all is."""
+    def why_changed(self, hidden: Container[str] = ()) -> str | None:
+        """Return what is not the same any more; None if all is.
+
+        Args:
+            hidden: names of modules that have been out of reach since; they are not compared.
+        """
         if files_below(self._folder) != self._files:
             return f"a file in {self._folder} has changed"
         if hears_details():
@@ -43,9 +47,9 @@ class Facts:
             return "all warnings are asked for, or taken as errors"
         if settings_now() != self._settings:
             return "a setting of torch, or a variable, has changed"
-        for owner, code in self._code:
+        for home, owner, code in self._code:
             now = vars(owner)
-            if code.items() <= now.items():
+            if home in hidden or code.items() <= now.items():
                 continue
             for name, value in code.items():
                 if _bare(now.get(name)) is not _bare(value):
@@ -95,14 +99,15 @@ def _hears_all_warnings() -> bool:
     )
 
 
-def _owners(built: list[object]) -> Iterator[ModuleType | type]:
-    """Yield the modules, and the classes of what was built."""
+def _owners(built: list[object]) -> Iterator[tuple[str, ModuleType | type]]:
+    """Yield the modules, and the classes of what was built, each with its module's name."""
     for name, module in list(sys.modules.items()):
         if name not in _OF_PROGRAMS and isinstance(module, ModuleType):
-            yield module
+            yield name, module
     parts = [part for each in built for part in _parts_of(each)]
     parts += [getattr(part, "config", None) for part in parts]
-    yield from {base for part in parts for base in type(part).__mro__} - {object}
+    for base in {base for part in parts for base in type(part).__mro__} - {object}:
+        yield base.__module__, base
 
 
 def _parts_of(built: object) -> Iterator[object]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from shmload._templates import leaving, place
 from shmload._templates.messages import Program
+from shmload._templates.stash import Stash
 
 _DOOR = "shmload.integrations._building.prepared"
 _LOADS = "shmload.integrations._building.preparing"
@@ -32,12 +33,14 @@ class Pipelines:
     Args:
         key: of the template.
         modules: those that it has imported, by name.
+        stash: hides them from programs.
     """
 
-    def __init__(self, key: str, modules: Mapping[str, Any]) -> None:
+    def __init__(self, key: str, modules: Mapping[str, Any], stash: Stash) -> None:
         self._door: Any = modules.get(_DOOR)
         """The module that gives programs what was loaded; None if it was not imported."""
         self._known = frozenset(modules)
+        self._stash = stash
         self._key = key
         self._folder = place.folder()
         self._program = ""
@@ -115,6 +118,7 @@ class Pipelines:
         if program.prepares:
             self._program = name
             self._door.on_load = self._note
+            self._door.hidden = self._stash
 
     def _note(self, request: Any) -> None:
         """Note what a program has loaded, if that is a request; this runs in the program."""

@@ -11,7 +11,7 @@ import ctypes
 import os
 import sys
 from _thread import RLock
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -135,6 +135,25 @@ class Stash(MetaPathFinder, Loader):
         """The modules that are hidden now, by name."""
         return self._modules
 
+    def __contains__(self, name: object) -> bool:
+        """Tell whether a module is hidden now."""
+        return name in self._modules
+
+    def give(self, names: Iterable[str]) -> None:
+        """Give modules as their imports would, but all at once.
+
+        Args:
+            names: those that are not hidden are left out. If the program has put a module of its
+                own in the place of one, nothing is given: each needs an import.
+        """
+        with self._lock:
+            wanted = [name for name in names if name in self._modules]
+            if not wanted:
+                return
+            self._check_variables()
+            if not any(name in self._tops and self._is_shadowed(name) for name in wanted):
+                self._give(self._closure(wanted))
+
     def begin(self) -> None:
         """Give modules to the program from now on, which begins."""
         for name in list(sys.modules):
@@ -201,7 +220,7 @@ class Stash(MetaPathFinder, Loader):
         """Return the hidden module."""
         with self._lock:
             if spec.name in self._modules:
-                self._give_what_it_needs(spec.name)
+                self._give(self._closure([spec.name]), but=spec.name)
                 module = self._modules.pop(spec.name)
             else:  # an import in another thread, which needs it, was quicker
                 module = sys.modules[spec.name]
@@ -213,14 +232,14 @@ class Stash(MetaPathFinder, Loader):
         spec: Any = module.__spec__
         module.__spec__ = spec.loader_state
 
-    def _give_what_it_needs(self, name: str) -> None:
-        wanted = self._closure(name)
+    def _give(self, wanted: set[str], but: str = "") -> None:
+        """Give modules; the import system itself gives the one that is imported."""
         given: dict[str, ModuleType] = {}
         second = {"__mp_main__"} & self._places.keys() if "multiprocessing" in wanted else set()
         for found in sorted(wanted | second, key=self._places.__getitem__):
             if found in second:
                 given[found] = sys.modules["__main__"]
-            elif found != name:
+            elif found != but:
                 given[found] = self._modules[found]
                 if found in self._cut:
                     setattr(self._cut.pop(found), found.rpartition(".")[2], given[found])
@@ -242,15 +261,14 @@ class Stash(MetaPathFinder, Loader):
             if event.kind == "changed" and event.what[0] == "environ":
                 self._variables = self._variables_now()
 
-    def _closure(self, name: str) -> set[str]:
-        """Return the names of all hidden modules that the import of one needs, and its own."""
-        found = {name}
-        waiting = [name]
+    def _closure(self, names: Sequence[str]) -> set[str]:
+        """Return the names of all hidden modules that the import of some needs, and their own."""
+        found = {*names}
+        waiting = [*names]
         while waiting:
-            for needed in self._recorder.needs[waiting.pop()]:
-                if needed not in found and needed in self._modules:
-                    found.add(needed)
-                    waiting.append(needed)
+            new = (self._recorder.needs[waiting.pop()] - found) & self._modules.keys()
+            found |= new
+            waiting += new
         return found
 
     # What comes too late --------------------------------------------------------------------------

@@ -150,7 +150,7 @@ class Template:
         if terminal:
             self._poll.register(leader, select.POLLIN)
         leaving.end_without_destructors()
-        self._pipelines = Pipelines(self._identity.key, sys.modules)
+        self._pipelines = Pipelines(self._identity.key, sys.modules, self._stash)
         self._stash.hide()  # here and not in each copy: it writes to the memory of every module
         gc.collect()
         gc.freeze()

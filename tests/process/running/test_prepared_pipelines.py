@@ -44,6 +44,17 @@ sees = dict(
     training=[m.training for m in models.values()],
     tokens=pipe.tokenizer("a horse").input_ids,
     modules=sorted(n for n in sys.modules if n.startswith(("diffusers.", "transformers."))),
+    attributes=sorted(
+        n for n, m in sys.modules.items()
+        if "." in n and n.split(".")[0] in ("diffusers", "torch", "transformers")
+        and vars(sys.modules[n.rpartition(".")[0]]).get(n.rpartition(".")[2]) is m
+    ),
+    loggers=sorted(
+        (n, each.level, each.propagate, len(each.handlers))
+        for n, each in logging.root.manager.loggerDict.items()
+        if n.startswith(("diffusers", "torch", "transformers"))
+        and isinstance(each, logging.Logger)
+    ),
     cwd=os.getcwd(),
 )
 with torch.no_grad():

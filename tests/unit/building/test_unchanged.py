@@ -49,6 +49,12 @@ def test_function_of_any_module_that_was_replaced(facts, monkeypatch):
     assert facts.why_changed() == "json.load was replaced"
 
 
+def test_module_that_was_out_of_reach_is_not_compared(facts, monkeypatch):
+    monkeypatch.setattr("json.load", lambda *args: None)
+    assert facts.why_changed({"json"}) is None
+    assert facts.why_changed({"json.decoder"}) == "json.load was replaced"
+
+
 def test_method_of_a_class_that_was_built(facts, monkeypatch):
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda *args: None)
     assert facts.why_changed() == "Linear.forward was replaced"
