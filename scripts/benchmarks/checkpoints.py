@@ -2,6 +2,7 @@
 
     python checkpoints.py sd15 DIRECTORY      Stable Diffusion 1.5's real classes and sizes, float32
     python checkpoints.py sd15-bf16 DIRECTORY FLOAT32_DIRECTORY
+    python checkpoints.py bin DIRECTORY OTHER_DIRECTORY    another one, in PyTorch's files
     python checkpoints.py small DIRECTORY     the same classes, about 1 MB
     python checkpoints.py tensors DIRECTORY COUNT...       files with COUNT tensors of 1 KiB
 
@@ -64,6 +65,16 @@ def _make_sd15_bf16(directory: Path, source: str) -> None:
 
     pipe = StableDiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
     _save(pipe, directory, _VOCABULARY_COUNT)
+
+
+def _make_bin(directory: Path, source: str) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    for path in sorted(Path(source).glob("*/*.safetensors")):
+        name = path.stem if path.stem.startswith("diffusion_") else f"pytorch_{path.stem}"
+        torch.save(load_file(path), directory / path.parent.name / f"{name}.bin")
 
 
 def _make_small(directory: Path) -> None:
@@ -221,6 +232,7 @@ def _make_tensors(directory: Path, *counts: str) -> None:
 _MAKERS: dict[str, Callable[..., None]] = {
     "sd15": _make_sd15,
     "sd15-bf16": _make_sd15_bf16,
+    "bin": _make_bin,
     "small": _make_small,
     "tensors": _make_tensors,
 }

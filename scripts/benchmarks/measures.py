@@ -43,8 +43,8 @@ def measure_attach(bench: Bench) -> list[Figure]:
     small, source = bench.sources.small, bench.sources.fp32
 
     ways: dict[str, Callable[[], Result]] = {
-        "shmload": partial(_attach_resident, bench, SHMLOAD_SKELETONS="1"),
-        "without": partial(_attach_resident, bench),
+        "shmload": partial(attach_resident, bench, source, SHMLOAD_SKELETONS="1"),
+        "without": partial(attach_resident, bench, source),
         "sequential": bench.probe("attach", "diffusers", small, source),
         "parallel": bench.probe(
             "attach", "diffusers", small, source, HF_ENABLE_PARALLEL_LOADING="1"
@@ -346,12 +346,12 @@ MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
 """Measurements by their name for `--only`, in the order of the table."""
 
 
-def _attach_resident(bench: Bench, **variables: str) -> Result:
+def attach_resident(bench: Bench, source: Path, **variables: str) -> Result:
     """Measure an attach; repeat it if another program removed the segments during it."""
     for _ in range(_ATTACH_ATTEMPTS):
-        bench.processes.probe("warm", bench.sources.fp32, _DTYPE, None)
+        bench.processes.probe("warm", source, _DTYPE, None)
         before = bench.resident()
-        small, source = bench.sources.small, bench.sources.fp32
+        small = bench.sources.small
         result = bench.processes.probe("attach", "shmload", small, source, **variables)
         if bench.resident() == before:
             return result

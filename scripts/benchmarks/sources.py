@@ -38,6 +38,14 @@ class Sources:
         return self._directory("sd15-bf16")
 
     @property
+    def fp32_bin(self) -> Path:
+        return self._directory("sd15-fp32-bin")
+
+    @property
+    def bf16_bin(self) -> Path:
+        return self._directory("sd15-bf16-bin")
+
+    @property
     def small(self) -> Path:
         return self._directory("small-fp32")
 
@@ -107,6 +115,8 @@ class Sources:
             self.tensors: (_STABLE_DIFFUSION, "tensors", *map(str, TENSOR_COUNTS)),
             self.fp32: (_STABLE_DIFFUSION, "sd15"),
             self.bf16: (_STABLE_DIFFUSION, "sd15-bf16", self.fp32),
+            self.fp32_bin: (_STABLE_DIFFUSION, "bin", self.fp32),
+            self.bf16_bin: (_STABLE_DIFFUSION, "bin", self.bf16),
             self.flux_small: (_FLUX, "small"),
             self.flux_fp32: (_FLUX, "float32", *blocks),
             self.flux_bf16: (_FLUX, "bfloat16", *blocks),
@@ -115,7 +125,7 @@ class Sources:
 
 def weight_files(directory: Path) -> list[Path]:
     """Return the weight files below a directory, sorted by path."""
-    return sorted(directory.rglob("*.safetensors"))
+    return sorted([*directory.rglob("*.safetensors"), *directory.rglob("*.bin")])
 
 
 def weights_nbytes(directory: Path) -> int:

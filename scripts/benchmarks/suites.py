@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.bench import Bench
 from benchmarks.figures import Figure
+from benchmarks.format_measures import FORMAT_MEASURES
 from benchmarks.gpu_measures import GPU_MEASURES
 from benchmarks.many_measures import MANY_MEASURES, PROCESSES
 from benchmarks.measures import MEASURES
@@ -30,7 +31,7 @@ class Suite:
     """Memory for the page cache, the segments or a private copy of them, and the rest."""
 
 
-SUITES = ("load", "ready", "service", "many", "gpu")
+SUITES = ("load", "ready", "service", "many", "formats", "gpu")
 
 
 def suite_of(name: str, sources: Sources) -> Suite:
@@ -63,6 +64,20 @@ def suite_of(name: str, sources: Sources) -> Suite:
             measures=READY_MEASURES,
             sources=(sources.fp32,),
             disk_nbytes=6e9,
+            shm_nbytes=3e9,
+            memory_nbytes=13e9,
+        )
+    if name == "formats":
+        return Suite(
+            measures=FORMAT_MEASURES,
+            sources=(
+                sources.small,
+                sources.fp32,
+                sources.bf16,
+                sources.fp32_bin,
+                sources.bf16_bin,
+            ),
+            disk_nbytes=18e9,
             shm_nbytes=3e9,
             memory_nbytes=13e9,
         )
