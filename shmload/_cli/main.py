@@ -13,13 +13,13 @@ import click
 
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
-from shmload._cli import doctor, placement, residents, serve, service, templates, top, views
+from shmload._cli import doctor, placement, residents, serve, service, templates, top, views, warm
 from shmload._cli.completion import complete_paths
 from shmload._cli.ending import EndedBySignal, EndingCommand
 from shmload._cli.output import as_json_option, is_of_output, print_json, print_page
 from shmload._cli.source_options import given, source_options
 from shmload._loading import progress
-from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
+from shmload.errors import ArgumentError, ShmloadError
 
 _INTERRUPTED = 130  # as a shell counts: 128 + SIGINT
 
@@ -68,80 +68,6 @@ def main(context: click.Context, verbose: bool) -> None:
     progress.logger.setLevel(logging.INFO)  # its lines stand in for a bar
 
 
-@main.command(cls=EndingCommand)
-@click.argument("sources", nargs=-1, shell_complete=complete_paths)
-@source_options
-@click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
-@click.option(
-    "--verify", is_flag=True, help="Recompute digests, also of segments that were resident before."
-)
-@click.option("--pin", is_flag=True, help="Never evict the segments to make room.")
-@click.option(
-    "--keep-for",
-    metavar="TIME",
-    help="How long the segments stay while no process uses them, such as 2h; or forever.",
-)
-@click.option(
-    "--views",
-    "with_views",
-    is_flag=True,
-    help="Also restore all view directories, as after a restart.",
-)
-@click.option("--quiet", is_flag=True, help="No progress bar.")
-@as_json_option
-def warm(
-    sources: tuple[str, ...],
-    dtypes: tuple[str, ...],
-    workers: int | None,
-    verify: bool,
-    pin: bool,
-    keep_for: str | None,
-    with_views: bool,
-    quiet: bool,
-    as_json: bool,
-    **where: Any,
-) -> None:
-    """Decode SOURCES into shared memory and leave them there.
-
-    A source is a pipeline's or component's directory, a safetensors file, or a hub id.
-    """
-    if not sources and not with_views:
-        raise click.UsageError("Missing argument 'SOURCES...': give some, or --views.")
-    reports: list[object] = []
-    dtype = dtype_by_component(dtypes)
-    for source in sources:
-        try:
-            report = shmload.warm(
-                source,
-                dtype=dtype,
-                workers=workers,
-                verify=verify,
-                pin=pin,
-                keep_for=keep_for,
-                progress=False if quiet else None,
-                **given(where),
-            )
-        except ShmloadError as exc:  # go on with the other sources
-            if isinstance(exc, ArgumentError) and not isinstance(exc, UnknownComponent):
-                raise  # it would fail for every source
-            click.echo(f"shmload: {exc}", err=True)
-            reports.append({"source": source, "error": str(exc)})
-            continue
-        reports.append(report)
-        if as_json:
-            continue
-        click.echo(str(report))
-    restored = views.restore_views(workers, quiet=quiet) if with_views else []
-    if as_json:
-        print_json("warm", reports=reports, views=restored)
-    else:
-        for view in restored:
-            if not isinstance(view, dict):
-                click.echo(str(view))
-    if any(isinstance(report, dict) for report in (*reports, *restored)):
-        sys.exit(1)
-
-
 @main.command()
 @click.argument("source", shell_complete=complete_paths)
 @source_options
@@ -188,6 +114,7 @@ def demo(output: str) -> None:
 def add_service_commands() -> None:
     """Add the commands of the other modules."""
     for command in (
+        warm.warm_command,
         residents.list_command,
         residents.pin_command,
         residents.unpin_command,

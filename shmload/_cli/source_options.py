@@ -1,6 +1,6 @@
 """The options that select parts of a source."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -39,3 +39,21 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def given(where: dict[str, Any]) -> dict[str, Any]:
     """Return only the options that were given."""
     return {name: value for name, value in where.items() if value}
+
+
+def as_arguments(dtypes: Sequence[str], where: dict[str, Any]) -> list[str]:
+    """Return options as they are given on a command line.
+
+    Args:
+        dtypes: values of `--dtype`.
+        where: the other options, by the names of their parameters.
+    """
+    values = [("dtype", dtypes)] + [
+        ("component" if name == "components" else name.replace("_", "-"), value)
+        for name, value in given(where).items()
+    ]
+    return [
+        f"--{name}={each}"
+        for name, value in values
+        for each in ([value] if isinstance(value, str) else value)
+    ]

@@ -1,0 +1,129 @@
+"""`shmload warm` with several sources at a time."""
+
+import json
+import signal
+
+import pytest
+from safetensors.torch import load_file, save_file
+from test_ended_commands import WARM
+from warming import TENSORS, as_bf16, assert_same
+
+import shmload
+from shmload._cli.main import main
+from shmload._cli.warming import Task, by_size
+
+
+@pytest.fixture
+def files(tmp_path, evicts):
+    """Three files of weights, each larger than the one before."""
+    paths = [tmp_path / f"file{number}.safetensors" for number in range(3)]
+    for number, path in enumerate(paths, 1):
+        save_file(
+            {f"{n}{name}": t.clone() for n in range(number) for name, t in TENSORS.items()}, path
+        )
+    return paths
+
+
+@pytest.fixture
+def warm(capfd):
+    """Run `shmload warm`; return its exit code, its output and its errors."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(["warm", *map(str, arguments)])
+        printed = capfd.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
+
+    return run
+
+
+def resident():
+    """Return the sources of the resident segments with their conversions."""
+    return {(info.source, info.conversion) for info in shmload.segments()}
+
+
+def test_all_are_resident_and_each_is_reported_once(files, warm):
+    code, out, _ = warm(*files, "--jobs", 2, "--dtype", "bfloat16")
+    assert code == 0
+    assert sorted(line.partition(":")[0] for line in out.splitlines()) == [str(f) for f in files]
+    assert all("resident in 1 segment" in line for line in out.splitlines())
+    assert resident() == {(str(path), "BF16") for path in files}
+    assert_same(shmload.load_state_dict(files[0], "bfloat16"), as_bf16(load_file(files[0])))
+
+
+def test_lines_of_a_list_have_their_own_options(files, warm, tmp_path):
+    listed = tmp_path / "list"
+    listed.write_text(f"{files[1]} float16\n# a comment\n{files[2]} pin\n")
+    code, out, _ = warm(files[0], "--dtype", "bfloat16", "--list", listed, "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert [each["source"] for each in answer["reports"]] == [str(path) for path in files]
+    assert answer.keys() == {"schema_version", "command", "reports", "views"}
+    found = {(info.source, info.conversion, info.is_pinned) for info in shmload.segments()}
+    assert found == {
+        (str(files[0]), "BF16", False),
+        (str(files[1]), "F16", False),
+        (str(files[2]), "raw", True),
+    }
+
+
+def test_failure_of_one_leaves_the_others(files, warm):
+    files[1].write_bytes(b"nothing")
+    code, out, err = warm(*files, "--jobs", 3, "--largest-first", "--json")
+    assert code == 1
+    reports = json.loads(out)["reports"]
+    assert ["error" in each for each in reports] == [False, True, False]
+    assert str(files[1]) in reports[1]["error"]
+    assert reports[1]["error"] in err
+    assert {source for source, _ in resident()} == {str(files[0]), str(files[2])}
+
+
+def test_same_source_twice_is_reported_twice(files, warm):
+    code, out, _ = warm(files[0], files[0], "--jobs", 2)
+    assert code == 0
+    assert len(out.splitlines()) == 2
+
+
+def test_wrong_option_and_wrong_list_are_errors(files, warm, tmp_path):
+    code, _, err = warm(files[0], "--jobs", 2, "--pin", "--keep-for", "2h")
+    assert code != 0
+    assert "pin and keep_for exclude each other" in err
+    listed = tmp_path / "list"
+    listed.write_text(f"{files[1]} floot16\n")
+    code, _, err = warm("--list", listed)
+    assert code == 2
+    assert "line 1" in err
+    assert resident() == set()
+
+
+def test_largest_is_first_and_what_is_not_here_is_before_it(files, tmp_path):
+    tasks = [Task(str(source), ()) for source in (*files, "org/model", tmp_path / "empty")]
+    (tmp_path / "empty").mkdir()
+    assert by_size(tasks) == [3, 2, 1, 0, 4]
+
+
+_AT_ONCE = WARM.replace(
+    'sys.argv[1:] = ["warm", source, "--dtype", "bfloat16"]',
+    """
+from shmload._cli import warming
+start = warming._start
+def begin(number, task):
+    begun = start(number, task)
+    begun.child.process.send_signal(signal.SIGSTOP)
+    print("AT", flush=True)
+    sys.stdin.readline()
+    begun.child.process.send_signal(signal.SIGCONT)
+    return begun
+warming._start = begin
+sys.argv[1:] = ["warm", source, "--dtype", "bfloat16", "--jobs", "2"]
+""",
+)
+
+
+def test_ended_command_ends_its_children(checkpoint, new_child, shm_names):
+    process = new_child(_AT_ONCE, checkpoint, "")
+    process.expect("AT")
+    process.process.send_signal(signal.SIGTERM)
+    process.say()
+    assert process.wait() == -signal.SIGTERM
+    assert shm_names() == []
