@@ -6,22 +6,12 @@ from typing import TYPE_CHECKING
 
 from benchmarks.bench import Bench
 from benchmarks.figures import Figure, Line, Target
-from benchmarks.measures import attach_resident
+from benchmarks.measures import FROM_PRETRAINED, LOAD_PIPELINE, attach_resident
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.samples import Result
-
-_SHMLOAD = """\
-import shmload
-shmload.load_pipeline({source!r}, dtype="bfloat16")
-"""
-_DIFFUSERS = """\
-import torch
-from diffusers import StableDiffusionPipeline
-StableDiffusionPipeline.from_pretrained({source!r}, torch_dtype=torch.bfloat16)
-"""
 
 
 def measure_bin(bench: Bench) -> list[Figure]:
@@ -50,7 +40,10 @@ def measure_bin_same_dtype(bench: Bench) -> list[Figure]:
 
 
 def _whole_process(bench: Bench, source: Path, *, name: str, what: str, target: Target) -> Figure:
-    ways = {"shmload": bench.code(_SHMLOAD, source), "diffusers": bench.code(_DIFFUSERS, source)}
+    ways = {
+        "shmload": bench.code(LOAD_PIPELINE, source),
+        "diffusers": bench.code(FROM_PRETRAINED, source),
+    }
     rounds = bench.measure(ways, source)
     wall = {way: rounds.sample(way, "wall_s") for way in ways}
     return Figure(

@@ -27,12 +27,12 @@ from diffusers import AutoencoderKL, PNDMScheduler, StableDiffusionPipeline, UNe
 from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
 from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTokenizer
 """
-_DIFFUSERS = """\
+FROM_PRETRAINED = """\
 import torch
 from diffusers import StableDiffusionPipeline
 StableDiffusionPipeline.from_pretrained({source!r}, torch_dtype=torch.bfloat16)
 """
-_SHMLOAD = """\
+LOAD_PIPELINE = """\
 import shmload
 shmload.load_pipeline({source!r}, dtype="bfloat16")
 """
@@ -107,15 +107,15 @@ def measure_first_load(bench: Bench) -> list[Figure]:
     source = bench.sources.fp32
 
     def without_memory() -> Result:
-        code = _SHMLOAD.format(source=str(source))
+        code = LOAD_PIPELINE.format(source=str(source))
         with tempfile.TemporaryDirectory(dir=bench.sources.work) as empty:
             return bench.processes.time_code(code, SHMLOAD_CACHE_DIR=empty)
 
     rounds = bench.measure(
         {
             "imports alone": bench.code(_IMPORTS),
-            "shmload": bench.code(_SHMLOAD, source),
-            "diffusers": bench.code(_DIFFUSERS, source),
+            "shmload": bench.code(LOAD_PIPELINE, source),
+            "diffusers": bench.code(FROM_PRETRAINED, source),
             "shmload, nothing remembered yet": without_memory,
         },
         source,
@@ -141,7 +141,10 @@ def measure_first_load(bench: Bench) -> list[Figure]:
 def measure_same_dtype(bench: Bench) -> list[Figure]:
     """Load without a cast, where shmload saves no conversion: it must not cost time."""
     source = bench.sources.bf16
-    ways = {"shmload": bench.code(_SHMLOAD, source), "diffusers": bench.code(_DIFFUSERS, source)}
+    ways = {
+        "shmload": bench.code(LOAD_PIPELINE, source),
+        "diffusers": bench.code(FROM_PRETRAINED, source),
+    }
     rounds = bench.measure(ways, source, factor=_SAME_DTYPE_FACTOR)
     wall = {way: rounds.sample(way, "wall_s") for way in ways}
     cpu = {way: rounds.sample(way, "cpu_s") for way in ways}
@@ -227,8 +230,8 @@ def measure_small(bench: Bench) -> list[Figure]:
         {
             "shmload": bench.probe("repeat", "shmload", source, _SMALL_CALLS),
             "diffusers": bench.probe("repeat", "diffusers", source, _SMALL_CALLS),
-            "shmload, whole process": bench.code(_SHMLOAD, source),
-            "diffusers, whole process": bench.code(_DIFFUSERS, source),
+            "shmload, whole process": bench.code(LOAD_PIPELINE, source),
+            "diffusers, whole process": bench.code(FROM_PRETRAINED, source),
         },
         source,
     )

@@ -86,8 +86,8 @@ def find_shards(
 def why_file_is_unread(path: Path) -> CheckpointError | None:
     """Return why a file is left to the libraries; None if shmload reads it.
 
-    A file in a format of which shmload reads every valid file is never left to them: if it is
-    damaged, reading it says so.
+    Only files of formats that `may_be_unread` are. A damaged file of another format is not: reading
+    it says what is wrong.
     """
     if not path.name.endswith(_IN_DOUBT):
         return None

@@ -109,7 +109,7 @@ def _entries(directory: bytes, count: int) -> Iterator[tuple[str, int, int]]:
 
 
 def _widen(extra: bytes, *fields: int) -> list[int]:
-    """Return sizes and offset with those that do not fit 32 bits taken from the zip64 field."""
+    """Return sizes and offset; what does not fit 32 bits is in the zip64 field."""
     values = list(fields)
     if _IN_ZIP64 not in values:
         return values
