@@ -2,10 +2,10 @@
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from test_ended_commands import WARM
 from warming import TENSORS, as_bf16, assert_same
 
 import shmload
@@ -102,28 +102,35 @@ def test_largest_is_first_and_what_is_not_here_is_before_it(files, tmp_path):
     assert by_size(tasks) == [3, 2, 1, 0, 4]
 
 
-_AT_ONCE = WARM.replace(
-    'sys.argv[1:] = ["warm", source, "--dtype", "bfloat16"]',
-    """
+# Its child is one that does not end by itself. Prints the child's process id once it waits for it.
+_WAITS = """
+import select, sys, types
+from shmload import __main__
 from shmload._cli import warming
-start = warming._start
-def begin(number, task):
-    begun = start(number, task)
-    begun.child.process.send_signal(signal.SIGSTOP)
-    print("AT", flush=True)
-    sys.stdin.readline()
-    begun.child.process.send_signal(signal.SIGCONT)
+start, pids = warming.Child, []
+def begin(module, arguments, **options):
+    begun = start("http.server", ["0", "--bind", "127.0.0.1"], **options)
+    pids.append(begun.pid)
     return begun
-warming._start = begin
-sys.argv[1:] = ["warm", source, "--dtype", "bfloat16", "--jobs", "2"]
-""",
-)
+class Poll:
+    def __init__(self):
+        self.real = select.poll()
+        self.register, self.unregister = self.real.register, self.real.unregister
+    def poll(self):
+        print("AT", *pids, flush=True)
+        return self.real.poll()
+warming.Child = begin
+warming.select = types.SimpleNamespace(poll=Poll, POLLIN=select.POLLIN)
+sys.argv[1:] = ["warm", sys.argv[1], "--jobs", "2"]
+__main__.run()
+"""
 
 
-def test_ended_command_ends_its_children(checkpoint, new_child, shm_names):
-    process = new_child(_AT_ONCE, checkpoint, "")
-    process.expect("AT")
-    process.process.send_signal(signal.SIGTERM)
-    process.say()
-    assert process.wait() == -signal.SIGTERM
-    assert shm_names() == []
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ended_command_ends_its_children(files, new_child, number):
+    process = new_child(_WAITS, files[0])
+    pid = int(process.expect("AT"))
+    assert Path(f"/proc/{pid}").exists()
+    process.process.send_signal(number)
+    assert process.wait() == (130 if number == signal.SIGINT else -number)
+    assert not Path(f"/proc/{pid}").exists()
