@@ -22,8 +22,15 @@ from shmload.errors import SourceNotFound
 from shmload.integrations._building import prepared
 from shmload.integrations._building.attempt import load
 from shmload.integrations._building.keywords import require_taken
+from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.pipeline_maker import PipelineMaker
 from shmload.integrations._building.route import CONVERTED, Asked, Keep
+from shmload.integrations._building.single_file import (
+    SinglePipelineMaker,
+    find_single_file,
+    is_single_file,
+    settle_single_dtype,
+)
 from shmload.integrations._devices.ways import Pin
 from shmload.integrations.ranks import linger
 
@@ -160,12 +167,8 @@ def load_pipeline(
     )
     # It asks for large reads instead of page faults. The workers read so in any case.
     kwargs.pop("disable_mmap", None)
-    found, left_out = _find_pipeline(wanted, kwargs)
-    maker = PipelineMaker(pipeline_class, left_out)
-    with whole_libraries():
-        require_taken(kwargs, found, load_pipeline, maker.find_class)
-    kwargs.update(dict.fromkeys(left_out))
-    dtype = settle_dtype(wanted.dtype, found, kwargs)
+    choose = _choose_for_file if is_single_file(wanted.source) else _choose_for_directory
+    maker, found, dtype = choose(pipeline_class, wanted, kwargs)
     asked = Asked(
         device_map=device_map,
         max_memory=max_memory,
@@ -189,6 +192,29 @@ def load_pipeline(
     )
     prepared.note(request, imported)
     return pipe
+
+
+def _choose_for_directory(
+    pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any]
+) -> tuple[Maker, Source, object]:
+    """Return what makes a pipeline from a directory or hub id, the source found, and the dtype."""
+    found, left_out = _find_pipeline(wanted, kwargs)
+    maker = PipelineMaker(pipeline_class, left_out)
+    with whole_libraries():
+        require_taken(kwargs, found, load_pipeline, maker.find_class)
+    kwargs.update(dict.fromkeys(left_out))
+    return maker, found, settle_dtype(wanted.dtype, found, kwargs)
+
+
+def _choose_for_file(
+    pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any]
+) -> tuple[Maker, Source, object]:
+    """Return what makes a pipeline from a file of weights, the file as a source, and the dtype."""
+    maker = SinglePipelineMaker(pipeline_class, kwargs.get("config"), wanted.hub)
+    found = find_single_file(wanted)
+    with whole_libraries():
+        maker.require_taken(kwargs, load_pipeline)
+    return maker, found, settle_single_dtype(wanted.dtype, found)
 
 
 def _find_pipeline(wanted: Wanted, kwargs: Mapping[str, Any]) -> tuple[Source, Collection[str]]:

@@ -18,8 +18,15 @@ from shmload._loading.progress import Callback
 from shmload.errors import ArgumentError
 from shmload.integrations._building.attempt import load
 from shmload.integrations._building.keywords import explained_keywords, require_taken_by_model
+from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.model_maker import ModelMaker
 from shmload.integrations._building.route import CONVERTED, Asked, Keep
+from shmload.integrations._building.single_file import (
+    SingleFileMaker,
+    find_single_file,
+    is_single_file,
+    settle_single_dtype,
+)
 from shmload.integrations._devices.ways import Pin
 from shmload.integrations.ranks import linger
 
@@ -94,16 +101,13 @@ def load_model(
         if value is not None:
             kwargs[name] = value
     _require_order(cls, source)
-    maker = ModelMaker(cls, takes_path=not isinstance(source, str))
     wanted = Wanted.parse(
         source, dtype, None, variant, kwargs, function=load_model, has_others=True
     )
     # It asks for large reads instead of page faults. The workers read so in any case.
     kwargs.pop("disable_mmap", None)
-    found = find_model(wanted, kwargs)
-    with whole_libraries():
-        require_taken_by_model(kwargs, load_model, lambda: maker.find_class_made(found))
-    dtype = _settle(wanted, found, maker)
+    choose = _choose_for_file if is_single_file(wanted.source) else _choose_for_directory
+    maker, found, dtype = choose(cls, source, wanted, kwargs)
     asked = Asked(
         device_map=device_map,
         max_memory=max_memory,
@@ -113,7 +117,7 @@ def load_model(
         share=share,
         verify=verify,
     )
-    with explained_keywords(kwargs, load_model, maker.class_name):
+    with explained_keywords(kwargs, load_model, _name_of(cls)):
         return load(
             found,
             maker,
@@ -126,6 +130,10 @@ def load_model(
             place=_place,
             linger=linger,
         )
+
+
+def _name_of(cls: type | str) -> str:
+    return getattr(cls, "__name__", str(cls))
 
 
 def _require_order(cls: object, source: object) -> None:
@@ -142,6 +150,28 @@ def _require_order(cls: object, source: object) -> None:
             f"cls is {cls!r} and source is {source!r}; the class comes first: "
             "load_model('UNet2DConditionModel', 'path/to/model')"
         )
+
+
+def _choose_for_directory(
+    cls: type | str, source: str | os.PathLike[str], wanted: Wanted, kwargs: dict[str, Any]
+) -> tuple[Maker, Source, object]:
+    """Return what makes a model from a directory or hub id, what was found there, and the dtype."""
+    maker = ModelMaker(cls, takes_path=not isinstance(source, str))
+    found = find_model(wanted, kwargs)
+    with whole_libraries():
+        require_taken_by_model(kwargs, load_model, lambda: maker.find_class_made(found))
+    return maker, found, _settle(wanted, found, maker)
+
+
+def _choose_for_file(
+    cls: type | str, source: str | os.PathLike[str], wanted: Wanted, kwargs: dict[str, Any]
+) -> tuple[Maker, Source, object]:
+    """Return what makes a model from a file of weights, the file as a source, and the dtype."""
+    maker = SingleFileMaker(cls)
+    found = find_single_file(wanted)
+    with whole_libraries():
+        maker.require_taken(kwargs, load_model)
+    return maker, found, settle_single_dtype(wanted.dtype, found)
 
 
 def _settle(wanted: Wanted, source: Source, maker: ModelMaker) -> object:

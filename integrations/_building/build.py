@@ -137,7 +137,7 @@ class Build:
             return None
         if torch.is_inference_mode_enabled():  # its tensors are of another kind
             return None
-        if self._kwargs.get("use_safetensors") is False:
+        if self._kwargs.get("use_safetensors") is False or self._maker.reads_weights:
             return None
         plans = self._load.holdings.plans
         maker = (self._maker.name, self._maker.takes_path)
@@ -203,7 +203,7 @@ class Build:
         """
         generator_state = torch.get_rng_state()
         pipe = self._build_undisturbed(generator_state)
-        if self._has_other_dtypes(pipe):
+        if self._was_cast_wrongly(pipe):
             return self._build_undecoded(generator_state), False
         self._finish(pipe, verify=verify)
         return pipe, True
@@ -293,8 +293,9 @@ class Build:
 
     @property
     def _reads_at_once(self) -> bool:
-        """Whether the library reads weights while it builds: it casts or copies them."""
-        return self._load.holdings.leaves_casts or "device_map" in self._kwargs
+        """Whether the library reads weights while it builds: it casts, joins or copies them."""
+        is_asked = "device_map" in self._kwargs or self._maker.reads_weights
+        return is_asked or self._load.holdings.leaves_casts
 
     def _can_build_early(self, unfinished: set[str]) -> bool:
         """Tell whether building before all bytes are decoded can succeed."""
@@ -364,6 +365,18 @@ class Build:
         models = (m for name, m in self.models_of(pipe).items() if name in components)
         tensors = (tensor for model in models for tensor in model.state_dict().values())
         return all(map(spans.holds_unread, tensors))
+
+    def _was_cast_wrongly(self, pipe: Any) -> bool:
+        """Tell whether the segments should have had the stored dtypes."""
+        is_cast = any(rule.target for rule in self._rules.values())
+        if is_cast and self._maker.computed:
+            logger.warning(
+                "%s: diffusers computes with these weights (%s); loading it without conversion",
+                self._source.given,
+                self._maker.computed,
+            )
+            return True
+        return self._has_other_dtypes(pipe)
 
     def _has_other_dtypes(self, pipe: Any) -> bool:
         """Tell whether a model has other dtypes than its rule says, and forget such rules.

@@ -27,6 +27,17 @@ class Maker(Protocol):
         """Whether the library gets a `Path` and not a text, which it notes in a model."""
 
     @property
+    def reads_weights(self) -> bool:
+        """Whether building reads weights, so that they must be decoded before."""
+
+    @property
+    def computed(self) -> str:
+        """Name of an operation by which `make` computed with weights; empty if it only moved them.
+
+        Such weights must not be cast before.
+        """
+
+    @property
     def left_out(self) -> Collection[str]:
         """Components that are passed as None because the user chose others."""
 

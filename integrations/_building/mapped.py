@@ -30,6 +30,11 @@ class Spans:
         self._mappings = sorted(mappings(inodes))
         self._starts = [mapping.start for mapping in self._mappings]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of the files is mapped."""
+        return not self._mappings
+
     def find(self, tensor: "torch.Tensor") -> Mapping | None:
         """Return the mapping that a tensor's storage begins in."""
         return self.find_address(tensor.untyped_storage().data_ptr() if tensor.is_cpu else 0)

@@ -32,6 +32,8 @@ class ModelMaker:
 
     is_of_pipelines = False
     left_out = ()
+    reads_weights = False
+    computed = ""
 
     def __init__(self, wanted: object, *, takes_path: bool) -> None:
         if not isinstance(wanted, str):

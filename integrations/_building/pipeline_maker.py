@@ -38,6 +38,8 @@ class PipelineMaker:
 
     is_of_pipelines = True
     takes_path = False
+    reads_weights = False
+    computed = ""
 
     def __init__(self, wanted: object, left_out: Collection[str] = ()) -> None:
         if wanted is not None and not isinstance(wanted, str):

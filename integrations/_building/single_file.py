@@ -1,0 +1,267 @@
+"""Makes models and pipelines of one file of weights, by `from_single_file` of their class.
+
+`from_single_file` casts every float of the file to one dtype (diffusers 0.35 to 0.42), after it
+has given the tensors the names that the models have, and joined or split some. So the file's
+tensors may be cast before, as long as nothing computes with them; `Movement` watches that.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shmload._checkpoints.formats.known import has_known_suffix
+from shmload._checkpoints.hub import find_cached, find_source
+from shmload._checkpoints.indexes import read_json
+from shmload._checkpoints.own_dtypes import most_common_dtype
+from shmload._checkpoints.resolve import Checkpoint, Source
+from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.rules import wanted_dtype
+from shmload._checkpoints.wanted import Hub, Wanted, named_arguments
+from shmload._checkpoints.weights import why_file_is_unread
+from shmload.errors import ArgumentError, UnknownArgument
+from shmload.integrations._building.classes import find_class_named, require_installed
+
+# What `from_single_file` reads from its keywords, in 0.35 to 0.42; a test compares it with the
+# libraries' source.
+KEYWORDS = frozenset(
+    {
+        "cache_dir",
+        "config",
+        "config_revision",
+        "device",
+        "disable_mmap",
+        "extract_ema",
+        "force_download",
+        "image_size",
+        "load_safety_checker",
+        "local_files_only",
+        "low_cpu_mem_usage",
+        "num_in_channels",
+        "original_config",
+        "prediction_type",
+        "proxies",
+        "quantization_config",
+        "revision",
+        "scaling_factor",
+        "scheduler_type",
+        "subfolder",
+        "token",
+        "upcast_attention",
+    }
+)
+_METHOD = "from_single_file"
+
+
+def is_single_file(source: str | os.PathLike[str]) -> bool:
+    """Tell whether a source is a file of weights, and not a directory or a hub id."""
+    return has_known_suffix(os.fspath(source)) and os.path.isfile(source)
+
+
+def find_single_file(wanted: Wanted) -> Source:
+    """Return a file as a source; without a checkpoint if only the library reads it.
+
+    Raises:
+        ArgumentError: an argument is for directories.
+    """
+    if wanted.components is not None or wanted.variant is not None:
+        name = "variant" if wanted.variant is not None else "components"
+        raise ArgumentError(
+            f"{name} is for directories, and {wanted.source} is a file; a component that is not "
+            "wanted is passed as None, such as text_encoder=None"
+        )
+    # Its subfolder is the one of the configuration.
+    alone = msgspec.structs.replace(wanted, hub=Hub())
+    found = find_source(alone)
+    if why_file_is_unread(found.root):
+        return msgspec.structs.replace(found, checkpoints=(), unread=("",))
+    return found
+
+
+def settle_single_dtype(dtype: object, source: Source) -> object:
+    """Return the dtype of a file's models, with a name in place of `auto`.
+
+    Raises:
+        ArgumentError: it is a dict: a file's models get one dtype.
+    """
+    if isinstance(dtype, Mapping):
+        raise ArgumentError(f"dtype is {dtype!r}; the models of a file get one dtype")
+    if isinstance(dtype, str) and dtype == "auto":
+        return most_common_dtype(source, source.root)
+    return dtype
+
+
+class SingleFileMaker:
+    """Makes a model by the `from_single_file` of a class.
+
+    Args:
+        wanted: the class, or its name in diffusers.
+
+    Raises:
+        ArgumentError: `wanted` is a class that loads no single files.
+    """
+
+    is_of_pipelines = False
+    takes_path = False
+    left_out = ()
+    reads_weights = True
+    name = None
+    argument = "cls"
+
+    def __init__(self, wanted: object) -> None:
+        if not isinstance(wanted, str):
+            _require_method(wanted, self.argument)
+        self._wanted = wanted
+        self._class: Any = None
+        self.computed = ""
+
+    def foresee(self, source: Source) -> Source | None:
+        """Return the source: the class takes the whole file."""
+        return source
+
+    def import_classes(self, source: Source) -> Source:
+        """Import the class, and the module that builds by it.
+
+        Raises:
+            ArgumentError: there is no class of that name, or it loads no single files.
+        """
+        import shmload.integrations._building.build  # noqa: F401 with it, torch
+
+        self.find_class()
+        return source
+
+    def find_class(self) -> Any:
+        """Return the class; it imports diffusers.
+
+        Raises:
+            ArgumentError: as `import_classes`.
+        """
+        if self._class is None:
+            import diffusers
+
+            found = self._wanted
+            if isinstance(found, str):
+                found = find_class_named(found, self.argument, [diffusers])
+                _require_method(found, self.argument)
+            self._class = found
+        return self._class
+
+    def require_taken(self, kwargs: Iterable[str], function: Callable[..., Any]) -> None:
+        """Refuse a keyword that neither `from_single_file` nor the class takes.
+
+        Args:
+            kwargs: what a function got beside the arguments in its signature.
+            function: the function, for errors.
+
+        Raises:
+            UnknownArgument: with the nearest name that is taken.
+        """
+        unknown = sorted(KEYWORDS.symmetric_difference(kwargs).difference(KEYWORDS))
+        if not unknown:
+            return
+        found = self.find_class()
+        taken = KEYWORDS.union(inspect.signature(found.__init__).parameters) - {"self"}
+        for name in unknown:
+            if name not in taken:
+                functions = [function.__qualname__, f"{found.__name__}.{_METHOD}"]
+                raise UnknownArgument(name, functions, taken | named_arguments(function))
+
+    def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
+        """Return the rule of all classes; without a dtype their models have float32."""
+        target = wanted_dtype(dtype, "")
+        return Rule(target=target) if target else Rule(target="F32", is_widening=True)
+
+    def rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
+        """Return the likely rule, which no class contradicts."""
+        return self.likely_rule(checkpoint, dtype)
+
+    def make(self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]) -> Any:
+        """Let diffusers build it, and watch what it does with the file's tensors."""
+        import torch
+
+        from shmload.integrations._building.movement import Movement
+        from shmload.integrations._building.torch_dtypes import as_torch, diffusers_keyword
+
+        given = dict(kwargs)
+        target: Any = as_torch(dtype)
+        if target is not None:
+            given[diffusers_keyword()] = target
+        with Movement(path, target or torch.float32) as movement:
+            made = getattr(self._class, _METHOD)(path, **given)
+        self.computed = movement.computed
+        return made
+
+    def part(self, made: Any, component: str) -> Any:
+        """Return the model, whose component has an empty name."""
+        return made
+
+    def parts(self, made: Any) -> Iterable[Any]:
+        """Return the model alone."""
+        return [made]
+
+
+class SinglePipelineMaker(SingleFileMaker):
+    """Makes a pipeline by the `from_single_file` of a class.
+
+    Args:
+        wanted: the class, its name in diffusers, or None for the one that `config` names.
+        config: as for `from_single_file`.
+        hub: where to look for `config` if it is a hub id.
+
+    Raises:
+        ArgumentError: `wanted` is a class that loads no single files, or nothing names a class.
+    """
+
+    is_of_pipelines = True
+    argument = "pipeline_class"
+
+    def __init__(self, wanted: object, config: object, hub: Hub) -> None:
+        super().__init__(_class_name_in(config, hub) if wanted is None else wanted)
+
+    def part(self, made: Any, component: str) -> Any:
+        """Return None: which of the models come from the file is known to diffusers alone."""
+        return None
+
+    def parts(self, made: Any) -> Iterable[Any]:
+        """Return all components."""
+        from shmload.integrations._building.pipeline_maker import components_by_name
+
+        return components_by_name(made).values()
+
+
+def _class_name_in(config: object, hub: Hub) -> str:
+    """Return the class of pipelines that a configuration names.
+
+    Raises:
+        ArgumentError: there is no configuration on this machine, or it names none.
+    """
+    folder: Path | None = None
+    if isinstance(config, str | os.PathLike):
+        folder = Path(config) if os.path.isdir(config) else find_cached(str(config), hub)
+    index = folder / "model_index.json" if folder else None
+    found = read_json(index).get("_class_name") if index and index.is_file() else None
+    if not isinstance(found, str):
+        raise ArgumentError(
+            f"a file of weights names no class; give pipeline_class, such as "
+            f"'StableDiffusionPipeline', or a config with a model_index.json (config is {config!r})"
+        )
+    return found
+
+
+def _require_method(found: object, argument: str) -> None:
+    """Check that a value is a class that loads single files.
+
+    Raises:
+        ArgumentError: it is not.
+        LibraryMissing: packages that it needs are missing.
+    """
+    if isinstance(found, type):
+        require_installed(found)
+    if not isinstance(found, type) or not hasattr(found, _METHOD):
+        raise ArgumentError(
+            f"{argument} is {getattr(found, '__name__', found)!r}, which loads no single files: it "
+            f"has no `{_METHOD}`; give a class of diffusers that has one, or a directory as source"
+        )
