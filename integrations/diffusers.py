@@ -96,7 +96,8 @@ def load_pipeline(
     libraries' own loading is not thread-safe.
 
     Args:
-        source: a directory or a hub id, as for `DiffusionPipeline.from_pretrained`.
+        source: a directory or a hub id, as for `DiffusionPipeline.from_pretrained`. Or a file of
+            weights: the call then means `from_single_file`, and takes its arguments, as `config`.
         pipeline_class: the class to load, by itself or by its name: one of diffusers, such as
             `StableDiffusionImg2ImgPipeline` or `AutoPipelineForInpainting`, or your own subclass
             (as a name: `module.Class`). None for the class that the source names.

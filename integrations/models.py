@@ -65,7 +65,8 @@ def load_model(
         cls: the model's class, such as `UNet2DConditionModel` or your own subclass of one; an
             automatic one (`AutoModel` of either library, `AutoModelForCausalLM`); or its name.
             Names without a module are looked up in diffusers and in transformers.
-        source: a directory or a hub id, as for `cls.from_pretrained`.
+        source: a directory or a hub id, as for `cls.from_pretrained`. Or a file of
+            weights: the call then means `from_single_file`, and takes its arguments, as `config`.
         subfolder: the model's directory in the source, such as `unet` in a pipeline.
         variant: as for `from_pretrained`, such as `fp16`.
         dtype: a `torch.dtype`, its name, or `auto` for the checkpoint's own dtype. None means what

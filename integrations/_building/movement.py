@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shmload._host.linux import Inode, inode_of
 from shmload.integrations._building.mapped import Spans
@@ -20,7 +19,7 @@ from shmload.integrations._building.mapped import Spans
 _MOVES = frozenset(
     {"cat", "clone", "copy_", "flip", "gather", "index_select", "repeat", "roll", "stack"}
 )
-# Operations that ask for a tensor's shape and dtype, and not for its elements.
+# Operations that take a tensor's shape and dtype, and not its elements.
 _LIKENESSES = frozenset(
     {"empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros"}
     | {"ones_like", "rand_like", "randn_like", "zeros_like"}
@@ -62,18 +61,23 @@ class Movement(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         given = kwargs or {}
         result = func(*args, **given)
-        name = func.overloadpacket.__name__
-        if not self.computed and name not in _LIKENESSES and self._any_watched((args, given)):
+        name = _name_of_reader(func)
+        if (
+            name
+            and not self.computed
+            and any(map(self._is_watched, _floats_in([*args, *given.values()])))
+        ):
             if name == _CAST and given.get("dtype") not in (None, *self._dtypes):
                 self.computed = f"a cast to {given['dtype']}"
             elif name == _CAST or name in _MOVES:
-                self._watch(_floats_in((args, result) if name.endswith("_") else result))
-            elif not _returns_view(func):
+                self._watch(_floats_in([args[0] if name.endswith("_") else result]))
+            else:
                 self.computed = name
         return result
 
-    def _any_watched(self, values: object) -> bool:
-        return any(map(self._is_watched, _floats_in(values)))
+    def copies_in(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of some tensors that are copies of the file's, and not mapped from it."""
+        return [each for each in tensors if each.untyped_storage().data_ptr() in self._copies]
 
     def _is_watched(self, tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
@@ -88,15 +92,26 @@ class Movement(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._copies[storage.data_ptr()] = storage
 
 
-def _floats_in(values: object) -> list[torch.Tensor]:
-    """Return the tensors of floats that have bytes on the host."""
-    leaves = tree_leaves(values)
-    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-    return [each for each in tensors if each.is_cpu and each.is_floating_point() and each.numel()]
+def _floats_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors of floats that have bytes on the host, in lists too."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.is_cpu and value.is_floating_point() and value.numel():
+                found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _floats_in(value)
+    return found
 
 
+# Of each build a few thousand operations are looked up here.
 @functools.cache
-def _returns_view(func: Any) -> bool:
-    """Tell whether an operation returns a tensor's own elements, and writes to none."""
+def _name_of_reader(func: Any) -> str:
+    """Return the name of an operation that reads elements; empty for any other.
+
+    A view reads none, and its storage is that of the tensor that it shows.
+    """
+    name: str = func.overloadpacket.__name__
     aliases = [each.alias_info for each in func._schema.returns]
-    return bool(aliases) and all(each is not None and not each.is_write for each in aliases)
+    is_view = bool(aliases) and all(each is not None and not each.is_write for each in aliases)
+    return "" if is_view or name in _LIKENESSES else name

@@ -6,6 +6,7 @@ tensors may be cast before, as long as nothing computes with them; `Movement` wa
 """
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,8 +23,11 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import wanted_dtype
 from shmload._checkpoints.wanted import Hub, Wanted, named_arguments
 from shmload._checkpoints.weights import why_file_is_unread
+from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError, UnknownArgument
 from shmload.integrations._building.classes import find_class_named, require_installed
+
+logger = logging.getLogger(__name__)
 
 # What `from_single_file` reads from its keywords, in 0.35 to 0.42; a test compares it with the
 # libraries' source.
@@ -42,6 +46,7 @@ KEYWORDS = frozenset(
         "low_cpu_mem_usage",
         "num_in_channels",
         "original_config",
+        "original_config_file",
         "prediction_type",
         "proxies",
         "quantization_config",
@@ -192,6 +197,15 @@ class SingleFileMaker:
         with Movement(path, target or torch.float32) as movement:
             made = getattr(self._class, _METHOD)(path, **given)
         self.computed = movement.computed
+        models = [each for each in self.parts(made) if isinstance(each, torch.nn.Module)]
+        copies = movement.copies_in(each for model in models for each in model.parameters())
+        if copies:
+            logger.info(
+                "%s: diffusers joined, split or cast %d tensors; %s are private to this process",
+                os.path.basename(path),
+                len(copies),
+                format_nbytes(sum(each.nbytes for each in copies)),
+            )
         return made
 
     def part(self, made: Any, component: str) -> Any:

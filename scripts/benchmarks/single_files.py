@@ -56,8 +56,10 @@ _OPEN_CLIP = {
 def as_one_file(pipe: Any) -> Tensors:
     """Return a pipeline's weights under their original names; tensors are joined as there."""
     found = {
-        **{_UNET_PREFIX + _name_in_unet(name, pipe.unet.config): tensor
-           for name, tensor in pipe.unet.state_dict().items()},
+        **{
+            _UNET_PREFIX + _name_in_unet(name, pipe.unet.config): tensor
+            for name, tensor in pipe.unet.state_dict().items()
+        },
         **dict(_vae_tensors(pipe.vae)),
     }
     first = pipe.text_encoder.state_dict()

@@ -69,7 +69,7 @@ def shards(tmp_path):
 def bytes_come_last(monkeypatch):
     """Decode in this process, and only after the pipeline is built from empty segments."""
     is_wanted = threading.Event()
-    begin, wait, close, fill = Load._begin, Load.wait, Load.close, Filler.fill
+    begin, fill = Load._begin, Filler.fill
 
     def begin_anew(load):
         is_wanted.clear()
@@ -87,8 +87,8 @@ def bytes_come_last(monkeypatch):
         return call
 
     monkeypatch.setattr(Load, "_begin", begin_anew)
-    monkeypatch.setattr(Load, "wait", then(wait))
-    monkeypatch.setattr(Load, "close", then(close))
+    for method in (Load.wait, Load.close, Load.discard):
+        monkeypatch.setattr(Load, method.__name__, then(method))
     monkeypatch.setattr(Filler, "fill", fill_late)
 
 

@@ -1,0 +1,239 @@
+"""Models and pipelines from one file of weights equal what `from_single_file` gives."""
+
+import inspect
+import re
+
+import diffusers
+import pytest
+import torch
+from comparing import assert_component_equal, assert_equal
+from diffusers.loaders import single_file, single_file_model
+from pipelines import build
+from safetensors.torch import save_file
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+import shmload
+from benchmarks import single_files
+from shmload._host.linux import SHM_DIR, inode_of
+from shmload.integrations._building.mapped import Spans
+from shmload.integrations._building.single_file import KEYWORDS
+
+pytestmark = pytest.mark.libraries
+
+DTYPES = [None, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A function that saves a family's pipeline; returns its directory, and it as one file."""
+    made = {}
+
+    def write(family, suffix=".safetensors"):
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[family] = pipe, folder = _widened(build(family)), folder
+            pipe.save_pretrained(folder / "config")
+        pipe, folder = made[family]
+        path = folder / f"model{suffix}"
+        if not path.exists():
+            single_files.write(pipe, path)
+        return str(folder / "config"), path
+
+    return write
+
+
+def _widened(pipe):
+    """Give SDXL encoders of two widths, by which diffusers tells them apart."""
+    second = getattr(pipe, "text_encoder_2", None)
+    if second is not None:
+        config = second.config
+        config.hidden_size, config.projection_dim = 48, 48
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            pipe.register_modules(text_encoder_2=CLIPTextModelWithProjection(config).eval())
+    return pipe
+
+
+def library_alone(cls, path, config, dtype, **kwargs):
+    given = {} if dtype is None else {"torch_dtype": dtype}
+    return cls.from_single_file(str(path), config=config, **given, **kwargs)
+
+
+def private_nbytes(models):
+    """Return how many bytes of some models' weights are in no segment."""
+    spans = Spans({inode_of((SHM_DIR / each.name).stat()) for each in shmload.segments()})
+    weights = [each for model in models for each in model.state_dict().values() if each.numel()]
+    return sum(each.nbytes for each in weights if spans.find(each) is None)
+
+
+def models_of(pipe):
+    return [each for each in pipe.components.values() if isinstance(each, torch.nn.Module)]
+
+
+# Pipelines ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_stable_diffusion_is_shared_whole(written, dtype, evicts):
+    config, path = written("stable-diffusion")
+    got = shmload.load_pipeline(path, config=config, dtype=dtype, keep=True)
+    wanted = library_alone(diffusers.StableDiffusionPipeline, path, config, dtype)
+    assert_equal(got, wanted)
+    assert private_nbytes(models_of(got)) == 0
+    resident = [segment.name for segment in shmload.segments()]
+    assert_equal(shmload.load_pipeline(path, config=config, dtype=dtype, keep=True), wanted)
+    assert [segment.name for segment in shmload.segments()] == resident
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".ckpt"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_sdxl_copies_only_what_diffusers_joins(written, suffix, dtype, caplog, evicts):
+    config, path = written("sdxl", suffix)
+    with caplog.at_level("INFO", "shmload"):
+        got = shmload.load_pipeline(path, config=config, dtype=dtype, keep=True)
+    wanted = library_alone(diffusers.StableDiffusionXLPipeline, path, config, dtype)
+    assert_equal(got, wanted)
+    # In the file its second encoder has one tensor for three projections, and one transposed.
+    private = private_nbytes(models_of(got))
+    encoder = sum(each.nbytes for each in got.text_encoder_2.state_dict().values())
+    assert 0 < private < encoder
+    assert re.search(r"joined, split or cast \d+ tensors", caplog.text)
+
+
+def test_warm_makes_the_segment_that_is_attached(written, evicts):
+    config, path = written("stable-diffusion")
+    report = shmload.warm(path, dtype="bfloat16")
+    pipe = shmload.load_pipeline(path, config=config, dtype="bfloat16", keep=True)
+    assert [segment.name for segment in shmload.segments()] == list(report.segments)
+    assert private_nbytes(models_of(pipe)) == 0
+
+
+def test_components_may_be_passed(written, evicts):
+    config, path = written("stable-diffusion")
+    unet = shmload.load_model("UNet2DConditionModel", path, config=config, subfolder="unet")
+    got = shmload.load_pipeline(
+        path,
+        pipeline_class="StableDiffusionImg2ImgPipeline",
+        config=config,
+        unet=unet,
+        text_encoder=None,
+    )
+    assert type(got) is diffusers.StableDiffusionImg2ImgPipeline
+    assert got.unet is unet
+    assert got.text_encoder is None
+
+
+# Models -------------------------------------------------------------------------------------------
+
+MODELS = {
+    "unet": ("stable-diffusion", "UNet2DConditionModel"),
+    "vae": ("stable-diffusion", "AutoencoderKL"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("subfolder", MODELS)
+def test_model_of_a_whole_pipeline(written, subfolder, dtype, evicts):
+    family, name = MODELS[subfolder]
+    config, path = written(family)
+    got = shmload.load_model(name, path, config=config, subfolder=subfolder, dtype=dtype)
+    cls = getattr(diffusers, name)
+    wanted = library_alone(cls, path, config, dtype, subfolder=subfolder)
+    assert_component_equal(got, wanted, subfolder)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("sd3", "SD3Transformer2DModel"),
+        ("flux", "FluxTransformer2DModel"),
+        ("wan", "WanTransformer3DModel"),  # keeps some tensors in float32, but not from one file
+    ],
+)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+def test_model_with_the_names_of_diffusers(saved, family, name, dtype, evicts):
+    source = saved(family)
+    (path,) = (source / "transformer").glob("*.safetensors")
+    given = {"config": str(source), "subfolder": "transformer"}
+    got = shmload.load_model(name, path, dtype=dtype, **given)
+    wanted = library_alone(getattr(diffusers, name), path, dtype=dtype, **given)
+    assert_component_equal(got, wanted, "transformer")
+
+
+def test_auto_is_the_dtype_of_the_file(written, evicts):
+    config, path = written("stable-diffusion")
+    given = {"config": config, "subfolder": "vae", "dtype": "auto"}
+    assert shmload.load_model("AutoencoderKL", path, **given).dtype is torch.float32
+
+
+def test_weights_that_are_computed_with_are_not_cast_before(written, monkeypatch, caplog, evicts):
+    config, path = written("stable-diffusion")
+    entry = single_file_model.SINGLE_FILE_LOADABLE_CLASSES["AutoencoderKL"]
+    convert = entry["checkpoint_mapping_fn"]
+
+    def scaled(config, checkpoint, **kwargs):
+        return {name: tensor / 3 for name, tensor in convert(checkpoint, config).items()}
+
+    monkeypatch.setitem(entry, "checkpoint_mapping_fn", scaled)
+    given = {"config": config, "subfolder": "vae"}
+    got = shmload.load_model("AutoencoderKL", path, dtype="bfloat16", **given)
+    wanted = library_alone(diffusers.AutoencoderKL, path, dtype=torch.bfloat16, **given)
+    assert_component_equal(got, wanted, "vae")
+    assert "diffusers computes with these weights (div)" in caplog.text
+
+
+def test_file_that_only_torch_reads_is_left_to_the_library(written, tmp_path, evicts):
+    config, path = written("stable-diffusion", ".ckpt")
+    tensors = torch.load(path)["state_dict"]
+    own = tmp_path / "older.ckpt"
+    torch.save({"state_dict": tensors}, own, _use_new_zipfile_serialization=False)
+    given = {"config": config, "subfolder": "vae"}
+    got = shmload.load_model("AutoencoderKL", own, dtype="bfloat16", keep=True, **given)
+    wanted = library_alone(diffusers.AutoencoderKL, own, dtype=torch.bfloat16, **given)
+    assert_component_equal(got, wanted, "vae")
+    assert shmload.segments() == []
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "a file of weights names no class; give pipeline_class"),
+        ({"config": "no/such"}, "give pipeline_class"),
+        ({"pipeline_class": "StableDiffusionPipeline", "variant": "fp16"}, "variant is for dir"),
+        ({"pipeline_class": "StableDiffusionPipeline", "components": ["vae"]}, "text_encoder=None"),
+        ({"pipeline_class": "StableDiffusionPipeline", "dtype": {"vae": "F16"}}, "one dtype"),
+        ({"pipeline_class": "WanPipeline"}, "no `from_single_file`"),
+        ({"pipeline_class": "StableDiffusionPipeline", "confg": "x"}, "did you mean 'config'"),
+    ],
+)
+def test_wrong_arguments_of_a_pipeline(written, given, message, evicts):
+    _, path = written("stable-diffusion")
+    with pytest.raises(shmload.ArgumentError, match=re.escape(message)):
+        shmload.load_pipeline(path, **given)
+    assert shmload.segments() == []
+
+
+def test_class_without_the_method(written):
+    _, path = written("stable-diffusion")
+    with pytest.raises(shmload.ArgumentError, match="cls is 'CLIPTextModel'"):
+        shmload.load_model(CLIPTextModel, path)
+
+
+def test_error_of_the_library_names_the_file(written, tmp_path, evicts):
+    config, _ = written("stable-diffusion")
+    path = tmp_path / "other.safetensors"
+    save_file({"some.weight": torch.zeros(4)}, path)
+    with pytest.raises(Exception, match="appear to be missing") as caught:
+        shmload.load_model("AutoencoderKL", path, config=config, subfolder="vae")
+    assert "shmload-view" not in str(caught.value)
+
+
+def test_keywords_are_those_of_the_library():
+    code = inspect.getsource(single_file) + inspect.getsource(single_file_model)
+    code = code[code.index("def from_single_file") :]
+    read = set(re.findall(r'kwargs\.(?:pop|get)\("(\w+)"', code))
+    own = {"torch_dtype", "dtype", "device_map", "pretrained_model_link_or_path"}
+    assert read - own <= KEYWORDS
