@@ -116,7 +116,7 @@ def _make_pipeline(sizes: Models) -> Any:
     import transformers
     from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 
-    tokenizer = _make_tokenizer(sizes["text"]["vocab_size"])
+    tokenizer = make_tokenizer(sizes["text"]["vocab_size"])
     tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
     text = sizes["text"] | {token: getattr(tokenizer, token) for token in tokens}
     vision = sizes["vision"]
@@ -170,7 +170,8 @@ def _save(pipe: Any, directory: Path, vocabulary_count: int) -> None:
     _write_tokenizer(folder, vocabulary_count)
 
 
-def _make_tokenizer(count: int) -> Any:  # transformers has no types
+def make_tokenizer(count: int) -> Any:  # transformers has no types
+    """Return a tokenizer of CLIP's kind with `count` entries."""
     from transformers import CLIPTokenizer
 
     with tempfile.TemporaryDirectory(prefix="shmload-bench-") as directory:

@@ -24,7 +24,14 @@ def measure_bin(bench: Bench) -> list[Figure]:
         what=".bin fp32 to bf16, nothing in memory: whole process, speed-up over from_pretrained",
         target=Target(1.25, is_least=True),
     )
-    return [first, _attach(bench, source)]
+    attach = _attach(
+        bench,
+        source,
+        name="bin-attach",
+        what=".bin fp32 to bf16 with weights in memory: speed-up over from_pretrained",
+        target=Target(15, is_least=True),
+    )
+    return [first, attach]
 
 
 def measure_bin_same_dtype(bench: Bench) -> list[Figure]:
@@ -56,10 +63,26 @@ def _whole_process(bench: Bench, source: Path, *, name: str, what: str, target: 
     )
 
 
-def _attach(bench: Bench, source: Path) -> Figure:
+def measure_single_file(bench: Bench) -> list[Figure]:
+    """One file of SDXL's classes in float16, wanted in bfloat16: an attach."""
+    source = bench.sources.sdxl_file
+    figure = _attach(
+        bench,
+        source,
+        source / "model.safetensors",
+        name="single-file-attach",
+        what="one file fp16 to bf16 with weights in memory: speed-up over from_single_file",
+        target=Target(5, is_least=True),
+    )
+    return [figure]
+
+
+def _attach(
+    bench: Bench, source: Path, file: Path | None = None, *, name: str, what: str, target: Target
+) -> Figure:
     small = bench.sources.small
     ways: dict[str, Callable[[], Result]] = {
-        "shmload": partial(attach_resident, bench, source, SHMLOAD_SKELETONS="1"),
+        "shmload": partial(attach_resident, bench, source, file, SHMLOAD_SKELETONS="1"),
         "diffusers": bench.probe("attach", "diffusers", small, source),
     }
     ways["shmload"]()  # the first load asks for the skeleton
@@ -69,11 +92,11 @@ def _attach(bench: Bench, source: Path) -> Figure:
     calls = {way: rounds.sample(way, "call_s") for way in ways}
     private = {way: rounds.sample(way, "private_nbytes").scaled(1e-6) for way in ways}
     return Figure(
-        name="bin-attach",
-        what=".bin fp32 to bf16 with weights in memory: speed-up over from_pretrained",
+        name=name,
+        what=what,
         sample=calls["diffusers"] / calls["shmload"],
         unit="x",
-        target=Target(15, is_least=True),
+        target=target,
         beside=(
             *(Line(label=way, sample=sample, unit="s") for way, sample in calls.items()),
             *(
@@ -84,4 +107,8 @@ def _attach(bench: Bench, source: Path) -> Figure:
     )
 
 
-FORMAT_MEASURES = {"bin": measure_bin, "bin-same-dtype": measure_bin_same_dtype}
+FORMAT_MEASURES = {
+    "bin": measure_bin,
+    "bin-same-dtype": measure_bin_same_dtype,
+    "single-file": measure_single_file,
+}

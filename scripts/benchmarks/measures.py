@@ -349,10 +349,19 @@ MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
 """Measurements by their name for `--only`, in the order of the table."""
 
 
-def attach_resident(bench: Bench, source: Path, **variables: str) -> Result:
-    """Measure an attach; repeat it if another program removed the segments during it."""
+def attach_resident(
+    bench: Bench, source: Path, file: Path | None = None, **variables: str
+) -> Result:
+    """Measure an attach; repeat it if another program removed the segments during it.
+
+    Args:
+        bench: the context.
+        source: to load.
+        file: to warm, if it is not the source.
+        variables: of the environment.
+    """
     for _ in range(_ATTACH_ATTEMPTS):
-        bench.processes.probe("warm", source, _DTYPE, None)
+        bench.processes.probe("warm", file or source, _DTYPE, None)
         before = bench.resident()
         small = bench.sources.small
         result = bench.processes.probe("attach", "shmload", small, source, **variables)

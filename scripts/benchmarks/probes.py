@@ -21,6 +21,7 @@ from typing import Any
 _BLOCK_NBYTES = 1 << 20
 _PAGE_NBYTES = 4096
 _FLOOR_NBYTES = 1 << 30
+_ONE_FILE = "model.safetensors"
 
 Numbers = dict[str, float]
 
@@ -64,14 +65,25 @@ def repeat(way: str, source: str, count: int) -> Numbers:
 
 
 def _loader(way: str) -> Callable[[str], Any]:
+    """Return what loads a pipeline in bfloat16: of a directory, or of one file with a `config`."""
     import torch
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 
-    if way == "shmload":
-        import shmload
+    import shmload
 
-        return lambda source: shmload.load_pipeline(source, dtype=torch.bfloat16)
-    return lambda source: DiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
+    def load(source: str) -> Any:
+        config, file = os.path.join(source, "config"), os.path.join(source, _ONE_FILE)
+        is_file = os.path.isdir(config)
+        if way == "shmload":
+            given = {"config": config} if is_file else {}
+            return shmload.load_pipeline(file if is_file else source, dtype=torch.bfloat16, **given)
+        if is_file:
+            return StableDiffusionXLPipeline.from_single_file(
+                file, config=config, torch_dtype=torch.bfloat16
+            )
+        return DiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
+
+    return load
 
 
 def _touch(pipe: Any) -> int:  # diffusers has no types

@@ -11,6 +11,7 @@ from pathlib import Path
 # Part of each directory's name; raise it when the content of a source changes.
 _VERSION = 1
 _STABLE_DIFFUSION = Path(__file__).with_name("checkpoints.py")
+_SDXL = Path(__file__).with_name("sdxl_checkpoints.py")
 _FLUX = Path(__file__).with_name("flux_checkpoints.py")
 
 TENSOR_COUNTS = (7_500, 15_000, 30_000)
@@ -44,6 +45,11 @@ class Sources:
     @property
     def bf16_bin(self) -> Path:
         return self._directory("sd15-bf16-bin")
+
+    @property
+    def sdxl_file(self) -> Path:
+        """A directory with one file of weights and the folder `config`."""
+        return self._directory("sdxl-fp16-file")
 
     @property
     def small(self) -> Path:
@@ -117,6 +123,7 @@ class Sources:
             self.bf16: (_STABLE_DIFFUSION, "sd15-bf16", self.fp32),
             self.fp32_bin: (_STABLE_DIFFUSION, "bin", self.fp32),
             self.bf16_bin: (_STABLE_DIFFUSION, "bin", self.bf16),
+            self.sdxl_file: (_SDXL, "file"),
             self.flux_small: (_FLUX, "small"),
             self.flux_fp32: (_FLUX, "float32", *blocks),
             self.flux_bf16: (_FLUX, "bfloat16", *blocks),

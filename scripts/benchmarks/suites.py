@@ -76,9 +76,10 @@ def suite_of(name: str, sources: Sources) -> Suite:
                 sources.bf16,
                 sources.fp32_bin,
                 sources.bf16_bin,
+                sources.sdxl_file,
             ),
-            disk_nbytes=18e9,
-            shm_nbytes=3e9,
+            disk_nbytes=22e9,
+            shm_nbytes=4e9,
             memory_nbytes=13e9,
         )
     return Suite(
