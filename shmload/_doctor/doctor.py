@@ -209,6 +209,8 @@ def _diagnose_source(source: str, dtype: object, planned: Plan | ShmloadError) -
 
 
 def _diagnose_skeletons(source: str) -> Finding:
+    if os.path.isfile(source):
+        return Finding("skeletons", "ok", "none: they are for directories and hub ids")
     if importlib.util.find_spec("diffusers") is None:
         return check_skeletons(settings().skeletons, [])
     return check_skeletons(settings().skeletons, library().skeletons_of(source))
