@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from shmload._checkpoints.dtypes import NBITS
+from shmload._checkpoints.blocks import BLOCKS, unit_nbytes
 from shmload._segments.pieces import Run
 from shmload.workers.messages import Reason
 
 if TYPE_CHECKING:
     from shmload.workers.convert import Converter
+    from shmload.workers.dequantise import Dequantiser
 
 # Bytes read at a time. Measured on an EPYC 9004 with 1 MiB of level-2 cache, read, fp32 to bf16,
 # digest and write: 64 KiB 2.2 GB/s, 256 KiB 2.4, 1 MiB 2.6, 4 MiB 2.6.
@@ -52,7 +53,7 @@ class Filler:
     def __init__(self) -> None:
         self._source = memoryview(bytearray(_BLOCK_NBYTES))
         self._target = memoryview(bytearray(_BLOCK_NBYTES))
-        self._converters: dict[tuple[str, str], Converter] = {}
+        self._converters: dict[tuple[str, str], Converter | Dequantiser] = {}
 
     def fill(self, source: int, target: int, runs: Iterable[Run], report: Report) -> bytes:
         """Fill one piece.
@@ -73,7 +74,7 @@ class Filler:
         pending = 0
         report_at = 0.0  # at once after the first block: the piece has begun
         for run in runs:
-            source_nbytes, target_nbytes = NBITS[run.source] // 8, NBITS[run.target] // 8
+            source_nbytes, target_nbytes = unit_nbytes(run.source, run.target)
             most = _BLOCK_NBYTES // max(source_nbytes, target_nbytes)
             for first in range(0, run.count, most):
                 count = min(most, run.count - first)
@@ -96,13 +97,21 @@ class Filler:
             return read
         key = (run.source, run.target)
         if key not in self._converters:
-            # Not at the top: numpy takes half of a worker's start, and many loads convert nothing.
-            from shmload.workers.convert import Converter
-
-            self._converters[key] = Converter(*key, _BLOCK_NBYTES)
+            self._converters[key] = _make_converter(*key)
         written = self._target[: count * target_nbytes]
         self._converters[key].convert(read, written, count)
         return written
+
+
+def _make_converter(source: str, target: str) -> "Converter | Dequantiser":
+    # Not at the top: numpy takes half of a worker's start, and many loads convert nothing.
+    if source in BLOCKS:
+        from shmload.workers.dequantise import Dequantiser
+
+        return Dequantiser(source, target)
+    from shmload.workers.convert import Converter
+
+    return Converter(source, target, _BLOCK_NBYTES)
 
 
 def _read(fd: int, buffer: memoryview, offset: int) -> None:

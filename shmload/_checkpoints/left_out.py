@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from shmload._checkpoints.formats.foreign import name_of_kind
+from shmload._checkpoints.formats.gguf import GGUF
 from shmload._checkpoints.formats.known import is_of_weights
 from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
@@ -76,6 +77,8 @@ def why_unread(source: Source, variant: str | None) -> str:
         reason = f"it has no weights of variant {variant!r} that shmload reads"
     if variants:
         reason += f"; {_ask_for(variants)}"
+    elif others and all(each.path.name.endswith(GGUF.suffixes) for each in others):
+        reason += f" by themselves, but {', '.join(map(str, others))}: give the path of the file"
     elif others:
         reason += (
             f" but {', '.join(map(str, others))}: let the library load it, or load it once and "

@@ -8,6 +8,7 @@ import hashlib
 
 import msgspec
 
+from shmload._checkpoints.blocks import BLOCKS
 from shmload._checkpoints.dtypes import FLOATS, WITHIN_F32
 from shmload._checkpoints.header import TensorSpec
 
@@ -16,7 +17,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The dtypes of one checkpoint's tensors in their segments; layouts call it as a `DtypeOf`."""
 
     target: str | None = None
-    """The safetensors dtype that floats get, or None to leave all tensors as they are."""
+    """The safetensors dtype that floats get, and quantised tensors; None to leave all tensors as
+    they are."""
 
     is_widening: bool = False
     """Only floats that the target holds exactly are converted."""
@@ -29,13 +31,15 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __call__(self, tensor: TensorSpec) -> str:
         """Return the dtype that a tensor gets in the segment."""
-        if self.target is None or tensor.dtype not in FLOATS:
+        is_quantised = tensor.dtype in BLOCKS
+        if self.target is None or not (tensor.dtype in FLOATS or is_quantised):
             return tensor.dtype
+        is_within_f32 = is_quantised or tensor.dtype in WITHIN_F32
         if self.only is not None and tensor.name not in self.only:
             return tensor.dtype
         if self.fp32_parts and not set(self.fp32_parts).isdisjoint(tensor.name.split(".")):
-            return "F32" if tensor.dtype in WITHIN_F32 else tensor.dtype
-        if self.is_widening and tensor.dtype not in WITHIN_F32:
+            return "F32" if is_within_f32 else tensor.dtype
+        if self.is_widening and not is_within_f32:
             return tensor.dtype
         return self.target
 

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from shmload._checkpoints.dtypes import NBITS
 from shmload._decoding.job import DecodeCancelled, Job, OnBytes, error_of
 from shmload._decoding.ring import FilledSlot, Ring
 from shmload._decoding.worker_process import Task, WorkerProcess
@@ -160,7 +159,7 @@ class Handout:
         if self._ring:
             runs = self._jobs[shard].pieces[piece]
             begin = runs[0].target_offset
-            end = runs[-1].target_offset + runs[-1].count * NBITS[runs[-1].target] // 8
+            end = runs[-1].target_offset + runs[-1].target_nbytes
             slot = self._slots.pop((shard, piece))
             self._ring.filled.put(FilledSlot(shard, begin, end - begin, slot))
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.identity import SourceStat
 from shmload._host.limits import is_lack_of_memory, no_memory
 from shmload._host.linux import shm_free_nbytes
@@ -44,7 +43,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def read_nbytes(self) -> int:
         """Number of bytes to read from the shard."""
-        return sum(run.count * NBITS[run.source] // 8 for piece in self.pieces for run in piece)
+        return sum(run.source_nbytes for piece in self.pieces for run in piece)
 
 
 def decode_here(job: Job, on_bytes: OnBytes, is_cancelled: Callable[[], bool]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from shmload._checkpoints.contents import content_identity
+from shmload._checkpoints.dequantising import require_dequantised
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.identity import Identity, identify
@@ -147,7 +148,8 @@ def plan_shard(
         piece_nbytes: size of the pieces to decode in, in bytes; None for the default.
 
     Raises:
-        CheckpointError: the header is wrong or the file is cut short.
+        CheckpointError: the header is wrong, the file is cut short, or nothing dequantises it.
+        LibraryMissing: the package that dequantises is not installed.
     """
     found = os.fstat(fd)
     file_format = detect_format(fd, path)
@@ -167,6 +169,7 @@ def plan_shard(
         action = Action.LINK
     else:
         action = Action.DECODE
+        require_dequantised(path, header.tensors, applied)
     plan = ShardPlan(
         component=component,
         path=path,

@@ -6,10 +6,18 @@ on a multiple of its element size.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import msgspec
 
-from shmload._checkpoints.dtypes import FLOATS, NBITS
+from shmload._checkpoints.blocks import (
+    BLOCKS,
+    LARGEST_BLOCK,
+    RAW_BLOCKS,
+    shape_in_bytes,
+    unit_nbytes,
+)
+from shmload._checkpoints.dtypes import FLOATS
 from shmload._checkpoints.formats.safetensors import build_header
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.linux import PAGE_NBYTES
@@ -57,23 +65,25 @@ def lay_out(
 
     Args:
         header: of the shard.
-        dtype_of: the dtype of each tensor in the segment. Only floats are ever converted.
+        dtype_of: the dtype of each tensor in the segment. Only floats and blocks are
+            ever converted.
         metadata: entries of the segment's header besides the shard's own metadata.
         piece_nbytes: size of its pieces, in bytes; `PIECE_NBYTES` if None, as in a digest.
     """
-    stored = [(tensor, _stored_nbytes(tensor, dtype_of)) for tensor in header.tensors]
+    stored = [(tensor, _Stored.of(tensor, dtype_of(tensor))) for tensor in header.tensors]
     # Within an alignment in the order of the shard's data, so that reading stays sequential. The
     # header need not be in that order.
-    stored.sort(key=lambda each: (-alignment(each[1][1]), each[0].begin, each[0].end))
+    stored.sort(key=lambda each: (-each[1].alignment, each[0].begin, each[0].end))
     specs: list[TensorSpec] = []
     position = 0
-    for tensor, (dtype, nbytes) in stored:
-        specs.append(TensorSpec(tensor.name, dtype, tensor.shape, position, position + nbytes))
+    for tensor, (dtype, shape, nbytes, _) in stored:
+        specs.append(TensorSpec(tensor.name, dtype, shape, position, position + nbytes))
         position += nbytes
     # transformers 4.57 requires the framework in files that have any metadata.
     own = header.metadata if header.metadata is not None else {"format": "pt"}
     # Twice: the first decides the place, the last the value, whatever the shard's metadata has.
-    entries = FOR_EVER | own | metadata | dtype_entry(specs, metadata) | UNFINISHED | FOR_EVER
+    dtypes = dtype_entry([tensor for tensor, _ in stored], metadata)
+    entries = FOR_EVER | own | metadata | dtypes | UNFINISHED | FOR_EVER
     raw = build_header(tuple(specs), entries, PAGE_NBYTES)
     runs = join_runs([tensor for tensor, _ in stored], specs, header.data_offset, len(raw))
     return Layout(
@@ -85,18 +95,33 @@ def lay_out(
     )
 
 
-def alignment(nbytes: int) -> int:
-    """Return the largest power of two, up to a cache line, that divides a size.
+def alignment(nbytes: int, most: int = _LINE_NBYTES) -> int:
+    """Return the largest power of two, up to a cache line or `most`, that divides a size.
 
     Tensors sorted by falling alignment each start on a multiple of their element size.
     """
-    return min(_LINE_NBYTES, nbytes & -nbytes) if nbytes else _LINE_NBYTES
+    return min(most, nbytes & -nbytes) if nbytes else most
 
 
-def _stored_nbytes(tensor: TensorSpec, dtype_of: DtypeOf) -> tuple[str, int]:
-    dtype = dtype_of(tensor)
-    if dtype == tensor.dtype:
-        return dtype, tensor.nbytes
-    assert tensor.dtype in FLOATS, tensor
-    assert dtype in FLOATS, dtype
-    return dtype, tensor.nbytes * NBITS[dtype] // NBITS[tensor.dtype]
+class _Stored(NamedTuple):
+    """One tensor as the segment has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    alignment: int
+
+    @classmethod
+    def of(cls, tensor: TensorSpec, dtype: str) -> Self:
+        if dtype != tensor.dtype:
+            assert tensor.dtype in FLOATS or tensor.dtype in BLOCKS, tensor
+            assert dtype in FLOATS, dtype
+            source, target = unit_nbytes(tensor.dtype, dtype)
+            nbytes = tensor.nbytes // source * target
+            # A block must not lie in two pieces, so each starts on a multiple of its size.
+            most = LARGEST_BLOCK * 8 if tensor.dtype in BLOCKS else _LINE_NBYTES
+            return cls(dtype, tensor.shape, nbytes, alignment(nbytes, most))
+        aligned = alignment(tensor.nbytes)
+        if dtype in BLOCKS:
+            return cls(RAW_BLOCKS, shape_in_bytes(dtype, tensor.shape), tensor.nbytes, aligned)
+        return cls(dtype, tensor.shape, tensor.nbytes, aligned)

@@ -123,7 +123,7 @@ def dtype_entry(tensors: Sequence[TensorSpec], entries: Mapping[str, str]) -> di
     """Return the entry for the header of a new segment that says its dtype.
 
     Args:
-        tensors: of the segment.
+        tensors: of the shard.
         entries: from `make_metadata`.
     """
     return {_DTYPE_KEY: main_dtype(tensors, entries.get(_CONVERSION_KEY, ""))}
@@ -133,7 +133,7 @@ def main_dtype(tensors: Sequence[TensorSpec], conversion: str) -> str:
     """Return torch's name of the dtype that a segment's floats got, or of most of its bytes.
 
     Args:
-        tensors: of the segment.
+        tensors: of the shard.
         conversion: as in its metadata.
     """
     target = conversion.partition("/")[0]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shmload._checkpoints.dtypes import NBITS
+from shmload._checkpoints.blocks import RAW_BLOCKS, unit_nbytes
 
 if TYPE_CHECKING:
     from shmload._checkpoints.header import TensorSpec
@@ -18,18 +18,28 @@ PIECE_NBYTES = 64 << 20
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Consecutive elements of one dtype that become consecutive elements of another."""
+    """Consecutive elements of one dtype, or blocks, that become elements of another."""
 
     source_offset: int
     """From the start of the shard's file, in bytes."""
     target_offset: int
     """From the start of the segment, in bytes."""
     count: int
-    """Elements."""
+    """Elements; blocks, if the source is quantised."""
     source: str
-    """Safetensors dtype in the shard; `U8` in both means bytes that stay as they are."""
+    """Dtype in the shard; `U8` in both means bytes that stay as they are."""
     target: str
     """Safetensors dtype in the segment."""
+
+    @property
+    def source_nbytes(self) -> int:
+        """Size in the shard, in bytes."""
+        return self.count * unit_nbytes(self.source, self.target)[0]
+
+    @property
+    def target_nbytes(self) -> int:
+        """Size in the segment, in bytes."""
+        return self.count * unit_nbytes(self.source, self.target)[1]
 
 
 def join_runs(
@@ -53,11 +63,12 @@ def join_runs(
 
     def close() -> None:
         if start is not None and end is not None and end.end > start.begin:
-            count = (end.end - start.begin) * 8 // NBITS[kind[0]]
+            count = (end.end - start.begin) // unit_nbytes(*kind)[0]
             runs.append(Run(source_base + start.begin, target_base + first_target, count, *kind))
 
     for tensor, spec in zip(tensors, specs, strict=True):
-        this = ("U8", "U8") if tensor.dtype == spec.dtype else (tensor.dtype, spec.dtype)
+        stays = spec.dtype in (tensor.dtype, RAW_BLOCKS)
+        this = ("U8", "U8") if stays else (tensor.dtype, spec.dtype)
         if end is None or this != kind or tensor.begin != end.end:
             close()
             start, first_target, kind = tensor, spec.begin, this
@@ -74,13 +85,14 @@ def cut_pieces(
     Args:
         runs: in the order of their target offsets.
         target_base: where the segment's data starts, in bytes.
-        piece_nbytes: size of a piece, in bytes; `PIECE_NBYTES` if None.
+        piece_nbytes: size of a piece, in bytes; `PIECE_NBYTES` if None. A block must not lie across
+            the end of one, so it is a multiple of the largest (2 KiB).
     """
     piece_nbytes = piece_nbytes or PIECE_NBYTES
     piece: list[Run] = []
     limit = target_base + piece_nbytes
     for run in runs:
-        source_nbytes, target_nbytes = NBITS[run.source] // 8, NBITS[run.target] // 8
+        source_nbytes, target_nbytes = unit_nbytes(run.source, run.target)
         source, target, left = run.source_offset, run.target_offset, run.count
         while left:
             count = min(left, (limit - target) // target_nbytes)

@@ -8,6 +8,7 @@ import itertools
 import os
 import stat
 
+from shmload._checkpoints.blocks import BLOCKS
 from shmload._checkpoints.dtypes import FLOATS, NBITS
 from shmload._decoding.job import Job
 from shmload._host.limits import require_file_size
@@ -41,18 +42,17 @@ def require_sound(job: Job) -> None:
         raise ArgumentError(f"a piece of {job.path} is empty")
     position = 0
     for run in itertools.chain.from_iterable(job.pieces):
-        source_nbytes, target_nbytes = _element_nbytes(run, job.path)
-        source_end = run.source_offset + run.count * source_nbytes
-        target_end = run.target_offset + run.count * target_nbytes
+        _require_convertible(run, job.path)
+        source_end = run.source_offset + run.source_nbytes
+        target_end = run.target_offset + run.target_nbytes
         is_within = source_end <= job.source.st_size and target_end <= job.nbytes
         if run.count < 1 or run.source_offset < 0 or run.target_offset < position or not is_within:
             raise ArgumentError(f"a piece of {job.path} reaches outside: {run}")
         position = target_end
 
 
-def _element_nbytes(run: Run, path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Return the size of one element in the shard and in the segment, in bytes."""
+def _require_convertible(run: Run, path: str | os.PathLike[str]) -> None:
     is_copy = run.source == run.target and NBITS.get(run.source, 0) >= 8
-    if not (is_copy or {run.source, run.target} <= FLOATS):
+    is_float = run.source in FLOATS or run.source in BLOCKS
+    if not (is_copy or (is_float and run.target in FLOATS)):
         raise ArgumentError(f"{path}: nothing converts {run.source!r} to {run.target!r}")
-    return NBITS[run.source] // 8, NBITS[run.target] // 8

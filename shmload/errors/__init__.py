@@ -23,6 +23,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   ├── ShardMalformed
     │   │   └── WrongFormat
     │   │       └── PickleUnread
+    │   ├── KindNotDequantised
     │   ├── ShardTruncated
     │   ├── ShardChanged
     │   ├── SourceChanged
@@ -96,6 +97,7 @@ from shmload.errors.capacity import (
 from shmload.errors.checkpoints import (
     CheckpointError,
     IndexMalformed,
+    KindNotDequantised,
     PickleUnread,
     ShardChanged,
     ShardMalformed,
@@ -182,6 +184,7 @@ __all__ = [
     "ItemKilled",
     "JobError",
     "JobFailed",
+    "KindNotDequantised",
     "LibrariesDisturbed",
     "LibraryMissing",
     "LibraryTooOld",

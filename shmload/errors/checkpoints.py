@@ -58,10 +58,16 @@ class ShardUnreadable(CheckpointError, OSError):
 class ShardMalformed(CheckpointError):
     """A shard's header breaks the rules of its format."""
 
-    def __init__(self, path: _Path, reason: str, format_name: str = "safetensors") -> None:
+    def __init__(
+        self,
+        path: _Path,
+        reason: str,
+        format_name: str = "safetensors",
+        remedy: str = "download it again",
+    ) -> None:
         self.path = path
         self.reason = reason
-        super().__init__(f"{path} is not a valid {format_name} file: {reason}; download it again")
+        super().__init__(f"{path} is not a valid {format_name} file: {reason}; {remedy}")
 
 
 class WrongFormat(ShardMalformed):
@@ -102,6 +108,25 @@ class PickleUnread(WrongFormat):
             f"{path} is a PyTorch pickle ({format_nbytes(nbytes)}) that shmload does not read: "
             f"{why}; let the library load it, or convert it once: load it with the library and "
             "`save_pretrained`, or `safetensors.torch.save_file`",
+        )
+
+
+class KindNotDequantised(CheckpointError):
+    """A GGUF file has a kind of tensors that nothing here dequantises.
+
+    Attributes:
+        tensor: the first tensor of that kind.
+        kind: its name, such as `Q8_K`.
+    """
+
+    def __init__(self, path: _Path, tensor: str, kind: str) -> None:
+        self.path = path
+        self.tensor = tensor
+        self.kind = kind
+        super().__init__(
+            f"{path}: its tensor {tensor!r} has the kind {kind}, which the installed gguf package "
+            "does not dequantise; update the package, load without dtype to get the blocks as they "
+            "are, or download the model in another kind"
         )
 
 

@@ -53,8 +53,8 @@ PICKLE = "PyTorch pickle"
 _KINDS = (
     Foreign(
         "GGUF",
-        "give its path to the library itself (`from_single_file` with `GGUFQuantizationConfig`)",
-        _begins(b"GGUF", b"FUGG"),
+        "all of it is big-endian: download it in the usual order of bytes",
+        _begins(b"GGUF", b"FUGG"),  # with the first of these its own reader reads it
     ),
     Foreign(
         PICKLE,

@@ -3,15 +3,16 @@
 import os
 
 from shmload._checkpoints.formats.format import Format, read_head
+from shmload._checkpoints.formats.gguf import GGUF
 from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.header import Header
 
-FORMATS = (SAFETENSORS, PYTORCH)
+FORMATS = (SAFETENSORS, PYTORCH, GGUF)
 """In the order in which they are preferred where a model has weights in several."""
 
 # Weights that are left to the libraries.
-_OTHER_SUFFIXES = (".gguf", ".h5", ".msgpack", ".npz", ".onnx")
+_OTHER_SUFFIXES = (".h5", ".msgpack", ".npz", ".onnx")
 
 
 def read_header(fd: int, path: str | os.PathLike[str]) -> Header:

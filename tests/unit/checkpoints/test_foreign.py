@@ -23,7 +23,7 @@ def written(save):
 
 
 _FILES = {
-    "GGUF": [b"GGUF\x03\0\0\0" + bytes(100)],
+    "GGUF": [b"FUGG\0\0\0\x03" + bytes(100)],
     "PyTorch pickle": [
         written(lambda file: torch.save({"a": [torch.ones(2)]}, file)),
         written(
@@ -48,7 +48,7 @@ _FILES = {
     "text": [b"Access to model org/name is restricted."],
 }
 _REMEDIES = {
-    "GGUF": "GGUFQuantizationConfig",
+    "GGUF": "usual order of bytes",
     "PyTorch pickle": "save_pretrained",
     "NumPy": r"safetensors\.numpy\.save_file",
     "git-lfs pointer": "git lfs pull",

@@ -1,17 +1,20 @@
 """Every format's header reader passes the same tests, and a file's format is recognised."""
 
+import math
 import os
 
 import pytest
 import safetensors.torch
 import torch
+from gguf_files import save_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_format import TOY, save_toy
 
-from shmload._checkpoints.dtypes import NBITS
+from shmload._checkpoints.blocks import BLOCKS, unit_nbytes
 from shmload._checkpoints.formats import known
 from shmload._checkpoints.formats.format import HEAD_NBYTES
+from shmload._checkpoints.formats.gguf import GGUF
 from shmload._checkpoints.formats.known import format_of, has_known_suffix, is_of_weights
 from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
@@ -24,7 +27,7 @@ _ALIEN_HEADS = [
     b"{",
     b"\x00" * HEAD_NBYTES,
     b"PK\x03\x04" + bytes(HEAD_NBYTES - 4),
-    b"GGUF\x03\x00\x00\x00{\x00\x00\x00" + bytes(HEAD_NBYTES - 12),
+    b"FUGG\x00\x00\x00\x03{\x00\x00\x00" + bytes(HEAD_NBYTES - 12),
     b"\x80\x02}q\x00(X\x07\x00\x00\x00",
     b"version https://git-lfs.github.com/spec/v1\n",
 ]
@@ -37,7 +40,8 @@ _TENSORS = {
     "matrix": torch.randn(33, 65, generator=torch.Generator().manual_seed(0)).bfloat16(),
     "bool": torch.arange(9) % 2 == 0,
 }
-_FORMATS = [(SAFETENSORS, safetensors.torch.save_file), (PYTORCH, torch.save), (TOY, save_toy)]
+_FORMATS = [(SAFETENSORS, safetensors.torch.save_file), (PYTORCH, torch.save), (GGUF, save_gguf)]
+_FORMATS += [(TOY, save_toy)]
 each_format = pytest.mark.parametrize(
     "file_format", [file_format for file_format, _ in _FORMATS], ids=lambda each: each.name
 )
@@ -108,7 +112,9 @@ def test_damaged_file_is_refused_or_described_within_its_bounds(file_format, sav
     for spec in header.tensors if header else ():
         begin = header.data_offset + spec.begin
         assert 0 <= begin <= begin + spec.nbytes <= len(damaged)
-        assert torch.Size(spec.shape).numel() * NBITS[spec.dtype] == 8 * spec.nbytes
+        count = BLOCKS[spec.dtype][0] if spec.dtype in BLOCKS else 1
+        element = unit_nbytes(spec.dtype, "F32")[0]
+        assert math.prod(spec.shape) * element == count * spec.nbytes
 
 
 # Which format a file has --------------------------------------------------------------------------
@@ -141,9 +147,9 @@ def test_file_of_no_tensors_is_recognised():
 @pytest.mark.usefixtures("two_formats")
 def test_names_of_weights():
     assert has_known_suffix("a.toy")
-    assert not has_known_suffix("a.gguf")
+    assert not has_known_suffix("a.onnx")
     assert is_of_weights("a.toy")
-    assert is_of_weights("a.gguf")
+    assert is_of_weights("a.onnx")
     assert not is_of_weights("config.json")
 
 

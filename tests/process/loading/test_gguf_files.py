@@ -1,0 +1,162 @@
+"""Weights in GGUF files: their blocks as they are, or as floats; every command knows them."""
+
+import re
+import sys
+
+import pytest
+import torch
+from gguf_files import KINDS, content, dequantised, random_blocks, save_blocks
+
+import shmload
+from shmload._cli.main import main
+
+_KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
+_SHAPE = (6, 512)
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    return {kind: random_blocks(kind, _SHAPE, seed) for seed, kind in enumerate(_KINDS)}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    generator = torch.Generator().manual_seed(0)
+    dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return {name: torch.randn(3, 33, generator=generator).to(each) for name, each in dtypes.items()}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory, blocks, plain):
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    tensors = {f"{kind}.weight": (kind, _SHAPE, raw) for kind, raw in blocks.items()}
+    for name, each in plain.items():
+        tensors[name] = (name, tuple(each.shape), each.view(torch.uint8).numpy())
+    save_blocks(tensors, path)
+    return path
+
+
+@pytest.fixture
+def wanted(blocks, plain):
+    def want(dtype):
+        found = {f"{kind}.weight": dequantised(kind, raw, dtype) for kind, raw in blocks.items()}
+        return found | {name: each.to(dtype) for name, each in plain.items()}
+
+    return want
+
+
+@pytest.fixture
+def invoke(capsys):
+    """Run a command; return its exit code and what it printed."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(list(map(str, arguments)))
+        return ended.value.code or 0, capsys.readouterr()
+
+    return run
+
+
+def assert_same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for name, each in wanted.items():
+        assert got[name].dtype == each.dtype, name
+        assert torch.equal(got[name], each), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_floats_are_those_of_the_package(path, wanted, dtype, evicts):
+    got = shmload.load_state_dict(path, dtype, keep=True)
+    assert_same(got, wanted(getattr(torch, dtype)))
+    resident = shmload.segments()
+    assert_same(shmload.load_state_dict(path, dtype, keep=True), got)
+    assert [each.name for each in shmload.segments()] == [each.name for each in resident]
+
+
+def test_workers_dequantise_too(path, wanted, evicts):
+    shmload.warm(path, dtype="bfloat16", workers=2)
+    assert shmload.plan(path, dtype="bfloat16").shards[0].action is shmload.Action.ATTACH
+    assert_same(shmload.load_state_dict(path, "bfloat16", verify=True), wanted(torch.bfloat16))
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0"])
+def test_float16_is_that_of_diffusers_where_it_rounds_once(path, blocks, kind, evicts):
+    from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
+
+    parameter = GGUFParameter(torch.from_numpy(blocks[kind]), quant_type=KINDS[kind])
+    got = shmload.load_state_dict(path, "float16")[f"{kind}.weight"]
+    assert torch.equal(got, dequantize_gguf_tensor(parameter))
+
+
+def test_without_dtype_blocks_are_bytes(path, blocks, plain, evicts):
+    got = shmload.load_state_dict(path)
+    raw = {f"{kind}.weight": torch.from_numpy(each) for kind, each in blocks.items()}
+    assert_same(got, raw | plain)
+
+
+def test_view_is_a_file_in_safetensors(path, wanted, evicts):
+    from safetensors.torch import load_file
+
+    with shmload.view(path, dtype="bfloat16") as lent:
+        assert lent.name == "model.safetensors"
+        assert_same(load_file(lent), wanted(torch.bfloat16))
+
+
+def test_file_is_recognised_by_its_content(path, tmp_path, wanted, evicts):
+    other = tmp_path / "model.safetensors"
+    other.write_bytes(path.read_bytes())
+    assert_same(shmload.load_state_dict(other, "float32"), wanted(torch.float32))
+
+
+def test_file_of_a_directory_is_chosen_by_name(path, wanted, evicts):
+    with pytest.raises(shmload.SourceNotFound, match=r"model\.gguf \(GGUF.*give the path"):
+        shmload.load_state_dict(path.parent)
+    got = shmload.load_state_dict(path.parent, "float16", weight_name="model.gguf")
+    assert_same(got, wanted(torch.float16))
+
+
+def test_commands_know_it(path, invoke, evicts):
+    code, printed = invoke("plan", path, "--dtype", "bfloat16")
+    assert code == 0
+    (row,) = (line for line in printed.out.splitlines() if "model.gguf" in line)
+    assert row.split()[2:5] == ["decode", "bfloat16", str(len(_KINDS) + 3)]
+    assert invoke("warm", path)[0] == 0
+    code, printed = invoke("ls", "--long")
+    assert code == 0
+    assert "model.gguf" in printed.out
+    assert invoke("verify", path)[0] == 0
+    assert invoke("doctor", path)[0] in (0, 1)
+    assert invoke("rm", path)[0] == 0
+    assert shmload.segments() == []
+
+
+def test_kind_that_nothing_dequantises(tmp_path, evicts):
+    path = tmp_path / "model.gguf"
+    save_blocks({"a.weight": ("Q8_K", (1, 256), random_blocks("Q8_K", (1, 256)))}, path)
+    message = f"{path}: its tensor 'a.weight' has the kind Q8_K, which the installed gguf"
+    for door in (shmload.load_state_dict, shmload.warm, shmload.plan):
+        with pytest.raises(shmload.KindNotDequantised, match=re.escape(message)):
+            door(path, dtype="float16")
+    assert shmload.load_state_dict(path)["a.weight"].shape == (1, 292)
+
+
+def test_without_the_package_blocks_are_read_and_floats_name_it(path, monkeypatch, evicts):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(shmload.LibraryMissing, match="pip install gguf"):
+        shmload.load_state_dict(path, "bfloat16")
+    assert shmload.segments() == []
+    shmload.load_state_dict(path)
+
+
+@pytest.mark.parametrize("door", [shmload.load_state_dict, shmload.warm, shmload.plan])
+def test_damaged_file(tmp_path, door, evicts):
+    path = tmp_path / "model.gguf"
+    whole = content({"a": ("Q4_0", (2, 64), bytes(72))})
+    path.write_bytes(whole[:-60])
+    with pytest.raises(shmload.ShardTruncated, match=r"model\.gguf is truncated"):
+        door(path)
+    path.write_bytes(whole.replace(b"GGUF\x03", b"GGUF\x09"))
+    with pytest.raises(shmload.ShardMalformed, match="valid GGUF file: its version is 9"):
+        door(path)
+    assert shmload.segments() == []
