@@ -5,25 +5,28 @@ and writes go through descriptors and never through a mapping of the file: a sha
 is then a short read and not SIGBUS, and memory that runs out is ENOSPC.
 """
 
+import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from shmload._checkpoints.blocks import BLOCKS, unit_nbytes
+from shmload._host.reading import READ_NBYTES
 from shmload._segments.pieces import Run
 from shmload.workers.messages import Reason
+from shmload.workers.reader import FillError, Reader, Source, Span
 
 if TYPE_CHECKING:
     from shmload.workers.convert import Converter
     from shmload.workers.dequantise import Dequantiser
 
-# Bytes read at a time. Measured on an EPYC 9004 with 1 MiB of level-2 cache, read, fp32 to bf16,
+# Converted at a time, in bytes. On an EPYC 9004 with 1 MiB of level-2 cache, read, fp32 to bf16,
 # digest and write: 64 KiB 2.2 GB/s, 256 KiB 2.4, 1 MiB 2.6, 4 MiB 2.6.
-_BLOCK_NBYTES = 1 << 20
+_BLOCK_NBYTES = READ_NBYTES
 
 # Often enough for a progress bar, also with a slow disk. Each report takes the parent some time on
 # a core that decodes.
@@ -33,33 +36,34 @@ Report = Callable[[int], None]
 """Called with the number of bytes that were read since the last call."""
 
 
-class FillError(Exception):
-    """A piece cannot be filled.
+class _Block(NamedTuple):
+    """Elements of a run that are converted at a time."""
 
-    Attributes:
-        reason: the kind of failure.
-        offset: where the shard ends, in bytes, if it ends early.
-    """
-
-    def __init__(self, reason: Reason, detail: str, offset: int = 0) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.offset = offset
+    run: Run
+    first: int
+    """The number of the first in the run."""
+    elements: int
+    span: Span
+    """Where they lie in the shard."""
 
 
 class Filler:
     """Fills pieces through buffers that it owns; one per worker, and not for several threads."""
 
     def __init__(self) -> None:
-        self._source = memoryview(bytearray(_BLOCK_NBYTES))
+        self._reader = Reader()
         self._target = memoryview(bytearray(_BLOCK_NBYTES))
         self._converters: dict[tuple[str, str], Converter | Dequantiser] = {}
 
-    def fill(self, source: int, target: int, runs: Iterable[Run], report: Report) -> bytes:
+    def close(self) -> None:
+        """End the threads that read; a second call is fine."""
+        self._reader.close()
+
+    def fill(self, source: Source, target: int, runs: Iterable[Run], report: Report) -> bytes:
         """Fill one piece.
 
         Args:
-            source: descriptor of the shard.
+            source: the shard.
             target: descriptor of the part.
             runs: by target offset, without gaps.
             report: called now and then; its numbers add up to the bytes that the runs read.
@@ -73,13 +77,11 @@ class Filler:
         digest = xxhash.xxh3_128()
         pending = 0
         report_at = 0.0  # at once after the first block: the piece has begun
-        for run in runs:
-            source_nbytes, target_nbytes = unit_nbytes(run.source, run.target)
-            most = _BLOCK_NBYTES // max(source_nbytes, target_nbytes)
-            for first in range(0, run.count, most):
-                count = min(most, run.count - first)
-                read = self._source[: count * source_nbytes]
-                _read(source, read, run.source_offset + first * source_nbytes)
+        blocks = list(_cut(runs))
+        views = self._reader.read(source, [block.span for block in blocks])
+        with contextlib.closing(views):
+            for (run, first, count, _), read in zip(blocks, views, strict=True):
+                target_nbytes = unit_nbytes(run.source, run.target)[1]
                 written = self._convert(run, read, count, target_nbytes)
                 digest.update(written)
                 _write(target, written, run.target_offset + first * target_nbytes)
@@ -114,17 +116,22 @@ def _make_converter(source: str, target: str) -> "Converter | Dequantiser":
     return Converter(source, target, _BLOCK_NBYTES)
 
 
-def _read(fd: int, buffer: memoryview, offset: int) -> None:
-    """Read a whole buffer from an offset."""
-    done = 0
-    while done < len(buffer):
-        try:
-            got = os.preadv(fd, [buffer[done:]], offset + done)
-        except OSError as exc:
-            raise FillError(Reason.READ_ERROR, os.strerror(exc.errno or errno.EIO)) from exc
-        if got == 0:
-            raise FillError(Reason.TRUNCATED, "the file ends early", offset + done)
-        done += got
+def _cut(runs: Iterable[Run]) -> Iterator[_Block]:
+    """Cut runs into blocks that end where a read of `READ_NBYTES` of the shard does.
+
+    So a read past the page cache takes no more pages than there are bytes for.
+    """
+    for run in runs:
+        source_nbytes, target_nbytes = unit_nbytes(run.source, run.target)
+        most = _BLOCK_NBYTES // max(source_nbytes, target_nbytes)
+        first = 0
+        while first < run.count:
+            offset = run.source_offset + first * source_nbytes
+            room = (READ_NBYTES - offset % READ_NBYTES) // source_nbytes
+            # An element may lie across the boundary.
+            count = min(most, max(1, room), run.count - first)
+            yield _Block(run, first, count, Span(offset, count * source_nbytes))
+            first += count
 
 
 def _write(fd: int, buffer: memoryview, offset: int) -> None:

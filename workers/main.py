@@ -23,7 +23,7 @@ import traceback
 from shmload._host.limits import is_lack_of_memory
 from shmload._ipc.frames import Inbox, send, take_channel
 from shmload.errors import ProtocolError
-from shmload.workers.fill import Filler, FillError
+from shmload.workers.fill import Filler
 from shmload.workers.messages import (
     VERSION,
     BytesRead,
@@ -39,6 +39,7 @@ from shmload.workers.messages import (
     ToWorker,
     decode_to_worker,
 )
+from shmload.workers.reader import FillError, Source, examine_source
 
 
 def main(channel_fd: int, parent: int) -> None:
@@ -72,18 +73,24 @@ class _Worker:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._filler = Filler()
-        self._shards: dict[int, tuple[int, int]] = {}
+        self._shards: dict[int, tuple[Source, int]] = {}
 
     def handle(self, message: ToWorker, inbox: Inbox) -> None:
         match message:
-            case Open(shard):
+            case Open(shard, workers):
                 if len(inbox.fds) < 2:
                     raise ProtocolError("a shard was opened without its two descriptors")
-                source, target = inbox.fds.pop(0), inbox.fds.pop(0)
-                self._shards[shard] = (_reopen(source), target)
+                fds = inbox.fds.pop(0), inbox.fds.pop(0)
+                self._shards[shard] = (
+                    examine_source(_reopen(fds[0]), workers),
+                    fds[1],
+                )
             case Close(shard):
-                for fd in self._shards.pop(shard, ()):
-                    os.close(fd)
+                if shard in self._shards:
+                    source, target = self._shards.pop(shard)
+                    source.close_direct()
+                    os.close(source.fd)
+                    os.close(target)
             case Fill():
                 send(self._channel, self._fill(message))
             case Ping():

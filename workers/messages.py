@@ -22,7 +22,7 @@ import msgspec
 from shmload._ipc.frames import MessageReader
 from shmload._segments.pieces import Run
 
-VERSION: Final = 3
+VERSION: Final = 4
 """To be increased with every change of a message."""
 
 
@@ -37,6 +37,8 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     """Keep the two descriptors that come with this message: the shard's, then the part's."""
 
     shard: int
+    workers: int
+    """How many read at the same time."""
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):

@@ -142,7 +142,7 @@ class Handout:
             self._waiting.popleft()
             fill = Fill(task.shard, task.piece, runs)
             try:
-                worker.give(task, fill, job.source_fd, target_fd)
+                worker.give(task, fill, job.source_fd, target_fd, len(self._workers))
             except OSError:
                 return  # it died, as its pidfd will tell; the task is in its list
 

@@ -54,15 +54,16 @@ def decode_here(job: Job, on_bytes: OnBytes, is_cancelled: Callable[[], bool]) -
         DecodeCancelled: `is_cancelled` was true before the end.
     """
     # Imported here: a parent with workers never needs the conversions.
-    from shmload.workers.fill import Filler, FillError
+    from shmload.workers.fill import Filler
+    from shmload.workers.reader import FillError, examine_source
 
-    filler = Filler()
+    filler, source = Filler(), examine_source(job.source_fd, 1)
     try:
         digests = []
         for runs in job.pieces:
             if is_cancelled():
                 raise DecodeCancelled
-            digests.append(filler.fill(job.source_fd, job.part_fd, runs, on_bytes))
+            digests.append(filler.fill(source, job.part_fd, runs, on_bytes))
         return combine_digests(digests)
     except FillError as exc:
         raise error_of(job, exc.reason, str(exc), exc.offset) from exc
@@ -70,6 +71,9 @@ def decode_here(job: Job, on_bytes: OnBytes, is_cancelled: Callable[[], bool]) -
         if not is_lack_of_memory(exc):
             raise
         raise no_memory(job.path) from exc
+    finally:
+        filler.close()
+        source.close_direct()
 
 
 def error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadError:

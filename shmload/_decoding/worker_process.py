@@ -90,13 +90,21 @@ class WorkerProcess:
         """Readable once the child has ended; -1 after `close`."""
         return self._child.pidfd
 
-    def give(self, task: Task, fill: Fill, source: int, target: int) -> None:
-        """Hand out a piece, and first the shard's descriptors if the worker lacks them."""
+    def give(self, task: Task, fill: Fill, source: int, target: int, workers: int) -> None:
+        """Hand out a piece, and first the shard's descriptors if the worker lacks them.
+
+        Args:
+            task: the piece.
+            fill: its message.
+            source: descriptor of the shard.
+            target: descriptor of the part.
+            workers: how many read at the same time.
+        """
         if not self.tasks:
             self.active_at = time.monotonic()
         self.tasks.append(task)  # before sending: if that fails, the piece must not get lost
         if task.shard not in self._opened:
-            send(self.channel, Open(task.shard), (source, target))
+            send(self.channel, Open(task.shard, workers), (source, target))
             self._opened.add(task.shard)
         send(self.channel, fill)
 

@@ -20,7 +20,7 @@ def worker(monkeypatch):
 
 def give(worker, piece):
     fd = worker.channel.fileno()
-    worker.give(Task(0, piece, 0), Fill(0, piece, ()), fd, fd)
+    worker.give(Task(0, piece, 0), Fill(0, piece, ()), fd, fd, 1)
 
 
 def test_time_without_work_is_not_silence(worker):

@@ -29,7 +29,7 @@ from shmload.workers.messages import (
 _numbers = st.integers(0, 2**63 - 1)
 _runs = st.builds(Run, _numbers, _numbers, _numbers, st.text(max_size=4), st.text(max_size=4))
 TO_WORKER = st.one_of(
-    st.builds(Open, _numbers),
+    st.builds(Open, _numbers, _numbers),
     st.builds(Close, _numbers),
     st.builds(Fill, _numbers, _numbers, st.lists(_runs, max_size=4).map(tuple)),
 )
@@ -139,7 +139,7 @@ def damage(frame, data):
         "no kind": b"\x81\xa5shard\x01",
         "number as text": b"\x82\xa4type\xa4Open\xa5shard\xa11",
         "a pickle": b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94\x8c\x06system",
-        "two messages in one": frames(Open(1))[4:] * 2,
+        "two messages in one": frames(Open(1, 2))[4:] * 2,
     }.items(),
     ids=lambda item: item[0],
 )
@@ -152,7 +152,7 @@ def test_each_side_refuses_the_others_messages():
     with pytest.raises(ProtocolError):
         decode_to_worker(frames(Ready(VERSION, 1))[4:])
     with pytest.raises(ProtocolError):
-        decode_from_worker(frames(Open(1))[4:])
+        decode_from_worker(frames(Open(1, 2))[4:])
 
 
 def test_absurd_length_is_refused_before_anything_is_kept(pair):
@@ -192,10 +192,10 @@ def test_half_a_frame_is_no_message(pair):
 def test_descriptors_come_with_their_message(pair):
     ours, theirs = pair
     fds = [os.memfd_create(name) for name in ("source", "target")]
-    send(ours, Open(3), tuple(fds))
+    send(ours, Open(3, 2), tuple(fds))
     inbox = Inbox(theirs)
     assert inbox.receive()
-    assert decode_to_worker(inbox.next_frame()) == Open(3)
+    assert decode_to_worker(inbox.next_frame()) == Open(3, 2)
     assert len(inbox.fds) == 2
     try:
         for sent, received in zip(fds, inbox.fds, strict=True):

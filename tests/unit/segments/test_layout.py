@@ -25,6 +25,7 @@ from shmload._segments.metadata import (
     read_metadata,
 )
 from shmload.workers.fill import Filler
+from shmload.workers.reader import Source
 
 _PIECE_NBYTES = 256  # instead of 64 MiB, to split small tensors too
 _DTYPES = sorted(name for name in TORCH_NAMES if NBITS[name] >= 8)
@@ -119,7 +120,9 @@ def test_filled_segment_is_read_by_safetensors_as_torchs_conversion(described, t
         os.ftruncate(fd, layout.nbytes)
         os.pwrite(fd, layout.header, 0)
         filler = Filler()
-        digests = [filler.fill(source, fd, piece, lambda _: None) for piece in layout.pieces]
+        digests = [
+            filler.fill(Source(source), fd, piece, lambda _: None) for piece in layout.pieces
+        ]
         # The digest from the worker equals the digest that `verify` computes from the segment.
         header = read_header(fd, "segment")
         assert digest_data(fd, header) == combine_digests(digests)
@@ -180,7 +183,7 @@ def fill(layout, source):
         os.pwrite(fd, layout.header, 0)
         filler = Filler()
         for piece in layout.pieces:
-            filler.fill(source, fd, piece, lambda _: None)
+            filler.fill(Source(source), fd, piece, lambda _: None)
         return dict(safetensors.deserialize(os.pread(fd, layout.nbytes, 0)))
 
 

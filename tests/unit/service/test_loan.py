@@ -14,6 +14,7 @@ from shmload._service.loans import require_sound
 from shmload._service.protocol import Stat
 from shmload.errors import ArgumentError, ProcessLimitExceeded
 from shmload.workers.fill import Filler
+from shmload.workers.reader import Source
 
 _NBYTES = 64
 
@@ -54,7 +55,7 @@ def test_what_is_not_refused_is_filled_once_and_nothing_else(fds, pieces):
     except ArgumentError:
         return
     for runs in pieces:
-        Filler().fill(*fds, runs, lambda nbytes: None)
+        Filler().fill(Source(fds[0]), fds[1], runs, lambda nbytes: None)
     written = os.pread(fds[1], 2 * _NBYTES, 0)
     assert len(written) == _NBYTES
     filled = (run.count * NBITS[run.target] // 8 for runs in pieces for run in runs)

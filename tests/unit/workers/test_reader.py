@@ -1,0 +1,182 @@
+"""What a worker reads is what the file holds, however it is read."""
+
+import contextlib
+import errno
+import os
+import random
+import threading
+
+import pytest
+
+from shmload._host.probing import open_direct
+from shmload._host.reading import PLAIN, READ_NBYTES, Reading
+from shmload.workers.messages import Reason
+from shmload.workers.reader import FillError, Reader, Source, Span, examine_source
+
+_NBYTES = 5 * READ_NBYTES + 1234
+_AHEAD = Reading(3, False, "")
+
+
+@pytest.fixture(scope="module")
+def content():
+    return os.urandom(_NBYTES)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("reader") / "shard"
+    path.write_bytes(content)
+    return path
+
+
+@pytest.fixture(params=["when needed", "ahead", "past the page cache"])
+def source(request, path):
+    fd = os.open(path, os.O_RDONLY)
+    direct = open_direct(fd) if request.param == "past the page cache" else None
+    if request.param == "past the page cache" and direct is None:
+        pytest.skip("this file system has no O_DIRECT")
+    found = Source(fd, PLAIN if request.param == "when needed" else _AHEAD, direct)
+    yield found
+    found.close_direct()
+    os.close(fd)
+
+
+@pytest.fixture
+def reader():
+    with contextlib.closing(Reader()) as reader:
+        yield reader
+
+
+def _random_spans(chance):
+    spans = []
+    for _ in range(chance.randrange(12)):
+        offset = chance.randrange(_NBYTES)
+        nbytes = chance.choice([1, 8, 4096, 5000, READ_NBYTES - 1, READ_NBYTES])
+        spans.append(Span(offset, min(nbytes, _NBYTES - offset)))
+    return sorted(spans) if chance.random() < 0.5 else spans
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_span_has_its_bytes(source, reader, content, seed):
+    spans = _random_spans(random.Random(seed))
+    views = reader.read(source, spans)
+    for (offset, nbytes), view in zip(spans, views, strict=True):
+        assert view == content[offset : offset + nbytes]
+
+
+def test_neighbours_are_read_together_and_ahead(path, reader, monkeypatch):
+    reads = []
+    preadv = os.preadv
+
+    def count(fd, buffers, offset, *flags):
+        reads.append(offset)
+        return preadv(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", count)
+    with path.open("rb") as file:
+        source = Source(file.fileno(), _AHEAD)
+        spans = [Span(offset, 1000) for offset in range(0, 2 * READ_NBYTES, 2048)]
+        assert sum(len(view) for view in reader.read(source, spans)) == 1000 * len(spans)
+    assert sorted(reads) == [0, READ_NBYTES]
+
+
+def test_short_reads_are_completed(source, reader, content, monkeypatch):
+    preadv = os.preadv
+
+    def read_less(fd, buffers, offset, *flags):
+        most = 4096 if offset % 4096 == 0 else 100
+        return preadv(fd, [memoryview(buffers[0])[:most]], offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", read_less)
+    (view,) = reader.read(source, [Span(5, 20_000)])
+    assert view == content[5:20_005]
+
+
+def test_end_of_the_file_is_named(source, reader):
+    spans = [Span(0, 10), Span(_NBYTES - 10, 20), Span(_NBYTES + READ_NBYTES, 10)]
+    with pytest.raises(FillError) as caught:
+        for _ in reader.read(source, spans):
+            pass
+    assert caught.value.reason is Reason.TRUNCATED
+    assert caught.value.offset == _NBYTES
+
+
+def test_error_of_the_kernel_is_named_and_ends_the_reads(source, reader, content, monkeypatch):
+    preadv = os.preadv
+
+    def fail(fd, buffers, offset, *flags):
+        if offset >= 2 * READ_NBYTES:
+            raise OSError(errno.EIO, "bad sector")
+        return preadv(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    spans = [Span(number * READ_NBYTES, READ_NBYTES) for number in range(5)]
+    with pytest.raises(FillError, match=os.strerror(errno.EIO)) as caught:
+        for _ in reader.read(source, spans):
+            pass
+    assert caught.value.reason is Reason.READ_ERROR
+    monkeypatch.undo()
+    (view,) = reader.read(source, spans[4:])
+    assert view == content[4 * READ_NBYTES : 5 * READ_NBYTES]
+
+
+def test_offsets_that_the_disk_refuses_are_read_through_the_page_cache(
+    path, reader, content, monkeypatch
+):
+    preadv = os.preadv
+    with path.open("rb") as file, path.open("rb") as direct:
+
+        def refuse(fd, buffers, offset, *flags):
+            if fd == direct.fileno():
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return preadv(fd, buffers, offset, *flags)
+
+        monkeypatch.setattr(os, "preadv", refuse)
+        (view,) = reader.read(Source(file.fileno(), _AHEAD, direct.fileno()), [Span(7, 5000)])
+        assert view == content[7:5007]
+
+
+def test_reads_are_under_way_together(path, reader, monkeypatch):
+    preadv = os.preadv
+    together = threading.Barrier(_AHEAD.readers, timeout=30)
+
+    def meet(fd, buffers, offset, *flags):
+        if offset < _AHEAD.readers * READ_NBYTES:
+            together.wait()  # passes only if all are here
+        return preadv(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", meet)
+    with path.open("rb") as file:
+        spans = [Span(number * READ_NBYTES, READ_NBYTES) for number in range(5)]
+        views = reader.read(Source(file.fileno(), _AHEAD), spans)
+        assert sum(map(len, views)) == 5 * READ_NBYTES
+
+
+def test_iterator_that_is_closed_waits_for_its_reads(path, reader, monkeypatch):
+    preadv = os.preadv
+    left = []
+
+    def count(fd, buffers, offset, *flags):
+        try:
+            return preadv(fd, buffers, offset, *flags)
+        finally:
+            left.append(offset)
+
+    monkeypatch.setattr(os, "preadv", count)
+    with path.open("rb") as file:
+        spans = [Span(number * READ_NBYTES, READ_NBYTES) for number in range(5)]
+        views = reader.read(Source(file.fileno(), _AHEAD), spans)
+        next(views)
+        views.close()
+        done = len(left)
+    assert done >= 1
+    assert len(left) == done
+
+
+def test_file_in_memory_is_read_when_it_is_needed(path):
+    with path.open("rb") as file:
+        source = examine_source(file.fileno(), 1)
+        source.close_direct()
+    if source.reading.readers:
+        pytest.skip("this file system does not tell what is in memory")
+    assert source.direct_fd is None

@@ -1,0 +1,212 @@
+"""Reads the parts of a shard that a piece needs, in order: when they are needed, or ahead.
+
+Guarantee: what is read is complete, or an error says where the shard ends or what the kernel says.
+At most `MAX_READERS` reads are under way, in as many threads; their buffers are all that it takes.
+"""
+
+import errno
+import itertools
+import mmap
+import os
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from shmload._host.reading import MAX_READERS, PLAIN, READ_NBYTES, Reading, choose_reading
+from shmload.workers.messages import Reason
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+_PAGE_NBYTES = mmap.PAGESIZE
+
+_Views = Generator[memoryview, None, None]
+
+
+class FillError(Exception):
+    """A piece cannot be filled.
+
+    Attributes:
+        reason: the kind of failure.
+        offset: where the shard ends, in bytes, if it ends early.
+    """
+
+    def __init__(self, reason: Reason, detail: str, offset: int = 0) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.offset = offset
+
+
+class Span(NamedTuple):
+    """A part of a shard."""
+
+    offset: int
+    """From the start of the file, in bytes."""
+    nbytes: int
+    """At most `READ_NBYTES`."""
+
+
+class Source(NamedTuple):
+    """A shard to read."""
+
+    fd: int
+    """Stays with the one who opened it."""
+    reading: Reading = PLAIN
+    direct_fd: int | None = None
+    """The same file, opened for reads past the page cache; None to read through it."""
+
+    def close_direct(self) -> None:
+        """Close the second descriptor, if there is one."""
+        if self.direct_fd is not None:
+            os.close(self.direct_fd)
+
+
+def examine_source(fd: int, workers: int) -> Source:
+    """Choose how one of some workers reads a shard; reads 3 MiB of it unless it is in memory.
+
+    Args:
+        fd: descriptor of the shard.
+        workers: number of workers that read it at the same time.
+
+    Returns:
+        The shard; `close_direct` it in the end.
+    """
+    # Not at the top: it imports ctypes, and a worker that waits for its first shard is ready.
+    from shmload._host.probing import examine, open_direct
+
+    reading = choose_reading(examine(fd), workers)
+    return Source(fd, reading, open_direct(fd) if reading.is_direct else None)
+
+
+class Reader:
+    """Reads through buffers that it owns, until `close`; not for several threads."""
+
+    def __init__(self) -> None:
+        self._buffers: list[memoryview] = []
+        self._threads: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        """End the threads; a second call is fine."""
+        if self._threads:
+            self._threads.shutdown()
+            self._threads = None
+
+    def read(self, source: Source, spans: Sequence[Span]) -> _Views:
+        """Yield the bytes of each span, in order; each is valid until the next is asked for.
+
+        Close the iterator if it is not used up: it waits for the reads that are under way.
+
+        Raises:
+            FillError: the shard ends early, or the kernel reports an error.
+        """
+        if source.reading.readers:
+            return self._read_ahead(source, spans)
+        return self._read_now(source, spans)
+
+    def _read_now(self, source: Source, spans: Sequence[Span]) -> _Views:
+        self._allow_buffers(1)
+        for offset, nbytes in spans:
+            view = self._buffers[0][:nbytes]
+            _read_fully(source.fd, view, offset, 0)
+            yield view
+
+    def _read_ahead(self, source: Source, spans: Sequence[Span]) -> _Views:
+        depth = min(source.reading.readers, MAX_READERS)
+        self._allow_buffers(depth + 1)  # one is in use while the others are filled
+        threads = self._start_threads()
+        waiting = _join(spans)
+        under_way: deque[tuple[_Group, memoryview, Future[None]]] = deque()
+        buffers = itertools.cycle(self._buffers[: depth + 1])
+
+        def go_on() -> None:
+            while len(under_way) < depth and (group := next(waiting, None)):
+                buffer = next(buffers)
+                under_way.append((group, buffer, threads.submit(_fetch, source, buffer, group)))
+
+        try:
+            go_on()
+            while under_way:
+                group, buffer, future = under_way.popleft()
+                future.result()
+                go_on()
+                start = group.offset // _PAGE_NBYTES * _PAGE_NBYTES
+                for offset, nbytes in group.spans:
+                    yield buffer[offset - start : offset - start + nbytes]
+        finally:
+            for _, _, future in under_way:
+                if not future.cancel():
+                    future.exception()  # waits: the buffer must not be written to afterwards
+
+    def _allow_buffers(self, count: int) -> None:
+        """Have so many buffers; they begin on a page, as O_DIRECT needs it."""
+        while len(self._buffers) < count:
+            # A span may begin and end within a page.
+            self._buffers.append(memoryview(mmap.mmap(-1, READ_NBYTES + 2 * _PAGE_NBYTES)))
+
+    def _start_threads(self) -> "ThreadPoolExecutor":
+        if self._threads is None:
+            # Not at the top: it imports logging, and most sources are in the page cache.
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._threads = ThreadPoolExecutor(MAX_READERS, "shmload-reader")
+        return self._threads
+
+
+class _Group(NamedTuple):
+    """Spans that one read gets, with what lies between them."""
+
+    offset: int
+    nbytes: int
+    spans: Sequence[Span]
+
+
+def _join(spans: Sequence[Span]) -> Iterator[_Group]:
+    """Join spans that follow one another in the same `READ_NBYTES` of the file."""
+    first = 0
+    for number in range(1, len(spans)):
+        begin, before, span = spans[first], spans[number - 1], spans[number]
+        is_behind = span.offset >= before.offset + before.nbytes
+        is_near = span.offset // READ_NBYTES == begin.offset // READ_NBYTES
+        fits = span.offset + span.nbytes - begin.offset <= READ_NBYTES
+        if not (is_behind and is_near and fits):
+            yield _group(spans[first:number])
+            first = number
+    if spans:
+        yield _group(spans[first:])
+
+
+def _group(spans: Sequence[Span]) -> _Group:
+    begin = spans[0].offset
+    return _Group(begin, spans[-1].offset + spans[-1].nbytes - begin, spans)
+
+
+def _fetch(source: Source, buffer: memoryview, group: _Group) -> None:
+    """Read a group to where its page begins in the buffer."""
+    begin = group.offset // _PAGE_NBYTES * _PAGE_NBYTES
+    end = group.offset + group.nbytes
+    done = 0
+    if source.direct_fd is not None:
+        whole = buffer[: -(-end // _PAGE_NBYTES) * _PAGE_NBYTES - begin]
+        try:
+            done = os.preadv(source.direct_fd, [whole], begin)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:  # its offsets must be multiples of more than a page
+                raise _read_error(exc) from exc
+    # What is left, at the end of the file, is no multiple of a page.
+    _read_fully(source.fd, buffer[: end - begin], begin, done)
+
+
+def _read_fully(fd: int, buffer: memoryview, offset: int, done: int) -> None:
+    """Read a whole buffer from an offset, of which `done` bytes are there."""
+    while done < len(buffer):
+        try:
+            got = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as exc:
+            raise _read_error(exc) from exc
+        if got == 0:
+            raise FillError(Reason.TRUNCATED, "the file ends early", offset + done)
+        done += got
+
+
+def _read_error(exc: OSError) -> FillError:
+    return FillError(Reason.READ_ERROR, os.strerror(exc.errno or errno.EIO))
