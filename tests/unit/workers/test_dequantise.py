@@ -18,6 +18,7 @@ from shmload._segments.metadata import make_metadata
 from shmload.errors import KindNotDequantised, LibraryMissing
 from shmload.workers.dequantise import Dequantiser
 from shmload.workers.fill import Filler
+from shmload.workers.reader import Source
 
 UNKNOWN = {"Q8_1", "Q8_K", "Q1_0"}
 DEQUANTISED = sorted(BLOCKS.keys() - UNKNOWN)
@@ -80,7 +81,7 @@ def fill(raw, target, piece_nbytes=2048):
         filler = Filler()
         read = []
         for piece in layout.pieces:
-            filler.fill(source, part, piece, read.append)
+            filler.fill(Source(source), part, piece, read.append)
         assert sum(read) == layout.read_nbytes == header.data_nbytes
         found = read_segment(part, "segment")
         return {
