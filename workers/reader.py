@@ -72,9 +72,20 @@ def examine_source(fd: int, workers: int) -> Source:
         The shard; `close_direct` it in the end.
     """
     # Not at the top: it imports ctypes, and a worker that waits for its first shard is ready.
-    from shmload._host.probing import examine, open_direct
+    from shmload._host.probing import examine
 
-    reading = choose_reading(examine(fd), workers)
+    return source_to_read(fd, choose_reading(examine(fd), workers))
+
+
+def source_to_read(fd: int, reading: Reading) -> Source:
+    """Return a shard that is read in a way; `close_direct` it in the end.
+
+    Args:
+        fd: descriptor of the shard.
+        reading: the way.
+    """
+    from shmload._host.probing import open_direct
+
     return Source(fd, reading, open_direct(fd) if reading.is_direct else None)
 
 

@@ -15,6 +15,7 @@ import msgspec
 from shmload._checkpoints.formats.known import format_names
 from shmload._doctor.speed import CopySpeed, ReadSpeed
 from shmload._host.procfs import FileSystem
+from shmload._host.reading import Reading
 from shmload._segments.eviction import Budget
 from shmload._service.protocol import VERSION, Status
 from shmload._settings import ServiceUse
@@ -349,6 +350,22 @@ def check_read_speed(
         f"{cached} of {_count(files)} {'is' if files == 1 else 'are'} in it"
     )
     return _finding("read speed", "warn" if is_slow else "ok", detail, _warm(source, dtype))
+
+
+def check_reading(reading: Reading, workers: int) -> Finding:
+    """Say how workers read the largest file of a source, and why.
+
+    Args:
+        reading: how one of them reads it.
+        workers: how many read at the same time.
+    """
+    way = "past the page cache" if reading.is_direct else "through the page cache"
+    each = f"each of {workers} workers" if workers > 1 else "one worker"
+    if reading.readers:
+        how = f"{each} keeps {reading.readers} reads of 1 MiB under way, {way}"
+    else:
+        how = f"{each} reads 1 MiB when it needs it, {way}"
+    return Finding("reading", "ok", f"{how}: {reading.why}")
 
 
 def _count(files: int) -> str:

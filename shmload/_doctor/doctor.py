@@ -28,6 +28,7 @@ from shmload._doctor.checks import (
     check_machine_memory,
     check_open_files,
     check_read_speed,
+    check_reading,
     check_removal,
     check_service,
     check_settings,
@@ -54,6 +55,7 @@ from shmload._host.procfs import (
     huge_page_policy,
     machine_free_nbytes,
 )
+from shmload._host.reading import choose_reading
 from shmload._loading.plan import Plan, ShardPlan
 from shmload._loading.room import own_budget
 from shmload._loading.verbs import plan
@@ -67,8 +69,9 @@ from shmload._service.client import Client
 from shmload._service.endpoint import connect, service_pid, socket_path
 from shmload._service.folder import why_unusable
 from shmload._service.protocol import GetStatus, Status
-from shmload._settings import settings
+from shmload._settings import settings, worker_count
 from shmload.errors import ProtocolError, ServiceError, ShmloadError, UnknownDtype
+from shmload.workers.reader import FillError
 
 
 def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Finding]:
@@ -198,13 +201,15 @@ def _diagnose_source(source: str, dtype: object, planned: Plan | ShmloadError) -
         cached = sum(map(is_file_cached, shards))
         largest = max(shards, key=lambda shard: found[shard].st_size, default=None)
         speed = measure_reading(largest) if largest else None
-    except (ShmloadError, OSError) as exc:
+    except (ShmloadError, FillError, OSError) as exc:
         yield Finding("source", "bad", str(exc), f"ls -lL {shlex.quote(source)}")
         return
     kinds = {stat.st_dev: file_system(stat.st_dev) for stat in found.values()}
     sizes = [stat.st_size for stat in found.values()]
     yield check_source(source, sizes, kinds.values(), planned.resident_nbytes, dtype)
     if speed:
+        workers = worker_count(parent_is_busy=False)
+        yield check_reading(choose_reading(speed.facts, workers), workers)
         yield check_read_speed(source, speed, cached, len(shards), dtype)
 
 

@@ -1,8 +1,9 @@
 """How fast a file is read and a device is copied to, each measured in a second or less.
 
-Reads one block after the other on one thread, as one worker does; several together read faster.
+A file is read as one worker would read it; several together may read faster.
 """
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -11,14 +12,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shmload._host.linux import is_cached, open_source
+from shmload._host.probing import cached_part, examine
+from shmload._host.reading import READ_NBYTES, Facts, choose_reading
+from shmload.workers.reader import Reader, Span, source_to_read
 
 if TYPE_CHECKING:
     import torch
 
 _SAMPLE_NBYTES = 256 << 20
-# As much as a worker reads at a time.
-_BLOCK_NBYTES = 1 << 20
 _COPIES = 3
+# The kernel may drop a page at any time.
+_NEARLY = 0.99
 
 
 class ReadSpeed(msgspec.Struct, frozen=True):
@@ -28,6 +32,8 @@ class ReadSpeed(msgspec.Struct, frozen=True):
     elapsed_s: float
     was_cached: bool
     """Whether these bytes were in the page cache before."""
+    facts: Facts
+    """What decides how the file is read."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -46,28 +52,31 @@ class CopySpeed(msgspec.Struct, frozen=True):
 
 
 def measure_reading(path: Path, limit_nbytes: int = _SAMPLE_NBYTES) -> ReadSpeed:
-    """Read the start of a file, with `pread` as workers do; it is in the page cache afterwards.
+    """Read the start of a file as a worker does; what it read may be in the page cache afterwards.
 
     Raises:
         ShardMissing: there is no such file.
         ShardUnreadable: it is not a regular file, or may not be read.
+        FillError: it cannot be read, or was cut short.
     """
-    fd = open_source(path)
-    try:
-        limit_nbytes = min(limit_nbytes, os.fstat(fd).st_size)
-        was_cached = is_cached(fd, limit_nbytes)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        block = memoryview(bytearray(_BLOCK_NBYTES))
-        done = 0
+    with contextlib.ExitStack() as closing:
+        fd = open_source(path)
+        closing.callback(os.close, fd)
+        nbytes = min(limit_nbytes, os.fstat(fd).st_size)
+        was_cached = _seems_cached(fd, nbytes)
+        facts = examine(fd)
+        source = source_to_read(fd, choose_reading(facts, 1))
+        was_cached &= source.direct_fd is None
+        closing.callback(source.close_direct)
+        reader = closing.enter_context(contextlib.closing(Reader()))
+        spans = [
+            Span(offset, min(READ_NBYTES, nbytes - offset))
+            for offset in range(0, nbytes, READ_NBYTES)
+        ]
         began_at = time.perf_counter()
-        while done < limit_nbytes:
-            got = os.preadv(fd, [block[: limit_nbytes - done]], done)
-            if got == 0:
-                break  # the file was truncated
-            done += got
-        return ReadSpeed(done, time.perf_counter() - began_at, was_cached)
-    finally:
-        os.close(fd)
+        for _ in reader.read(source, spans):
+            pass
+        return ReadSpeed(nbytes, time.perf_counter() - began_at, was_cached, facts)
 
 
 def is_file_cached(path: Path) -> bool:
@@ -79,9 +88,15 @@ def is_file_cached(path: Path) -> bool:
     """
     fd = open_source(path)
     try:
-        return is_cached(fd, os.fstat(fd).st_size)
+        return _seems_cached(fd, os.fstat(fd).st_size)
     finally:
         os.close(fd)
+
+
+def _seems_cached(fd: int, nbytes: int) -> bool:
+    """Tell whether the start of a file seems to be in the page cache."""
+    part = cached_part(fd, nbytes)
+    return is_cached(fd, nbytes) if part is None else part > _NEARLY
 
 
 def measure_copies() -> list[CopySpeed]:

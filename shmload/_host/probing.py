@@ -105,19 +105,19 @@ def open_direct(fd: int) -> int | None:
 
 
 def cached_part(fd: int, nbytes: int) -> float | None:
-    """Return the part of a file that is in the page cache, 0 to 1; None if the kernel hides it.
+    """Return the part of a file's start that is in the page cache, 0 to 1; None if it is hidden.
 
     Args:
         fd: descriptor of the file.
-        nbytes: its size, in bytes.
+        nbytes: how much of the file, in bytes.
     """
-    counts = _Counts()
-    whole = _Range(0, 0)  # to the end of the file
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    if nbytes == 0:
+        return 1.0
+    counts, start = _Counts(), _Range(0, nbytes)
+    with contextlib.suppress(OSError, AttributeError):  # a C library without it
         call = ctypes.CDLL(None, use_errno=True).syscall
-        if call(_SYS_CACHESTAT, fd, ctypes.byref(whole), ctypes.byref(counts), 0) == 0:
-            pages = -(-nbytes // mmap.PAGESIZE)
-            return min(1.0, counts.cached / pages) if pages else 1.0
+        if call(_SYS_CACHESTAT, fd, ctypes.byref(start), ctypes.byref(counts), 0) == 0:
+            return min(1.0, float(counts.cached) / -(-nbytes // mmap.PAGESIZE))
     return None
 
 

@@ -17,6 +17,7 @@ from shmload._doctor.checks import (
     check_machine_memory,
     check_open_files,
     check_read_speed,
+    check_reading,
     check_removal,
     check_service,
     check_shared_memory,
@@ -24,6 +25,7 @@ from shmload._doctor.checks import (
 )
 from shmload._doctor.speed import CopySpeed, ReadSpeed
 from shmload._host.procfs import FileSystem
+from shmload._host.reading import Facts, Reading
 from shmload._segments.eviction import Budget
 from shmload._service.protocol import Status
 from shmload.errors import PeerRefused, ProtocolError, ServiceUnavailable
@@ -70,7 +72,7 @@ def unavailable(cause=None):
 
 
 def read(gb_per_s, *, cached=False, nbytes=256 << 20):
-    return ReadSpeed(nbytes, nbytes / gb_per_s / 1e9, cached)
+    return ReadSpeed(nbytes, nbytes / gb_per_s / 1e9, cached, Facts(nbytes=nbytes))
 
 
 def copies(pinned_gb_per_s):
@@ -214,6 +216,18 @@ CASES = {
     ),
     "cached": (check_read_speed("m", read(5, cached=True), 3, 3), "ok", "MiB from the page", ""),
     "slow-cache": (check_read_speed("m", read(0.7, cached=True), 3, 3), "warn", "0.70", "warm"),
+    "reading-memory": (
+        check_reading(Reading(0, False, "it is in memory"), 1),
+        "ok",
+        "one worker reads 1 MiB when it needs it, through the page cache: it is in memory",
+        "",
+    ),
+    "reading-mount": (
+        check_reading(Reading(13, True, "a read of 1 MiB took 10.2 ms"), 2),
+        "ok",
+        "each of 2 workers keeps 13 reads of 1 MiB under way, past the page cache: a read of",
+        "",
+    ),
     "too-small": (check_read_speed("m", read(0.1, nbytes=4096), 0, 1), "ok", "4.00 KiB", ""),
     "no-device": (no_devices(), "ok", "no CUDA device", ""),
     "device": (copies(55), "ok", "NVIDIA H200, copies at 3.0 GB/s from pageable and 55.0", ""),

@@ -96,6 +96,7 @@ def test_source_is_examined_without_being_changed(examine, tmp_path):
     assert "1 file on" in found["source"].detail
     assert "1 of 1 file is in it" in found["read speed"].detail
     assert found["read speed"].state == "ok"
+    assert found["reading"].detail.endswith("the file is small")
 
 
 def test_file_is_told_that_skeletons_are_for_directories(examine, tmp_path):
