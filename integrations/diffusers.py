@@ -21,6 +21,7 @@ from shmload._loading.progress import Callback
 from shmload.errors import SourceNotFound
 from shmload.integrations._building import prepared
 from shmload.integrations._building.attempt import load
+from shmload.integrations._building.gguf_maker import is_gguf
 from shmload.integrations._building.keywords import require_taken
 from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.pipeline_maker import PipelineMaker
@@ -213,6 +214,8 @@ def _choose_for_file(
     """Return what makes a pipeline from a file of weights, the file as a source, and the dtype."""
     maker = SinglePipelineMaker(pipeline_class, kwargs.get("config"), wanted.hub)
     found = find_single_file(wanted)
+    if is_gguf(wanted.source):  # it has one model; what the library makes of it is its own business
+        found = msgspec.structs.replace(found, checkpoints=(), unread=("",))
     with whole_libraries():
         maker.require_taken(kwargs, load_pipeline)
     return maker, found, settle_single_dtype(wanted.dtype, found)

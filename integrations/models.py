@@ -17,6 +17,7 @@ from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._loading.progress import Callback
 from shmload.errors import ArgumentError
 from shmload.integrations._building.attempt import load
+from shmload.integrations._building.gguf_maker import is_gguf, maker_of_gguf
 from shmload.integrations._building.keywords import explained_keywords, require_taken_by_model
 from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.model_maker import ModelMaker
@@ -25,7 +26,6 @@ from shmload.integrations._building.single_file import (
     SingleFileMaker,
     find_single_file,
     is_single_file,
-    settle_single_dtype,
 )
 from shmload.integrations._devices.ways import Pin
 from shmload.integrations.ranks import linger
@@ -168,11 +168,14 @@ def _choose_for_file(
     cls: type | str, source: str | os.PathLike[str], wanted: Wanted, kwargs: dict[str, Any]
 ) -> tuple[Maker, Source, object]:
     """Return what makes a model from a file of weights, the file as a source, and the dtype."""
-    maker = SingleFileMaker(cls)
+    if is_gguf(wanted.source):
+        maker = maker_of_gguf(cls, wanted.source, kwargs)
+    else:
+        maker = SingleFileMaker(cls)
     found = find_single_file(wanted)
     with whole_libraries():
         maker.require_taken(kwargs, load_model)
-    return maker, found, settle_single_dtype(wanted.dtype, found)
+    return maker, found, maker.settle_dtype(wanted.dtype, found)
 
 
 def _settle(wanted: Wanted, source: Source, maker: ModelMaker) -> object:

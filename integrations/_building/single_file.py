@@ -174,6 +174,14 @@ class SingleFileMaker:
                 functions = [function.__qualname__, f"{found.__name__}.{_METHOD}"]
                 raise UnknownArgument(name, functions, taken | named_arguments(function))
 
+    def settle_dtype(self, dtype: object, source: Source) -> object:
+        """Return the dtype, with a name in place of `auto`.
+
+        Raises:
+            ArgumentError: it is a dict: a file's models get one dtype.
+        """
+        return settle_single_dtype(dtype, source)
+
     def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
         """Return the rule of all classes; without a dtype their models have float32."""
         target = wanted_dtype(dtype, "")
@@ -195,7 +203,7 @@ class SingleFileMaker:
         if target is not None:
             given[diffusers_keyword()] = target
         with Movement(path, target or torch.float32) as movement:
-            made = getattr(self._class, _METHOD)(path, **given)
+            made = getattr(self._class, _METHOD)(self._weights(path), **given)
         self.computed = movement.computed
         models = [each for each in self.parts(made) if isinstance(each, torch.nn.Module)]
         copies = movement.copies_in(each for model in models for each in model.parameters())
@@ -207,6 +215,10 @@ class SingleFileMaker:
                 format_nbytes(sum(each.nbytes for each in copies)),
             )
         return made
+
+    def _weights(self, path: str | os.PathLike[str]) -> Any:
+        """Return what to give to `from_single_file`: the path of a segment, or of the file."""
+        return path
 
     def part(self, made: Any, component: str) -> Any:
         """Return the model, whose component has an empty name."""

@@ -24,8 +24,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_HEADER_NBYTES = 100_000_000
 _FIRST_READ_NBYTES = 1 << 20
-# GGML_MAX_DIMS
-_MAX_RANK = 4
+# ggml itself knows four (GGML_MAX_DIMS). Converters of video models write convolutions with five.
+_MAX_RANK = 5
 _MAX_SIZE = 1 << 63
 _ALIGNMENT_KEY = b"general.alignment"
 _DEFAULT_ALIGNMENT = 32

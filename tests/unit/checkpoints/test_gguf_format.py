@@ -107,7 +107,7 @@ BAD = {
     "alignment 0": (at_alignment(bytes(4)), "general.alignment is 0"),
     "alignment 48": (at_alignment(struct.pack("<I", 48)), "general.alignment is 48"),
     "alignment as text": (at_alignment(text("32"), _TEXT), "general.alignment is no 32-bit"),
-    "five dimensions": (one(shape=(1,) * 5), "has 5 dimensions; 4 are the most"),
+    "six dimensions": (one(shape=(1,) * 6), "has 6 dimensions; 5 are the most"),
     "2**32-1 dimensions": (
         padded(front(1) + text("a") + b"\xff" * 64),
         "has 4294967295 dimensions",

@@ -1,0 +1,181 @@
+"""Makes models of GGUF files: of their blocks as they are, or as floats.
+
+`from_single_file` also takes a dict of tensors. For blocks it gets the one that diffusers would
+read from the file, but mapped from the segment. So what is left for it to do is to rename and to
+split.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shmload._checkpoints.dtypes import AUTO
+from shmload._checkpoints.formats.gguf import GGUF
+from shmload._checkpoints.formats.known import detect_format
+from shmload._checkpoints.header import Header
+from shmload._checkpoints.resolve import Checkpoint, Source
+from shmload._checkpoints.rule import RAW, Rule
+from shmload._host.descriptors import Descriptor
+from shmload._host.linux import inode_of, open_source
+from shmload._loading.state_dict import wrap
+from shmload._wording import format_nbytes
+from shmload.errors import LibraryMissing
+from shmload.integrations._building.single_file import SingleFileMaker
+
+logger = logging.getLogger(__name__)
+
+# diffusers has these as tensors, and all other kinds as parameters of bytes (0.35 to 0.42).
+_PLAIN_KINDS = ("F32", "F16")
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a file is in GGUF, whatever its name.
+
+    Raises:
+        ShardUnreadable: it cannot be opened or read.
+    """
+    with Descriptor(open_source(Path(path))) as file:
+        return detect_format(file.fd, path) is GGUF
+
+
+def maker_of_gguf(
+    wanted: object, path: str | os.PathLike[str], kwargs: Mapping[str, Any]
+) -> SingleFileMaker:
+    """Return what makes a model of a GGUF file.
+
+    Args:
+        wanted: the class, as for `SingleFileMaker`.
+        path: of the file.
+        kwargs: for `from_single_file`. With a `quantization_config` the weights stay quantised.
+
+    Raises:
+        ArgumentError: as `SingleFileMaker`.
+    """
+    if kwargs.get("quantization_config"):
+        return BlocksMaker(wanted, path)
+    return FloatsMaker(wanted)
+
+
+class FloatsMaker(SingleFileMaker):
+    """Makes an ordinary model of weights that workers have dequantised."""
+
+    def _weights(self, path: str | os.PathLike[str]) -> Any:
+        """Return the path of a segment, or what the file itself has, dequantised to float32."""
+        if not is_gguf(path):
+            return path
+        return _dequantise(path)
+
+
+class BlocksMaker(SingleFileMaker):
+    """Makes a model by the `from_single_file` of a class, with a `quantization_config`.
+
+    Args:
+        wanted: as for `SingleFileMaker`.
+        path: of the file.
+
+    Raises:
+        ArgumentError: as `SingleFileMaker`.
+    """
+
+    def __init__(self, wanted: object, path: str | os.PathLike[str]) -> None:
+        super().__init__(wanted)
+        self._path = Path(path)
+
+    def settle_dtype(self, dtype: object, source: Source) -> object:
+        """Return the dtype; for `auto` none, which is the one to compute with."""
+        return (
+            None
+            if isinstance(dtype, str) and dtype == AUTO
+            else super().settle_dtype(dtype, source)
+        )
+
+    def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
+        """Return the rule that leaves everything as it is."""
+        return RAW
+
+    def make(self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]) -> Any:
+        """Let diffusers build it of mapped tensors.
+
+        Raises:
+            LibraryMissing: diffusers needs the gguf package for them.
+        """
+        from shmload.integrations._building.joins import JoinsOfOne
+        from shmload.integrations._building.torch_dtypes import as_torch, diffusers_keyword
+
+        given = dict(kwargs)
+        if dtype is not None:
+            given[diffusers_keyword()] = as_torch(dtype)
+        tensors = self._read_tensors(path)
+        with JoinsOfOne():
+            made = self._class.from_single_file(tensors, **given)
+        del tensors
+        self._report(path, made)
+        return made
+
+    def _read_tensors(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Return what diffusers' `load_gguf_checkpoint` returns, over a segment.
+
+        Raises:
+            ValueError: as there, of a kind that it does not know.
+        """
+        try:
+            import gguf
+            from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFParameter
+        except ImportError as exc:
+            raise LibraryMissing(f"a quantised model of {self._path}", ["gguf"]) from exc
+        import torch
+
+        with Descriptor(open_source(Path(path))) as segment:
+            stored = wrap(segment.fd, os.fspath(path))
+        found = {}
+        for spec in self._header().tensors:
+            tensor = stored[spec.name]
+            if spec.dtype not in _PLAIN_KINDS:
+                kind = gguf.GGMLQuantizationType[spec.dtype]
+                if kind not in SUPPORTED_GGUF_QUANT_TYPES:
+                    raise _refuse(spec.name, kind, SUPPORTED_GGUF_QUANT_TYPES)
+                tensor = GGUFParameter(tensor.view(torch.uint8), quant_type=kind)
+            found[spec.name] = tensor
+        return found
+
+    def _header(self) -> Header:
+        with Descriptor(open_source(self._path)) as file:
+            return GGUF.read_header(file.fd, self._path)
+
+    def _report(self, path: str | os.PathLike[str], made: Any) -> None:
+        from shmload.integrations._building.mapped import Spans
+
+        spans = Spans({inode_of(os.stat(path))})
+        copies = [each for each in made.parameters() if spans.find(each) is None]
+        if copies:
+            logger.info(
+                "%s: diffusers joined or cast %d tensors; %s are private to this process",
+                self._path.name,
+                len(copies),
+                format_nbytes(sum(each.nbytes for each in copies)),
+            )
+
+
+def _dequantise(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the floats of a GGUF file; they are private to this process."""
+    import gguf
+    import torch
+
+    found = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        # The last dimension comes first.
+        shape = tuple(map(int, reversed(tensor.shape)))
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        found[tensor.name] = torch.from_numpy(values.copy()).view(shape)
+    return found
+
+
+def _refuse(name: str, kind: Any, supported: Any) -> ValueError:
+    """Return the error of diffusers for a kind that it does not know."""
+    names = ", ".join(each.name for each in supported)
+    return ValueError(
+        f"{name} has a quantization type: {kind.name}, which diffusers does not support; it "
+        f"supports {names}. Give a dtype and no quantization_config to load it as floats"
+    )

@@ -1,0 +1,217 @@
+"""Models from GGUF files, quantised and as floats, equal what diffusers makes of them."""
+
+import re
+import sys
+
+import diffusers
+import gguf
+import gguf_models
+import pytest
+import torch
+from comparing import assert_modules_equal
+from gguf_files import dequantised, save_blocks
+from gguf_models import MODELS
+
+import shmload
+from shmload._host.linux import SHM_DIR, inode_of
+from shmload.integrations._building.mapped import Spans
+
+pytestmark = pytest.mark.libraries
+
+_KINDS = ["Q4_K", "Q8_0", "Q6_K", "BF16", "Q4_0", "Q5_K"]
+_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A function that writes a class's GGUF file; returns its path and its configuration's."""
+    made = {}
+
+    def write(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            model = gguf_models.build(name)
+            model.save_config(folder / "config")
+            save_blocks(gguf_models.quantise(model, _KINDS), folder / "model.gguf")
+            made[name] = folder / "model.gguf", str(folder / "config")
+        return made[name]
+
+    return write
+
+
+def quantised(dtype):
+    return diffusers.GGUFQuantizationConfig(compute_dtype=dtype)
+
+
+def library_alone(name, path, config, dtype):
+    return getattr(diffusers, name).from_single_file(
+        str(path), config=config, quantization_config=quantised(dtype), torch_dtype=dtype
+    )
+
+
+def private_of(model):
+    """Return the names of the weights that are in no segment."""
+    spans = Spans({inode_of((SHM_DIR / each.name).stat()) for each in shmload.segments()})
+    return {name for name, each in model.state_dict().items() if spans.find(each) is None}
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_quantised_model_is_that_of_diffusers(written, name, dtype, evicts):
+    path, config = written(name)
+    given = {"config": config, "quantization_config": quantised(dtype), "keep": True}
+    got = shmload.load_model(name, path, dtype=dtype, **given)
+    wanted = library_alone(name, path, config, dtype)
+    assert_modules_equal(got, wanted, name)
+    kinds = {key: getattr(each, "quant_type", None) for key, each in wanted.named_parameters()}
+    assert {key: getattr(each, "quant_type", None) for key, each in got.named_parameters()} == kinds
+    blocks = {key for key, kind in kinds.items() if kind is not None}
+    assert len(blocks) > 5
+    # What diffusers casts is private; no block is.
+    assert not private_of(got) & blocks
+    resident = shmload.segments()
+    assert_modules_equal(shmload.load_model(name, path, dtype=dtype, **given), wanted, name)
+    assert [each.name for each in shmload.segments()] == [each.name for each in resident]
+
+
+def test_quantised_model_computes_what_that_of_diffusers_does(written, evicts):
+    name = "FluxTransformer2DModel"
+    path, config = written(name)
+    dtype = torch.float32
+    given = {"config": config, "quantization_config": quantised(dtype)}
+    models = [
+        shmload.load_model(name, path, dtype=dtype, **given),
+        library_alone(name, path, config, dtype),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 16, generator=generator),
+        "encoder_hidden_states": torch.randn(1, 3, 256, generator=generator),
+        "pooled_projections": torch.randn(1, 256, generator=generator),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": torch.zeros(4, 3),
+        "txt_ids": torch.zeros(3, 3),
+    }
+    with torch.no_grad():
+        got, wanted = (model(**inputs, return_dict=False)[0] for model in models)
+    assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
+
+
+def test_split_tensors_stay_shared(tmp_path, caplog, evicts):
+    name = "SD3Transformer2DModel"
+    model = gguf_models.build(name)
+    model.save_config(tmp_path)
+    path = tmp_path / "model.gguf"
+    tensors = gguf_models.quantise(model, ["Q4_K", "Q8_0"], "F32")
+    kind_of = {re.sub("to_[kv]", "to_q", key): each[0] for key, each in tensors.items()}
+    save_blocks(gguf_models.with_original_names(_of_one_kind(model, kind_of)), path)
+    given = {"config": str(tmp_path), "quantization_config": quantised(torch.float32), "keep": True}
+    with caplog.at_level("INFO", "shmload"):
+        got = shmload.load_model(name, path, dtype=torch.float32, **given)
+    assert_modules_equal(got, library_alone(name, path, str(tmp_path), torch.float32), name)
+    # diffusers exchanges the halves of these.
+    last = "transformer_blocks.1.norm1_context.linear"
+    joined = {f"{each}.{part}" for each in (last, "norm_out.linear") for part in ("weight", "bias")}
+    assert private_of(got) == joined
+    assert "joined or cast 4 tensors" in caplog.text
+
+
+def _of_one_kind(model, kind_of):
+    """Return weights in which the tensors that are joined have one kind."""
+    tensors = gguf_models.quantise(model, ["Q4_K"], "F32")
+    others = gguf_models.quantise(model, ["Q8_0"], "F32")
+    names = ("ff", "norm1.linear", "context_embedder")
+    return {
+        key: others[key] if any(f".{each}" in f".{key}" for each in names) else each
+        for key, each in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("FluxTransformer2DModel", dtype) for dtype in (None, *_DTYPES)),
+        ("SD3Transformer2DModel", torch.float16),
+        ("WanTransformer3DModel", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_without_configuration_it_is_an_ordinary_model(written, name, dtype, evicts):
+    path, config = written(name)
+    got = shmload.load_model(name, path, config=config, dtype=dtype, keep=True)
+    tensors = {each.name: _as_float32(each, path) for each in gguf.GGUFReader(path).tensors}
+    given = {} if dtype is None else {"torch_dtype": dtype}
+    wanted = getattr(diffusers, name).from_single_file(tensors, config=config, **given)
+    assert_modules_equal(got, wanted, name)
+    assert private_of(got) == set()
+
+
+def _as_float32(tensor, path):
+    shape = tuple(map(int, reversed(tensor.shape)))
+    if tensor.tensor_type.name in ("F32", "F16"):
+        return torch.from_numpy(tensor.data.copy()).view(shape)
+    return dequantised(tensor.tensor_type.name, tensor.data, torch.float32).view(shape)
+
+
+def test_weights_that_are_computed_with_are_not_cast_before(written, monkeypatch, caplog, evicts):
+    from diffusers.loaders import single_file_model
+
+    name = "FluxTransformer2DModel"
+    path, config = written(name)
+    entry = single_file_model.SINGLE_FILE_LOADABLE_CLASSES[name]
+
+    def scaled(config, checkpoint, **kwargs):
+        return {key: tensor / 3 for key, tensor in checkpoint.items()}
+
+    monkeypatch.setitem(entry, "checkpoint_mapping_fn", scaled)
+    monkeypatch.setattr(
+        single_file_model, "_should_convert_state_dict_to_diffusers", lambda *_: True
+    )
+    got = shmload.load_model(name, path, config=config, dtype="bfloat16")
+    tensors = {each.name: _as_float32(each, path) for each in gguf.GGUFReader(path).tensors}
+    cls = getattr(diffusers, name)
+    wanted = cls.from_single_file(tensors, config=config, torch_dtype=torch.bfloat16)
+    assert_modules_equal(got, wanted, name)
+
+
+def test_auto_is_the_dtype_to_compute_with(written, evicts):
+    name = "FluxTransformer2DModel"
+    path, config = written(name)
+    given = {"config": config, "quantization_config": quantised(torch.float16)}
+    got = shmload.load_model(name, path, dtype="auto", **given)
+    wanted = getattr(diffusers, name).from_single_file(str(path), **given)
+    assert_modules_equal(got, wanted, name)
+
+
+def test_pipeline_takes_it(saved, tmp_path, evicts):
+    source = saved("flux")
+    name = "FluxTransformer2DModel"
+    model = getattr(diffusers, name).from_pretrained(source / "transformer")
+    path = tmp_path / "model.gguf"
+    save_blocks(gguf_models.quantise(model, ["Q8_0"], rows=32), path)
+    given = {"config": str(source / "transformer")}
+    given["quantization_config"] = quantised(torch.float32)
+    transformer = shmload.load_model(name, path, **given)
+    pipe = shmload.load_pipeline(source, transformer=transformer, keep=True)
+    assert pipe.transformer is transformer
+    assert not any("transformer/" in each.source for each in shmload.segments())
+
+
+def test_kind_that_diffusers_does_not_know(tmp_path, evicts):
+    name = "FluxTransformer2DModel"
+    model = gguf_models.build(name)
+    model.save_config(tmp_path)
+    path = tmp_path / "model.gguf"
+    save_blocks(gguf_models.quantise(model, ["TQ2_0"]), path)
+    given = {"config": str(tmp_path), "quantization_config": quantised(torch.float32)}
+    with pytest.raises(ValueError, match=r"quantization type: TQ2_0, which diffusers"):
+        shmload.load_model(name, path, **given)
+
+
+def test_without_the_package_it_is_named(written, monkeypatch, evicts):
+    name = "FluxTransformer2DModel"
+    path, config = written(name)
+    given = {"config": config, "quantization_config": quantised(torch.float32)}
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(shmload.LibraryMissing, match="pip install gguf"):
+        shmload.load_model(name, path, **given)

@@ -1,0 +1,138 @@
+"""Small transformers and their weights as a GGUF file has them."""
+
+import diffusers
+import torch
+from gguf_files import random_blocks
+
+# Rows of at least 256 elements, as the K kinds need them.
+MODELS = {
+    "FluxTransformer2DModel": {
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 64,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 256,
+        "pooled_projection_dim": 256,
+        "axes_dims_rope": [16, 24, 24],
+    },
+    "SD3Transformer2DModel": {
+        "attention_head_dim": 64,
+        "num_attention_heads": 4,
+        "caption_projection_dim": 256,
+        "in_channels": 4,
+        "joint_attention_dim": 256,
+        "num_layers": 2,
+        "out_channels": 4,
+        "pooled_projection_dim": 256,
+        "pos_embed_max_size": 16,
+        "sample_size": 8,
+    },
+    "WanTransformer3DModel": {
+        "num_attention_heads": 4,
+        "attention_head_dim": 64,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 256,
+        "freq_dim": 256,
+        "ffn_dim": 512,
+        "num_layers": 1,
+    },
+    "UNet2DConditionModel": {
+        "block_out_channels": (256, 256),
+        "layers_per_block": 1,
+        "sample_size": 8,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "cross_attention_dim": 256,
+    },
+}
+
+
+def build(name):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return getattr(diffusers, name)(**MODELS[name]).eval()
+
+
+def quantise(model, kinds, dtype="F16", rows=256):
+    """Return a model's weights: those of linear layers of random blocks, in turn of each kind.
+
+    Args:
+        model: the model.
+        kinds: ggml's names.
+        dtype: of the other tensors with several dimensions; those with one are float32.
+        rows: only of layers whose number of inputs this divides.
+    """
+    linear = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module.in_features % rows == 0
+    }
+    found = {}
+    for number, (name, tensor) in enumerate(model.state_dict().items()):
+        shape = tuple(tensor.shape)
+        if name in linear:
+            kind = kinds[number % len(kinds)]
+            found[name] = (kind, shape, _blocks(tensor, kind, shape, number))
+        elif tensor.ndim > 1 and dtype == "F16":
+            found[name] = ("F16", shape, tensor.half().numpy())
+        else:
+            found[name] = ("F32", shape, tensor.float().numpy())
+    return found
+
+
+def _blocks(tensor, kind, shape, seed):
+    if kind == "BF16":
+        return tensor.bfloat16().view(torch.uint8).numpy()
+    return random_blocks(kind, shape, seed)
+
+
+_SD3_NAMES = {
+    "pos_embed.proj": "x_embedder.proj",
+    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
+    "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
+    "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
+    "norm_out.linear": "final_layer.adaLN_modulation.1",
+    "proj_out": "final_layer.linear",
+    "transformer_blocks": "joint_blocks",
+    "attn.to_out.0": "x_block.attn.proj",
+    "attn.to_add_out": "context_block.attn.proj",
+    "norm1.linear": "x_block.adaLN_modulation.1",
+    "norm1_context.linear": "context_block.adaLN_modulation.1",
+    "ff_context.net.0.proj": "context_block.mlp.fc1",
+    "ff_context.net.2": "context_block.mlp.fc2",
+    "ff.net.0.proj": "x_block.mlp.fc1",
+    "ff.net.2": "x_block.mlp.fc2",
+}
+_SD3_JOINED = {
+    ("to_q", "to_k", "to_v"): "x_block.attn.qkv",
+    ("add_q_proj", "add_k_proj", "add_v_proj"): "context_block.attn.qkv",
+}
+
+
+def with_original_names(tensors):
+    """Return an SD3 transformer's weights as its authors named and joined them."""
+    tensors = dict(tensors)
+    found = {"pos_embed": tensors.pop("pos_embed.pos_embed")}
+    for name in list(tensors):
+        for parts, joined in _SD3_JOINED.items():
+            before, part, after = name.partition(f".attn.{parts[0]}.")
+            if part:
+                pieces = [tensors.pop(f"{before}.attn.{each}.{after}") for each in parts]
+                new = f"{before}.{joined}.{after}".replace("transformer_blocks", "joint_blocks")
+                found[new] = _join(pieces)
+    for name, each in tensors.items():
+        for ours, theirs in _SD3_NAMES.items():
+            name = name.replace(ours, theirs)
+        found[name] = each
+    return found
+
+
+def _join(pieces):
+    import numpy as np
+
+    kind, shape, _ = pieces[0]
+    raw = np.concatenate([np.ascontiguousarray(each[2]) for each in pieces])
+    return kind, (len(pieces) * shape[0], *shape[1:]), raw
