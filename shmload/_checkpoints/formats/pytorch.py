@@ -12,7 +12,12 @@ from typing import Any
 
 from shmload._checkpoints.formats.foreign import PICKLE, refuse
 from shmload._checkpoints.formats.format import Format
-from shmload._checkpoints.formats.tensor_pickle import StoredTensor, UnknownPickle, read_pickle
+from shmload._checkpoints.formats.tensor_pickle import (
+    StoredTensor,
+    UnknownPickle,
+    read_pickle,
+    shorten,
+)
 from shmload._checkpoints.formats.zip_archive import BadArchive, Member, read_members
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload.errors import (
@@ -23,8 +28,8 @@ from shmload.errors import (
     WrongFormat,
 )
 
-# 100,000 tensors have 20 MB.
-_MAX_PICKLE_NBYTES = 512 << 20
+# 100,000 tensors have 20 MB. A pickle of nothing but empty lists takes 80 times its size.
+_MAX_PICKLE_NBYTES = 64 << 20
 _PICKLE = "/data.pkl"
 _BYTE_ORDER = "/byteorder"
 # Of a zip archive's first local header.
@@ -92,10 +97,10 @@ def _read_kept(file: _File) -> Header:
 def _place(name: object, tensor: object, folder: str, members: dict[str, Member]) -> TensorSpec:
     # In a segment's header that name means something else.
     if not isinstance(name, str) or name == "__metadata__" or not isinstance(tensor, StoredTensor):
-        raise UnknownPickle(f"its {name!r:.100} is no tensor with a name")
+        raise UnknownPickle(f"its {shorten(name)} is no tensor with a name")
     member = members.get(f"{folder}/data/{tensor.storage.key}")
     if member is None or member.nbytes != tensor.storage.nbytes:
-        raise UnknownPickle(f"the storage of {name!r} is missing, or has another size")
+        raise UnknownPickle(f"the storage of {shorten(name)} is missing, or has another size")
     return tensor.placed(name, member.begin)
 
 

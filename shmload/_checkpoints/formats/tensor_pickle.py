@@ -17,6 +17,10 @@ from shmload._checkpoints.header import TensorSpec
 
 _MAX_RANK = 64
 _MAX_SIZE = 1 << 62
+# Larger ones may all have one hash: it is that of the remainder by 2**61 - 1.
+_MAX_KEY = 1 << 60
+# Letters of a name that an error repeats.
+_MAX_SHOWN = 200
 _PROTOCOL = 2
 _BY_TORCH_NAME = {name: dtype for dtype, name in TORCH_NAMES.items()}
 _BY_STORAGE = {
@@ -104,6 +108,7 @@ class _Machine:
         self._raw = raw
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
+        self._storages: dict[str, Storage] = {}
 
     def run(self) -> Any:
         raw, operations = self._raw, _OPERATIONS
@@ -212,11 +217,11 @@ class _Machine:
         if not isinstance(target, dict):
             raise TypeError
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # The hash of another key may take for ever.
-            if not isinstance(key, str | int):
+            # The hashes of others may take for ever, or be equal so that each look-up does.
+            if not (isinstance(key, str) or (isinstance(key, int) and abs(key) < _MAX_KEY)):
                 raise UnknownPickle("its pickle has a dict whose keys are no texts")
             if key in target:
-                raise UnknownPickle(f"it has {key!r} twice")
+                raise UnknownPickle(f"it has {shorten(key)} twice")
             target[key] = value
 
     # Tensors --------------------------------------------------------------------------------------
@@ -229,7 +234,11 @@ class _Machine:
         dtype = "" if storage.name == _UNTYPED else _BY_STORAGE.get(name)
         if dtype is None or module not in ("torch", "torch.storage"):
             raise _refuse_name(storage)
-        self._stack.append(Storage(dtype, key, _size(count)))
+        found = Storage(dtype, key, _size(count))
+        # torch takes what it meets first.
+        if self._storages.setdefault(key, found) != found:
+            raise UnknownPickle(f"it describes the storage {shorten(key)} in two ways")
+        self._stack.append(found)
 
     def call(self) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
@@ -248,7 +257,12 @@ class _Machine:
         if not (isinstance(state, dict) and isinstance(self._stack[-1], dict)):
             raise TypeError
         if state.keys() - {"_metadata"}:
-            raise UnknownPickle(f"its dict has the attributes {sorted(map(str, state))}")
+            raise UnknownPickle(f"its dict has the attributes {shorten([*state])}")
+
+
+def shorten(name: object) -> str:
+    """Return what an error shows of a name, which may have millions of letters."""
+    return f"{name!r:.{_MAX_SHOWN}}"
 
 
 def _rebuild(function: str, arguments: Any) -> StoredTensor:
@@ -262,10 +276,13 @@ def _rebuild(function: str, arguments: Any) -> StoredTensor:
     shape = tuple(map(_size, shape))
     if len(shape) > _MAX_RANK or len(strides) != len(shape):
         raise ValueError
-    count, is_dense = 1, True
+    count, is_dense, widest = 1, True, 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         is_dense &= size == 1 or stride == count
         count *= size
+        widest *= max(1, size)
+    if widest * NBITS[dtype] // 8 > _MAX_SIZE:  # also of a tensor without elements: torch computes its strides
+        raise ValueError
     if count and not is_dense:
         raise UnknownPickle("it has a tensor whose elements do not lie next to each other")
     begin, nbytes = _size(offset) * NBITS[dtype] // 8, count * NBITS[dtype] // 8
@@ -294,7 +311,7 @@ def _size(value: Any) -> int:
 def _refuse_name(found: Any) -> UnknownPickle:
     if type(found) is not _Global:
         raise TypeError
-    return UnknownPickle(f"its pickle names {found.name[:200]}")
+    return UnknownPickle(f"its pickle names {found.name[:_MAX_SHOWN]}")
 
 
 def _push(make: Callable[[], Any]) -> Callable[[_Machine], None]:

@@ -241,11 +241,53 @@ def test_tuples_in_tuples_take_no_time_as_keys():
         read_pickle(b"\x80\x02" + raw + b"}h\x3cK\1s.")
 
 
+def test_numbers_of_one_hash_are_no_keys():
+    keys = b"".join(pickle.dumps(n * ((1 << 61) - 1), 2)[2:-1] + b"N" for n in range(1, 99))
+    with pytest.raises(UnknownPickle, match="keys are no texts"):
+        read_pickle(b"\x80\x02}(" + keys + b"u.")
+
+
+def text(of):
+    """Return the opcode that puts a text on the stack."""
+    return b"X" + struct.pack("<I", len(of)) + of
+
+
+def test_error_names_the_beginning_of_a_long_name(header_of):
+    name = text(b"n" * 100_000)
+    for inside in (
+        b"}(" + name + b"N" + name + b"Nu.",
+        b"}}" + name + b"Nsb.",
+        b"}" + name + FOUR_FLOATS + b"s.",
+    ):
+        with pytest.raises(PickleUnread) as caught:
+            header_of(archive([("a/data.pkl", b"\x80\x02" + inside)]))
+        assert "nnn" in caught.value.why
+        assert len(str(caught.value)) < 1000
+
+
+def tensor_over(storage, offset, shape, strides):
+    """Return the opcodes that make a tensor over a storage."""
+    sizes = b"".join(pickle.dumps(each, 2)[2:-1] for each in (offset, shape, strides))
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + sizes + b"\x89)tR"
+
+
+def storage_of(kind, count):
+    """Return the opcodes that describe the storage 0."""
+    return b"(X\x07\0\0\0storagectorch\n%s\nX\x01\0\0\x000X\x03\0\0\0cpuK%ctQ" % (kind, count)
+
+
+FOUR_FLOATS = tensor_over(storage_of(b"FloatStorage", 4), 0, (4,), (1,))
+
+
+def test_storage_of_two_dtypes_is_refused():
+    halves = tensor_over(storage_of(b"HalfStorage", 8), 0, (8,), (1,))
+    with pytest.raises(UnknownPickle, match="storage '0' in two ways"):
+        read_pickle(b"\x80\x02}(" + text(b"a") + FOUR_FLOATS + text(b"b") + halves + b"u.")
+
+
 def described(offset, shape, strides):
     """Return the pickle of a dict with a tensor over a storage of four floats."""
-    sizes = b"".join(pickle.dumps(each, 2)[2:-1] for each in (offset, shape, strides))
-    storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\4tQ"
-    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + sizes + b"\x89)tR"
+    tensor = tensor_over(storage_of(b"FloatStorage", 4), offset, shape, strides)
     return b"\x80\x02}X\x01\0\0\0a" + tensor + b"s."
 
 
@@ -261,6 +303,7 @@ def described(offset, shape, strides):
         (0, (2, 2), (2,)),
         (0, (1,) * 65, (1,) * 65),
         (0, "ab", (1, 1)),
+        (0, (0, 1 << 31, 1 << 31), (1 << 62, 1 << 31, 1)),
     ],
 )
 def test_absurd_sizes_are_refused(offset, shape, strides):
