@@ -9,6 +9,7 @@ little-endian length, that many bytes of JSON, then the tensors' bytes.
 import contextlib
 import functools
 import json
+import math
 import os
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ _MAX_HEADER_NBYTES = 100_000_000
 _LENGTH_NBYTES = 8
 _MAX_KEPT_NBYTES = 128 << 10
 _MAX_RANK = 64
+_MAX_COUNT = 1 << 59
 
 
 def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
@@ -196,6 +198,9 @@ def _check_tensor(name: str, entry: _Entry, path: str | os.PathLike[str]) -> Ten
         raise ShardMalformed(
             path, f"tensor {name!r} of shape {entry.shape} does not have {end - begin} bytes"
         )
+    # Without elements, too: torch computes the strides.
+    if not nbits and math.prod(filter(None, entry.shape)) > _MAX_COUNT:
+        raise ShardMalformed(path, f"tensor {name!r} has the shape {entry.shape}")
     return TensorSpec(name, entry.dtype, entry.shape, begin, end)
 
 

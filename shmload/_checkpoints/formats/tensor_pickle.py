@@ -274,6 +274,17 @@ def _rebuild(function: str, arguments: Any) -> StoredTensor:
     if needs_grad or hooks or any(others) or not dtype:
         raise UnknownPickle("it has a tensor with a gradient, hooks or attributes")
     shape = tuple(map(_size, shape))
+    count = _count(shape, strides, NBITS[dtype])
+    begin, nbytes = _size(offset) * NBITS[dtype] // 8, count * NBITS[dtype] // 8
+    if not count:
+        begin = 0
+    elif begin + nbytes > storage.nbytes:
+        raise UnknownPickle("it has a tensor that is larger than its storage")
+    return StoredTensor(storage, dtype, shape, begin, nbytes)
+
+
+def _count(shape: tuple[int, ...], strides: Any, nbits: int) -> int:
+    """Return how many elements a tensor has, which must lie next to each other."""
     if len(shape) > _MAX_RANK or len(strides) != len(shape):
         raise ValueError
     count, is_dense, widest = 1, True, 1
@@ -281,16 +292,11 @@ def _rebuild(function: str, arguments: Any) -> StoredTensor:
         is_dense &= size == 1 or stride == count
         count *= size
         widest *= max(1, size)
-    if widest * NBITS[dtype] // 8 > _MAX_SIZE:  # also of a tensor without elements: torch computes its strides
+    if widest * nbits // 8 > _MAX_SIZE:  # also without elements: torch computes the strides
         raise ValueError
     if count and not is_dense:
         raise UnknownPickle("it has a tensor whose elements do not lie next to each other")
-    begin, nbytes = _size(offset) * NBITS[dtype] // 8, count * NBITS[dtype] // 8
-    if not count:
-        begin = 0
-    elif begin + nbytes > storage.nbytes:
-        raise UnknownPickle("it has a tensor that is larger than its storage")
-    return StoredTensor(storage, dtype, shape, begin, nbytes)
+    return count
 
 
 def _dtype(found: Any) -> str:

@@ -166,6 +166,9 @@ MALFORMED = {
     "offset as text": make_file({"a": entry(data_offsets=["0", "4"])}, b"1234"),
     "shape that overflows": make_file({"a": entry(shape=[2**32, 2**32, 4])}, b"1234"),
     "shape that wraps around to the size": make_file({"a": entry(shape=[2**62 + 1, 4])}, b"1234"),
+    "shape that overflows and has no elements": make_file(
+        {"a": entry(shape=[2**31, 2**32, 0], data_offsets=[0, 0])}
+    ),
     "shape of the wrong size": make_file({"a": entry(shape=[5])}, b"1234"),
     "negative size": make_file({"a": entry(shape=[-4])}, b"1234"),
     "two negative sizes": make_file({"a": entry(shape=[-2, -2])}, b"1234"),
