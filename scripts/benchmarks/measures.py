@@ -273,7 +273,7 @@ def measure_decode(bench: Bench) -> list[Figure]:
         counts = sorted({1, cores}) if case == "bf16" else [cores]
         ways = {f"{case} loop": bench.probe("plain_loop", loop_dtype, *weight_files(source))}
         for count in counts:
-            ways[f"{case} {count}"] = partial(_warm_and_evict, bench, source, dtype, count)
+            ways[f"{case} {count}"] = partial(warm_and_evict, bench, source, dtype, count)
         rounds = bench.measure(ways, source)
         loop = rounds.sample(f"{case} loop", "bytes_per_s").scaled(1e-9)
         for count in counts:
@@ -371,7 +371,7 @@ def attach_resident(
     raise ProbeFailed("another program keeps removing the segments")
 
 
-def _warm_and_evict(bench: Bench, source: Path, dtype: str, workers: int) -> Result:
+def warm_and_evict(bench: Bench, source: Path, dtype: str, workers: int) -> Result:
     try:
         return bench.processes.probe("warm", source, dtype, workers)
     finally:

@@ -87,6 +87,12 @@ class Processes:
         _, result = self._run(["-c", code], variables)
         return result
 
+    def time_command(self, prefix: Sequence[str], code: str) -> Result:
+        """Run `python -c` by a command that times it; return the JSON of its last line."""
+        output, _ = self._run(["-c", code], {}, prefix)
+        found: Result = json.loads(output.splitlines()[-1])
+        return found
+
     def probe(
         self, name: str, /, *arguments: object, prefix: Sequence[str] = (), **variables: str
     ) -> Result:

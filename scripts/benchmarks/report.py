@@ -15,8 +15,8 @@ def format_report(machine: Mapping[str, str], figures: Iterable[Figure]) -> str:
     """Return the whole report as text."""
     lines = [f"{name:26} {value}" for name, value in machine.items()]
     lines += [
-        "method                     A B A B, one warm-up round, page cache warm, ratios by round;",
-        "                           median (least to most, number of rounds)",
+        "method                     A B A B, one warm-up round, ratios by round, page cache warm",
+        "                           but in the suite `cold`; median (least to most, rounds)",
         "",
         _row("", "reached", "to reach", ""),
     ]

@@ -147,3 +147,14 @@ def fill_page_cache(paths: list[Path]) -> None:
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
+
+
+def drop_page_cache(paths: list[Path]) -> None:
+    """Have the kernel forget files, so that a measurement reads them from the disk."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)  # what is not on the disk yet cannot be forgotten
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)

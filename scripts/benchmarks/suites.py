@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.bench import Bench
+from benchmarks.cold_measures import COLD_MEASURES
 from benchmarks.figures import Figure
 from benchmarks.format_measures import FORMAT_MEASURES
 from benchmarks.gpu_measures import GPU_MEASURES
@@ -31,7 +32,7 @@ class Suite:
     """Memory for the page cache, the segments or a private copy of them, and the rest."""
 
 
-SUITES = ("load", "ready", "service", "many", "formats", "gpu")
+SUITES = ("load", "ready", "service", "many", "formats", "cold", "gpu")
 
 
 def suite_of(name: str, sources: Sources) -> Suite:
@@ -59,9 +60,9 @@ def suite_of(name: str, sources: Sources) -> Suite:
             # diffusers alone needs a copy of the weights and an interpreter per process.
             memory_nbytes=PROCESSES * (2.14e9 + 0.4e9),
         )
-    if name == "ready":
+    if name in ("ready", "cold"):
         return Suite(
-            measures=READY_MEASURES,
+            measures=READY_MEASURES if name == "ready" else COLD_MEASURES,
             sources=(sources.fp32,),
             disk_nbytes=6e9,
             shm_nbytes=3e9,

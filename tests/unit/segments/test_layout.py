@@ -14,6 +14,7 @@ from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES
 from shmload._checkpoints.formats.safetensors import build_header, read_header
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.linux import PAGE_NBYTES
+from shmload._host.reading import PLAIN, Reading
 from shmload._segments import pieces
 from shmload._segments.digest import combine_digests, digest_data
 from shmload._segments.layout import lay_out, needs_conversion
@@ -112,17 +113,23 @@ def test_pieces_cover_the_data_once_in_order_and_are_small(described, target):
         )
 
 
-@given(_tensors, _targets, st.sets(st.text("abc.", min_size=1, max_size=2)))
-def test_filled_segment_is_read_by_safetensors_as_torchs_conversion(described, target, exceptions):
+@given(
+    _tensors,
+    _targets,
+    st.sets(st.text("abc.", min_size=1, max_size=2)),
+    st.sampled_from([PLAIN, Reading(2, False, "")]),
+)
+def test_filled_segment_is_read_by_safetensors_as_torchs_conversion(
+    described, target, exceptions, reading
+):
     tensors = make_tensors(described)
     with small_pieces(), in_memory(safetensors.torch.save(tensors)) as source, in_memory() as fd:
         layout = lay_out_file(source, converting(target, exceptions), origin="here")
         os.ftruncate(fd, layout.nbytes)
         os.pwrite(fd, layout.header, 0)
-        filler = Filler()
-        digests = [
-            filler.fill(Source(source), fd, piece, lambda _: None) for piece in layout.pieces
-        ]
+        shard = Source(source, reading)
+        with contextlib.closing(Filler()) as filler:
+            digests = [filler.fill(shard, fd, piece, lambda _: None) for piece in layout.pieces]
         # The digest from the worker equals the digest that `verify` computes from the segment.
         header = read_header(fd, "segment")
         assert digest_data(fd, header) == combine_digests(digests)
