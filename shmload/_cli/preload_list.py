@@ -65,6 +65,8 @@ def read_list(path: Path) -> list[ListedSource]:
     found = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
+            if b"\0" in line:
+                raise ValueError("no name has a NUL character")
             words = shlex.split(line.decode(), comments=True)
             if words:
                 found.append(_read_words(number, *words))

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 import shmload
-from shmload._checkpoints.dtypes import dtype_by_component
+from shmload._checkpoints.dtypes import AUTO, dtype_by_component, parse_dtype
 from shmload._cli import views
 from shmload._cli.completion import complete_paths
 from shmload._cli.ending import EndingCommand
@@ -15,6 +15,7 @@ from shmload._cli.output import as_json_option, print_json
 from shmload._cli.preload_list import read_list
 from shmload._cli.source_options import as_arguments, given, source_options
 from shmload._cli.warming import Task, by_size, warm_all
+from shmload._settings import parse_keep_for
 from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
 
 # Options that do not select parts of a source.
@@ -138,6 +139,7 @@ def _tasks(
     """Return a task for each source, and for each line of a list with that line's options."""
     where = {name: value for name, value in options.items() if name not in _OF_WARM}
     workers, keep_for = options["workers"], options["keep_for"]
+    _require_options(dtypes, keep_for, is_pinned=options["pin"])
     general = [f"--workers={workers}"] if workers else []
     general += ["--verify"] if options["verify"] else []
     own = [*general, *as_arguments(dtypes, where)]
@@ -148,6 +150,22 @@ def _tasks(
         *(Task(source, tuple(own)) for source in sources),
         *(Task(each.source, (*general, *each.options())) for each in listed),
     ]
+
+
+def _require_options(dtypes: tuple[str, ...], keep_for: str | None, *, is_pinned: bool) -> None:
+    """Check what each child would refuse.
+
+    Raises:
+        ArgumentError: an option has no such value, or excludes another.
+    """
+    dtype_by_component(dtypes)
+    for each in dtypes:
+        if (dtype := each.rpartition("=")[2]) != AUTO:
+            parse_dtype(dtype)
+    if keep_for is not None and parse_keep_for(keep_for) and is_pinned:
+        raise ArgumentError(
+            "--pin and --keep-for exclude each other: what is pinned stays when idle"
+        )
 
 
 def _warm_at_once(

@@ -97,7 +97,7 @@ def by_size(tasks: Sequence[Task]) -> list[int]:
 def _size(task: Task) -> tuple[bool, int]:
     """Return whether the size is unknown, and the size in bytes."""
     root = Path(task.source)
-    if not root.exists():
+    if not os.path.exists(root):  # Path.exists raises if the name is too long
         return True, 0
     try:
         found = resolve(task.source, root)

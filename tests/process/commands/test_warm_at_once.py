@@ -67,6 +67,17 @@ def test_lines_of_a_list_have_their_own_options(files, warm, tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [("--dtype", "float13"), ("--keep-for", "soon"), ("--keep-for", "2h", "--pin")],
+    ids=" ".join,
+)
+def test_option_that_is_wrong_for_all_is_said_once(files, warm, wrong):
+    code, out, err = warm(*files, "--jobs", 3, *wrong)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert wrong[0] in err or wrong[1] in err
+
+
 def test_failure_of_one_leaves_the_others(files, warm):
     files[1].write_bytes(b"nothing")
     code, out, err = warm(*files, "--jobs", 3, "--largest-first", "--json")
@@ -84,10 +95,7 @@ def test_same_source_twice_is_reported_twice(files, warm):
     assert len(out.splitlines()) == 2
 
 
-def test_wrong_option_and_wrong_list_are_errors(files, warm, tmp_path):
-    code, _, err = warm(files[0], "--jobs", 2, "--pin", "--keep-for", "2h")
-    assert code != 0
-    assert "pin and keep_for exclude each other" in err
+def test_wrong_list_is_an_error(files, warm, tmp_path):
     listed = tmp_path / "list"
     listed.write_text(f"{files[1]} floot16\n")
     code, _, err = warm("--list", listed)
@@ -97,9 +105,10 @@ def test_wrong_option_and_wrong_list_are_errors(files, warm, tmp_path):
 
 
 def test_largest_is_first_and_what_is_not_here_is_before_it(files, tmp_path):
-    tasks = [Task(str(source), ()) for source in (*files, "org/model", tmp_path / "empty")]
+    too_long = tmp_path / ("n" * 300)
+    sources = (*files, "org/model", tmp_path / "empty", too_long)
     (tmp_path / "empty").mkdir()
-    assert by_size(tasks) == [3, 2, 1, 0, 4]
+    assert by_size([Task(str(source), ()) for source in sources]) == [3, 5, 2, 1, 0, 4]
 
 
 # Its child is one that does not end by itself. Prints the child's process id once it waits for it.

@@ -44,6 +44,7 @@ def test_words_after_the_source_come_in_any_order(tmp_path):
         ("/a keep-for=1h keep-for=2h", "keep-for= stands there 2 times"),
         ("/a pin keep-for=1h", "exclude each other"),
         ("/a 'half", "quotation"),
+        ("/a\0b", "no name has a NUL"),
     ],
 )
 def test_mistake_is_named_with_its_line(tmp_path, line, said):
