@@ -29,9 +29,10 @@ BYTES_PER_S = 200e6
 
 # linux/mount.h
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 1, 2, 4, 2
-# linux/fuse.h: requests that have no answer; flags of INIT: asynchronous reads, long reads
+# linux/fuse.h: requests that have no answer; flags of INIT as libfuse sets them: reads that
+# overlap, through the page cache and past it, and long ones
 _FORGET, _INTERRUPT, _BATCH_FORGET = 2, 36, 42
-_ASYNC_READ, _MAX_PAGES = 1 << 0, 1 << 22
+_ASYNC_READ, _ASYNC_DIO, _MAX_PAGES = 1 << 0, 1 << 15, 1 << 22
 _IN_HEADER, _OUT_HEADER = struct.Struct("<IIQQIIIHH"), struct.Struct("<IiQ")
 _READ_IN = struct.Struct("<QQI")
 _READ_NBYTES = 1 << 20
@@ -127,7 +128,7 @@ class SlowMount:
 
     def _init(self, node: int, body: bytes, room: memoryview) -> bytes:
         major, minor, read_ahead, flags = struct.unpack_from("<IIII", body)
-        flags &= _ASYNC_READ | _MAX_PAGES
+        flags &= _ASYNC_READ | _ASYNC_DIO | _MAX_PAGES
         # No limits but the kernel's own for requests in the background.
         pages = _READ_NBYTES // _PAGE_NBYTES
         limits = struct.pack("<HHIIHHII24x", 0, 0, _READ_NBYTES, 1, pages, 0, 0, 0)
