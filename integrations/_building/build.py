@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from shmload.integrations._building.effects import Message, say
 from shmload.integrations._building.emptied import empties, is_emptied, require_undisturbed
 from shmload.integrations._building.inside import inside, said_here
 from shmload.integrations._building.maker import Maker
-from shmload.integrations._building.mapped import Spans, hold_leases
+from shmload.integrations._building.mapped import Spans, hold_leases, plain_tensors
 from shmload.integrations._building.paths import PathRepair
 from shmload.integrations._building.pickling import Models
 from shmload.integrations._building.requests import ask, make_request
@@ -364,7 +365,7 @@ class Build:
         spans = Spans(self._load.holdings.inodes())
         models = (m for name, m in self.models_of(pipe).items() if name in components)
         tensors = (tensor for model in models for tensor in model.state_dict().values())
-        return all(map(spans.holds_unread, tensors))
+        return all(map(spans.holds_unread, chain.from_iterable(map(plain_tensors, tensors))))
 
     def _was_cast_wrongly(self, pipe: Any) -> bool:
         """Tell whether the segments should have had the stored dtypes."""

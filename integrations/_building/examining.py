@@ -18,7 +18,7 @@ from shmload.integrations._building.conditions import Trace, conditions_of, with
 from shmload.integrations._building.draws import CannotRepeat, Draw, Draws
 from shmload.integrations._building.effects import Effects, Message, Snapshot, Watch, is_memo
 from shmload.integrations._building.hooks import next_number, renumber
-from shmload.integrations._building.mapped import Spans
+from shmload.integrations._building.mapped import Spans, plain_tensors
 from shmload.integrations._building.model_maker import ModelMaker
 from shmload.integrations._building.pickling import Models, pickle_models
 from shmload.integrations._building.pipeline_maker import PipelineMaker
@@ -72,7 +72,8 @@ class Examination:
         """
         imported, fetched = set(sys.modules), _fetched()
         with Trace() as trace:
-            first, taken = self._built(self._build.build_ordinarily)
+            first, taken = self._first_built()
+        _require_plain(self._build.models_of(first))
         modules = sorted(_importable(set(sys.modules) - imported))
         self._stand_ins.fill_small()
         state = torch.get_rng_state()
@@ -172,6 +173,19 @@ class Examination:
                 raise Refused(f"{difference} ({when})")
         return made
 
+    def _first_built(self) -> tuple[Any, int]:
+        """Return what `_built` does for an ordinary build.
+
+        Raises:
+            Refused: the library needs the weights, of which the stand-ins have none.
+        """
+        try:
+            return self._built(self._build.build_ordinarily)
+        except Refused:
+            raise
+        except Exception as exc:
+            raise Refused(f"building reads weights: {type(exc).__name__}: {exc}") from None
+
     def _built(self, build: Callable[[], Any]) -> tuple[Any, int]:
         """Return what was built, its hooks numbered from 0, and how many numbers that took."""
         first = next_number()
@@ -206,6 +220,14 @@ class Examination:
             for key, tensor in model.state_dict().items():
                 if spans.find(tensor) and not spans.holds_unread(tensor):
                     raise Refused(f"{name}: building reads the weight {key}")
+
+
+def _require_plain(models: Models) -> None:
+    """Refuse models with tensors that are made of others, as quantised ones may be."""
+    for model in models.values():
+        for key, tensor in model.state_dict().items():
+            if next(plain_tensors(tensor)) is not tensor:
+                raise Refused(f"{type(model).__name__}: {key} is a {type(tensor).__name__}")
 
 
 def _maker(request: Request) -> PipelineMaker | ModelMaker:

@@ -76,8 +76,6 @@ def hold_leases(components: Iterable[Any], segments: Iterable[Segment]) -> None:
     seen = set()
     for component in components:
         for tensor in _tensors_of(component) if isinstance(component, torch.nn.Module) else ():
-            if not tensor.is_cpu:
-                continue
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
             mapping = spans.find_address(address) if address not in seen else None
@@ -89,14 +87,27 @@ def hold_leases(components: Iterable[Any], segments: Iterable[Segment]) -> None:
 
 
 def _tensors_of(model: "torch.nn.Module") -> Iterator["torch.Tensor"]:
-    """Yield parameters and buffers.
+    """Yield the parameters and buffers on the host, or the tensors that these are made of.
 
     The iterators of torch make a name for each, which takes three times as long.
     """
     for module in model.modules():
         for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
-            if tensor is not None:
-                yield tensor
+            if tensor is not None and tensor.is_cpu:
+                yield from plain_tensors(tensor)
+
+
+def plain_tensors(tensor: "torch.Tensor") -> "Iterator[torch.Tensor]":
+    """Yield the tensors whose storages hold a tensor: itself, or those that it is made of.
+
+    A quantised tensor of torchao or quanto has no storage: it holds integers and scales.
+    """
+    make_plan = getattr(tensor, "__tensor_flatten__", None)
+    if make_plan is None:
+        yield tensor
+        return
+    for name in make_plan()[0]:
+        yield from plain_tensors(getattr(tensor, name))
 
 
 class _Counted:

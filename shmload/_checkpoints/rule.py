@@ -5,6 +5,7 @@ never wrong.
 """
 
 import hashlib
+from typing import Self
 
 import msgspec
 
@@ -43,13 +44,18 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return tensor.dtype
         return self.target
 
-    def leaves_cast(self, tensor: TensorSpec) -> bool:
-        """Tell whether the library certainly has to cast a tensor itself."""
+    def leaves_cast(self, tensor: TensorSpec, applied: Self) -> bool:
+        """Tell whether the library certainly has to cast a tensor itself.
+
+        Args:
+            tensor: of the file.
+            applied: the rule by which its segment is made.
+        """
         # A tensor left in float32 is either wanted so or cast; only the built model tells which.
         return (
             self.target is not None
             and tensor.dtype in FLOATS
-            and self(tensor) not in (self.target, "F32")
+            and applied(tensor) not in (self.target, "F32")
         )
 
     @property

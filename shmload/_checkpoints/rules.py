@@ -18,6 +18,7 @@ import msgspec
 
 from shmload._checkpoints.dtypes import FLOATS, parse_dtype
 from shmload._checkpoints.library import library
+from shmload._checkpoints.quantised import says_quantised
 from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._host.files import replacing
@@ -79,10 +80,10 @@ def likely_rule(checkpoint: Checkpoint, dtype: object) -> Rule:
 
 
 def _known_rule(checkpoint: Checkpoint, target: str | None) -> Rule | None:
+    if says_quantised(checkpoint):
+        return RAW
     if not checkpoint.class_name:
         return Rule(target=target)
-    if checkpoint.config.get("quantization_config"):
-        return RAW
     try:
         rule = msgspec.json.decode(_memory_path(checkpoint, target).read_bytes(), type=Rule)
     except (OSError, msgspec.DecodeError):

@@ -12,6 +12,7 @@ from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.identity import Identity, identify
 from shmload._checkpoints.left_out import LeftOut
+from shmload._checkpoints.quantised import is_quantised
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._host.linux import SHM_DIR
 from shmload._host.procfs import is_remote
@@ -156,7 +157,8 @@ def plan_shard(
     header = file_format.read_header(fd, path)
     identity = identify(path, found)
     # If the file has the wanted dtypes, every rule makes the same segment: give it one name.
-    applied = rule if needs_conversion(header, rule) else RAW
+    is_cast = needs_conversion(header, rule) and not is_quantised(header)
+    applied = rule if is_cast else RAW
     may_link = (
         file_format.can_be_linked and applied == RAW and not keep and not is_remote(found.st_dev)
     )
@@ -184,7 +186,7 @@ def plan_shard(
         plan=plan,
         source=found,
         layout=layout,
-        leaves_casts=any(map(rule.leaves_cast, header.tensors)),
+        leaves_casts=any(rule.leaves_cast(tensor, applied) for tensor in header.tensors),
     )
 
 

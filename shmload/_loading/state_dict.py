@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from shmload._checkpoints.dtypes import AUTO, NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.library import whole_libraries
-from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.quantised import says_quantised
+from shmload._checkpoints.rule import RAW, Rule
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._host.collector import paused_gc
 from shmload._host.limits import explained
@@ -41,7 +42,7 @@ def load_state_dict(
         path: a file of weights; a directory with one, or with an index and its shards, or with an
             adapter (LoRA, IP-Adapter, textual inversion); or the hub id of such a directory.
         dtype: the dtype of floating-point tensors, as a `torch.dtype` or its name; None or
-            `auto` for the stored dtypes.
+            `auto` for the stored dtypes. Quantised weights keep theirs.
         keep: leave the segments resident for the next process.
         workers: number of worker processes; None for the number in the settings.
         verify: recompute the digests of all segments, resident ones too.
@@ -70,7 +71,7 @@ def load_state_dict(
     dtype = wanted.dtype
     is_stored = dtype is None or (isinstance(dtype, str) and dtype == AUTO)
     rule = Rule(target=None if is_stored else parse_dtype(dtype))
-    rules = {checkpoint.component: rule for checkpoint in source.checkpoints}
+    rules = {each.component: RAW if says_quantised(each) else rule for each in source.checkpoints}
     with (
         explained(path),
         whole_libraries(),

@@ -1,6 +1,6 @@
 """The metadata in a segment's header: its shard, conversion, creator and digest.
 
-Guarantee: the keys `shmload.*` of a segment's header are written and read here only. The digest is
+Guarantee: the keys `shmload:*` of a segment's header are written and read here only. The digest is
 written last, over a digest of zeros: a segment that has one is complete. Only `keep_for` is written
 anew later.
 """
@@ -17,14 +17,14 @@ from shmload._checkpoints.header import TensorSpec
 from shmload._segments.source_text import source_text
 from shmload._version import __version__
 
-_SOURCE_KEY = "shmload.source"
-_IDENTITY_KEY = "shmload.identity"
-_CONVERSION_KEY = "shmload.conversion"
-_DTYPE_KEY = "shmload.dtype"
-_CREATED_AT_KEY = "shmload.created_at"
-_CREATOR_KEY = "shmload.creator"
-_KEEP_FOR_KEY = "shmload.keep_for"
-_DIGEST_KEY = "shmload.digest"
+_SOURCE_KEY = "shmload:source"
+_IDENTITY_KEY = "shmload:identity"
+_CONVERSION_KEY = "shmload:conversion"
+_DTYPE_KEY = "shmload:dtype"
+_CREATED_AT_KEY = "shmload:created_at"
+_CREATOR_KEY = "shmload:creator"
+_KEEP_FOR_KEY = "shmload:keep_for"
+_DIGEST_KEY = "shmload:digest"
 _NO_DIGEST = "0" * 32
 _KEEP_FOR_NDIGITS = 10
 _HEADER_BEGIN = b'{"__metadata__":{"' + _KEEP_FOR_KEY.encode() + b'":"'

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from shmload._checkpoints.identity import Identity
 from shmload._host.linux import shm_names
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised whenever a segment's layout or conversion changes: old segments are then not found."""
 
 _KEY_NBYTES = 15

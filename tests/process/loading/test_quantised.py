@@ -1,8 +1,10 @@
 """The library loads quantised weights itself: it gets the stored files, and the device map.
 
-The packages that quantise need a GPU. A stand-in for a model's class shows what it is asked for.
+A stand-in for a model's class shows what it is asked for. The packages that quantise are tried in
+`test_quantised_files.py`, where they are installed.
 """
 
+import gc
 import json
 from typing import ClassVar
 
@@ -11,6 +13,11 @@ import pytest
 import torch
 import transformers
 from comparing import assert_component_equal
+from mappings import Mappings
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.testing._internal.two_tensor import TwoTensor
+from warming import TENSORS, assert_same
 
 import shmload
 from shmload._checkpoints.hub import find_model
@@ -95,3 +102,63 @@ def test_limit_of_host_memory_does_not_go_with_quantised_weights(saved):
             load_in_8bit=True,
             max_host_memory="1MiB",
         )
+
+
+class MadeOfTwo(transformers.CLIPTextModel):
+    """Has a weight without a storage of its own, as torchao and quanto make them."""
+
+    @classmethod
+    def from_pretrained(cls, path, **kwargs):
+        found = super().from_pretrained(path, **kwargs)
+        layer = found.get_submodule("encoder.layers.0.mlp.fc1")
+        layer.weight = torch.nn.Parameter(TwoTensor(layer.weight.data, layer.weight.data))
+        return found
+
+
+def test_model_holds_the_segment_that_the_parts_of_its_tensors_lie_in(saved, evicts):
+    source = saved("stable-diffusion")
+    given = {"subfolder": "text_encoder", "dtype": "bfloat16"}
+    got = shmload.load_model(MadeOfTwo, source, share=True, **given)
+    weight = got.get_submodule("encoder.layers.0.mlp.fc1").weight
+    del got
+    gc.collect()
+    assert [info.is_leased for info in shmload.segments()] == [True]
+    assert "/shmload-" in Mappings().find(weight.a)[1]
+    del weight
+    gc.collect()
+    assert shmload.segments() == []
+
+
+# As ComfyUI and Nunchaku write them; no library that is installed here reads these.
+_PACKED = {
+    "scaled floats": {
+        "a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
+        "a.scale_weight": torch.tensor(0.3),
+    },
+    "SVDQuant": {
+        "a.qweight": torch.ones(4, 4, dtype=torch.int8),
+        "a.wscales": torch.full((4, 1), 0.3),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", list(_PACKED))
+def test_quantised_file_is_never_cast_and_keeps_its_metadata(tmp_path, kind, evicts):
+    tensors = _PACKED[kind] | {"a.bias": torch.full((4,), 0.3)}
+    path = tmp_path / "packed.safetensors"
+    save_file(tensors, path, {"config": '{"a.b": 1}'})
+    assert_same(shmload.load_state_dict(path, "bfloat16"), tensors)
+    with shmload.view(path, dtype="bfloat16", keep=True) as lent, safe_open(lent, "pt") as file:
+        assert file.metadata()["config"] == '{"a.b": 1}'
+    (info,) = shmload.segments()
+    assert info.conversion == "raw"
+    (planned,) = shmload.plan(path, dtype="bfloat16").shards
+    assert planned.segment == info.name
+
+
+def test_configuration_says_that_a_model_is_quantised(folder):
+    config = {"quantization_config": {"quant_method": "x"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    shmload.warm(folder, dtype="bfloat16")
+    assert {info.conversion for info in shmload.segments()} == {"raw"}
+    assert_same(shmload.load_state_dict(folder, "bfloat16"), TENSORS)

@@ -291,7 +291,7 @@ def test_segment_of_a_version_without_limits_stays(shards, evicts, caplog):
     path = SHM / info.name
     path.chmod(0o600)
     content = path.read_bytes()
-    path.write_bytes(content.replace(b"shmload.keep_for", b"shmload.other_key", 1)[: len(content)])
+    path.write_bytes(content.replace(b"shmload:keep_for", b"shmload:other_key", 1)[: len(content)])
     path.chmod(0o400)
     shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
     assert "was made by an earlier version" in caplog.text

@@ -193,7 +193,7 @@ def break_header(name):
 
 def break_metadata(name):
     path = SHM / name
-    place = path.read_bytes().index(b'shmload.created_at":"') + len(b'shmload.created_at":"')
+    place = path.read_bytes().index(b'shmload:created_at":"') + len(b'shmload:created_at":"')
     damage(name, place, ord("x"))
 
 

@@ -171,7 +171,7 @@ def test_segment_has_its_digest_before_it_has_its_name(name, before, stay):
     def look():
         fd = shm_open(part_name(name))
         with Segment(name, fd) as segment:
-            there.append(segment.read_header().metadata["shmload.digest"])
+            there.append(segment.read_header().metadata["shmload:digest"])
 
     before(building, "shm_rename", look)
     part.publish(DIGEST, stay).close()

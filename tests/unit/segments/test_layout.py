@@ -20,6 +20,8 @@ from shmload._segments.digest import combine_digests, digest_data
 from shmload._segments.layout import lay_out, needs_conversion
 from shmload._segments.metadata import (
     FOR_EVER,
+    UNFINISHED,
+    dtype_entry,
     make_metadata,
     parse_metadata,
     read_digest,
@@ -280,14 +282,14 @@ def test_shard_without_metadata_gets_the_framework_that_transformers_asks_for():
 @pytest.mark.parametrize(
     "metadata",
     [
-        {"shmload.digest": "f" * 32},
-        {'"shmload.digest":"': '"shmload.digest":"'},
-        {"a": '"shmload.digest":"00000000000000000000000000000000"'},
+        {"shmload:digest": "f" * 32},
+        {'"shmload:digest":"': '"shmload:digest":"'},
+        {"a": '"shmload:digest":"00000000000000000000000000000000"'},
     ],
 )
 def test_shard_that_imitates_the_digest_does_not_shift_it(metadata):
     # For example a segment that is given as a source.
-    with in_memory(safetensors.torch.save({'"shmload.digest":"': torch.ones(3)}, metadata)) as fd:
+    with in_memory(safetensors.torch.save({'"shmload:digest":"': torch.ones(3)}, metadata)) as fd:
         layout = lay_out_file(fd, converting(None))
     with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
         assert read_digest(read_header(fd, "segment").metadata) is None
@@ -321,22 +323,22 @@ def test_metadata_is_read_without_the_tensors():
     assert alone == whole
     assert (alone.source, alone.dtype) == ("ä.safetensors", "bfloat16")
     with in_memory(safetensors.torch.save(tensors)) as fd:
-        converted = lay_out_file(fd, converting("F16"), **new | {"shmload.conversion": "F16/x"})
+        converted = lay_out_file(fd, converting("F16"), **new | {"shmload:conversion": "F16/x"})
     assert read_back(converted)[0].dtype == "float16"
 
 
 @pytest.mark.parametrize(
     "own",
     [
-        {"shmload.dtype": ""},  # as a version before it has it
+        {"shmload:dtype": ""},  # as a version before it has it
         {"long": "x" * 10_000},
-        {"shmload.created_at": "never"},
+        {"shmload:created_at": "never"},
     ],
 )
 def test_metadata_that_cannot_be_read_alone_needs_the_whole_header(own):
     with in_memory(safetensors.torch.save({"a": torch.ones(3)})) as fd:
         header = read_header(fd, "shard")
-    entries = FOR_EVER | make_metadata("a", "identity", "raw") | {"shmload.dtype": "float32"} | own
+    entries = FOR_EVER | make_metadata("a", "identity", "raw") | {"shmload:dtype": "float32"} | own
     with in_memory(build_header(header.tensors, entries, 8)) as fd:
         assert read_metadata(fd) is None
     with in_memory() as fd:
@@ -356,3 +358,10 @@ def test_need_of_a_conversion_is_seen():
     assert not needs_conversion(header, converting("BF16", {"a"}))
     assert not needs_conversion(header, converting("F32"))
     assert not needs_conversion(header, converting(None))
+
+
+def test_own_entries_have_no_dots_in_their_names():
+    # transformers takes an entry with a dot for one that torchao has made of a tensor.
+    entries = FOR_EVER | make_metadata("a", "identity", "raw") | UNFINISHED | dtype_entry([], {})
+    assert entries
+    assert [key for key in entries if "." in key] == []
