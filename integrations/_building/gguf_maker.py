@@ -101,20 +101,20 @@ class BlocksMaker(SingleFileMaker):
         Raises:
             LibraryMissing: diffusers needs the gguf package for them.
         """
-        from shmload.integrations._building.joins import JoinsOfOne
+        from shmload.integrations._building.joins import Joins
         from shmload.integrations._building.torch_dtypes import as_torch, diffusers_keyword
 
         given = dict(kwargs)
         if dtype is not None:
             given[diffusers_keyword()] = as_torch(dtype)
-        tensors = self._read_tensors(path)
-        with JoinsOfOne():
-            made = self._class.from_single_file(tensors, **given)
-        del tensors
+        with Descriptor(open_source(Path(path))) as segment:
+            tensors = self._read_tensors(segment.fd)
+            with Joins(segment.fd):
+                made = self._class.from_single_file(tensors, **given)
         self._report(path, made)
         return made
 
-    def _read_tensors(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def _read_tensors(self, fd: int) -> dict[str, Any]:
         """Return what diffusers' `load_gguf_checkpoint` returns, over a segment.
 
         Raises:
@@ -127,8 +127,7 @@ class BlocksMaker(SingleFileMaker):
             raise LibraryMissing(f"a quantised model of {self._path}", ["gguf"]) from exc
         import torch
 
-        with Descriptor(open_source(Path(path))) as segment:
-            stored = wrap(segment.fd, os.fspath(path))
+        stored = wrap(fd, os.fspath(self._path))
         found = {}
         for spec in self._header().tensors:
             tensor = stored[spec.name]

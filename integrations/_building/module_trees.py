@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shmload._checkpoints.blocks import converted_nbytes
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.header import TensorSpec
@@ -159,7 +160,7 @@ def _describe(checkpoint: Checkpoint, torch_dtype: object) -> Component:
         except Exception as exc:  # whatever went wrong: the component is placed as a whole
             logger.info("%s cannot be divided: %s", checkpoint.class_name, exc)
     sizes = (
-        tensor.nbytes * NBITS[rule(tensor)] // NBITS[tensor.dtype]
+        converted_nbytes(tensor.nbytes, tensor.dtype, rule(tensor))
         for tensor in _stored_tensors(checkpoint)
     )
     return _opaque(checkpoint.component, sum(sizes))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.bench import Bench
 from benchmarks.figures import Figure, Line, Target
+from benchmarks.gguf_measures import measure_gguf, measure_gguf_floats
 from benchmarks.measures import FROM_PRETRAINED, LOAD_PIPELINE, attach_resident
 
 if TYPE_CHECKING:
@@ -111,4 +112,6 @@ FORMAT_MEASURES = {
     "bin": measure_bin,
     "bin-same-dtype": measure_bin_same_dtype,
     "single-file": measure_single_file,
+    "gguf": measure_gguf,
+    "gguf-floats": measure_gguf_floats,
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 _VERSION = 1
 _STABLE_DIFFUSION = Path(__file__).with_name("checkpoints.py")
 _SDXL = Path(__file__).with_name("sdxl_checkpoints.py")
+_GGUF = Path(__file__).with_name("gguf_checkpoints.py")
 _FLUX = Path(__file__).with_name("flux_checkpoints.py")
 
 TENSOR_COUNTS = (7_500, 15_000, 30_000)
@@ -50,6 +51,15 @@ class Sources:
     def sdxl_file(self) -> Path:
         """A directory with one file of weights and the folder `config`."""
         return self._directory("sdxl-fp16-file")
+
+    @property
+    def gguf(self) -> Path:
+        """A directory with one GGUF file and the folder `config`; so is `gguf_small`."""
+        return self._directory("flux-gguf")
+
+    @property
+    def gguf_small(self) -> Path:
+        return self._directory("flux-gguf-small")
 
     @property
     def small(self) -> Path:
@@ -124,6 +134,8 @@ class Sources:
             self.fp32_bin: (_STABLE_DIFFUSION, "bin", self.fp32),
             self.bf16_bin: (_STABLE_DIFFUSION, "bin", self.bf16),
             self.sdxl_file: (_SDXL, "file"),
+            self.gguf: (_GGUF, "large"),
+            self.gguf_small: (_GGUF, "small"),
             self.flux_small: (_FLUX, "small"),
             self.flux_fp32: (_FLUX, "float32", *blocks),
             self.flux_bf16: (_FLUX, "bfloat16", *blocks),
@@ -132,7 +144,8 @@ class Sources:
 
 def weight_files(directory: Path) -> list[Path]:
     """Return the weight files below a directory, sorted by path."""
-    return sorted([*directory.rglob("*.safetensors"), *directory.rglob("*.bin")])
+    suffixes = ("safetensors", "bin", "gguf")
+    return sorted(path for suffix in suffixes for path in directory.rglob(f"*.{suffix}"))
 
 
 def weights_nbytes(directory: Path) -> int:

@@ -78,8 +78,10 @@ def suite_of(name: str, sources: Sources) -> Suite:
                 sources.fp32_bin,
                 sources.bf16_bin,
                 sources.sdxl_file,
+                sources.gguf,
+                sources.gguf_small,
             ),
-            disk_nbytes=22e9,
+            disk_nbytes=23e9,
             shm_nbytes=4e9,
             memory_nbytes=13e9,
         )

@@ -61,6 +61,14 @@ def unit_nbytes(source: str, target: str) -> tuple[int, int]:
     return NBITS[source] // 8, NBITS[target] // 8
 
 
+def converted_nbytes(nbytes: int, source: str, target: str) -> int:
+    """Return the size of a tensor after its conversion, in bytes; the same if there is none."""
+    if source == target:
+        return nbytes
+    before, after = unit_nbytes(source, target)
+    return nbytes // before * after
+
+
 def shape_in_bytes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a quantised tensor's blocks as bytes; the last dimension has the rows."""
     count, nbytes = BLOCKS[kind]

@@ -14,8 +14,8 @@ from shmload._checkpoints.blocks import (
     BLOCKS,
     LARGEST_BLOCK,
     RAW_BLOCKS,
+    converted_nbytes,
     shape_in_bytes,
-    unit_nbytes,
 )
 from shmload._checkpoints.dtypes import FLOATS
 from shmload._checkpoints.formats.safetensors import build_header
@@ -116,12 +116,13 @@ class _Stored(NamedTuple):
         if dtype != tensor.dtype:
             assert tensor.dtype in FLOATS or tensor.dtype in BLOCKS, tensor
             assert dtype in FLOATS, dtype
-            source, target = unit_nbytes(tensor.dtype, dtype)
-            nbytes = tensor.nbytes // source * target
+            nbytes = converted_nbytes(tensor.nbytes, tensor.dtype, dtype)
             # A block must not lie in two pieces, so each starts on a multiple of its size.
             most = LARGEST_BLOCK * 8 if tensor.dtype in BLOCKS else _LINE_NBYTES
             return cls(dtype, tensor.shape, nbytes, alignment(nbytes, most))
         aligned = alignment(tensor.nbytes)
         if dtype in BLOCKS:
+            # Parts of a tensor that are whole pages can be mapped in another order.
+            aligned = alignment(tensor.nbytes, PAGE_NBYTES)
             return cls(RAW_BLOCKS, shape_in_bytes(dtype, tensor.shape), tensor.nbytes, aligned)
         return cls(dtype, tensor.shape, tensor.nbytes, aligned)

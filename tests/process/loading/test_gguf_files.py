@@ -73,7 +73,8 @@ def test_floats_are_those_of_the_package(path, wanted, dtype, evicts):
     assert [each.name for each in shmload.segments()] == [each.name for each in resident]
 
 
-def test_workers_dequantise_too(path, wanted, evicts):
+def test_workers_dequantise_too(path, wanted, configure, evicts):
+    configure(inline_nbytes=0)
     shmload.warm(path, dtype="bfloat16", workers=2)
     assert shmload.plan(path, dtype="bfloat16").shards[0].action is shmload.Action.ATTACH
     assert_same(shmload.load_state_dict(path, "bfloat16", verify=True), wanted(torch.bfloat16))
@@ -87,6 +88,13 @@ def test_float16_is_that_of_diffusers_where_it_rounds_once(path, blocks, kind, e
     parameter = GGUFParameter(torch.from_numpy(blocks[kind]), quant_type=KINDS[kind])
     got = shmload.load_state_dict(path, "float16")[f"{kind}.weight"]
     assert torch.equal(got, dequantize_gguf_tensor(parameter))
+
+
+def test_service_dequantises(path, wanted, service, evicts):
+    service("--workers", "1")
+    got = shmload.load_state_dict(path, "bfloat16", keep=True)
+    assert_same(got, wanted(torch.bfloat16))
+    assert shmload.plan(path, dtype="bfloat16").shards[0].action is shmload.Action.ATTACH
 
 
 def test_without_dtype_blocks_are_bytes(path, blocks, plain, evicts):

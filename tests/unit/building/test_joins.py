@@ -1,27 +1,85 @@
-"""A tensor that is joined with nothing stays where it is."""
+"""Tensors of a segment are joined without a copy where that is possible."""
 
+import mmap
+import os
+
+import pytest
 import torch
+from comparing import as_bytes
 
-from shmload.integrations._building.joins import JoinsOfOne
+from shmload._host.linux import PAGE_NBYTES, inode_of
+from shmload.integrations._building.joins import Joins
+from shmload.integrations._building.mapped import Spans
 
 
-def test_one_contiguous_tensor_is_not_copied():
-    whole = torch.arange(24, dtype=torch.uint8).view(6, 4)
-    with JoinsOfOne():
+@pytest.fixture
+def segment():
+    """The descriptor of a file of eight pages."""
+    fd = os.memfd_create("segment")
+    generator = torch.Generator().manual_seed(0)
+    content = torch.randint(0, 256, (8 * PAGE_NBYTES,), dtype=torch.uint8, generator=generator)
+    os.write(fd, content.numpy())
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def whole(segment):
+    mapped = mmap.mmap(segment, 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(mapped, dtype=torch.uint8).view(128, -1)
+
+
+def is_mapped(tensor, segment):
+    return Spans({inode_of(os.fstat(segment))}).find(tensor) is not None
+
+
+def test_one_contiguous_tensor_stays_where_it_is(segment, whole):
+    with Joins(segment):
         first, second = (torch.cat([part]) for part in whole.chunk(2))
-        across = torch.cat([whole], dim=1)
+        across = torch.cat([whole[:3]], dim=1)
     assert first.data_ptr() == across.data_ptr() == whole.data_ptr()
-    assert second.data_ptr() == whole.data_ptr() + 12
-    assert torch.equal(second, whole[3:])
+    assert second.data_ptr() == whole[64:].data_ptr()
 
 
-def test_others_are_joined_as_ever():
-    whole = torch.arange(24, dtype=torch.uint8).view(6, 4)
-    with JoinsOfOne():
-        joined = torch.cat([whole[3:], whole[:3]])
-        columns = torch.cat([whole[:, :2]])
-        stacked = torch.stack([whole])
-    assert torch.equal(joined, torch.cat((whole[3:], whole[:3])))
-    assert columns.is_contiguous()
-    assert columns.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
-    assert stacked.data_ptr() != whole.data_ptr()
+def test_halves_are_exchanged_by_mappings(segment, whole):
+    first, second = whole.chunk(2)
+    with Joins(segment):
+        joined = torch.cat([second, first])
+    assert is_mapped(joined, segment)
+    assert as_bytes(joined) == as_bytes(torch.cat([second, first]))
+    assert (joined.shape, joined.stride()) == (whole.shape, whole.stride())
+    joined[0, 0] += 1  # copy-on-write
+    assert joined[0, 0] != whole[64, 0]
+    floats = whole.view(torch.bfloat16)
+    with Joins(segment):
+        joined = torch.cat([floats[64:], floats[:64]])
+    assert is_mapped(joined, segment)
+    assert as_bytes(joined) == as_bytes(torch.cat([floats[64:], floats[:64]]))
+
+
+COPIES = {
+    "side by side": lambda t: torch.cat([t[:64], t[64:]], dim=1),
+    "not whole pages": lambda t: torch.cat([t[100:], t[:100]]),
+    "not on a page": lambda t: torch.cat([t[1:65], t[65:]]),
+    "columns": lambda t: torch.cat([t[:, :8]]),
+    "of another memory": lambda t: torch.cat([t[64:], torch.zeros_like(t[:64])]),
+    "empty": lambda t: torch.cat([t[64:], t[:0]]),
+    "stacked": lambda t: torch.stack([t[64:], t[:64]]),
+}
+
+
+@pytest.mark.parametrize("join", COPIES.values(), ids=COPIES)
+def test_others_are_copied_as_ever(segment, whole, join):
+    with Joins(segment):
+        joined = join(whole)
+    assert not is_mapped(joined, segment)
+    wanted = join(whole)
+    assert (joined.shape, joined.stride()) == (wanted.shape, wanted.stride())
+    assert as_bytes(joined) == as_bytes(wanted)
+
+
+def test_what_was_written_is_copied(segment, whole):
+    whole[3, 3] += 1
+    with Joins(segment):
+        joined = torch.cat([whole[64:], whole[:64]])
+    assert as_bytes(joined) == as_bytes(torch.cat([whole[64:], whole[:64]]))
