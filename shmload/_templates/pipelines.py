@@ -128,7 +128,10 @@ class Pipelines:
         if not self._requests:
             self._seen = place.read_note(self._key, _SEEN)
         self._requests = [*self._requests, request][:_MAX_PIPELINES]
-        text = self._door.encode_note(self._program, self._requests)
+        try:
+            text = self._door.encode_note(self._program, self._requests)
+        except UnicodeEncodeError:  # the name of a file or directory is not UTF-8
+            return
         self._write(_SEEN, text)
         known = (place.read_note(self._key, name) for name in (_NOTE, _UNFIT))
         if self._door.is_part_of(text, self._seen) and text not in known:
