@@ -78,7 +78,7 @@ class Filler:
         pending = 0
         report_at = 0.0  # at once after the first block: the piece has begun
         blocks = list(_cut(runs))
-        views = self._reader.read(source, [block.span for block in blocks])
+        views = self._reader.read(source, [block.span for block in blocks], lambda: report(0))
         with contextlib.closing(views):
             for (run, first, count, _), read in zip(blocks, views, strict=True):
                 target_nbytes = unit_nbytes(run.source, run.target)[1]

@@ -83,6 +83,7 @@ class Reason(enum.Enum):
 
     TRUNCATED = "truncated"
     READ_ERROR = "read error"
+    CHANGED = "changed"
     NO_SPACE = "no space"
     NO_MEMORY = "no memory"
     INTERNAL = "internal"

@@ -9,14 +9,23 @@ import itertools
 import mmap
 import os
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from shmload._checkpoints.remote import (
+    FetchError,
+    ObjectChanged,
+    ObjectMissing,
+    RemoteObject,
+    pointed_object,
+)
 from shmload._host.reading import MAX_READERS, PLAIN, READ_NBYTES, Reading, choose_reading
 from shmload.workers.messages import Reason
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
+
+    from shmload.workers.ranges import RangeReader
 
 _PAGE_NBYTES = mmap.PAGESIZE
 
@@ -54,6 +63,8 @@ class Source(NamedTuple):
     reading: Reading = PLAIN
     direct_fd: int | None = None
     """The same file, opened for reads past the page cache; None to read through it."""
+    pointed: RemoteObject | None = None
+    """The object to read in place of the file, which only points to it."""
 
     def close_direct(self) -> None:
         """Close the second descriptor, if there is one."""
@@ -71,6 +82,9 @@ def examine_source(fd: int, workers: int) -> Source:
     Returns:
         The shard; `close_direct` it in the end.
     """
+    pointed = pointed_object(fd)
+    if pointed:
+        return Source(fd, pointed=pointed)
     # Not at the top: it imports ctypes, and a worker that waits for its first shard is ready.
     from shmload._host.probing import examine
 
@@ -95,21 +109,34 @@ class Reader:
     def __init__(self) -> None:
         self._buffers: list[memoryview] = []
         self._threads: ThreadPoolExecutor | None = None
+        self._ranges: RangeReader | None = None
 
     def close(self) -> None:
         """End the threads; a second call is fine."""
         if self._threads:
             self._threads.shutdown()
             self._threads = None
+        if self._ranges:
+            self._ranges.close()
+            self._ranges = None
 
-    def read(self, source: Source, spans: Sequence[Span]) -> _Views:
+    def read(
+        self, source: Source, spans: Sequence[Span], wait_longer: Callable[[], None]
+    ) -> _Views:
         """Yield the bytes of each span, in order; each is valid until the next is asked for.
 
         Close the iterator if it is not used up: it waits for the reads that are under way.
 
+        Args:
+            source: the shard.
+            spans: its parts.
+            wait_longer: called now and then while a server keeps the worker waiting.
+
         Raises:
-            FillError: the shard ends early, or the kernel reports an error.
+            FillError: the shard ends early or was replaced, or cannot be read.
         """
+        if source.pointed:
+            return self._read_ranges(source.pointed, spans, wait_longer)
         if source.reading.readers:
             return self._read_ahead(source, spans)
         return self._read_now(source, spans)
@@ -147,6 +174,20 @@ class Reader:
             for _, _, future in under_way:
                 if not future.cancel():
                     future.exception()  # waits: the buffer must not be written to afterwards
+
+    def _read_ranges(
+        self, pointed: RemoteObject, spans: Sequence[Span], wait_longer: Callable[[], None]
+    ) -> _Views:
+        # Not at the top: most shards are files.
+        from shmload.workers.ranges import RangeReader
+
+        self._ranges = self._ranges or RangeReader()
+        try:
+            yield from self._ranges.read(pointed, spans, wait_longer)
+        except (ObjectChanged, ObjectMissing) as exc:
+            raise FillError(Reason.CHANGED, str(exc)) from exc
+        except FetchError as exc:
+            raise FillError(Reason.READ_ERROR, str(exc)) from exc
 
     def _allow_buffers(self, count: int) -> None:
         """Have so many buffers; they begin on a page, as O_DIRECT needs it."""

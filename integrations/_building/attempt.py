@@ -21,7 +21,7 @@ from shmload._segments.segment import Segment, Stay
 from shmload._settings import local_world_size
 from shmload.errors import MemoryLimitExceeded, SharedMemoryFull, ShmloadError
 from shmload.integrations._building.early import begin_early
-from shmload.integrations._building.maker import Maker
+from shmload.integrations._building.maker import Maker, NotToBeCast
 from shmload.integrations._building.route import Asked, Route, choose_route
 from shmload.integrations._devices.destination import Destination
 from shmload.integrations._devices.hollow import BytesNeeded
@@ -59,6 +59,13 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         return self._by_segments(self.route.stay)
 
     def _by_segments(self, stay: Stay) -> Any:
+        """Load by segments; by ones with the stored dtypes if a cast turns out to be wrong."""
+        with contextlib.suppress(NotToBeCast):
+            return self._by_segments_once(stay)
+        raw = msgspec.structs.replace(self.route, is_bypassed=True)
+        return msgspec.structs.replace(self, route=raw)._by_segments_once(stay)
+
+    def _by_segments_once(self, stay: Stay) -> Any:
         """Load by segments; shared ones stay until every rank on this host has attached them."""
         with self._begin(stay) as (load, rules, source):
             made = self._build(source, load, rules)

@@ -29,7 +29,7 @@ from shmload.errors import LibrariesDisturbed
 from shmload.integrations._building.effects import Message, say
 from shmload.integrations._building.emptied import empties, is_emptied, require_undisturbed
 from shmload.integrations._building.inside import inside, said_here
-from shmload.integrations._building.maker import Maker
+from shmload.integrations._building.maker import Maker, NotToBeCast
 from shmload.integrations._building.mapped import Spans, hold_leases, plain_tensors
 from shmload.integrations._building.paths import PathRepair
 from shmload.integrations._building.pickling import Models
@@ -243,6 +243,8 @@ class Build:
         """Build the pipeline from the stored shards: the segments have the wrong dtypes."""
         torch.set_rng_state(generator_state)
         self._require_bytes()
+        if self._load.holdings.has_pointers:
+            raise NotToBeCast
         pipe = self._from_view(decoded=False)
         self._load.discard()
         if self._place:

@@ -11,6 +11,10 @@ from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
 
 
+class NotToBeCast(Exception):
+    """The segments should have the stored dtypes, and no stored file is on this machine."""
+
+
 class Maker(Protocol):
     """Builds what one call loads, and knows what it consists of."""
 

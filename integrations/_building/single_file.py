@@ -17,6 +17,7 @@ import msgspec
 from shmload._checkpoints.formats.known import has_known_suffix
 from shmload._checkpoints.hub import find_cached, find_source
 from shmload._checkpoints.indexes import read_json
+from shmload._checkpoints.objects import is_url
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
@@ -63,7 +64,8 @@ _METHOD = "from_single_file"
 
 def is_single_file(source: str | os.PathLike[str]) -> bool:
     """Tell whether a source is a file of weights, and not a directory or a hub id."""
-    return has_known_suffix(os.fspath(source)) and os.path.isfile(source)
+    is_there = is_url(source) or os.path.isfile(source)
+    return is_there and has_known_suffix(os.fspath(source))
 
 
 def find_single_file(wanted: Wanted) -> Source:
@@ -79,7 +81,8 @@ def find_single_file(wanted: Wanted) -> Source:
             "wanted is passed as None, such as text_encoder=None"
         )
     # Its subfolder is the one of the configuration.
-    alone = msgspec.structs.replace(wanted, hub=Hub())
+    hub = Hub(local_files_only=wanted.hub.local_files_only)
+    alone = msgspec.structs.replace(wanted, hub=hub)
     found = find_source(alone)
     if why_file_is_unread(found.root):
         return msgspec.structs.replace(found, checkpoints=(), unread=("",))

@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 
 from shmload._checkpoints.library import library
+from shmload._checkpoints.mirror import mirror
+from shmload._checkpoints.objects import is_url
 from shmload._checkpoints.paths import not_found
 from shmload._checkpoints.repository import are_in_format, files_of_model
 from shmload._checkpoints.resolve import Source, resolve, resolve_model
@@ -94,6 +96,8 @@ def _find(
 ) -> Source:
     """Find a source, and its files by a function that gets its directory."""
     given = wanted.source
+    if is_url(given):
+        return resolve_in(mirror(str(given), is_offline=wanted.hub.local_files_only))
     try:
         if Path(given).exists():
             return resolve_in(Path(given))

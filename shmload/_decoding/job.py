@@ -11,6 +11,7 @@ from shmload._host.linux import shm_free_nbytes
 from shmload._segments.digest import combine_digests
 from shmload._segments.pieces import Run
 from shmload.errors import (
+    ShardChanged,
     ShardTruncated,
     ShardUnreadable,
     SharedMemoryFull,
@@ -90,6 +91,8 @@ def error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadError
             return ShardTruncated(job.path, job.source.st_size, offset)
         case Reason.READ_ERROR:
             return ShardUnreadable(job.path, detail)
+        case Reason.CHANGED:
+            return ShardChanged(job.path)
         case Reason.NO_SPACE:
             return SharedMemoryFull(
                 job.nbytes,

@@ -234,6 +234,11 @@ class Holdings:
         return [shard.plan for shard in self._shards]
 
     @property
+    def has_pointers(self) -> bool:
+        """Whether a shard is an object elsewhere, and its file only points to it."""
+        return any(shard.is_pointer for shard in self._shards)
+
+    @property
     def is_empty(self) -> bool:
         """Whether no shard needs a segment."""
         return not self._held

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from shmload._checkpoints.remote import pointed_object
 from shmload._checkpoints.rule import Rule
 from shmload._decoding.job import Job
 from shmload._host.descriptors import Descriptor
@@ -50,6 +51,11 @@ class OpenShard(Descriptor):
     def is_link(self) -> bool:
         """Whether the library maps the file directly."""
         return self.plan.action is Action.LINK
+
+    @property
+    def is_pointer(self) -> bool:
+        """Whether the file only points to the shard, an object elsewhere."""
+        return pointed_object(self.fd) is not None
 
     def job(self, part: Part | Hollow) -> Job:
         """Return the job that decodes it into a part; both descriptors stay with their owners."""

@@ -4,6 +4,7 @@ import os
 
 from shmload._checkpoints.formats.format import Format, read_head
 from shmload._checkpoints.formats.gguf import GGUF
+from shmload._checkpoints.formats.pointer import POINTER
 from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.header import Header
@@ -49,7 +50,7 @@ def format_of(path: str | os.PathLike[str], head: bytes) -> Format:
     Returns:
         The first of `FORMATS` if neither is known; its reader then says what is wrong.
     """
-    by_content = (known for known in FORMATS if known.recognises(head))
+    by_content = (known for known in (POINTER, *FORMATS) if known.recognises(head))
     by_name = (known for known in FORMATS if os.fspath(path).endswith(known.suffixes))
     return next(by_content, None) or next(by_name, FORMATS[0])
 

@@ -22,7 +22,8 @@ from shmload._checkpoints.header import Header, TensorSpec
 from shmload.errors import ShardMalformed, ShardTruncated, ShardUnreadable
 
 # The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE).
-_MAX_HEADER_NBYTES = 100_000_000
+MAX_HEADER_NBYTES = 100_000_000
+"""Size of the largest header that is read, in bytes."""
 _LENGTH_NBYTES = 8
 _MAX_KEPT_NBYTES = 128 << 10
 _MAX_RANK = 64
@@ -55,7 +56,7 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         if len(start) < _LENGTH_NBYTES:
             raise ShardTruncated(path, _LENGTH_NBYTES, file_nbytes)
         length = int.from_bytes(start, "little")
-        if length > _MAX_HEADER_NBYTES:
+        if length > MAX_HEADER_NBYTES:
             raise ShardMalformed(path, f"its first 8 bytes claim a header of {length} bytes")
         if _LENGTH_NBYTES + length > file_nbytes:
             raise ShardTruncated(path, _LENGTH_NBYTES + length, file_nbytes)
@@ -206,7 +207,7 @@ def _check_tensor(name: str, entry: _Entry, path: str | os.PathLike[str]) -> Ten
 
 def _recognises(head: bytes) -> bool:
     length = int.from_bytes(head[:_LENGTH_NBYTES], "little")
-    return head[_LENGTH_NBYTES : _LENGTH_NBYTES + 1] == b"{" and length <= _MAX_HEADER_NBYTES
+    return head[_LENGTH_NBYTES : _LENGTH_NBYTES + 1] == b"{" and length <= MAX_HEADER_NBYTES
 
 
 SAFETENSORS = Format(

@@ -1,0 +1,86 @@
+"""Pointers: files that stand for an object in a bucket, and hold only its URL, size and tag.
+
+They lie in the cache, under the names of the weights that they stand for. So a source in a bucket
+looks like a directory, and only what reads weights has to know the difference. No library takes a
+pointer for weights: it does not begin like a file of any other format.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from shmload._checkpoints.formats import safetensors
+from shmload._checkpoints.formats.format import Format
+from shmload._checkpoints.header import Header
+from shmload._checkpoints.objects import fetch
+from shmload._checkpoints.remote import (
+    MAGIC,
+    FetchError,
+    ObjectChanged,
+    RemoteObject,
+    pointed_object,
+)
+from shmload._host.descriptors import Descriptor
+from shmload._host.files import replacing
+from shmload._host.linux import open_source
+from shmload._settings import settings
+from shmload.errors import ShardChanged, ShardMalformed, ShardUnreadable
+
+_LENGTH_NBYTES = 8
+# One request gets the header of almost every file.
+_FIRST_NBYTES = 512 << 10
+_FRONT = ".front"
+
+
+def mirrors_folder() -> Path:
+    """Return the folder that all pointers are below."""
+    return settings().cache_dir / "remote"
+
+
+def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
+    """Read the header of the object; it is fetched once and kept beside the pointer."""
+    try:
+        wanted = pointed_object(fd)
+    except msgspec.DecodeError as exc:
+        raise ShardMalformed(path, f"the pointer is damaged: {exc}") from exc
+    assert wanted is not None
+    real = os.path.realpath(path)
+    if not real.startswith(f"{os.path.realpath(mirrors_folder())}{os.sep}"):
+        # It may have come with somebody else's model, and would use this user's credentials.
+        raise ShardMalformed(path, "it points to an object, and is not in shmload's cache")
+    front = Path(f"{real}{_FRONT}")
+    try:
+        if not front.exists():
+            _fetch_front(wanted, front)
+    except ObjectChanged as exc:
+        raise ShardChanged(wanted.url) from exc
+    except FetchError as exc:
+        raise ShardUnreadable(wanted.url, str(exc)) from exc
+    with Descriptor(open_source(front)) as opened:
+        return safetensors.SAFETENSORS.read_header(opened.fd, wanted.url)
+
+
+def _fetch_front(wanted: RemoteObject, front: Path) -> None:
+    """Write a file with the object's length and the bytes of its header."""
+    first = bytes(fetch(wanted, 0, min(_FIRST_NBYTES, wanted.nbytes)))
+    end = _LENGTH_NBYTES + int.from_bytes(first[:_LENGTH_NBYTES], "little")
+    if len(first) < end <= min(wanted.nbytes, safetensors.MAX_HEADER_NBYTES):
+        first += bytes(fetch(wanted, len(first), end))
+    with replacing(front, mode=0o600) as file:
+        file.write(first[:end])
+        file.truncate(wanted.nbytes)
+
+
+def _recognises(head: bytes) -> bool:
+    return head.startswith(MAGIC)
+
+
+POINTER = Format(
+    name="a pointer",
+    suffixes=(),
+    base_names={},
+    can_be_linked=False,
+    recognises=_recognises,
+    read_header=_read_header,
+)

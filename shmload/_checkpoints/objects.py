@@ -1,0 +1,201 @@
+"""Objects in buckets and on web servers, read through obstore; the only module that imports it.
+
+Guarantee: what is returned are the bytes of the object that was described, or an error says why
+not. Every request has a time limit. A request that fails is made again, with pauses, until the
+budget for it is spent. Errors never hold credentials: obstore sends these in headers, and the query
+of a URL, where a server may have put some, is cut out of messages.
+"""
+
+import functools
+import itertools
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+from shmload._checkpoints.remote import FetchError, ObjectChanged, ObjectMissing, RemoteObject
+from shmload.errors import ArgumentError, LibraryMissing
+
+_SCHEMES = ("s3", "gs", "az", "https", "http")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# For all attempts at one request together: for a range, and to find out what there is. A single one
+# has 30 s, and 5 s to connect: obstore's defaults, which its environment variables may change.
+_BUDGET_S = 120.0
+_ASKING_BUDGET_S = 20.0
+_FIRST_PAUSE_S = 0.1
+_MOST_PAUSE_S = 5.0
+_QUERY = re.compile(r"\?[^\s\"')]*")
+_MOST_TEXT = 300
+
+
+def is_url(source: object) -> bool:
+    """Tell whether a source is a URL that shmload reads."""
+    return isinstance(source, str) and source.partition("://")[0] in _SCHEMES and "://" in source
+
+
+def require_readable_url(url: str) -> None:
+    """Refuse a URL that cannot be read safely.
+
+    Raises:
+        ArgumentError: it has a query, or names a password, or is plain http over a network.
+    """
+    parts = urlsplit(url)
+    if parts.query or parts.fragment or parts.password:
+        raise ArgumentError(
+            f"{_QUERY.sub('?...', url)!r} has a query, a fragment or a password; give the plain "
+            "URL, and credentials by obstore's environment variables"
+        )
+    if parts.scheme == "http" and parts.hostname not in _LOOPBACK:
+        raise ArgumentError(f"{url} would be read without encryption; give an https URL")
+
+
+def describe(url: str) -> RemoteObject:
+    """Return an object's size and tag.
+
+    Raises:
+        FetchError: it cannot be asked for, or has neither ETag nor time of change.
+    """
+    folder, name = _split(url)
+    meta = _attempt(lambda: _obstore().head(_store(folder), name), url, _ASKING_BUDGET_S)
+    return _described(url, meta)
+
+
+def list_below(url: str, most: int) -> Iterator[tuple[str, RemoteObject]]:
+    """Yield the path below a prefix, and the object, of all objects that a bucket has there.
+
+    Args:
+        url: of the prefix; a web server has none.
+        most: how many objects at most.
+
+    Raises:
+        FetchError: the bucket cannot be listed.
+    """
+
+    def list_all() -> list[Any]:
+        pages = _obstore().list(_store(url))
+        return list(itertools.islice(itertools.chain.from_iterable(pages), most))
+
+    for meta in _attempt(list_all, url, _ASKING_BUDGET_S):
+        path = str(meta["path"])
+        yield path, _described(f"{url.rstrip('/')}/{path}", meta)
+
+
+def fetch(wanted: RemoteObject, begin: int, end: int) -> Any:
+    """Return a range of an object's bytes, as a buffer; blocks for at most two minutes.
+
+    Args:
+        wanted: the object.
+        begin: of the range, in bytes.
+        end: of the range, in bytes.
+
+    Raises:
+        ObjectChanged: the object is another one now, or has gone.
+        FetchError: it cannot be read.
+    """
+    return _attempt(lambda: _fetch_once(wanted, begin, end), wanted.url)
+
+
+def _fetch_once(wanted: RemoteObject, begin: int, end: int) -> Any:
+    folder, name = _split(wanted.url)
+    result = _obstore().get(_store(folder), name, options={"range": (begin, end)})
+    if wanted.tag not in _tags(result.meta):
+        raise ObjectChanged(f"{wanted.url} was replaced")
+    found = result.bytes()
+    if len(found) != end - begin:
+        raise ConnectionError(f"{len(found)} bytes came of {end - begin}")
+    return found
+
+
+def _attempt(request: Callable[[], Any], url: str, budget_s: float = _BUDGET_S) -> Any:
+    """Make a request again until it succeeds, cannot succeed, or its budget is spent."""
+    errors = _obstore().exceptions
+    final = (
+        errors.PermissionDeniedError,
+        errors.UnauthenticatedError,
+        errors.InvalidPathError,
+        errors.NotSupportedError,
+        errors.UnknownConfigurationKeyError,
+    )
+    deadline = time.monotonic() + budget_s
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            return request()
+        except FetchError:
+            raise
+        except (errors.NotFoundError, FileNotFoundError) as exc:
+            raise ObjectMissing(f"{url} does not exist") from exc
+        except final as exc:
+            raise FetchError(_reason(exc)) from exc
+        except (errors.BaseError, OSError) as exc:
+            if time.monotonic() + pause_s > deadline:
+                raise FetchError(_reason(exc)) from exc
+        # With jitter: the workers' requests fail together, and should not come back together.
+        time.sleep(pause_s * random.uniform(0.5, 1))
+        pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+
+def _reason(exc: Exception) -> str:
+    """Write an error of obstore in a line, without what a URL may hold."""
+    first = next(iter(str(exc).splitlines()), "")
+    name = type(exc).__name__.removesuffix("Error")
+    return f"{name}: {_QUERY.sub('?...', first)}"[:_MOST_TEXT]
+
+
+def _described(url: str, meta: Any) -> RemoteObject:
+    tags = _tags(meta)
+    if not tags:
+        raise FetchError(f"{url} has neither an ETag nor a time of change")
+    return RemoteObject(url=url, nbytes=int(meta["size"]), tag=tags[0])
+
+
+def _tags(meta: Any) -> list[str]:
+    """Return what tells an object from its successors; a list may lack what an answer has."""
+    found = []
+    if tag := meta.get("e_tag"):
+        # Azure writes it with quotes in headers, and without them in lists.
+        found.append(str(tag).removeprefix("W/").strip('"'))
+    changed = meta.get("last_modified")
+    if isinstance(changed, datetime) and changed.timestamp():
+        found.append(changed.isoformat())
+    return found
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Return the URL of an object's folder, and its name."""
+    folder, _, name = url.rpartition("/")
+    return folder, name
+
+
+@functools.lru_cache(maxsize=64)
+def _store(url: str) -> Any:
+    """Return what reads below a URL; it finds its credentials in the environment."""
+    from obstore.store import from_url
+
+    make: Any = from_url  # its overloads name every option of every store
+    require_readable_url(url)
+    is_plain = urlsplit(url).scheme == "http"
+    options = {"client_options": {"allow_http": True}} if is_plain else {}
+    errors = _obstore().exceptions
+    try:
+        return make(url, retry_config={"max_retries": 0}, **options)
+    except (errors.BaseError, ValueError) as exc:
+        raise FetchError(_reason(exc)) from exc
+
+
+@functools.cache
+def _obstore() -> Any:
+    """Import obstore.
+
+    Raises:
+        LibraryMissing: it is not installed.
+    """
+    try:
+        import obstore
+        import obstore.exceptions
+    except ImportError as exc:
+        raise LibraryMissing("buckets and web servers", ["obstore"]) from exc
+    return obstore
