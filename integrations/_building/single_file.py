@@ -17,8 +17,8 @@ import msgspec
 from shmload._checkpoints.formats.known import has_known_suffix
 from shmload._checkpoints.hub import find_cached, find_source
 from shmload._checkpoints.indexes import read_json
-from shmload._checkpoints.objects import is_url
 from shmload._checkpoints.own_dtypes import most_common_dtype
+from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import wanted_dtype

@@ -15,8 +15,8 @@ import msgspec
 
 from shmload._checkpoints.library import library
 from shmload._checkpoints.mirror import mirror
-from shmload._checkpoints.objects import is_url
 from shmload._checkpoints.paths import not_found
+from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.repository import are_in_format, files_of_model
 from shmload._checkpoints.resolve import Source, resolve, resolve_model
 from shmload._checkpoints.wanted import Hub, Wanted

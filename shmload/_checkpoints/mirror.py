@@ -21,10 +21,15 @@ from urllib.parse import urlsplit
 import msgspec
 
 from shmload._checkpoints.formats.known import is_of_weights
-from shmload._checkpoints.formats.pointer import mirrors_folder
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.objects import describe, fetch, list_below, require_readable_url
-from shmload._checkpoints.remote import FetchError, ObjectMissing, RemoteObject, write_pointer
+from shmload._checkpoints.remote import (
+    FetchError,
+    ObjectMissing,
+    RemoteObject,
+    mirror_folder,
+    write_pointer,
+)
 from shmload._host.files import replacing
 from shmload.errors import SourceNotFound
 
@@ -60,13 +65,6 @@ Found = dict[str, RemoteObject]
 """Objects by their path below the source."""
 
 
-def mirror_folder(url: str) -> Path:
-    """Return where the mirror of a URL is, or would be: a directory, or a file for one object."""
-    plain = url.rstrip("/")
-    name = posixpath.basename(urlsplit(plain).path) or urlsplit(plain).netloc
-    return _home(plain) / name
-
-
 def mirror(url: str, *, is_offline: bool) -> Path:
     """Bring the mirror of a source up to date.
 
@@ -93,7 +91,7 @@ def mirror(url: str, *, is_offline: bool) -> Path:
         found = {"": describe(url)} if is_file else _find(url.rstrip("/"))
         if not found:
             raise SourceNotFound(url, "no object has a name that begins so")
-        _write(_home(url.rstrip("/")), root, found)
+        _write(root, found)
     except FetchError as exc:
         raise SourceNotFound(url, str(exc)) from exc
     except OSError as exc:
@@ -101,10 +99,6 @@ def mirror(url: str, *, is_offline: bool) -> Path:
             raise
         raise SourceNotFound(url, f"its mirror {root} cannot be written: {exc}") from exc
     return root
-
-
-def _home(url: str) -> Path:
-    return mirrors_folder() / hashlib.sha256(url.encode()).hexdigest()[:20]
 
 
 # Finding ------------------------------------------------------------------------------------------
@@ -167,9 +161,9 @@ def _content(wanted: RemoteObject) -> Mapping[str, Any]:
 # Writing ------------------------------------------------------------------------------------------
 
 
-def _write(home: Path, root: Path, found: Found) -> None:
+def _write(root: Path, found: Found) -> None:
     """Write the blobs that are missing, then the links; remove the links of what has gone."""
-    blobs = home / "blobs"
+    blobs = root.parent / "blobs"
     blobs.mkdir(mode=0o700, parents=True, exist_ok=True)
     kept = {path: each for path, each in found.items() if _is_kept(path or each.url, each)}
     with ThreadPoolExecutor(_REQUESTS) as pool:

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 from shmload._checkpoints.remote import FetchError, ObjectChanged, ObjectMissing, RemoteObject
 from shmload.errors import ArgumentError, LibraryMissing
 
-_SCHEMES = ("s3", "gs", "az", "https", "http")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # For all attempts at one request together: for a range, and to find out what there is. A single one
 # has 30 s, and 5 s to connect: obstore's defaults, which its environment variables may change.
@@ -28,12 +27,11 @@ _ASKING_BUDGET_S = 20.0
 _FIRST_PAUSE_S = 0.1
 _MOST_PAUSE_S = 5.0
 _QUERY = re.compile(r"\?[^\s\"')]*")
+# An answer's text follows, which may repeat what was signed.
+_STATUS = re.compile(r"(status code: \d{3} [A-Za-z -]+).*")
 _MOST_TEXT = 300
-
-
-def is_url(source: object) -> bool:
-    """Tell whether a source is a URL that shmload reads."""
-    return isinstance(source, str) and source.partition("://")[0] in _SCHEMES and "://" in source
+# Of obstore's error.
+_NO_RANGES = "non-partial response"
 
 
 def require_readable_url(url: str) -> None:
@@ -95,7 +93,7 @@ def fetch(wanted: RemoteObject, begin: int, end: int) -> Any:
         ObjectChanged: the object is another one now, or has gone.
         FetchError: it cannot be read.
     """
-    return _attempt(lambda: _fetch_once(wanted, begin, end), wanted.url)
+    return _attempt(lambda: _fetch_once(wanted, begin, end), wanted.url, _BUDGET_S)
 
 
 def _fetch_once(wanted: RemoteObject, begin: int, end: int) -> Any:
@@ -109,7 +107,7 @@ def _fetch_once(wanted: RemoteObject, begin: int, end: int) -> Any:
     return found
 
 
-def _attempt(request: Callable[[], Any], url: str, budget_s: float = _BUDGET_S) -> Any:
+def _attempt(request: Callable[[], Any], url: str, budget_s: float) -> Any:
     """Make a request again until it succeeds, cannot succeed, or its budget is spent."""
     errors = _obstore().exceptions
     final = (
@@ -131,6 +129,8 @@ def _attempt(request: Callable[[], Any], url: str, budget_s: float = _BUDGET_S) 
         except final as exc:
             raise FetchError(_reason(exc)) from exc
         except (errors.BaseError, OSError) as exc:
+            if _NO_RANGES in str(exc):
+                raise FetchError(f"the server of {url} gives whole objects only") from exc
             if time.monotonic() + pause_s > deadline:
                 raise FetchError(_reason(exc)) from exc
         # With jitter: the workers' requests fail together, and should not come back together.
@@ -141,8 +141,8 @@ def _attempt(request: Callable[[], Any], url: str, budget_s: float = _BUDGET_S) 
 def _reason(exc: Exception) -> str:
     """Write an error of obstore in a line, without what a URL may hold."""
     first = next(iter(str(exc).splitlines()), "")
-    name = type(exc).__name__.removesuffix("Error")
-    return f"{name}: {_QUERY.sub('?...', first)}"[:_MOST_TEXT]
+    first = _STATUS.sub(r"\1", _QUERY.sub("?...", first))
+    return f"{type(exc).__name__.removesuffix('Error')}: {first}"[:_MOST_TEXT]
 
 
 def _described(url: str, meta: Any) -> RemoteObject:

@@ -4,9 +4,14 @@ Workers import this module at their start, so it imports little.
 """
 
 import os
+import posixpath
 from pathlib import Path
 
 import msgspec
+
+from shmload._settings import settings
+
+_SCHEMES = ("s3", "gs", "az", "https", "http")
 
 MAGIC = b"shmload points to an object\n"
 """How a pointer begins: a file that holds an object's URL, size and tag, and none of its bytes."""
@@ -32,6 +37,25 @@ class ObjectMissing(FetchError):
 
 class ObjectChanged(FetchError):
     """The object is another one than the one that was described."""
+
+
+def is_url(source: object) -> bool:
+    """Tell whether a source is a URL that shmload reads."""
+    return isinstance(source, str) and source.partition("://")[0] in _SCHEMES and "://" in source
+
+
+def mirrors_folder() -> Path:
+    """Return the folder that all pointers are below."""
+    return settings().cache_dir / "remote"
+
+
+def mirror_folder(url: str) -> Path:
+    """Return where the mirror of a URL is, or would be: a directory, or a file for one object."""
+    import hashlib
+
+    plain = url.rstrip("/")
+    home = mirrors_folder() / hashlib.sha256(plain.encode()).hexdigest()[:20]
+    return home / posixpath.basename(plain)
 
 
 def write_pointer(path: Path, wanted: RemoteObject) -> None:

@@ -2,6 +2,7 @@
 
 a segment's name                                      that segment
 the path of a file, or of a directory above it        what was decoded from there, or from copies
+the URL of a source                                   what was decoded from there
 a model's name, such as `org/name`                    that model, in every dtype
 the name that it has beside another of its name       that model, in every dtype
 an id, or its first four digits or more               that model or segment
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from shmload._checkpoints.contents import known_content
 from shmload._checkpoints.identity import identify
+from shmload._checkpoints.remote import is_url, mirror_folder
 from shmload._segments.grouping import Model
 from shmload._segments.listing import SegmentInfo, segments
 from shmload._segments.models import find_models
@@ -54,6 +56,8 @@ def select(
     models: list[Model] | None = None
     for given in patterns:
         pattern = os.fspath(given)
+        if is_url(pattern):
+            pattern = str(mirror_folder(pattern))
         matching = [info for info in found if is_below(info, pattern)]
         matching = matching or _of_copies_below(found, pattern)
         if not matching:

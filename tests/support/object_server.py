@@ -145,6 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
+        self.close_connection = True  # a client that kept it would leave a descriptor behind
+        headers["Connection"] = "close"
         headers.setdefault("Content-Length", str(len(body)))
         for name, value in headers.items():
             self.send_header(name, value)

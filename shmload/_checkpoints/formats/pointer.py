@@ -19,23 +19,18 @@ from shmload._checkpoints.remote import (
     FetchError,
     ObjectChanged,
     RemoteObject,
+    mirrors_folder,
     pointed_object,
 )
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import replacing
 from shmload._host.linux import open_source
-from shmload._settings import settings
 from shmload.errors import ShardChanged, ShardMalformed, ShardUnreadable
 
 _LENGTH_NBYTES = 8
 # One request gets the header of almost every file.
 _FIRST_NBYTES = 512 << 10
 _FRONT = ".front"
-
-
-def mirrors_folder() -> Path:
-    """Return the folder that all pointers are below."""
-    return settings().cache_dir / "remote"
 
 
 def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:

@@ -1,0 +1,115 @@
+"""Objects are read as they were described in spite of troubles, or an error says why."""
+
+import pytest
+from object_server import ObjectServer
+
+from shmload._checkpoints import objects
+from shmload._checkpoints.objects import describe, fetch, list_below, require_readable_url
+from shmload._checkpoints.remote import FetchError, ObjectChanged, ObjectMissing
+from shmload.errors import ArgumentError
+
+CONTENT = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(objects, "_BUDGET_S", 0.05)
+    monkeypatch.setattr(objects, "_ASKING_BUDGET_S", 0.05)
+    with ObjectServer() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        objects._store.cache_clear()
+        server.objects = {"a/model.safetensors": CONTENT, "a/config.json": b"{}"}
+        yield server
+    objects._store.cache_clear()
+
+
+@pytest.fixture(params=["bucket", "web server"])
+def url(request, server):
+    return "s3://models/a" if request.param == "bucket" else f"{server.url}/a"
+
+
+def test_object_is_described_and_read(url):
+    found = describe(f"{url}/model.safetensors")
+    assert found.nbytes == len(CONTENT)
+    assert bytes(fetch(found, 5, 1000)) == CONTENT[5:1000]
+
+
+def test_list_and_description_agree(server):
+    listed = dict(list_below("s3://models/a", 10))
+    assert listed.keys() == {"config.json", "model.safetensors"}
+    for path, found in listed.items():
+        assert found.nbytes == describe(f"s3://models/a/{path}").nbytes
+        fetch(found, 0, 2)
+    assert len(dict(list_below("s3://models/a", 1))) == 1
+
+
+@pytest.mark.parametrize("trouble", ["503", "429", "cut"])
+def test_request_is_made_again(url, server, monkeypatch, trouble):
+    monkeypatch.setattr(objects, "_BUDGET_S", 20.0)
+    server.trouble = lambda name, count: trouble if count < 4 else ""
+    assert bytes(fetch(describe(f"{url}/model.safetensors"), 0, 9)) == CONTENT[:9]
+    assert server.asked["a/model.safetensors"] == 4
+
+
+@pytest.mark.parametrize("trouble", ["503", "cut"])
+def test_budget_for_a_request_ends(url, server, trouble):
+    server.trouble = lambda *_: trouble
+    with pytest.raises(FetchError, match="Generic"):
+        fetch(describe(f"{url}/model.safetensors"), 0, 9)
+
+
+def test_server_that_stalls_is_given_up(server, monkeypatch):
+    monkeypatch.setenv("AWS_TIMEOUT", "100ms")
+    server.trouble = lambda *_: "stall"
+    with pytest.raises(FetchError, match="error sending request"):
+        fetch(describe("s3://models/a/model.safetensors"), 0, 9)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [("403", "PermissionDenied"), ("whole", "whole objects only|Range request not")],
+)
+def test_what_cannot_get_better_is_asked_for_once(url, server, trouble, message):
+    server.trouble = lambda *_: trouble
+    with pytest.raises(FetchError, match=message) as caught:
+        fetch(describe(f"{url}/model.safetensors"), 0, 9)
+    assert server.asked["a/model.safetensors"] == 1
+    assert "secret" not in str(caught.value)
+    assert "not to be seen" not in str(caught.value)
+
+
+def test_replaced_object_is_noticed(url, server):
+    found = describe(f"{url}/model.safetensors")
+    server.objects["a/model.safetensors"] = CONTENT[::-1]
+    with pytest.raises(ObjectChanged, match="replaced"):
+        fetch(found, 0, 9)
+    del server.objects["a/model.safetensors"]
+    with pytest.raises(ObjectMissing):
+        fetch(found, 0, 9)
+
+
+def test_missing_object(url):
+    with pytest.raises(ObjectMissing, match=r"no\.json does not exist"):
+        describe(f"{url}/no.json")
+
+
+def test_server_that_is_not_there(monkeypatch, server):
+    monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(FetchError, match="error sending request"):
+        list(list_below("s3://models/a", 3))
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://host/model.safetensors?X-Amz-Signature=abc", "has a query"),
+        ("https://user:word@host/model.safetensors", "a password"),
+        ("http://example.org/model.safetensors", "without encryption"),
+    ],
+)
+def test_url_that_is_not_safe(url, message):
+    with pytest.raises(ArgumentError, match=message) as caught:
+        require_readable_url(url)
+    assert "abc" not in str(caught.value)
