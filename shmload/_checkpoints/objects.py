@@ -197,5 +197,5 @@ def _obstore() -> Any:
         import obstore
         import obstore.exceptions
     except ImportError as exc:
-        raise LibraryMissing("buckets and web servers", ["obstore"]) from exc
+        raise LibraryMissing("a source in a bucket", ["shmload[cloud]"]) from exc
     return obstore

@@ -1,0 +1,265 @@
+"""Sources in a bucket and on a web server load like directories; no weight touches a disk."""
+
+import sys
+
+import diffusers
+import pytest
+import torch
+from comparing import assert_component_equal, reference
+from object_server import ObjectServer
+from pipelines import build
+from safetensors.torch import load_file, save
+
+import shmload
+from benchmarks import single_files
+from shmload._checkpoints import objects
+from shmload._checkpoints.remote import mirror_folder, write_pointer
+from shmload.integrations._building import single_file
+
+pytestmark = pytest.mark.libraries
+
+URL = "s3://models/sd"
+
+
+@pytest.fixture
+def server(monkeypatch, configure, tmp_path, saved, evicts):
+    """A server that has Stable Diffusion, as a bucket too; `url` is that of a web server."""
+    configure(cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(objects, "_BUDGET_S", 0.1)
+    monkeypatch.setattr(objects, "_ASKING_BUDGET_S", 0.1)
+    with ObjectServer() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        objects._store.cache_clear()
+        server.put_folder(saved("stable-diffusion"), "sd")
+        yield server
+    objects._store.cache_clear()
+
+
+def assert_models_equal(got, wanted):
+    for name, model in wanted.components.items():
+        if isinstance(model, torch.nn.Module):
+            for (path, tensor), (other, theirs) in zip(
+                getattr(got, name).state_dict().items(), model.state_dict().items(), strict=True
+            ):
+                assert path == other
+                assert tensor.dtype is theirs.dtype
+                assert torch.equal(tensor, theirs), path
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_pipeline_of_a_bucket(server, saved, dtype):
+    got = shmload.load_pipeline(URL, dtype=dtype, keep=True)
+    assert_models_equal(got, reference(saved("stable-diffusion"), dtype))
+    assert got.name_or_path == URL
+    resident = {segment.name for segment in shmload.segments()}
+    weights = {name for name in server.asked if name.endswith(".safetensors")}
+    assert len(resident) == len(weights) == 4
+    server.asked.clear()
+    again = shmload.load_pipeline(URL, dtype=dtype, keep=True)
+    assert_models_equal(again, got)
+    assert {segment.name for segment in shmload.segments()} == resident
+    assert dict(server.asked) == {"list": 1}  # nothing else was replaced
+
+
+def test_pipeline_of_a_web_server(server, saved):
+    got = shmload.load_pipeline(f"{server.url}/sd", dtype=torch.bfloat16)
+    assert_models_equal(got, reference(saved("stable-diffusion"), torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("family", "component", "name"),
+    [("sd3", "transformer", "SD3Transformer2DModel"), ("wan", "vae", "AutoencoderKLWan")],
+)
+def test_model_of_a_bucket(server, saved, family, component, name):
+    folder = saved(family)
+    server.put_folder(folder, family)
+    given = {"subfolder": component, "dtype": torch.bfloat16}
+    got = shmload.load_model(name, f"s3://models/{family}", **given)
+    wanted = shmload.load_model(name, folder, **given)
+    for path, tensor in wanted.state_dict().items():
+        assert torch.equal(got.state_dict()[path], tensor)
+
+
+def test_weights_in_shards(server, saved, tmp_path):
+    pipe = reference(saved("stable-diffusion"))
+    pipe.unet.save_pretrained(tmp_path / "unet", max_shard_size="100KB")
+    server.put_folder(tmp_path / "unet", "unet")
+    for url in ("s3://models/unet", f"{server.url}/unet"):
+        got = shmload.load_model("UNet2DConditionModel", url)
+        for path, tensor in pipe.unet.state_dict().items():
+            assert torch.equal(got.state_dict()[path], tensor)
+
+
+def test_one_file(server, tmp_path):
+    pipe = build("stable-diffusion")
+    pipe.save_pretrained(tmp_path / "config")
+    path = single_files.write(pipe, tmp_path / "model.safetensors")
+    server.objects["one/model.safetensors"] = path.read_bytes()
+    given = {"config": str(tmp_path / "config"), "dtype": "bfloat16"}
+    got = shmload.load_pipeline("s3://models/one/model.safetensors", **given)
+    assert_models_equal(got, shmload.load_pipeline(path, **given))
+    tensors = shmload.load_state_dict("s3://models/one/model.safetensors", "float16")
+    stored = load_file(path)
+    assert tensors.keys() == stored.keys()
+    assert all(torch.equal(tensors[name], stored[name].half()) for name in stored)
+
+
+def test_no_weight_is_written_to_a_disk(server):
+    shmload.load_pipeline(URL, dtype=torch.bfloat16)
+    folder = mirror_folder(URL).parent
+    biggest = max(len(content) for content in server.objects.values())
+    for path in (folder / "blobs").iterdir():
+        assert 512 * path.stat().st_blocks < max(biggest // 4, 64 << 10)
+    names = {path.name for path in folder.rglob("*.safetensors")}
+    assert "diffusion_pytorch_model.safetensors" in names
+
+
+def test_worker_processes_read_it(server, configure):
+    configure(inline_nbytes=0)
+    tensors = {"a": torch.rand(300, 1000), "b": torch.rand(77)}
+    server.objects["t/model.safetensors"] = save(tensors)
+    got = shmload.load_state_dict("s3://models/t/model.safetensors", "bfloat16", workers=2)
+    assert all(torch.equal(got[name], tensors[name].bfloat16()) for name in tensors)
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+def test_warm_plan_and_evict_take_the_url(server):
+    assert shmload.plan(URL, dtype="bfloat16").resident_nbytes == 0
+    report = shmload.warm(URL, dtype="bfloat16")
+    assert report.read_nbytes > 0
+    assert shmload.warm(URL, dtype="bfloat16").read_nbytes == 0
+    assert [model.name for model in shmload.models()] == ["sd"]
+    assert {each.name for each in shmload.evict(URL)} == set(report.segments)
+
+
+def test_offline_takes_the_mirror_as_it_is(server):
+    with pytest.raises(shmload.SourceNotFound, match="local_files_only"):
+        shmload.plan(URL, local_files_only=True)
+    shmload.warm(URL)
+    server.asked.clear()
+    assert shmload.warm(URL, local_files_only=True).read_nbytes == 0
+    assert not server.asked
+
+
+# Changes and troubles -----------------------------------------------------------------------------
+
+
+def test_replaced_object_gets_another_segment(server, saved):
+    first = shmload.load_model("AutoencoderKL", URL, subfolder="vae", keep=True)
+    name = "sd/vae/diffusion_pytorch_model.safetensors"
+    content = bytearray(server.objects[name])
+    content[-4:] = b"\0\0\x80?"  # one
+    server.objects[name] = bytes(content)
+    second = shmload.load_model("AutoencoderKL", URL, subfolder="vae", keep=True)
+    differ = [
+        path
+        for path, tensor in first.state_dict().items()
+        if not torch.equal(tensor, second.state_dict()[path])
+    ]
+    assert len(differ) == 1
+    assert len(shmload.segments()) == 2
+
+
+def test_object_that_is_replaced_during_the_load(server):
+    name = "sd/vae/diffusion_pytorch_model.safetensors"
+
+    def replace(asked, count):
+        if asked == name and count == 1:  # the request for the header
+            server.objects[name] = server.objects[name][::-1]
+        return ""
+
+    server.trouble = replace
+    with pytest.raises(shmload.ShardChanged):
+        shmload.load_model("AutoencoderKL", URL, subfolder="vae", keep=True)
+    assert shmload.segments() == []
+
+
+def test_object_that_cannot_be_read(server):
+    server.trouble = lambda name, count: "503" if name.endswith(".safetensors") else ""
+    with pytest.raises(shmload.ShardUnreadable, match="503") as caught:
+        shmload.warm(URL)
+    assert "s3://models/sd/" in str(caught.value)
+    assert "not to be seen" not in str(caught.value)
+    assert shmload.segments() == []
+
+
+def test_short_trouble_is_overcome(server, saved, monkeypatch):
+    monkeypatch.setattr(objects, "_BUDGET_S", 20.0)
+    server.trouble = lambda name, count: "cut" if count == 2 else "429" if count == 3 else ""
+    got = shmload.load_pipeline(URL, dtype=torch.bfloat16)
+    assert_models_equal(got, reference(saved("stable-diffusion"), torch.bfloat16))
+
+
+def test_nothing_there(server):
+    with pytest.raises(shmload.SourceNotFound, match="no object has a name"):
+        shmload.warm("s3://models/none")
+    with pytest.raises(shmload.SourceNotFound, match="does not exist"):
+        shmload.warm("s3://models/none.safetensors")
+
+
+def test_secrets_are_neither_sent_on_nor_logged(server, caplog):
+    with caplog.at_level("DEBUG"):
+        shmload.warm(URL)
+        server.trouble = lambda *_: "403"
+        with pytest.raises(shmload.ShmloadError) as caught:
+            shmload.load_state_dict(f"{URL}/unet/other.safetensors")
+    assert "not to be seen" not in caplog.text + str(caught.value)
+    assert not any("not to be seen" in told for told in server.told)
+
+
+def test_names_that_would_leave_the_mirror_are_left_out(server, tmp_path):
+    server.objects["bad/../../x.json"] = b"{}"
+    server.objects["bad/config.json"] = b"{}"
+    with pytest.raises(shmload.SourceNotFound):
+        shmload.warm("s3://models/bad")
+    assert {path.name for path in mirror_folder("s3://models/bad").rglob("*")} <= {"config.json"}
+
+
+def test_pointer_of_another_is_not_followed(server, tmp_path):
+    path = tmp_path / "model.safetensors"
+    write_pointer(path, objects.describe(f"{URL}/vae/diffusion_pytorch_model.safetensors"))
+    server.asked.clear()
+    with pytest.raises(shmload.ShardMalformed, match="not in shmload's cache"):
+        shmload.load_state_dict(path)
+    assert not server.asked
+
+
+def test_library_does_not_take_a_pointer_for_weights(server):
+    shmload.warm(URL)
+    folder = mirror_folder(URL) / "vae"
+    with pytest.raises(Exception, match=r"Unable to load weights|header"):
+        diffusers.AutoencoderKL.from_pretrained(folder)
+
+
+def test_wrong_rule_is_corrected_without_the_stored_file(server, saved, monkeypatch, tmp_path):
+    pipe = build("stable-diffusion")
+    pipe.save_pretrained(tmp_path / "config")
+    path = single_files.write(pipe, tmp_path / "model.safetensors")
+    server.objects["one/model.safetensors"] = path.read_bytes()
+    given = {"config": str(tmp_path / "config"), "subfolder": "vae", "dtype": torch.bfloat16}
+    monkeypatch.setattr(
+        single_file.SingleFileMaker,
+        "computed",
+        property(lambda self: "mul", lambda self, value: None),
+        raising=False,
+    )
+    got = shmload.load_model("AutoencoderKL", "s3://models/one/model.safetensors", **given)
+    assert_component_equal(got, shmload.load_model("AutoencoderKL", path, **given), "vae")
+
+
+def test_without_obstore_the_package_is_named(server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    objects._obstore.cache_clear()
+    with pytest.raises(shmload.LibraryMissing, match=r"pip install .*shmload\[cloud\]"):
+        shmload.warm(URL)
+    objects._obstore.cache_clear()
+
+
+@pytest.mark.parametrize("url", ["https://host/a?key=1", "http://example.org/a"])
+def test_url_that_is_not_safe(url, evicts):
+    with pytest.raises(shmload.ArgumentError):
+        shmload.warm(url)
