@@ -121,7 +121,10 @@ class Reader:
             self._ranges = None
 
     def read(
-        self, source: Source, spans: Sequence[Span], wait_longer: Callable[[], None]
+        self,
+        source: Source,
+        spans: Sequence[Span],
+        wait_longer: Callable[[], None] = lambda: None,
     ) -> _Views:
         """Yield the bytes of each span, in order; each is valid until the next is asked for.
 

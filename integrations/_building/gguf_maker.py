@@ -15,6 +15,7 @@ from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.formats.gguf import GGUF
 from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.header import Header
+from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._host.descriptors import Descriptor
@@ -36,6 +37,8 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
     Raises:
         ShardUnreadable: it cannot be opened or read.
     """
+    if is_url(path):
+        return False
     with Descriptor(open_source(Path(path))) as file:
         return detect_format(file.fd, path) is GGUF
 

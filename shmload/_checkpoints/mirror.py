@@ -81,13 +81,15 @@ def mirror(url: str, *, is_offline: bool) -> Path:
         SourceNotFound: there is nothing, or it cannot be read.
     """
     require_readable_url(url)
+    is_file = url.endswith(SAFETENSORS.suffixes)
+    if is_of_weights(url) and not is_file:
+        raise SourceNotFound(url, "only safetensors are read from there; download the file first")
     root = mirror_folder(url)
     if is_offline:
         if not root.exists():
             raise SourceNotFound(url, "not in the cache, and local_files_only forbids to ask")
         return root
     try:
-        is_file = url.endswith(SAFETENSORS.suffixes)
         found = {"": describe(url)} if is_file else _find(url.rstrip("/"))
         if not found:
             raise SourceNotFound(url, "no object has a name that begins so")

@@ -16,11 +16,13 @@ from shmload._checkpoints.formats.known import format_names
 from shmload._doctor.speed import CopySpeed, ReadSpeed
 from shmload._host.procfs import FileSystem
 from shmload._host.reading import Reading
+from shmload._loading.plan import Plan
 from shmload._segments.eviction import Budget
 from shmload._service.protocol import VERSION, Status
 from shmload._settings import ServiceUse
-from shmload._wording import format_nbytes
+from shmload._wording import count_of, format_nbytes
 from shmload.errors import PeerRefused, ServiceUnavailable, ShmloadError
+from shmload.workers.ranges import RANGE_NBYTES, REQUESTS
 
 # Below the first (docker's default for /dev/shm is 64 MiB) almost no model fits. The second is the
 # size of Stable Diffusion 1.5 in 16 bits.
@@ -333,6 +335,25 @@ def check_source(
     if resident:
         detail += f"; {format_nbytes(resident)} resident"
     return _finding("source", "warn" if is_remote else "ok", detail, _warm(source, dtype))
+
+
+def check_objects(source: str, planned: Plan | ShmloadError) -> Finding:
+    """Check a source in a bucket or on a web server.
+
+    Args:
+        source: its URL.
+        planned: what a load would do, or the error for which there is none.
+    """
+    if isinstance(planned, ShmloadError):
+        return Finding("source", "bad", str(planned), f"shmload plan {shlex.quote(source)}")
+    nbytes = sum(shard.read_nbytes for shard in planned.shards)
+    count = len(planned.shards)
+    detail = (
+        f"{format_nbytes(nbytes)} in {count_of(count, 'object')}, which each worker reads in "
+        f"{REQUESTS} ranges of {format_nbytes(RANGE_NBYTES)} at a time; "
+        f"{format_nbytes(planned.resident_nbytes)} resident"
+    )
+    return Finding("source", "ok", detail)
 
 
 def check_read_speed(

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from shmload._checkpoints.library import library
+from shmload._checkpoints.remote import is_url
 from shmload._doctor.checks import (
     Finding,
     check_budget,
@@ -26,6 +27,7 @@ from shmload._doctor.checks import (
     check_leftovers,
     check_locked_memory,
     check_machine_memory,
+    check_objects,
     check_open_files,
     check_read_speed,
     check_reading,
@@ -193,6 +195,9 @@ def _service_pid(path: Path) -> int | None:
 
 
 def _diagnose_source(source: str, dtype: object, planned: Plan | ShmloadError) -> Iterator[Finding]:
+    if is_url(source):
+        yield check_objects(source, planned)
+        return
     try:
         if isinstance(planned, ShmloadError):
             raise planned

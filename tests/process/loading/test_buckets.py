@@ -14,6 +14,7 @@ import shmload
 from benchmarks import single_files
 from shmload._checkpoints import objects
 from shmload._checkpoints.remote import mirror_folder, write_pointer
+from shmload._doctor.doctor import diagnose
 from shmload.integrations._building import single_file
 
 pytestmark = pytest.mark.libraries
@@ -145,6 +146,24 @@ def test_offline_takes_the_mirror_as_it_is(server):
     assert not server.asked
 
 
+def test_handle_loads_without_asking_for_the_list(server):
+    with shmload.share(URL, dtype="bfloat16") as handle:
+        server.asked.clear()
+        assert handle.load().unet.dtype is torch.bfloat16
+        assert not server.asked
+
+
+def test_doctor_names_the_objects_and_asks_for_nothing(server):
+    found = {finding.name: finding for finding in diagnose(URL)}
+    assert found["source"].remedy == f"shmload plan {URL}"
+    shmload.plan(URL)
+    server.asked.clear()
+    found = {finding.name: finding for finding in diagnose(URL)}
+    assert "4 objects" in found["source"].detail
+    assert found["source"].state == "ok"
+    assert not server.asked
+
+
 # Changes and troubles -----------------------------------------------------------------------------
 
 
@@ -199,6 +218,8 @@ def test_nothing_there(server):
         shmload.warm("s3://models/none")
     with pytest.raises(shmload.SourceNotFound, match="does not exist"):
         shmload.warm("s3://models/none.safetensors")
+    with pytest.raises(shmload.SourceNotFound, match="only safetensors are read"):
+        shmload.warm("s3://models/model.gguf")
 
 
 def test_secrets_are_neither_sent_on_nor_logged(server, caplog):

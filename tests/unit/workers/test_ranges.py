@@ -5,43 +5,41 @@ import threading
 import pytest
 
 from shmload._checkpoints.remote import FetchError, RemoteObject
-from shmload._segments.pieces import Run
 from shmload.workers import ranges
-from shmload.workers.ranges import RangeReader, spans_of
+from shmload.workers.ranges import RANGE_NBYTES, RangeReader, join_spans
+from shmload.workers.reader import Span
 
 MB = 1 << 20
 CONTENT = bytes(range(251)) * 100_000
 OBJECT = RemoteObject(url="s3://b/model.safetensors", nbytes=len(CONTENT), tag="t")
 
 
-def run(source_offset, nbytes, target_offset=0):
-    return Run(
-        source_offset=source_offset,
-        target_offset=target_offset,
-        count=nbytes // 2,
-        source="F16",
-        target="F16",
-    )
+def whole(begin, nbytes):
+    """Return spans of 1 MiB."""
+    return [Span(at, min(MB, begin + nbytes - at)) for at in range(begin, begin + nbytes, MB)]
 
 
 @pytest.mark.parametrize(
-    ("runs", "spans"),
+    ("spans", "wanted"),
     [
         ([], []),
-        ([(8, 100)], [(8, 108)]),
-        ([(0, 20 * MB)], [(0, 8 * MB), (8 * MB, 16 * MB), (16 * MB, 20 * MB)]),
-        ([(0, 100), (100, 50)], [(0, 150)]),
-        ([(0, 100), (1000, 50)], [(0, 1050)]),  # a small gap is read, too
-        ([(0, 100), (MB, 50)], [(0, 100), (MB, MB + 50)]),
-        ([(1000, 100), (0, 50)], [(1000, 1100), (0, 50)]),
+        ([Span(8, 100)], [(8, 108)]),
+        (whole(0, 20 * MB), [(0, 8 * MB), (8 * MB, 16 * MB), (16 * MB, 20 * MB)]),
+        ([Span(0, 100), Span(100, 50)], [(0, 150)]),
+        ([Span(0, 100), Span(1000, 50)], [(0, 1050)]),  # a small gap is read, too
+        ([Span(0, 100), Span(MB, 50)], [(0, 100), (MB, MB + 50)]),
+        ([Span(1000, 100), Span(0, 50)], [(1000, 1100), (0, 50)]),
     ],
 )
-def test_spans(runs, spans):
-    assert list(spans_of(run(*each) for each in runs)) == spans
+def test_spans_are_joined(spans, wanted):
+    found = list(join_spans(spans))
+    assert [(each.begin, each.end) for each in found] == wanted
+    assert [span for each in found for span in each.spans] == spans
+    assert all(each.end - each.begin <= RANGE_NBYTES for each in found)
 
 
 @pytest.fixture
-def reader(monkeypatch):
+def asked(monkeypatch):
     asked = []
 
     def fetch(wanted, begin, end):
@@ -49,57 +47,43 @@ def reader(monkeypatch):
         return CONTENT[begin:end]
 
     monkeypatch.setattr(ranges, "fetch", fetch)
-    reader = RangeReader(OBJECT)
-    reader.asked = asked
+    return asked
+
+
+@pytest.fixture
+def reader():
+    reader = RangeReader()
     yield reader
     reader.close()
 
 
-def read_all(reader, runs, block=1 << 20):
-    found = b""
-    for each in runs:
-        end = each.source_offset + 2 * each.count
-        for first in range(each.source_offset, end, block):
-            buffer = memoryview(bytearray(min(block, end - first)))
-            reader.read(buffer, first)
-            found += bytes(buffer)
-    return found
+def test_bytes_come_in_the_order_of_the_spans(reader, asked):
+    spans = [*whole(16, 20 * MB), Span(21 * MB, 400), Span(2, 8), Span(22 * MB, 100)]
+    found = [bytes(view) for view in reader.read(OBJECT, spans, lambda: None)]
+    assert found == [CONTENT[offset : offset + nbytes] for offset, nbytes in spans]
+    assert sorted(asked) == sorted((each.begin, each.end) for each in join_spans(spans))
 
 
-@pytest.mark.parametrize("block", [1 << 20, 12_345])
-def test_bytes_come_in_the_order_of_the_runs(reader, block):
-    runs = [run(16, 20 * MB), run(21 * MB, 400), run(2, 8), run(22 * MB, 100)]
-    reader.begin(runs, lambda _: None)
-    wanted = b"".join(CONTENT[r.source_offset : r.source_offset + 2 * r.count] for r in runs)
-    assert read_all(reader, runs, block) == wanted
+def test_what_is_not_read_to_its_end_asks_for_no_more(reader, asked):
+    views = reader.read(OBJECT, whole(0, 22 * MB)[::-1], lambda: None)
+    next(views)
+    views.close()
+    assert len(asked) <= ranges.REQUESTS + 1
+    assert [bytes(view) for view in reader.read(OBJECT, [Span(4, 10)], lambda: None)] == [
+        CONTENT[4:14]
+    ]
 
 
-def test_no_range_is_asked_for_twice(reader):
-    runs = [run(0, 20 * MB)]
-    reader.begin(runs, lambda _: None)
-    read_all(reader, runs)
-    assert sorted(reader.asked) == list(spans_of(runs))
-
-
-def test_next_piece_forgets_the_last(reader):
-    reader.begin([run(0, 20 * MB)], lambda _: None)
-    reader.begin([run(4, 10)], lambda _: None)
-    assert read_all(reader, [run(4, 10)]) == CONTENT[4:14]
-
-
-def test_error_of_a_request_is_raised(monkeypatch):
+def test_error_of_a_request_is_raised(reader, monkeypatch):
     def fail(*_):
         raise FetchError("no")
 
     monkeypatch.setattr(ranges, "fetch", fail)
-    reader = RangeReader(OBJECT)
-    reader.begin([run(0, 8)], lambda _: None)
     with pytest.raises(FetchError, match="no"):
-        read_all(reader, [run(0, 8)])
-    reader.close()
+        list(reader.read(OBJECT, [Span(0, 8)], lambda: None))
 
 
-def test_worker_says_that_it_lives_while_it_waits(monkeypatch):
+def test_worker_says_that_it_lives_while_it_waits(reader, monkeypatch):
     said = threading.Event()
 
     def fetch(wanted, begin, end):
@@ -108,7 +92,5 @@ def test_worker_says_that_it_lives_while_it_waits(monkeypatch):
 
     monkeypatch.setattr(ranges, "fetch", fetch)
     monkeypatch.setattr(ranges, "_SIGN_OF_LIFE_S", 0.01)
-    reader = RangeReader(OBJECT)
-    reader.begin([run(0, 8)], lambda nbytes: said.set())
-    assert read_all(reader, [run(0, 8)]) == CONTENT[:8]
-    reader.close()
+    (view,) = reader.read(OBJECT, [Span(0, 8)], said.set)
+    assert bytes(view) == CONTENT[:8]
