@@ -332,7 +332,7 @@ def _resolve_component(given: str | os.PathLike[str], root: Path, choice: Choice
             given=given, root=root, class_name="", components=(), checkpoints=(checkpoint,)
         )
     names = os.listdir(root)
-    adapters, others = find_adapters(names)
+    adapters, others = find_adapters(root, names)
     if adapters:
         return _adapters(given, root, adapters)
     if len(others) == 1:  # so do the libraries' loaders of adapters

@@ -9,6 +9,7 @@ import msgspec
 
 from shmload._checkpoints.formats import known
 from shmload._checkpoints.formats.format import Format
+from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.indexes import indexed_shards
 from shmload._host.descriptors import Descriptor
@@ -20,13 +21,22 @@ from shmload.errors import CheckpointError
 _VARIANT = re.compile(r"[a-z_]+\.([A-Za-z]\w*)(?:-\d+-of-\d+)?")
 
 # A model's weights of any variant, and their index.
-_MODELS = re.compile("(?:" + "|".join(map(re.escape, SAFETENSORS.base_names.values())) + r")[.-]")
+_MODELS = re.compile(
+    "|".join(
+        rf"{re.escape(base)}[.-]"
+        for base in dict.fromkeys(
+            (*SAFETENSORS.base_names.values(), *PYTORCH.base_names.values()),
+        )
+    )
+)
 # Of formats some of whose files are left to the libraries.
 _IN_DOUBT = tuple(
     suffix for each in known.FORMATS if each.may_be_unread for suffix in each.suffixes
 )
-# LORA_WEIGHT_NAME_SAFE and TEXT_INVERSION_NAME_SAFE of diffusers, and peft's name.
-_ADAPTER = re.compile(r"(?:pytorch_lora_weights|learned_embeds|adapter_model)\.safetensors")
+# LORA_WEIGHT_NAME and TEXT_INVERSION_NAME of diffusers, and peft's name.
+_ADAPTERS = ("pytorch_lora_weights", "learned_embeds", "adapter_model")
+# In the order in which the libraries look for them.
+_OF_ADAPTERS = (SAFETENSORS.suffixes, PYTORCH.suffixes)
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -101,19 +111,27 @@ def why_file_is_unread(path: Path) -> CheckpointError | None:
     return None
 
 
-def find_adapters(names: Collection[str]) -> tuple[list[str], list[str]]:
+def find_adapters(folder: Path, names: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the files of weights in a folder that no model's weights are in.
 
+    Files that only the libraries read are not among them.
+
     Args:
+        folder: that may have adapters.
         names: of all files in it.
 
     Returns:
         Those that a library loads without being told a name; and all that it loads by name, if
-        nothing there belongs to a model.
+        nothing there belongs to a model. Where there are safetensors, no others are: these may be
+        anything, such as the state of an optimizer.
     """
-    known = sorted(name for name in names if name.endswith(SAFETENSORS.suffixes))
-    adapters = [name for name in known if _ADAPTER.fullmatch(name)]
-    return adapters, [] if any(map(_MODELS.match, names)) else known
+    for suffixes in _OF_ADAPTERS:
+        there = sorted(name for name in names if name.endswith(suffixes))
+        known = [name for name in there if not why_file_is_unread(folder / name)]
+        if known:
+            adapters = [name for name in known if name.rpartition(".")[0] in _ADAPTERS]
+            return adapters, [] if any(map(_MODELS.match, names)) else known
+    return [], []
 
 
 def is_of_model(name: str) -> bool:

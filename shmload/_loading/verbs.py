@@ -16,6 +16,7 @@ from shmload._checkpoints.library import library
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
+from shmload._checkpoints.weights import name_as_safetensors
 from shmload._host.collector import paused_gc
 from shmload._host.linux import open_source
 from shmload._loading.complete import complete_load
@@ -333,9 +334,22 @@ def view(
                 yield lent.path
         except Exception as exc:
             repair_errors(exc, repair.text)
-            if note:
-                exc.add_note(f"shmload: {note}")
+            for each in filter(None, (note, _note_of_other_name(found, str(exc)))):
+                exc.add_note(f"shmload: {each}")
             raise
+
+
+def _note_of_other_name(source: Source, text: str) -> str:
+    """Say what a file is called in the view, if a library's error names it; else empty.
+
+    A library that is told to load `lora.bin` finds no such file: a segment is in safetensors.
+    """
+    for checkpoint in source.checkpoints:
+        for shard in checkpoint.shards:
+            name = name_as_safetensors(shard.name)
+            if name != shard.name and shard.name in text:
+                return f"in the view {shard.name} is called {name}: give that name"
+    return ""
 
 
 def _note_of_left_out(source: Source, variant: str | None) -> str:

@@ -8,6 +8,7 @@ without an archive, other classes than tensors, transposed tensors.
 import dataclasses
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from shmload._checkpoints.formats.foreign import PICKLE, refuse
@@ -39,6 +40,9 @@ _NAME_BEGIN = 30
 _NESTED = "state_dict"
 _MAX_DEPTH = 4
 _OF_ONE_MODEL = ".bin"
+# An IP-Adapter has two state dicts. Its loader in diffusers joins these names and those of the
+# tensors with a dot, if the file is in safetensors.
+_IP_ADAPTER = {"image_proj", "ip_adapter"}
 
 
 def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
@@ -90,8 +94,18 @@ def _read_kept(file: _File) -> Header:
     for _ in range(_MAX_DEPTH):  # a dict may be in itself
         if file.may_be_nested and isinstance(found.get(_NESTED), dict):
             found = found[_NESTED]
+    if found.keys() == _IP_ADAPTER:
+        found = {name: each for part in found for name, each in _with_prefix(part, found[part])}
     tensors = tuple(_place(name, tensor, folder, members) for name, tensor in found.items())
     return Header(tensors=tensors, metadata=None, data_offset=0)
+
+
+def _with_prefix(prefix: str, part: object) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a state dict in another, with the names that they have in one."""
+    if not isinstance(part, dict) or not all(isinstance(name, str) for name in part):
+        raise UnknownPickle(f"its {prefix!r} is no dict of tensors with names")
+    for name, tensor in part.items():
+        yield f"{prefix}.{name}", tensor
 
 
 def _place(name: object, tensor: object, folder: str, members: dict[str, Member]) -> TensorSpec:

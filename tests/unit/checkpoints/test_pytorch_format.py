@@ -77,6 +77,17 @@ def test_state_dict_of_a_whole_file_is_found_and_that_of_a_model_is_not(header_o
         header_of(nested, "pytorch_model.bin")
 
 
+def test_two_state_dicts_of_an_ip_adapter_are_one_as_in_safetensors(header_of):
+    parts = {"image_proj": {"a.weight": torch.ones(2)}, "ip_adapter": {"1.b": torch.ones(3)}}
+    found = header_of(parts, "ip-adapter.bin").tensors
+    assert [spec.name for spec in found] == ["image_proj.a.weight", "ip_adapter.1.b"]
+    for other in ({"a": {"b": torch.ones(1)}}, torch.ones(1), {3: torch.ones(1)}):
+        with pytest.raises(PickleUnread, match=r"'ip_adapter' is no dict|is no tensor"):
+            header_of(parts | {"ip_adapter": other}, "ip-adapter.bin")
+    with pytest.raises(PickleUnread, match="'image_proj' is no tensor"):
+        header_of(parts | {"more": torch.ones(1)}, "ip-adapter.bin")
+
+
 @pytest.mark.parametrize("name", ["a", "pytorch_model-00001-of-00002", "n" * 200])
 def test_file_is_recognised_whatever_name_its_archive_has(tmp_path, name):
     path = tmp_path / f"{name}.bin"

@@ -1,0 +1,247 @@
+"""The libraries' loaders of adapters take a view, or a state dict, and give the same model."""
+
+import diffusers
+import peft
+import pytest
+import torch
+import transformers
+from comparing import as_bytes
+from mappings import Mappings
+from safetensors.torch import save_file
+
+import shmload
+
+pytestmark = pytest.mark.libraries
+
+_DTYPES = [torch.float32, torch.bfloat16]
+_TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj"]
+
+
+def noise(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def new_pipeline(source, dtype=torch.float32):
+    return diffusers.StableDiffusionPipeline.from_pretrained(
+        source, safety_checker=None, torch_dtype=dtype
+    )
+
+
+def state_of(pipe):
+    models = {k: v for k, v in pipe.components.items() if isinstance(v, torch.nn.Module)}
+    return {
+        f"{name}.{key}": (tensor.dtype, tensor.shape, as_bytes(tensor))
+        for name, model in models.items()
+        for key, tensor in model.state_dict().items()
+    }
+
+
+def adapters_of(pipe):
+    configs = (getattr(part, "peft_config", {}) for part in pipe.components.values())
+    return [{name: each.to_dict() for name, each in config.items()} for config in configs]
+
+
+def places_of_adapters(pipe):
+    mappings = Mappings()
+    tensors = (*pipe.unet.named_parameters(), *pipe.text_encoder.named_parameters())
+    names = [mappings.find(tensor)[1] for name, tensor in tensors if "lora" in name]
+    return {"segment" if "/shmload-" in name else name for name in names}
+
+
+def save_both(tensors, folder, stem):
+    """Save a state dict as safetensors and as a file of PyTorch, each in a folder of its own."""
+    for suffix, save in ((".safetensors", save_file), (".bin", torch.save)):
+        path = folder / suffix[1:] / f"{stem}{suffix}"
+        path.parent.mkdir(parents=True)
+        save(tensors, path)
+
+
+# LoRA ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loras(saved, tmp_path_factory):
+    """Folders of one LoRA: `diffusers/bin`, `kohya/safetensors` and so on."""
+    folder = tmp_path_factory.mktemp("loras")
+    pipe = new_pipeline(saved("stable-diffusion"))
+    states = {}
+    for name, targets in (("unet", ["to_q", "to_v"]), ("text_encoder", _TARGETS)):
+        model = getattr(pipe, name)
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+        states[name] = peft.get_peft_model_state_dict(model)
+    of_diffusers = {
+        f"{name}.{key}": noise(*tensor.shape)
+        for name, state in states.items()
+        for key, tensor in state.items()
+    }
+    save_both(of_diffusers, folder / "diffusers", "pytorch_lora_weights")
+    save_both(dict(as_kohya(of_diffusers)), folder / "kohya", "my.lora.v1")
+    return folder
+
+
+def as_kohya(tensors):
+    for key, tensor in tensors.items():
+        name, _, rest = key.partition(".")
+        path, kind = rest.removeprefix("text_model.").split(".lora_")
+        prefix = "lora_unet_" if name == "unet" else "lora_te_text_model_"
+        base = prefix + path.replace(".", "_")
+        yield f"{base}.lora_{'down' if kind[0] == 'A' else 'up'}.weight", tensor
+        yield f"{base}.alpha", torch.tensor(1.0)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "name", ["diffusers/safetensors", "diffusers/bin", "kohya/safetensors", "kohya/bin"]
+)
+def test_lora_is_that_of_the_library(saved, loras, name, dtype, caplog):
+    source, folder = saved("stable-diffusion"), loras / name
+    (file,) = folder.iterdir()
+    wanted = new_pipeline(source, dtype)
+    wanted.load_lora_weights(str(file))
+    for given in (folder, file):
+        got = new_pipeline(source, dtype)
+        with shmload.view(given, dtype=dtype) as path:
+            got.load_lora_weights(path)
+        assert state_of(got) == state_of(wanted)
+        assert adapters_of(got) == adapters_of(wanted)
+        assert "/dev/shm" not in str(adapters_of(got))
+        if name.startswith("diffusers") and dtype == torch.bfloat16:
+            assert places_of_adapters(got) == {"segment"}
+    got = new_pipeline(source, dtype)
+    got.load_lora_weights(shmload.load_state_dict(folder))
+    assert state_of(got) == state_of(wanted)
+    assert "left to the library" not in caplog.text
+
+
+def test_file_that_has_another_name_in_the_view_is_told(saved, loras):
+    folder, names = loras / "kohya" / "bin", ("my.lora.v1.bin", "my.lora.v1.safetensors")
+    pipe = new_pipeline(saved("stable-diffusion"))
+    with (
+        pytest.raises(OSError, match=r"no file named my\.lora\.v1\.bin") as caught,
+        shmload.view(folder, weight_name=names[0]) as path,
+    ):
+        pipe.load_lora_weights(path, weight_name=names[0])
+    (note,) = caught.value.__notes__
+    assert f"{names[0]} is called {names[1]}: give that name" in note
+    with shmload.view(folder, weight_name=names[0]) as path:
+        pipe.load_lora_weights(path, weight_name=names[1])
+
+
+@pytest.mark.filterwarnings("ignore:Could not find a config file")
+@pytest.mark.parametrize("safe", [True, False])
+def test_adapter_of_peft_is_that_of_the_library(saved, tmp_path, safe):
+    def base():
+        return transformers.CLIPTextModel.from_pretrained(
+            saved("stable-diffusion"), subfolder="text_encoder"
+        )
+
+    config = peft.LoraConfig(r=2, target_modules=_TARGETS, init_lora_weights=False)
+    peft.get_peft_model(base(), config).save_pretrained(tmp_path, safe_serialization=safe)
+    wanted = peft.PeftModel.from_pretrained(base(), str(tmp_path))
+    with shmload.view(tmp_path) as path:
+        assert (path / "adapter_model.safetensors").is_symlink()
+        got = peft.PeftModel.from_pretrained(base(), str(path))
+    assert got.peft_config["default"].to_dict() == wanted.peft_config["default"].to_dict()
+    mine, theirs = got.state_dict(), wanted.state_dict()
+    assert {k: as_bytes(v) for k, v in mine.items()} == {k: as_bytes(v) for k, v in theirs.items()}
+
+
+# Others -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["learned_embeds.bin", "learned_embeds.safetensors"])
+def test_textual_inversion_is_that_of_the_library(saved, tmp_path, name):
+    source, path = saved("stable-diffusion"), tmp_path / name
+    (save_file if name.endswith(".safetensors") else torch.save)({"<cat>": noise(1, 32)}, path)
+
+    def inverted(given):
+        pipe = new_pipeline(source)
+        torch.manual_seed(0)  # for the rows of the table that are new
+        pipe.load_textual_inversion(given)
+        return state_of(pipe), pipe.tokenizer.get_vocab()
+
+    wanted = inverted(str(path))
+    for lent in (shmload.view(path), shmload.view(tmp_path)):
+        with lent as given:
+            assert inverted(str(given)) == wanted
+    assert inverted(shmload.load_state_dict(tmp_path)) == wanted
+
+
+def ip_adapter_of(unet):
+    """Return the two state dicts of an IP-Adapter, which has numbers for a UNet's layers."""
+    image = {"proj.weight": noise(4 * 32, 16), "proj.bias": noise(4 * 32)}
+    image |= {"norm.weight": noise(32), "norm.bias": noise(32)}
+    names = [each for each in unet.attn_processors if each.endswith("attn2.processor")]
+    attention = {}
+    for number, name in enumerate(names):
+        width = unet.get_submodule(name.removesuffix(".processor")).to_k.out_features
+        attention[f"{2 * number + 1}.to_k_ip.weight"] = noise(width, 32)
+        attention[f"{2 * number + 1}.to_v_ip.weight"] = noise(width, 32) * 2
+    return {"image_proj": image, "ip_adapter": attention}
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
+def test_ip_adapter_is_that_of_the_library(saved, tmp_path, suffix, dtype):
+    source, models = saved("stable-diffusion"), tmp_path / "models"
+    encoder = transformers.CLIPVisionModelWithProjection(
+        transformers.CLIPVisionConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=2,
+            num_hidden_layers=1,
+            image_size=16,
+            patch_size=8,
+            projection_dim=16,
+        )
+    )
+    encoder.save_pretrained(models / "image_encoder")
+    wanted = new_pipeline(source, dtype)
+    parts = ip_adapter_of(wanted.unet)
+    flat = {f"{name}.{key}": each for name, part in parts.items() for key, each in part.items()}
+    weight_name = f"ip-adapter_sd15{suffix}"
+    if suffix == ".bin":
+        torch.save(parts, models / weight_name)
+    else:
+        save_file(flat, models / weight_name)
+    wanted.load_ip_adapter(str(tmp_path), subfolder="models", weight_name=weight_name)
+    name = "ip-adapter_sd15.safetensors"
+    with shmload.view(tmp_path, subfolder="models", weight_name=weight_name, dtype=dtype) as path:
+        got = new_pipeline(source, dtype)
+        got.load_ip_adapter(str(path), subfolder="", weight_name=name)
+        assert state_of(got) == state_of(wanted)
+        # The image encoder may be shared, too.
+        got = new_pipeline(source, dtype)
+        image_encoder = shmload.load_model(
+            "CLIPVisionModelWithProjection", models, subfolder="image_encoder", dtype=dtype
+        )
+        got.register_modules(image_encoder=image_encoder)
+        got.load_ip_adapter(str(path), subfolder="", weight_name=name, image_encoder_folder=None)
+        assert state_of(got) == state_of(wanted)
+    found = shmload.load_state_dict(models, weight_name=weight_name)
+    assert {k: as_bytes(v) for k, v in found.items()} == {k: as_bytes(v) for k, v in flat.items()}
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_control_net_and_t2i_adapter_are_those_of_the_library(saved, tmp_path, safe):
+    unet = diffusers.UNet2DConditionModel.from_pretrained(
+        saved("stable-diffusion"), subfolder="unet"
+    )
+    t2i = diffusers.T2IAdapter(in_channels=3, channels=[8], num_res_blocks=1, downscale_factor=8)
+    for model in (diffusers.ControlNetModel.from_unet(unet), t2i):
+        folder, cls = tmp_path / type(model).__name__, type(model)
+        model.save_pretrained(folder, safe_serialization=safe)
+        wanted = cls.from_pretrained(folder, torch_dtype=torch.bfloat16).state_dict()
+        with shmload.view(folder, dtype="bfloat16") as path:
+            lent = cls.from_pretrained(path, torch_dtype=torch.bfloat16)
+        for got in (lent, shmload.load_model(cls, folder, dtype="bfloat16")):
+            found = got.state_dict()
+            assert list(found) == list(wanted)
+            assert all(map(torch.equal, found.values(), wanted.values()))
+
+
+def test_files_of_pytorch_beside_safetensors_are_no_adapters(tmp_path):
+    save_file({"a": noise(2)}, tmp_path / "my-style.safetensors")
+    for name in ("optimizer.bin", "pytorch_lora_weights.bin"):
+        torch.save({"b": noise(3)}, tmp_path / name)
+    assert shmload.load_state_dict(tmp_path).keys() == {"a"}
