@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.bench import Bench
+from benchmarks.bucket_measures import measure_bucket
 from benchmarks.figures import Figure, Line, Target
 from benchmarks.gguf_measures import measure_gguf, measure_gguf_floats
 from benchmarks.measures import FROM_PRETRAINED, LOAD_PIPELINE, attach_resident
@@ -114,4 +115,5 @@ FORMAT_MEASURES = {
     "single-file": measure_single_file,
     "gguf": measure_gguf,
     "gguf-floats": measure_gguf_floats,
+    "bucket": measure_bucket,
 }
