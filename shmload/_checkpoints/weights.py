@@ -14,7 +14,7 @@ from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.indexes import indexed_shards
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
-from shmload.errors import CheckpointError
+from shmload.errors import CheckpointError, ShardTruncated
 
 # As in `model.fp16.safetensors` and `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`,
 # without the suffix.
@@ -78,6 +78,7 @@ def find_shards(
 
     Raises:
         IndexMalformed, ShardMissing: as `indexed_shards`.
+        ShardTruncated: a file of a format that `may_be_unread` has no end.
     """
     applicable = _applicable_variant(names, choice.variant)
     candidates = (
@@ -90,7 +91,13 @@ def find_shards(
     if found is None:
         return ()
     shards = indexed_shards(folder / found) if found.endswith(".json") else (folder / found,)
-    return () if any(map(why_file_is_unread, shards)) else shards
+    for shard in shards:
+        cause = why_file_is_unread(shard)
+        if isinstance(cause, ShardTruncated):  # no library loads it, and says less
+            raise cause
+        if cause:
+            return ()
+    return shards
 
 
 def why_file_is_unread(path: Path) -> CheckpointError | None:

@@ -131,15 +131,19 @@ class KindNotDequantised(CheckpointError):
 
 
 class ShardTruncated(CheckpointError):
-    """A shard is shorter than its header says."""
+    """A shard is shorter than its header says, or has no end.
 
-    def __init__(self, path: _Path, wanted: int, got: int) -> None:
+    Attributes:
+        wanted: its size by its header, in bytes; None if only its end says that.
+        got: its size, in bytes.
+    """
+
+    def __init__(self, path: _Path, wanted: int | None, got: int) -> None:
         self.path = path
         self.wanted = wanted
         self.got = got
-        super().__init__(
-            f"{path} is truncated: {wanted} bytes expected, {got} there; download it again"
-        )
+        expected = "it has no end" if wanted is None else f"{wanted} bytes expected"
+        super().__init__(f"{path} is truncated: {expected}, {got} there; download it again")
 
 
 class ShardChanged(CheckpointError):

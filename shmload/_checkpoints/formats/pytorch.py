@@ -19,11 +19,17 @@ from shmload._checkpoints.formats.tensor_pickle import (
     read_pickle,
     shorten,
 )
-from shmload._checkpoints.formats.zip_archive import BadArchive, Member, read_members
+from shmload._checkpoints.formats.zip_archive import (
+    BadArchive,
+    CutShort,
+    Member,
+    read_members,
+)
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload.errors import (
     PickleUnread,
     ShardMalformed,
+    ShardTruncated,
     ShardUnreadable,
     ShmloadError,
     WrongFormat,
@@ -51,6 +57,7 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
     Raises:
         PickleUnread: it has something that is left to the libraries, or is damaged.
         ShardMalformed: it is no file of PyTorch.
+        ShardTruncated: its end is missing.
         ShardUnreadable: the kernel reports an error.
     """
     try:
@@ -59,6 +66,8 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         stamp = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
         try:
             return _read_kept(_File(fd, found.st_size, stamp, may_be_nested=not is_model))
+        except CutShort:
+            raise ShardTruncated(path, None, found.st_size) from None
         except (BadArchive, UnknownPickle) as exc:
             error = refuse(fd, path, ShardMalformed(path, str(exc), "PyTorch"))
             is_pickle = isinstance(error, WrongFormat) and error.kind == PICKLE

@@ -29,6 +29,10 @@ class BadArchive(Exception):
     """The archive breaks the format, or uses a part of it that is not read here."""
 
 
+class CutShort(BadArchive):
+    """The archive has a beginning and no end."""
+
+
 class Member(msgspec.Struct, frozen=True, gc=False):
     """One stored file of an archive."""
 
@@ -45,6 +49,7 @@ def read_members(fd: int, nbytes: int) -> dict[str, Member]:
         nbytes: its size.
 
     Raises:
+        CutShort: it has a beginning and no end.
         BadArchive: it is damaged, encrypted or compressed, names a member twice, or has anything
             behind its directory.
         OSError: it cannot be read.
@@ -63,6 +68,8 @@ def _find_directory(fd: int, nbytes: int) -> tuple[int, int, int]:
     """Return the central directory's offset, its size in bytes, and its number of entries."""
     end = _read(fd, _END, nbytes - _END.size)
     if end[0] != b"PK\5\6":
+        if _is_cut_short(fd, nbytes):
+            raise CutShort("it is cut short")
         raise BadArchive("it does not end with a zip archive's directory")
     count, size, begin = end[4:7]
     behind = nbytes - _END.size
@@ -77,6 +84,14 @@ def _find_directory(fd: int, nbytes: int) -> tuple[int, int, int]:
     if size > _MAX_DIRECTORY_NBYTES or begin + size != behind or count > size // _ENTRY.size:
         raise BadArchive("its directory does not lie where its end says")
     return begin, size, count
+
+
+def _is_cut_short(fd: int, nbytes: int) -> bool:
+    """Tell whether an archive has no end, which a comment of 64 KiB may follow."""
+    behind = _END.size + (1 << 16)
+    return os.pread(fd, 4, 0) == b"PK\3\4" and b"PK\5\6" not in os.pread(
+        fd, behind, max(0, nbytes - behind)
+    )
 
 
 def _entries(directory: bytes, count: int) -> Iterator[tuple[str, int, int]]:

@@ -114,7 +114,7 @@ def test_damaged_file_is_refused_by_the_format_of_its_name(toy):
 
 
 def test_errors_name_each_format(tmp_path):
-    with pytest.raises(shmload.SourceNotFound, match="or safetensors or PyTorch or toy weights"):
+    with pytest.raises(shmload.SourceNotFound, match="or GGUF or toy weights"):
         shmload.warm(tmp_path)
 
 

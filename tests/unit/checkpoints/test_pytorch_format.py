@@ -1,6 +1,7 @@
 """PyTorch's files: what is read, and that all else is refused and nothing is called."""
 
 import io
+import os
 import pickle
 import struct
 import zipfile
@@ -12,7 +13,8 @@ import torch
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.tensor_pickle import UnknownPickle, read_pickle
-from shmload.errors import CheckpointError, PickleUnread, WrongFormat
+from shmload._checkpoints.resolve import resolve
+from shmload.errors import CheckpointError, PickleUnread, ShardTruncated, WrongFormat
 
 
 @pytest.fixture
@@ -132,6 +134,21 @@ def test_older_file_is_said_to_be_one_without_an_archive(tmp_path):
     torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
     with path.open("rb") as file, pytest.raises(PickleUnread, match="does not end with a zip"):
         read_header(file.fileno(), path)
+
+
+def test_file_that_is_cut_short_is_not_left_to_the_libraries(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(200_000)}, path)
+    os.truncate(path, 700_000)
+    (tmp_path / "config.json").write_text('{"architectures": ["A"]}')
+    with pytest.raises(ShardTruncated, match="no end, 700000 there; download"):
+        resolve(tmp_path, tmp_path)
+
+
+def test_archive_with_something_behind_its_end_is_left_to_the_libraries(header_of):
+    content = archive(parts({"a": torch.ones(2)}).items())
+    with pytest.raises(PickleUnread, match="does not end with a zip"):
+        header_of(content + b"more")
 
 
 # Hostile archives ---------------------------------------------------------------------------------
