@@ -2,8 +2,9 @@
 
     python single_files.py PIPELINE FILE      FILE ends in .safetensors or .ckpt
 
-Stable Diffusion 1 and XL are known. The names are those of CompVis' latent-diffusion and of
-open_clip, by which the published files are written.
+Stable Diffusion 1 and XL are known, and the transformers of Stable Diffusion 3 and Flux. The names
+are those of CompVis' latent-diffusion, of open_clip, and of the code that came with these models,
+by which the published files are written.
 """
 
 import re
@@ -13,6 +14,50 @@ from pathlib import Path
 from typing import Any
 
 Tensors = dict[str, Any]
+
+# By part of a name, in the transformers of Stable Diffusion 3 and of Flux.
+_SD3 = {
+    "pos_embed.proj": "x_embedder.proj",
+    "pos_embed.pos_embed": "pos_embed",
+    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
+    "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
+    "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
+    "norm_out.linear": "final_layer.adaLN_modulation.1",
+    "transformer_blocks.": "joint_blocks.",
+    "attn.to_add_out": "context_block.attn.proj",
+    "attn.to_out.0": "x_block.attn.proj",
+    "norm1_context.linear": "context_block.adaLN_modulation.1",
+    "norm1.linear": "x_block.adaLN_modulation.1",
+    "ff_context.net.0.proj": "context_block.mlp.fc1",
+    "ff_context.net.2": "context_block.mlp.fc2",
+    "ff.net.0.proj": "x_block.mlp.fc1",
+    "ff.net.2": "x_block.mlp.fc2",
+    "proj_out": "final_layer.linear",
+}
+_FLUX = {
+    "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",
+    "time_text_embed.timestep_embedder.linear_2": "time_in.out_layer",
+    "time_text_embed.text_embedder.linear_1": "vector_in.in_layer",
+    "time_text_embed.text_embedder.linear_2": "vector_in.out_layer",
+    "time_text_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
+    "time_text_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
+    "norm_out.linear": "final_layer.adaLN_modulation.1",
+    "single_transformer_blocks.": "single_blocks.",
+    "transformer_blocks.": "double_blocks.",
+    "attn.norm_added_q.weight": "txt_attn.norm.query_norm.scale",
+    "attn.norm_added_k.weight": "txt_attn.norm.key_norm.scale",
+    "attn.to_add_out": "txt_attn.proj",
+    "attn.to_out.0": "img_attn.proj",
+    "norm1_context.linear": "txt_mod.lin",
+    "norm1.linear": "img_mod.lin",
+    "ff_context.net.0.proj": "txt_mlp.0",
+    "ff_context.net.2": "txt_mlp.2",
+    "ff.net.0.proj": "img_mlp.0",
+    "ff.net.2": "img_mlp.2",
+    "context_embedder": "txt_in",
+    "x_embedder": "img_in",
+}
 
 _UNET_PREFIX = "model.diffusion_model."
 _VAE_PREFIX = "first_stage_model."
@@ -68,6 +113,77 @@ def as_one_file(pipe: Any) -> Tensors:
     second = pipe.text_encoder_2.state_dict()
     found |= _clip_tensors(first, "conditioner.embedders.0.transformer.")
     return found | dict(_open_clip_tensors(second, "conditioner.embedders.1.model."))
+
+
+def sd3_transformer(model: Any) -> Tensors:
+    """Return the tensors of Stable Diffusion 3's transformer as its authors have them."""
+    tensors = _joined(model.state_dict(), "x_block.attn.qkv", "context_block.attn.qkv")
+    last = f"transformer_blocks.{model.config.num_layers - 1}.norm1_context.linear"
+    found = {
+        _replaced(name, _SD3): _swapped(tensor) if name.startswith(("norm_out", last)) else tensor
+        for name, tensor in tensors.items()
+    }
+    return {_UNET_PREFIX + name: tensor for name, tensor in found.items()}
+
+
+def flux_transformer(model: Any) -> Tensors:
+    """Return the tensors of Flux's transformer as its authors have them."""
+    found = {}
+    for name, tensor in _joined(model.state_dict(), "img_attn.qkv", "txt_attn.qkv").items():
+        single = re.match(r"single_transformer_blocks\.\d+\.", name)
+        theirs = name
+        if single:
+            rest = name[single.end() :]
+            rest = rest.replace("attn.norm_q.weight", "norm.query_norm.scale")
+            rest = rest.replace("attn.norm_k.weight", "norm.key_norm.scale")
+            rest = rest.replace("proj_out", "linear2").replace("norm.linear", "modulation.lin")
+            theirs = single[0] + rest
+        else:
+            theirs = theirs.replace("attn.norm_q.weight", "img_attn.norm.query_norm.scale")
+            theirs = theirs.replace("attn.norm_k.weight", "img_attn.norm.key_norm.scale")
+            theirs = theirs.replace("proj_out", "final_layer.linear")
+        is_swapped = name.startswith("norm_out")
+        found[_replaced(theirs, _FLUX)] = _swapped(tensor) if is_swapped else tensor
+    return found
+
+
+def _replaced(name: str, names: dict[str, str]) -> str:
+    for ours, theirs in names.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def _swapped(tensor: Any) -> Any:
+    """Put the second half first: one has scale and shift, the other shift and scale."""
+    import torch
+
+    return torch.cat(tensor.chunk(2)[::-1])
+
+
+def _joined(tensors: Tensors, image: str, text: str) -> Tensors:
+    """Join the projections of each attention into one tensor, as the original code has them."""
+    import torch
+
+    found = {}
+    for name, tensor in tensors.items():
+        match = re.search(r"attn2?\.(?:to_([qkv])|add_([qkv])_proj)\.|\.proj_mlp\.", name)
+        if not match:
+            found[name] = tensor
+            continue
+        if name.startswith("single_") and "to_q" in name:
+            last = name.rpartition(".")[2]
+            block = name.partition(".attn.")[0]
+            parts = [tensors[f"{block}.attn.to_{each}.{last}"] for each in "qkv"]
+            found[f"{block}.linear1.{last}"] = torch.cat(
+                [*parts, tensors[f"{block}.proj_mlp.{last}"]]
+            )
+        elif not name.startswith("single_") and "q" in (match[1], match[2]):
+            end = match.group().replace("q", "{}", 1) if match[1] else "attn.add_{}_proj."
+            parts = [tensors[name.replace(match.group(), end.format(each))] for each in "qkv"]
+            where = image if match[1] else text
+            joined = where.replace("attn.", "attn2.") if "attn2" in match.group() else where
+            found[name.replace(match.group(), f"{joined}.")] = torch.cat(parts)
+    return found
 
 
 def write(pipe: Any, path: Path) -> Path:

@@ -160,6 +160,18 @@ def test_model_with_the_names_of_diffusers(saved, family, name, dtype, evicts):
     assert_component_equal(got, wanted, "transformer")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_transformer_with_its_authors_names(saved, tmp_path, dtype, evicts):
+    source = saved("sd3")
+    model = diffusers.SD3Transformer2DModel.from_pretrained(source / "transformer")
+    path = tmp_path / "sd3.safetensors"
+    save_file(single_files.sd3_transformer(model), path)
+    given = {"config": str(source), "subfolder": "transformer"}
+    got = shmload.load_model("SD3Transformer2DModel", path, dtype=dtype, **given)
+    wanted = library_alone(diffusers.SD3Transformer2DModel, path, dtype=dtype, **given)
+    assert_component_equal(got, wanted, "transformer")
+
+
 def test_auto_is_the_dtype_of_the_file(written, evicts):
     config, path = written("stable-diffusion")
     given = {"config": config, "subfolder": "vae", "dtype": "auto"}
