@@ -47,7 +47,15 @@ def measure_cold(bench: Bench) -> list[Figure]:
             sample=wall["diffusers"] / wall["shmload"],
             unit="x",
             target=Target(1.5, is_least=True),
-            beside=tuple(Line(label=way, sample=wall[way], unit="s") for way in wall),
+            beside=(
+                *(Line(label=way, sample=wall[way], unit="s") for way in wall),
+                *(
+                    Line(
+                        label=f"{way}, processor time", sample=rounds.sample(way, "cpu_s"), unit="s"
+                    )
+                    for way in wall
+                ),
+            ),
         ),
         Figure(
             name="cold-rate",
