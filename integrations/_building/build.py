@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
-from shmload._checkpoints.resolve import Source, weight_files
+from shmload._checkpoints.resolve import Source, is_in_pickles, weight_files
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import forget_rule
 from shmload._host.procfs import mappings, modified_nbytes
@@ -331,7 +331,7 @@ class Build:
                 repair.silence(_NO_CHECKER)
             with repair.in_messages():
                 say(messages)
-                made = self._from_path(str(view.path), models or {})
+                made = self._from_path(str(view.path), models or {}, is_decoded=decoded)
             repair.repair(made, but=(models or {}).values())
         return made
 
@@ -345,8 +345,13 @@ class Build:
         others = {path: path for path in weight_files(self._source)}
         return others | files
 
-    def _from_path(self, path: str | os.PathLike[str], models: Models) -> Any:
-        """Let the library build it from a directory."""
+    def _from_path(
+        self, path: str | os.PathLike[str], models: Models, *, is_decoded: bool = False
+    ) -> Any:
+        """Let the library build it from a directory; with segments in it, if it is decoded."""
+        kwargs = self._kwargs
+        if is_decoded and kwargs.get("use_safetensors") is False and is_in_pickles(self._source):
+            kwargs = {**kwargs, "use_safetensors": None}  # the segments of these are safetensors
         # Mapped weights need no threads to fetch them: without threads a build takes a sixth less
         # time. In inference mode they stay: they run outside of it, and make other tensors than
         # this thread would.
@@ -355,7 +360,7 @@ class Build:
         with inside(), threads:
             if models and not self._maker.is_of_pipelines:  # there is no rest
                 return next(iter(models.values()))
-            return self._maker.make(path, self._torch_dtype, {**self._kwargs, **models})
+            return self._maker.make(path, self._torch_dtype, {**kwargs, **models})
 
     def _is_wholly_mapped(self, pipe: Any, components: set[str]) -> bool:
         """Tell whether every stored tensor of some components is mapped, and none was read."""

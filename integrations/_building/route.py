@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.resolve import Source, is_in_pickles
 from shmload._decoding.ring import Ring
 from shmload._placement.device_map import STRATEGIES
 from shmload._placement.inventory import choose_inventory
@@ -95,7 +95,8 @@ def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, 
         UnknownComponent: the device map names a component that the pipeline lacks.
     """
     destination = _parse_destination(source, asked, kwargs)
-    is_bypassed = kwargs.get("use_safetensors") is False or any(map(kwargs.get, BYPASSING_KWARGS))
+    is_unread = kwargs.get("use_safetensors") is False and not is_in_pickles(source)
+    is_bypassed = is_unread or any(map(kwargs.get, BYPASSING_KWARGS))
     stay = Stay.RESIDENT if asked.keep else Stay.SHARED if asked.share else Stay.PRIVATE
     keeps_nothing = stay is Stay.PRIVATE and not (asked.verify or is_bypassed)
     if asked.is_bounded:

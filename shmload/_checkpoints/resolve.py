@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from shmload._checkpoints.formats.known import format_names, is_of_weights
+from shmload._checkpoints.formats.pytorch import PYTORCH
+from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.indexes import listed_components, read_json, require_beside
 from shmload._checkpoints.paths import not_found
 from shmload._checkpoints.weights import (
@@ -22,6 +24,7 @@ from shmload._checkpoints.weights import (
     find_adapters,
     find_shards,
     has_variant,
+    name_as_safetensors,
 )
 from shmload.errors import (
     ArgumentError,
@@ -109,8 +112,8 @@ def resolve(
         components: only these, or all if None.
         passed: names of components that the caller gives to the pipeline, built or as None.
         weight_names: the files to read of a directory that is no pipeline; empty for the default.
-        use_safetensors: as for `from_pretrained`: True leaves other formats to the libraries,
-            False all.
+        use_safetensors: as for `from_pretrained`: True leaves other formats to the libraries;
+            False leaves all to them if a component has weights in another format than PyTorch's.
 
     Raises:
         SourceNotFound: `root` does not exist or holds no weights.
@@ -124,11 +127,35 @@ def resolve(
             return _resolve_named(given, root, weight_names)
         choice = choose(variant, use_safetensors)
         found = _resolve(given, root, choice, components, passed)
+        if use_safetensors is False and (
+            _leaves_weights(found) or any(_has_rivals(each.shards) for each in found.checkpoints)
+        ):
+            # The library looks for no safetensors then, and so for no segment: all is left to it.
+            found = _resolve(given, root, Choice(variant, ()), components, passed)
         return msgspec.structs.replace(found, variant=variant)
     except ShmloadError:
         raise
     except OSError as exc:  # a name too long, a directory that may not be entered
         raise SourceNotFound(given, exc.strerror or str(exc)) from exc
+
+
+def _leaves_weights(source: Source) -> bool:
+    """Tell whether a component has weights of which none are read."""
+    folders = [source.root / name for name in source.unread]
+    return any(any(map(is_of_weights, os.listdir(each))) for each in folders if each.is_dir())
+
+
+def _has_rivals(shards: Collection[Path]) -> bool:
+    """Tell whether there are safetensors that a library may prefer to segments of PyTorch's files.
+
+    A view has segments under the names of safetensors, and so hides only files of these names.
+    """
+    hidden = {shard.parent / name_as_safetensors(shard.name) for shard in shards}
+    return any(
+        SAFETENSORS.suffixes[0] in name and folder / name not in hidden
+        for folder in {shard.parent for shard in shards}
+        for name in os.listdir(folder)
+    )
 
 
 def _resolve(
@@ -169,7 +196,7 @@ def resolve_model(
         subfolder: the model's directory in it, as for `from_pretrained`.
         variant: as for `from_pretrained`.
         use_safetensors: as for `from_pretrained`: True leaves other formats to the library, False
-            all.
+            all but PyTorch's.
 
     Raises:
         SourceNotFound: `root` does not exist.
@@ -186,6 +213,8 @@ def resolve_model(
     if names and (variant is None or has_variant(folder, variant)):
         choice = choose(variant, use_safetensors)
         shards = find_shards(folder, names, library, choice)
+        if use_safetensors is False and _has_rivals(shards):
+            shards = ()
     found = Checkpoint(
         component="",
         folder=folder,
@@ -238,6 +267,12 @@ def components_with_weights(source: Source) -> set[str]:
         for name, folder in folders
         if os.path.isdir(folder) and any(map(is_of_weights, os.listdir(folder)))
     }
+
+
+def is_in_pickles(source: Source) -> bool:
+    """Tell whether all weights that are read of a source are in PyTorch's files, and some are."""
+    shards = [shard for checkpoint in source.checkpoints for shard in checkpoint.shards]
+    return bool(shards) and all(shard.name.endswith(PYTORCH.suffixes) for shard in shards)
 
 
 def weight_files(source: Source) -> list[Path]:

@@ -49,14 +49,10 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def choose(variant: str | None, use_safetensors: bool | None) -> Choice:
-    """Return the choice that arguments of `from_pretrained` make.
-
-    With `use_safetensors=False` the library looks for no file in safetensors, which every segment
-    is: it loads its files itself.
-    """
+    """Return the choice that arguments of `from_pretrained` make."""
     if use_safetensors is None:
         return Choice(variant, known.FORMATS)
-    return Choice(variant, (SAFETENSORS,) if use_safetensors else ())
+    return Choice(variant, (SAFETENSORS,) if use_safetensors else (PYTORCH,))
 
 
 def find_shards(

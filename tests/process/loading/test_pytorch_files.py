@@ -9,7 +9,7 @@ import torch
 import transformers
 from comparing import assert_component_equal, assert_equal, reference
 from mappings import copied_nbytes
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import shmload
 
@@ -92,8 +92,46 @@ def test_use_safetensors_means_the_same(copied):
     assert str(got.value) == str(wanted.value)
     with pytest.raises(OSError, match="no file named"):
         shmload.load_pipeline(source, use_safetensors=True)
-    got = shmload.load_pipeline(source, use_safetensors=False, dtype=torch.bfloat16)
-    assert_equal(got, reference(source, torch.bfloat16, use_safetensors=False))
+
+
+def test_pipeline_of_both_formats_is_shared(copied, evicts):
+    source = copied("stable-diffusion")
+    (path,) = (source / "unet").glob("*.safetensors")
+    torch.save(load_file(path), path.with_suffix(".bin"))
+    path.unlink()
+    got = shmload.load_pipeline(source, dtype=torch.bfloat16, keep=True)
+    assert_equal(got, reference(source, torch.bfloat16))
+    assert copied_nbytes(got) == 0
+    assert shmload.plan(source, dtype=torch.bfloat16).left_out == ()
+
+
+@pytest.mark.parametrize("beside", ["", "older", "index"])
+def test_files_of_pytorch_are_shared_if_only_these_are_wanted(copied, beside, evicts):
+    source = rewrite(copied("stable-diffusion"))
+    (path,) = (source / "vae").glob("*.bin")
+    other = {name: tensor + 1 for name, tensor in torch.load(path).items()}
+    save_file(other, path.with_suffix(".safetensors"))  # not what is asked for
+    if beside == "index":  # which diffusers would prefer
+        index = {"metadata": {}, "weight_map": dict.fromkeys(other, "other.safetensors")}
+        path.with_suffix(".safetensors").rename(path.with_name("other.safetensors"))
+        path.with_suffix(".safetensors.index.json").write_text(json.dumps(index))
+    elif beside:
+        torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
+    given = {"use_safetensors": False}
+    wanted = reference(source, torch.bfloat16, **given)
+    for _ in range(2):
+        got = shmload.load_pipeline(source, dtype=torch.bfloat16, keep=True, **given)
+        assert_equal(got, wanted)
+    found = {each.conversion.partition("/")[0] for each in shmload.segments()}
+    assert found == (set() if beside else {"BF16"})
+    vae = shmload.load_model("AutoencoderKL", source / "vae", dtype="bfloat16", **given)
+    assert_component_equal(
+        vae,
+        diffusers.AutoencoderKL.from_pretrained(
+            source / "vae", torch_dtype=torch.bfloat16, **given
+        ),
+        "vae",
+    )
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
