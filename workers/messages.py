@@ -22,7 +22,7 @@ import msgspec
 from shmload._ipc.frames import MessageReader
 from shmload._segments.pieces import Run
 
-VERSION: Final = 4
+VERSION: Final = 5
 """To be increased with every change of a message."""
 
 
