@@ -38,6 +38,7 @@ _BY_STORAGE = {
 }
 _ORDERED_DICT = "collections.OrderedDict"
 _V2, _V3 = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
+_PARAMETER = "torch._utils._rebuild_parameter"
 _UNTYPED = "torch.storage.UntypedStorage"
 _MARK = object()
 
@@ -87,7 +88,7 @@ def read_pickle(raw: bytes) -> dict[str, Any]:
 
     Raises:
         UnknownPickle: it has anything else than tensors, texts, numbers, lists and dicts of these;
-            or a tensor that is transposed, needs a gradient, or leaves its storage.
+            or a tensor that is transposed or leaves its storage.
     """
     machine = _Machine(raw)
     try:
@@ -248,6 +249,8 @@ class _Machine:
             self._stack.append({})
         elif function.name in (_V2, _V3):
             self._stack.append(_rebuild(function.name, arguments))
+        elif function.name == _PARAMETER:
+            self._stack.append(_unwrapped(arguments))
         else:
             raise _refuse_name(function)
 
@@ -267,12 +270,14 @@ def shorten(name: object) -> str:
 
 def _rebuild(function: str, arguments: Any) -> StoredTensor:
     """Return the tensor that torch's function of that name would make."""
+    # Whether it needs a gradient is the model's business, as of a tensor in safetensors.
     storage, offset, shape, strides, needs_grad, hooks, *others = arguments
     if not isinstance(storage, Storage):
         raise TypeError
     dtype = _dtype(others.pop(0)) if function == _V3 else storage.dtype
-    if needs_grad or hooks or any(others) or not dtype:
-        raise UnknownPickle("it has a tensor with a gradient, hooks or attributes")
+    if hooks or any(others) or not dtype:
+        raise UnknownPickle("it has a tensor with hooks or attributes")
+    _require_fit(needs_grad, dtype)
     shape = tuple(map(_size, shape))
     count = _count(shape, strides, NBITS[dtype])
     begin, nbytes = _size(offset) * NBITS[dtype] // 8, count * NBITS[dtype] // 8
@@ -297,6 +302,25 @@ def _count(shape: tuple[int, ...], strides: Any, nbits: int) -> int:
     if count and not is_dense:
         raise UnknownPickle("it has a tensor whose elements do not lie next to each other")
     return count
+
+
+def _unwrapped(arguments: Any) -> StoredTensor:
+    """Return the tensor that a parameter consists of."""
+    tensor, needs_grad, hooks = arguments
+    if not isinstance(tensor, StoredTensor):
+        raise TypeError
+    if hooks:
+        raise UnknownPickle("it has a parameter with hooks")
+    _require_fit(needs_grad, tensor.dtype)
+    return tensor
+
+
+def _require_fit(needs_grad: Any, dtype: str) -> None:
+    """Refuse what torch refuses: a gradient of integers."""
+    if type(needs_grad) is not bool:
+        raise TypeError
+    if needs_grad and not dtype.startswith(("F", "BF", "C")):
+        raise UnknownPickle(f"it has a tensor of {dtype} that needs a gradient")
 
 
 def _dtype(found: Any) -> str:

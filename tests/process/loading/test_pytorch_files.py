@@ -94,6 +94,23 @@ def test_use_safetensors_means_the_same(copied):
         shmload.load_pipeline(source, use_safetensors=True)
 
 
+@pytest.mark.parametrize("kind", ["parameters", "gradients"])
+def test_parameters_are_shared_and_the_model_is_that_of_the_library(copied, kind, evicts):
+    def save(tensors, path):
+        wrap = torch.nn.Parameter if kind == "parameters" else torch.Tensor.requires_grad_
+        floats = {name: wrap(each) for name, each in tensors.items() if each.is_floating_point()}
+        torch.save(tensors | floats, path)
+
+    source = rewrite(copied("stable-diffusion"), save)
+    got = shmload.load_pipeline(source, dtype=torch.bfloat16, keep=True)
+    assert_equal(got, reference(source, torch.bfloat16))
+    assert shmload.plan(source, dtype=torch.bfloat16).left_out == ()
+    path = next((source / "vae").glob("*.bin"))
+    found, wanted = shmload.load_state_dict(path), torch.load(path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert not any(tensor.requires_grad for tensor in found.values())
+
+
 def test_pipeline_of_both_formats_is_shared(copied, evicts):
     source = copied("stable-diffusion")
     (path,) = (source / "unet").glob("*.safetensors")
