@@ -66,8 +66,8 @@ def test_pipeline_that_does_not_exist(source):
 
 
 def test_pipeline_that_is_none(checkpoint, folder):
-    for source in (checkpoint, folder):
-        refusal(shmload.load_pipeline, source, shmload.SourceNotFound, source, "model_index.json")
+    refusal(shmload.load_pipeline, folder, shmload.SourceNotFound, folder, "model_index.json")
+    refusal(shmload.load_pipeline, checkpoint, shmload.ArgumentError, "pipeline_class")
 
 
 def test_pipeline_without_room(saved, cgroup):
