@@ -171,6 +171,15 @@ def _connect(key: str) -> "wire.Socket":
         OSError: this process has no descriptor left.
     """
     channel = wire.open_socket()
+    try:
+        _connect_to(channel, key)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def _connect_to(channel: "wire.Socket", key: str) -> None:
     channel.settimeout(_ANSWER_TIMEOUT_S)
     try:
         channel.connect(place.socket_of(key))
@@ -182,7 +191,6 @@ def _connect(key: str) -> "wire.Socket":
         raise NoTemplate(key) from exc
     if wire.peer_of(channel)[1] != os.geteuid():
         raise Doubt("the template is another user's")
-    return channel
 
 
 def _ask(channel: "wire.Socket", call: Call) -> Ready:

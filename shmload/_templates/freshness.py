@@ -33,7 +33,10 @@ class Freshness:
 
 
 def _files() -> set[str]:
-    found = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    # Each start of a template writes the program of all templates anew. It has two names.
+    program = sys.modules.get("__main__")
+    modules = [module for module in list(sys.modules.values()) if module is not program]
+    found = {getattr(module, "__file__", None) for module in modules}
     # Some modules, such as torch.ops, name no real file.
     return {file for file in found if isinstance(file, str) and os.path.isabs(file)}
 

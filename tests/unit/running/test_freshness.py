@@ -1,0 +1,47 @@
+"""Whether a template notices that files which it has imported have changed."""
+
+import os
+import sys
+from types import ModuleType
+
+import pytest
+
+from shmload._templates.freshness import Freshness
+
+
+@pytest.fixture
+def module(monkeypatch, tmp_path):
+    """Return what has a name be that of an imported module, and gives its file."""
+
+    def make(name):
+        path = tmp_path / "module.py"
+        path.touch()
+        found = ModuleType(name)
+        found.__file__ = str(path)
+        monkeypatch.setitem(sys.modules, name, found)
+        return path
+
+    return make
+
+
+def is_lost_after_rewriting(path):
+    freshness = Freshness()
+    assert not freshness.is_lost()
+    new = path.with_suffix(".new")
+    new.touch()
+    os.utime(new, ns=(1, 1))
+    new.replace(path)
+    return freshness.is_lost()
+
+
+def test_changed_module_is_noticed(module):
+    assert is_lost_after_rewriting(module("some_module"))
+
+
+def test_own_program_which_each_start_of_a_template_writes_is_not_compared(module):
+    path = module("__main__")
+    sys.modules["__mp_main__"] = sys.modules["__main__"]
+    try:
+        assert not is_lost_after_rewriting(path)
+    finally:
+        del sys.modules["__mp_main__"]
