@@ -94,6 +94,8 @@ def stop_command(as_json: bool) -> None:
         print_json("template stop", stopped=[template.pid for template in found])
         return
     click.echo(f"ended {count_of(len(found), 'template')}")
+    if starting := len(place.importing()):
+        click.echo(f"{count_of(starting, 'template')} still starting: stop again in some seconds")
     for template in found:
         if template.programs:
             programs = count_of(template.programs, "program")

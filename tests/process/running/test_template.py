@@ -162,6 +162,8 @@ def test_template_that_still_imports_is_shown(place):
     while json.loads(ls("--json"))["starting"] != 1:
         assert time.monotonic() < deadline
     assert ls() == "1 template starting; ready in some seconds\n"
+    said = place.shmload("template", "stop").stdout
+    assert said == "ended 0 templates\n1 template still starting: stop again in some seconds\n"
     gate.open("w").close()
     assert warm.wait(_DEADLINE_S) == 0
     found = json.loads(ls("--json"))
