@@ -56,8 +56,9 @@ def load_model(
 ) -> Any:
     """Load one model of diffusers or transformers through shared memory.
 
-    `load_model(cls, source, ...)` means what `cls.from_pretrained(source, ...)` means. Weights that
-    are no safetensors files, and adapters, are left to the library, which loads them as ever.
+    `load_model(cls, source, ...)` means what `cls.from_pretrained(source, ...)` means; of a file it
+    means `cls.from_single_file`. Adapters, and files in formats that shmload does not read, are
+    left to the library, which loads them as ever.
 
     Several threads may call it, as for `load_pipeline`.
 
