@@ -149,8 +149,8 @@ def test_streamed_weight_that_is_no_run_of_bytes(
 
     from_path = Build._from_path
 
-    def wrap(self, root, models):
-        pipe = from_path(self, root, models)
+    def wrap(self, root, models, **how):
+        pipe = from_path(self, root, models, **how)
         layer = pipe.transformer.x_embedder
         if kind == "transposed":
             layer.register_buffer("other", layer.weight.detach().t())
