@@ -106,7 +106,7 @@ def test_doctor_examines_the_source_and_fails_for_what_is_bad():
     found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert found["source"]["state"] == "bad"
     assert "no such file" in found["source"]["detail"]
-    assert "ls -lL /no/such/model" in _shmload("doctor", "/no/such/model", expected=1).stdout
+    assert found["source"]["remedy"] == "ls -lL /no/such/model"
 
 
 def test_wrong_usage_is_exit_code_two():

@@ -129,13 +129,11 @@ def digest_of(vae):
 @pytest.mark.parametrize(
     ("way", "method", "given"),
     [
-        ("in_pool", "fork", "stdin"),
+        ("in_executor", "fork", "stdin"),
         ("in_pool", "spawn", "file"),
         ("in_pool", "forkserver", "file"),
-        ("in_executor", "fork", "file"),
         ("in_joblib", "loky", "-c"),
         ("in_daemon", "fork", "file"),
-        ("in_data_loader", "fork", "file"),
         ("in_data_loader", "spawn", "file"),
     ],
 )
