@@ -16,7 +16,11 @@ _FILE = "unet/diffusion_pytorch_model.safetensors"
 
 
 def measure_bucket(bench: Bench) -> list[Figure]:
-    """The weights of a UNet in float32, without a cast: against obstore alone."""
+    """The weights of a UNet in float32, without a cast: against obstore alone.
+
+    Beside it: against obstore whose bytes are written to shared memory, which is the least that a
+    load by obstore does.
+    """
     source = bench.sources.fp32
     processes = bench.processes.of(_PROBES)
     with _serving(source) as server:
@@ -24,10 +28,13 @@ def measure_bucket(bench: Bench) -> list[Figure]:
         ways = {
             "shmload": lambda: processes.probe("warm", url, _WORKERS),
             "obstore": lambda: processes.probe("bare", url, _WORKERS),
+            "obstore, written": lambda: processes.probe("stored", url, _WORKERS),
         }
         rounds = bench.measure(ways, source)
     rates = {way: rounds.sample(way, "bytes_per_s").scaled(1e-9) for way in ways}
     beside = [Line(label=way, sample=sample, unit="GB/s") for way, sample in rates.items()]
+    written = rates["shmload"] / rates["obstore, written"]
+    beside.append(Line(label="part of obstore's rate, written", sample=written, unit="x"))
     for label, key in (("on the disk", "cache_nbytes"), ("largest worker", "worker_nbytes")):
         sample = rounds.sample("shmload", key).scaled(1e-6)
         beside.append(Line(label=label, sample=sample, unit="MB"))

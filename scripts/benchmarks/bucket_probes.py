@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import sys
+import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,20 @@ def bare(url: str, processes: int) -> Numbers:
     Returns:
         `bytes_per_s`, from the first request to the end of the last process.
     """
+    return _read(url, processes, None)
+
+
+def stored(url: str, processes: int) -> Numbers:
+    """Read as `bare` does, and write the ranges to a file in shared memory.
+
+    Returns:
+        `bytes_per_s`, as `bare`.
+    """
+    with tempfile.TemporaryFile(dir="/dev/shm") as target:
+        return _read(url, processes, target.fileno())
+
+
+def _read(url: str, processes: int, target: int | None) -> Numbers:
     folder, _, name = url.rpartition("/")
     # Not by obstore: its threads would not be in the forked processes.
     with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=30) as answer:
@@ -35,8 +50,10 @@ def bare(url: str, processes: int) -> Numbers:
 
             store = from_url(folder, client_options={"allow_http": True})
 
-            def read(each: tuple[int, int], store: object = store) -> int:
-                return len(obstore.get_range(store, name, start=each[0], end=each[1]))
+            def read(each: tuple[int, int], store: object = store) -> None:
+                content = obstore.get_range(store, name, start=each[0], end=each[1])
+                if target is not None:
+                    os.pwrite(target, content, each[0])
 
             with ThreadPoolExecutor(_REQUESTS) as pool:
                 list(pool.map(read, ranges[number::processes]))
@@ -70,5 +87,5 @@ def warm(url: str, workers: int) -> Numbers:
 
 if __name__ == "__main__":
     probe, arguments = sys.argv[1:]
-    called = {"bare": bare, "warm": warm}[probe]
+    called = {"bare": bare, "stored": stored, "warm": warm}[probe]
     print(json.dumps(called(*json.loads(arguments))))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from benchmarks.bench import Bench
 from benchmarks.bucket_measures import measure_bucket
 from benchmarks.figures import Figure, Line, Target
-from benchmarks.gguf_measures import measure_gguf, measure_gguf_floats
+from benchmarks.gguf_measures import measure_gguf, measure_gguf_floats, measure_gguf_whole
 from benchmarks.measures import FROM_PRETRAINED, LOAD_PIPELINE, attach_resident
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ FORMAT_MEASURES = {
     "bin-same-dtype": measure_bin_same_dtype,
     "single-file": measure_single_file,
     "gguf": measure_gguf,
+    "gguf-whole": measure_gguf_whole,
     "gguf-floats": measure_gguf_floats,
     "bucket": measure_bucket,
 }

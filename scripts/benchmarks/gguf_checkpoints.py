@@ -1,10 +1,11 @@
 """Make a GGUF file of Flux's transformer, for the benchmarks.
 
-    python gguf_checkpoints.py large|small DIRECTORY
+    python gguf_checkpoints.py whole|large|small DIRECTORY
 
-The directory gets `model.gguf` and the folder `config`. The large one has the widths of Flux, the
-original names, and two double and four single blocks: 1.3 of 12 billion parameters. Matrices are
-random blocks of Q4_K, as in the files that people share, and the rest is in float32 and float16.
+The directory gets `model.gguf` and the folder `config`. The whole one has Flux's 12 billion
+parameters by their original names. The large one has two double and four single blocks of it: 1.3
+billion parameters. Matrices are random blocks of Q4_K, as in the files that people share, and the
+rest is in float32 and float16.
 """
 
 import json
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_BLOCKS = 2, 4
+_WHOLE, _LARGE = (19, 38), (2, 4)
 _WIDTH, _HEAD, _TEXT, _POOLED, _TIME, _CHANNELS = 3072, 128, 4096, 768, 256, 64
 _K_ELEMENTS = 256
 _CLASS = "FluxTransformer2DModel"
@@ -82,8 +83,8 @@ def _make(directory: Path, config: dict[str, Any], shapes: Iterator[tuple[str, S
     writer.close()
 
 
-def _make_large(directory: Path) -> None:
-    doubles, singles = _BLOCKS
+def _make_flux(directory: Path, blocks: tuple[int, int]) -> None:
+    doubles, singles = blocks
     config = {"num_layers": doubles, "num_single_layers": singles, "guidance_embeds": False}
     _make(directory, config, _original_shapes(doubles, singles))
 
@@ -104,4 +105,8 @@ def _make_small(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"large": _make_large, "small": _make_small}[sys.argv[1]](Path(sys.argv[2]))
+    size, target = sys.argv[1], Path(sys.argv[2])
+    if size == "small":
+        _make_small(target)
+    else:
+        _make_flux(target, {"whole": _WHOLE, "large": _LARGE}[size])

@@ -54,8 +54,12 @@ class Sources:
 
     @property
     def gguf(self) -> Path:
-        """A directory with one GGUF file and the folder `config`; so is `gguf_small`."""
+        """A directory with one GGUF file and the folder `config`; so are the next two."""
         return self._directory("flux-gguf")
+
+    @property
+    def gguf_whole(self) -> Path:
+        return self._directory("flux-gguf-whole")
 
     @property
     def gguf_small(self) -> Path:
@@ -135,6 +139,7 @@ class Sources:
             self.bf16_bin: (_STABLE_DIFFUSION, "bin", self.bf16),
             self.sdxl_file: (_SDXL, "file"),
             self.gguf: (_GGUF, "large"),
+            self.gguf_whole: (_GGUF, "whole"),
             self.gguf_small: (_GGUF, "small"),
             self.flux_small: (_FLUX, "small"),
             self.flux_fp32: (_FLUX, "float32", *blocks),

@@ -79,11 +79,12 @@ def suite_of(name: str, sources: Sources) -> Suite:
                 sources.bf16_bin,
                 sources.sdxl_file,
                 sources.gguf,
+                sources.gguf_whole,
                 sources.gguf_small,
             ),
-            disk_nbytes=23e9,
-            shm_nbytes=4e9,
-            memory_nbytes=13e9,
+            disk_nbytes=30e9,
+            shm_nbytes=8e9,
+            memory_nbytes=22e9,
         )
     return Suite(
         measures=MEASURES if name == "load" else SERVICE_MEASURES,
