@@ -64,8 +64,9 @@ def test_pipeline_of_a_bucket(server, saved, dtype):
     assert dict(server.asked) == {"list": 1}  # nothing else was replaced
 
 
-def test_pipeline_of_a_web_server(server, saved):
-    got = shmload.load_pipeline(f"{server.url}/sd", dtype=torch.bfloat16)
+@pytest.mark.parametrize("kind", ["gs", "az", "server"])
+def test_pipeline_of_another_place(server, saved, kind):
+    got = shmload.load_pipeline(f"{server.url_in(kind)}/sd", dtype=torch.bfloat16)
     assert_models_equal(got, reference(saved("stable-diffusion"), torch.bfloat16))
 
 

@@ -25,9 +25,9 @@ def server(monkeypatch):
     objects._store.cache_clear()
 
 
-@pytest.fixture(params=["bucket", "web server"])
+@pytest.fixture(params=["s3", "gs", "az", "server"])
 def url(request, server):
-    return "s3://models/a" if request.param == "bucket" else f"{server.url}/a"
+    return f"{server.url_in(request.param)}/a"
 
 
 def test_object_is_described_and_read(url):
@@ -36,13 +36,17 @@ def test_object_is_described_and_read(url):
     assert bytes(fetch(found, 5, 1000)) == CONTENT[5:1000]
 
 
-def test_list_and_description_agree(server):
-    listed = dict(list_below("s3://models/a", 10))
+@pytest.mark.parametrize("kind", ["s3", "gs", "az"])
+def test_list_and_description_agree(server, kind):
+    url = f"{server.url_in(kind)}/a"
+    listed = dict(list_below(url, 10))
     assert listed.keys() == {"config.json", "model.safetensors"}
     for path, found in listed.items():
-        assert found.nbytes == describe(f"s3://models/a/{path}").nbytes
+        assert found.nbytes == describe(f"{url}/{path}").nbytes
         fetch(found, 0, 2)
-    assert len(dict(list_below("s3://models/a", 1))) == 1
+    assert len(dict(list_below(url, 1))) == 1
+    assert server.told
+    assert not any("not to be seen" in headers for headers in server.told)
 
 
 @pytest.mark.parametrize("trouble", ["503", "429", "cut"])
