@@ -53,7 +53,7 @@ PICKLE = "PyTorch pickle"
 _KINDS = (
     Foreign(
         "GGUF",
-        "all of it is big-endian: download it in the usual order of bytes",
+        "it is big-endian; download the little-endian file",
         _begins(b"GGUF", b"FUGG"),  # with the first of these its own reader reads it
     ),
     Foreign(

@@ -14,7 +14,7 @@ import os
 import struct
 from typing import Any
 
-from shmload._checkpoints.blocks import BLOCKS
+from shmload._checkpoints.blocks import BLOCKS, GGML_TYPES
 from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.formats.format import Format
 from shmload._checkpoints.header import Header, TensorSpec
@@ -24,6 +24,10 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_HEADER_NBYTES = 100_000_000
 _FIRST_READ_NBYTES = 1 << 20
+# A file of a large language model has 50 keys, and lists of 500,000 tokens.
+_MAX_PAIRS = 1 << 16
+_MAX_TENSORS = 1 << 20
+_MAX_TEXTS = 1 << 22
 # ggml itself knows four (GGML_MAX_DIMS). Converters of video models write convolutions with five.
 _MAX_RANK = 5
 _MAX_SIZE = 1 << 63
@@ -43,44 +47,6 @@ _LEAST_PAIR_NBYTES = 13
 # GGUFValueType: of fixed size, by number.
 _VALUE_NBYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _TEXT, _LIST, _UINT32 = 8, 9, 4
-
-# ggml_type, by number. The kinds that are missing were removed from ggml.
-_KINDS = {
-    0: "F32",
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    6: "Q5_0",
-    7: "Q5_1",
-    8: "Q8_0",
-    9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    29: "IQ1_M",
-    30: "BF16",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-    40: "NVFP4",
-    41: "Q1_0",
-}
 
 
 def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
@@ -159,16 +125,19 @@ def _read(cursor: _Cursor) -> Header:
     if magic != _MAGIC:
         raise cursor.malformed("it does not begin with GGUF")
     if version not in _VERSIONS:
-        if version & 0xFFFF == 0:
+        if version and version & 0xFFFF == 0:
             raise cursor.malformed("its numbers are big-endian", _CONVERT_ENDIAN)
         raise cursor.malformed(
             f"its version is {version}, and shmload reads versions 2 and 3",
             "convert the model again with a recent llama.cpp, or download a newer file",
         )
-    most = min(cursor.file_nbytes, _MAX_HEADER_NBYTES)
-    if tensors > most // _LEAST_TENSOR_NBYTES or pairs > most // _LEAST_PAIR_NBYTES:
+    room = min(cursor.file_nbytes, _MAX_HEADER_NBYTES)
+    most_tensors = min(room // _LEAST_TENSOR_NBYTES, _MAX_TENSORS)
+    most_pairs = min(room // _LEAST_PAIR_NBYTES, _MAX_PAIRS)
+    if tensors > most_tensors or pairs > most_pairs:
         raise cursor.malformed(
-            f"it claims {tensors} tensors and {pairs} keys, more than it has room for"
+            f"it claims {tensors} tensors and {pairs} keys; "
+            f"{most_tensors} and {most_pairs} are the most for its size"
         )
     alignment = _read_alignment(cursor, pairs)
     found = [_read_tensor(cursor) for _ in range(tensors)]
@@ -204,9 +173,13 @@ def _skip(cursor: _Cursor, key: bytes, value_type: int) -> None:
         value_type, count = cursor.unpack(_ARRAY)
     if value_type in _VALUE_NBYTES:
         cursor.take(count * _VALUE_NBYTES[value_type])
-    elif value_type == _TEXT:
+    elif value_type == _TEXT and count <= _MAX_TEXTS:
         for _ in range(count):
             cursor.text()
+    elif value_type == _TEXT:
+        raise cursor.malformed(
+            f"its key {_shown(key)} has {count} texts; {_MAX_TEXTS} are the most"
+        )
     else:
         raise cursor.malformed(f"the value of its key {_shown(key)} has the type {value_type}")
 
@@ -225,7 +198,7 @@ def _read_tensor(cursor: _Cursor) -> TensorSpec:
     # The last dimension comes first.
     shape = cursor.unpack(struct.Struct(f"<{rank}Q"))[::-1]
     number, begin = cursor.unpack(_KIND_AND_OFFSET)
-    kind = _KINDS.get(number)
+    kind = GGML_TYPES.get(number)
     if kind is None:
         raise cursor.malformed(
             f"tensor {name!r} has the unknown kind {number}",

@@ -21,6 +21,8 @@ _ZIP64_EXTRA = 1
 _IN_ZIP64 = 0xFFFFFFFF
 _STORED = 0
 _ENCRYPTED = 1
+# Of the external attributes: MS-DOS's.
+_FOLDER = 0x10
 # 100,000 members with names of 100 letters have 15 MB.
 _MAX_DIRECTORY_NBYTES = 256 << 20
 
@@ -50,16 +52,18 @@ def read_members(fd: int, nbytes: int) -> dict[str, Member]:
 
     Raises:
         CutShort: it has a beginning and no end.
-        BadArchive: it is damaged, encrypted or compressed, names a member twice, or has anything
-            behind its directory.
+        BadArchive: it is damaged, encrypted or compressed, names a member twice (in letters of
+            either case), or has anything behind its directory.
         OSError: it cannot be read.
     """
     begin, size, count = _find_directory(fd, nbytes)
     directory = os.pread(fd, size, begin)
     found: dict[str, Member] = {}
+    lowered = set()  # torch looks members up without regard to case
     for name, offset, member_nbytes in _entries(directory, count):
-        if name in found:
+        if name.lower() in lowered:
             raise BadArchive(f"it has {name!r} twice")
+        lowered.add(name.lower())
         found[name] = _locate(fd, name, offset, member_nbytes, begin)
     return found
 
@@ -118,6 +122,8 @@ def _entries(directory: bytes, count: int) -> Iterator[tuple[str, int, int]]:
         name = raw.decode("utf-8", "backslashreplace")
         if flags & _ENCRYPTED or method != _STORED or packed != nbytes:
             raise BadArchive(f"its {name!r} is compressed or encrypted")
+        if entry[15] & _FOLDER:  # torch reads nothing of it
+            raise BadArchive(f"its {name!r} is a folder")
         yield name, offset, nbytes
     if position != len(directory):
         raise BadArchive("its directory has another size than its entries")

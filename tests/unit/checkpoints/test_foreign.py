@@ -48,7 +48,7 @@ _FILES = {
     "text": [b"Access to model org/name is restricted."],
 }
 _REMEDIES = {
-    "GGUF": "usual order of bytes",
+    "GGUF": "little-endian",
     "PyTorch pickle": "save_pretrained",
     "NumPy": r"safetensors\.numpy\.save_file",
     "git-lfs pointer": "git lfs pull",

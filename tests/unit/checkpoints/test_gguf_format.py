@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gguf_files import KINDS, content, entry, front, padded, pair, random_blocks, text
 
-from shmload._checkpoints.blocks import BLOCKS
-from shmload._checkpoints.formats.gguf import _KINDS, read_header
+from shmload._checkpoints.blocks import BLOCKS, GGML_TYPES
+from shmload._checkpoints.formats.gguf import read_header
 from shmload.errors import CheckpointError, ShardMalformed, ShardTruncated
 
 _U32, _TEXT, _LIST = 4, 8, 9
@@ -28,7 +28,7 @@ def read(raw):
 
 def test_kinds_have_the_numbers_of_the_package():
     assert {kind.name: int(kind) for kind in gguf.GGMLQuantizationType} == {
-        name: number for number, name in _KINDS.items()
+        name: number for number, name in GGML_TYPES.items()
     }
 
 
@@ -98,6 +98,14 @@ BAD = {
     ),
     "2**63 tensors": (front(1 << 63), "claims 9223372036854775808 tensors"),
     "2**63 keys": (front(0, 1 << 63), "and 9223372036854775808 keys"),
+    "65,537 keys": (
+        padded(front(0, (1 << 16) + 1), 1 << 20),
+        "65537 keys; 43690 and 65536 are the most",
+    ),
+    "too many texts": (
+        one(pairs=[pair("k", _LIST, struct.pack("<IQ", _TEXT, (1 << 22) + 1))]),
+        "'k' has 4194305 texts",
+    ),
     "key twice": (one(pairs=[pair("k", _U32, bytes(4))] * 2), "the key 'k' twice"),
     "value of no type": (one(pairs=[pair("k", 13, bytes(8))]), "key 'k' has the type 13"),
     "list of lists": (

@@ -182,6 +182,16 @@ def test_two_members_of_one_name_are_refused(header_of):
     members = [*parts({"a": torch.ones(2)}).items()]
     with pytest.raises(PickleUnread, match="twice"):
         header_of(archive([*members, members[0]]))
+    with pytest.raises(PickleUnread, match="'archive/DATA/0' twice"):
+        header_of(archive([*members, ("archive/DATA/0", b"12345678")]))
+
+
+def test_member_that_is_said_to_be_a_folder_is_refused(header_of):
+    content = bytearray(archive(parts({"a": torch.ones(2)}).items()))
+    entry = content.index(b"archive/data/0", content.index(b"PK\1\2")) - 46
+    content[entry + 38] |= 0x10
+    with pytest.raises(PickleUnread, match="'archive/data/0' is a folder"):
+        header_of(bytes(content))
 
 
 @pytest.mark.parametrize(
