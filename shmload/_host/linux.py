@@ -106,7 +106,7 @@ def no_inodes() -> SharedMemoryFull:
     return SharedMemoryFull(1, 0, "/dev/shm", remedy, unit="inodes")
 
 
-def write_at(fd: int, content: bytes, offset: int) -> None:
+def write_at(fd: int, content: bytes | memoryview, offset: int) -> None:
     """Write all of some bytes into a shared memory object.
 
     Raises:

@@ -79,6 +79,9 @@ class Holdings:
                 rule = rules[component]
                 shard = OpenShard(component, path, rule, keep=keep, piece_nbytes=piece_nbytes)
                 self._shards.append(shard)
+        copies = sum(shard.needs_copy for shard in self._shards)
+        if copies:
+            allow_descriptors(copies + 2 * len(self._shards))
 
     def acquire(self) -> list[OpenShard]:
         """Attach each segment, or take the lock of its part.
@@ -144,7 +147,11 @@ class Holdings:
         stays = self._stay is Stay.RESIDENT and not has_service
         budget = own_budget() if stays else None
         with made_room(
-            nbytes, budget, is_charged_here=is_charged_here, is_cancelled=is_cancelled
+            nbytes,
+            budget,
+            is_charged_here=is_charged_here,
+            is_cancelled=is_cancelled,
+            beside_nbytes=sum(shard.copy_nbytes for shard in shards),
         ) as evicted:
             for shard in shards:
                 self._part(shard).prepare(shard.layout)

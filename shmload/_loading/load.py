@@ -249,16 +249,33 @@ class Load:
             logger.info("%s: %s", self._source.given, each)
 
     def _decode(self, shards: list[OpenShard]) -> None:
+        self._unpickle(shards)
         jobs = self.holdings.jobs(shards)
         with self._steps.during(Step.READING):
             if self._ring:
                 self._decoder.stream(jobs, self._ring)
+                for shard in shards:
+                    shard.forget_copy()
                 return
             digests, is_kept = self._decoder.decode(jobs, lambda: self._renew(shards))
         stay = Stay.RESIDENT if is_kept else self._stay
         for shard, digest in zip(shards, digests, strict=True):
+            shard.forget_copy()
             self.holdings.publish(shard, digest, stay)
         self._decoder.settle()
+
+    def _unpickle(self, shards: list[OpenShard]) -> None:
+        """Have torch unpickle those shards that are not read as they are."""
+
+        def go_on() -> None:
+            if self._decoder.is_cancelled:
+                raise DecodeCancelled
+
+        for shard in shards:
+            if shard.needs_copy:
+                name = shard.plan.path.name
+                with self._steps.during(Step.UNPICKLING, f"torch unpickles {name}"):
+                    shard.make_copy(go_on)
 
     def _renew(self, shards: list[OpenShard]) -> list[Job]:
         """Return the jobs of some shards for decoding again, without the service."""

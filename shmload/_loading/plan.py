@@ -10,6 +10,7 @@ from shmload._checkpoints.contents import content_identity
 from shmload._checkpoints.dequantising import require_dequantised
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import detect_format
+from shmload._checkpoints.header import Header
 from shmload._checkpoints.identity import Identity, identify
 from shmload._checkpoints.left_out import LeftOut
 from shmload._checkpoints.quantised import is_quantised
@@ -127,6 +128,8 @@ class PlannedShard(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout
     leaves_casts: bool
     """Whether the library certainly casts some of its tensors."""
+    unpickled: Header | None = None
+    """The header of the file that torch has to unpickle it to; None if it is read as it is."""
 
 
 def plan_shard(
@@ -187,6 +190,7 @@ def plan_shard(
         source=found,
         layout=layout,
         leaves_casts=any(rule.leaves_cast(tensor, applied) for tensor in header.tensors),
+        unpickled=header if header.is_unpickled else None,
     )
 
 

@@ -73,6 +73,7 @@ def made_room(
     *,
     is_charged_here: bool,
     is_cancelled: Callable[[], bool],
+    beside_nbytes: int = 0,
 ) -> Iterator[list[SegmentInfo]]:
     """Make room for new segments; give their parts their length inside the block.
 
@@ -82,6 +83,7 @@ def made_room(
         is_charged_here: this process's memory limit pays for the segments. If not, a service has
             made room already.
         is_cancelled: asked now and then; when true, the wait for room ends.
+        beside_nbytes: what this process needs besides, until they are filled, in bytes.
 
     Yields:
         The segments that were evicted for it.
@@ -91,34 +93,35 @@ def made_room(
         DecodeCancelled: `is_cancelled` was true.
     """
     if not is_charged_here:
-        _require_room_elsewhere(nbytes)
+        _require_room_elsewhere(nbytes, beside_nbytes)
         yield []
     elif budget is None or nbytes == 0:
         evicted: list[SegmentInfo] = []
         try:
-            require_room(nbytes)
+            require_room(nbytes, beside_nbytes=beside_nbytes)
         except CapacityError:
-            evicted = evict_for(nbytes)
+            evicted = evict_for(nbytes, beside_nbytes=beside_nbytes)
         yield evicted
     else:
         ends_at = time.monotonic() + settings().wait_timeout_s
         wait = WaitForRoom(nbytes, budget.name)
         with _turn(nbytes, ends_at, is_cancelled, wait):
-            yield _keep_within(budget, nbytes, ends_at, is_cancelled, wait)
+            yield _keep_within(budget, nbytes, beside_nbytes, ends_at, is_cancelled, wait)
 
 
-def _require_room_elsewhere(nbytes: int) -> None:
+def _require_room_elsewhere(nbytes: int, beside_nbytes: int) -> None:
     try:
-        require_room(nbytes, is_charged_here=False)
+        require_room(nbytes, is_charged_here=False, beside_nbytes=beside_nbytes)
     except CapacityError:
         if not remove_leftovers():
             raise
-        require_room(nbytes, is_charged_here=False)
+        require_room(nbytes, is_charged_here=False, beside_nbytes=beside_nbytes)
 
 
 def _keep_within(
     budget: Budget,
     nbytes: int,
+    beside_nbytes: int,
     ends_at: float,
     is_cancelled: Callable[[], bool],
     wait: WaitForRoom,
@@ -136,9 +139,9 @@ def _keep_within(
         now = time.monotonic()
         others = _parts_nbytes()
         try:
-            return evict_for(nbytes, budget, others)
+            return evict_for(nbytes, budget, others, beside_nbytes=beside_nbytes)
         except (SharedMemoryFull, MemoryLimitExceeded) as exc:
-            require_possible(nbytes, budget, others)
+            require_possible(nbytes, budget, others, beside_nbytes=beside_nbytes)
             if others:
                 quiet_since = now
             if now > ends_at:

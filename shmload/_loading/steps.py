@@ -17,6 +17,7 @@ class Step(enum.Enum):
     DERIVING_RULES = "dtype rules"
     MAKING_ROOM = "making room"
     WAITING = "waiting for other processes"
+    UNPICKLING = "unpickling"
     READING = "reading"
     BUILDING = "building"
 

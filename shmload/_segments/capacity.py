@@ -34,7 +34,9 @@ class _Limit(NamedTuple):
     """Empty for /dev/shm: what helps there depends on what lies there."""
 
 
-def require_room(nbytes: int, *, evictable: int = 0, is_charged_here: bool = True) -> None:
+def require_room(
+    nbytes: int, *, evictable: int = 0, is_charged_here: bool = True, beside_nbytes: int = 0
+) -> None:
     """Check that there is room for `nbytes` of new segments.
 
     Args:
@@ -42,18 +44,21 @@ def require_room(nbytes: int, *, evictable: int = 0, is_charged_here: bool = Tru
         evictable: how many bytes could be evicted for them.
         is_charged_here: whether this process or its workers fill them, rather than a service, which
             may be in another control group.
+        beside_nbytes: what this process's children need until the segments are filled, in bytes. It
+            takes memory, and nothing of /dev/shm.
 
     Raises:
         SharedMemoryFull: the file system at /dev/shm is too small.
         MemoryLimitExceeded: the control group or the machine has too little memory.
     """
-    if nbytes == 0:
+    if nbytes == beside_nbytes == 0:
         return
     for limit in _limits(of_group=is_charged_here):
         free = limit.free + evictable
-        if nbytes + limit.kept > free:
+        wanted = nbytes if limit.error is SharedMemoryFull else nbytes + beside_nbytes
+        if wanted + limit.kept > free:
             remedy = limit.remedy or _shm_remedy(nbytes)
-            raise limit.error(nbytes, max(0, free - limit.kept), limit.name, remedy)
+            raise limit.error(wanted, max(0, free - limit.kept), limit.name, remedy)
 
 
 def _shm_remedy(nbytes: int) -> str:
@@ -79,9 +84,16 @@ def _shm_remedy(nbytes: int) -> str:
     return ", or ".join([*ways, enlarge])
 
 
-def room_nbytes() -> int:
-    """Return the room for new segments, in bytes; negative if the margin is used already."""
-    return min(limit.free - limit.kept for limit in _limits())
+def room_nbytes(beside_nbytes: int = 0) -> int:
+    """Return the room for new segments, in bytes; negative if the margin is used already.
+
+    Args:
+        beside_nbytes: as for `require_room`.
+    """
+    return min(
+        limit.free - limit.kept - (0 if limit.error is SharedMemoryFull else beside_nbytes)
+        for limit in _limits()
+    )
 
 
 def _limits(*, of_group: bool = True) -> Iterator[_Limit]:

@@ -104,13 +104,16 @@ def _remedy(found: Iterable[SegmentInfo], nbytes: int, missing: int, budget: Bud
     return ", or ".join([" and ".join(both), ways]) if both else ways
 
 
-def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> list[SegmentInfo]:
+def evict_for(
+    nbytes: int, budget: Budget | None = None, reserved: int = 0, *, beside_nbytes: int = 0
+) -> list[SegmentInfo]:
     """Evict enough for `nbytes` of new segments, or nothing if that is impossible.
 
     Args:
         nbytes: size of the new segments, in bytes.
         budget: as for `choose_victims`.
         reserved: as for `choose_victims`.
+        beside_nbytes: as for `require_room`.
 
     Returns:
         The segments that were removed.
@@ -124,33 +127,37 @@ def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> l
     while True:
         listed = segments() if looks_at_mappings else segments_by_lock()
         found = [_leased(info) if info.name in taken else info for info in listed]
-        room = room_nbytes()
+        room = room_nbytes(beside_nbytes)
         if room < nbytes and remove_leftovers():
-            room = room_nbytes()
+            room = room_nbytes(beside_nbytes)
         victims = choose_victims(found, nbytes, room, budget, reserved)
         if victims and not looks_at_mappings:
             looks_at_mappings = True
             continue
-        require_room(nbytes, evictable=sum(info.nbytes for info in found if may_go(info)))
+        evictable = sum(info.nbytes for info in found if may_go(info))
+        require_room(nbytes, evictable=evictable, beside_nbytes=beside_nbytes)
         names = [info.name for info in victims]
         removed = {*remove_idle(names, condition=lambda segment: not segment.is_pinned).idle}
         gone = [info for info in victims if info.name in removed]
         _log_eviction(gone, found)
         evicted += gone
         if len(gone) == len(victims):
-            require_room(nbytes)
+            require_room(nbytes, beside_nbytes=beside_nbytes)
             return evicted
         # A process has attached or mapped one of the victims meanwhile.
         taken |= {info.name for info in victims} - {info.name for info in gone}
 
 
-def require_possible(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> None:
+def require_possible(
+    nbytes: int, budget: Budget | None = None, reserved: int = 0, *, beside_nbytes: int = 0
+) -> None:
     """Check that `nbytes` would fit if no process used a segment and no load ran.
 
     Args:
         nbytes: size of the new segments, in bytes.
         budget: as for `choose_victims`.
         reserved: what the loads that run would give back, in bytes.
+        beside_nbytes: as for `require_room`.
 
     Raises:
         CapacityError: they would not.
@@ -158,7 +165,7 @@ def require_possible(nbytes: int, budget: Budget | None = None, reserved: int = 
     found = [msgspec.structs.replace(info, is_leased=False) for info in segments_by_lock()]
     evictable = sum(info.nbytes for info in found if may_go(info)) + reserved
     choose_victims(found, nbytes, nbytes, budget)
-    require_room(nbytes, evictable=evictable)
+    require_room(nbytes, evictable=evictable, beside_nbytes=beside_nbytes)
 
 
 def _log_eviction(gone: Sequence[SegmentInfo], found: Sequence[SegmentInfo]) -> None:

@@ -1,24 +1,26 @@
 """Reads the headers of PyTorch's files: a zip archive of one pickle and the storages' bytes.
 
-Guarantee: nothing of the file is called, and no tensor's bytes are read. What another reader than
-torch's own might take for something else is refused, and left to the libraries: the older form
-without an archive, other classes than tensors, transposed tensors.
+Guarantee: nothing of the file is called in this process, and no tensor's bytes are read in it. What
+another reader than torch's own might take for something else is refused. Where torch's restricted
+unpickler may know more, a process of its own asks it: for the older form without an archive, other
+classes than tensors, transposed tensors.
 """
 
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
-from typing import Any
 
 from shmload._checkpoints.formats.foreign import PICKLE, refuse
 from shmload._checkpoints.formats.format import Format
-from shmload._checkpoints.formats.tensor_pickle import (
-    StoredTensor,
+from shmload._checkpoints.formats.state_dicts import (
+    NoTensors,
     UnknownPickle,
-    read_pickle,
+    find_tensors,
     shorten,
 )
+from shmload._checkpoints.formats.tensor_pickle import StoredTensor, read_pickle
+from shmload._checkpoints.formats.unpickled import header_by_torch
+from shmload._checkpoints.formats.unpickling import Wish
 from shmload._checkpoints.formats.zip_archive import (
     BadArchive,
     CutShort,
@@ -42,17 +44,15 @@ _BYTE_ORDER = "/byteorder"
 # Of a zip archive's first local header.
 _NAME_NBYTES = slice(26, 28)
 _NAME_BEGIN = 30
-# A whole pipeline in one file has its tensors under this key; diffusers looks there, too.
-_NESTED = "state_dict"
-_MAX_DEPTH = 4
 _OF_ONE_MODEL = ".bin"
-# An IP-Adapter has two state dicts. Its loader in diffusers joins these names and those of the
-# tensors with a dot, if the file is in safetensors.
-_IP_ADAPTER = {"image_proj", "ip_adapter"}
+# diffusers.utils.WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME
+_BASE_NAMES = {"diffusers": "diffusion_pytorch_model", "transformers": "pytorch_model"}
+# How a file of the older form begins: torch.serialization.MAGIC_NUMBER, pickled.
+_OLDER_HEAD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
-    """Read and check the header of an open file.
+    """Read and check the header of an open file, or have torch unpickle it.
 
     Raises:
         PickleUnread: it has something that is left to the libraries, or is damaged.
@@ -60,22 +60,61 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         ShardTruncated: its end is missing.
         ShardUnreadable: the kernel reports an error.
     """
+    return _read(fd, path, may_ask_torch=True)
+
+
+def read_strictly(fd: int, path: str | os.PathLike[str]) -> Header:
+    """Read and check the header of an open file, without torch; raises as `read_header`."""
+    return _read(fd, path, may_ask_torch=False)
+
+
+def _read(fd: int, path: str | os.PathLike[str], *, may_ask_torch: bool) -> Header:
     try:
         found = os.fstat(fd)
-        is_model = os.fspath(path).endswith(_OF_ONE_MODEL)
+        wish = wish_for(path)
         stamp = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
         try:
-            return _read_kept(_File(fd, found.st_size, stamp, may_be_nested=not is_model))
+            return _read_kept(_File(fd, found.st_size, stamp, wish.may_be_nested))
         except CutShort:
             raise ShardTruncated(path, None, found.st_size) from None
         except (BadArchive, UnknownPickle) as exc:
             error = refuse(fd, path, ShardMalformed(path, str(exc), "PyTorch"))
-            is_pickle = isinstance(error, WrongFormat) and error.kind == PICKLE
-            raise PickleUnread(path, found.st_size, str(exc)) if is_pickle else error from None
+            why = str(exc)
+            if not (isinstance(error, WrongFormat) and error.kind == PICKLE):
+                raise error from None
+            if may_ask_torch and _may_know_more(fd, exc):
+                outcome = header_by_torch(fd, path, wish)
+                if outcome.header:
+                    return outcome.header
+                why = outcome.why if isinstance(exc, BadArchive) else f"{why}; {outcome.why}"
+            raise PickleUnread(path, found.st_size, why) from None
     except OSError as exc:
         if isinstance(exc, ShmloadError):
             raise
         raise ShardUnreadable(path, exc.strerror or str(exc)) from exc
+
+
+def wish_for(path: str | os.PathLike[str]) -> Wish:
+    """Return what the library that loads a file would take of it, by the file's name."""
+    name = os.path.basename(os.fspath(path))
+    return Wish(
+        may_be_nested=not name.endswith(_OF_ONE_MODEL),
+        # transformers builds models with the strides that it finds, and diffusers with those that
+        # torch calls contiguous. Safetensors have none.
+        may_be_strided=not name.startswith(_BASE_NAMES["transformers"]),
+        may_be_odd=not name.startswith(tuple(_BASE_NAMES.values())),
+    )
+
+
+def _may_know_more(fd: int, refusal: Exception) -> bool:
+    """Tell whether torch may read a file that was refused here.
+
+    An archive that is damaged or compressed is not one of them: torch maps such a file, and takes
+    for the tensors' bytes what lies there.
+    """
+    if isinstance(refusal, BadArchive):
+        return os.pread(fd, len(_OLDER_HEAD), 0) == _OLDER_HEAD
+    return not isinstance(refusal, NoTensors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,35 +134,20 @@ def _read_kept(file: _File) -> Header:
     folder = next(iter(members), "").partition("/")[0]
     pickled = members.get(folder + _PICKLE)
     if pickled is None or pickled.nbytes > _MAX_PICKLE_NBYTES:
-        raise UnknownPickle("it has no data.pkl that describes tensors")
+        raise NoTensors("it has no data.pkl that describes tensors")
     order = members.get(folder + _BYTE_ORDER)
     if order and os.pread(file.fd, min(order.nbytes, 16), order.begin) != b"little":
         raise UnknownPickle("its numbers are big-endian")
-    found: Any = read_pickle(os.pread(file.fd, pickled.nbytes, pickled.begin))
-    for _ in range(_MAX_DEPTH):  # a dict may be in itself
-        if file.may_be_nested and isinstance(found.get(_NESTED), dict):
-            found = found[_NESTED]
-    if found.keys() == _IP_ADAPTER:
-        found = {name: each for part in found for name, each in _with_prefix(part, found[part])}
+    pickle = read_pickle(os.pread(file.fd, pickled.nbytes, pickled.begin))
+    found = find_tensors(pickle, StoredTensor, may_be_nested=file.may_be_nested)
     tensors = tuple(_place(name, tensor, folder, members) for name, tensor in found.items())
     return Header(tensors=tensors, metadata=None, data_offset=0)
 
 
-def _with_prefix(prefix: str, part: object) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a state dict in another, with the names that they have in one."""
-    if not isinstance(part, dict) or not all(isinstance(name, str) for name in part):
-        raise UnknownPickle(f"its {prefix!r} is no dict of tensors with names")
-    for name, tensor in part.items():
-        yield f"{prefix}.{name}", tensor
-
-
-def _place(name: object, tensor: object, folder: str, members: dict[str, Member]) -> TensorSpec:
-    # In a segment's header that name means something else.
-    if not isinstance(name, str) or name == "__metadata__" or not isinstance(tensor, StoredTensor):
-        raise UnknownPickle(f"its {shorten(name)} is no tensor with a name")
+def _place(name: str, tensor: StoredTensor, folder: str, members: dict[str, Member]) -> TensorSpec:
     member = members.get(f"{folder}/data/{tensor.storage.key}")
     if member is None or member.nbytes != tensor.storage.nbytes:
-        raise UnknownPickle(f"the storage of {shorten(name)} is missing, or has another size")
+        raise NoTensors(f"the storage of {shorten(name)} is missing, or has another size")
     return tensor.placed(name, member.begin)
 
 
@@ -136,8 +160,7 @@ def _recognises(head: bytes) -> bool:
 PYTORCH = Format(
     name="PyTorch",
     suffixes=(_OF_ONE_MODEL, ".pt", ".pth", ".ckpt"),
-    # diffusers.utils.WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME
-    base_names={"diffusers": "diffusion_pytorch_model", "transformers": "pytorch_model"},
+    base_names=_BASE_NAMES,
     can_be_linked=False,
     may_be_unread=True,
     recognises=_recognises,

@@ -13,14 +13,13 @@ from typing import Any
 import msgspec
 
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
+from shmload._checkpoints.formats.state_dicts import NoTensors, UnknownPickle, shorten
 from shmload._checkpoints.header import TensorSpec
 
 _MAX_RANK = 64
 _MAX_SIZE = 1 << 62
 # Larger ones may all have one hash: it is that of the remainder by 2**61 - 1.
 _MAX_KEY = 1 << 60
-# Letters of a name that an error repeats.
-_MAX_SHOWN = 200
 _PROTOCOL = 2
 _BY_TORCH_NAME = {name: dtype for dtype, name in TORCH_NAMES.items()}
 _BY_STORAGE = {
@@ -40,11 +39,11 @@ _ORDERED_DICT = "collections.OrderedDict"
 _V2, _V3 = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
 _PARAMETER = "torch._utils._rebuild_parameter"
 _UNTYPED = "torch.storage.UntypedStorage"
+# Of no others does torch's restricted unpickler know a name.
+_KNOWN_TO_TORCH = ("torch", "collections", "_codecs")
+# In a pickle of protocol 2 they have the names of Python 2.
+_BUILTINS_OF_TORCH = ("bytearray", "complex", "set")
 _MARK = object()
-
-
-class UnknownPickle(Exception):
-    """The pickle has something that is not read here."""
 
 
 class Storage(msgspec.Struct, frozen=True, gc=False):
@@ -87,6 +86,7 @@ def read_pickle(raw: bytes) -> dict[str, Any]:
     """Return the dict that a pickle has, with a `StoredTensor` for each tensor.
 
     Raises:
+        NoTensors: it is damaged or no dict, or names what torch's unpickler does not know either.
         UnknownPickle: it has anything else than tensors, texts, numbers, lists and dicts of these;
             or a tensor that is transposed or leaves its storage.
     """
@@ -95,9 +95,9 @@ def read_pickle(raw: bytes) -> dict[str, Any]:
         found = machine.run()
     except (IndexError, TypeError, ValueError, KeyError, struct.error) as exc:
         # A stack that is empty, an operand of another kind, a text that is not UTF-8.
-        raise UnknownPickle(f"its pickle is damaged at byte {machine.position}") from exc
+        raise NoTensors(f"its pickle is damaged at byte {machine.position}") from exc
     if not isinstance(found, dict):
-        raise UnknownPickle("it holds no dict of tensors")
+        raise NoTensors("it holds no dict of tensors")
     return found
 
 
@@ -151,7 +151,7 @@ class _Machine:
     def protocol(self) -> None:
         found = self._unsigned(1)
         if found != _PROTOCOL:
-            raise UnknownPickle(f"its pickle has protocol {found}")
+            raise NoTensors(f"its pickle has protocol {found}")
 
     def mark(self) -> None:
         self._stack.append(_MARK)
@@ -263,11 +263,6 @@ class _Machine:
             raise UnknownPickle(f"its dict has the attributes {shorten([*state])}")
 
 
-def shorten(name: object) -> str:
-    """Return what an error shows of a name, which may have millions of letters."""
-    return f"{name!r:.{_MAX_SHOWN}}"
-
-
 def _rebuild(function: str, arguments: Any) -> StoredTensor:
     """Return the tensor that torch's function of that name would make."""
     # Whether it needs a gradient is the model's business, as of a tensor in safetensors.
@@ -284,7 +279,7 @@ def _rebuild(function: str, arguments: Any) -> StoredTensor:
     if not count:
         begin = 0
     elif begin + nbytes > storage.nbytes:
-        raise UnknownPickle("it has a tensor that is larger than its storage")
+        raise NoTensors("it has a tensor that is larger than its storage")
     return StoredTensor(storage, dtype, shape, begin, nbytes)
 
 
@@ -320,7 +315,7 @@ def _require_fit(needs_grad: Any, dtype: str) -> None:
     if type(needs_grad) is not bool:
         raise TypeError
     if needs_grad and not dtype.startswith(("F", "BF", "C")):
-        raise UnknownPickle(f"it has a tensor of {dtype} that needs a gradient")
+        raise NoTensors(f"it has a tensor of {dtype} that needs a gradient")
 
 
 def _dtype(found: Any) -> str:
@@ -341,7 +336,10 @@ def _size(value: Any) -> int:
 def _refuse_name(found: Any) -> UnknownPickle:
     if type(found) is not _Global:
         raise TypeError
-    return UnknownPickle(f"its pickle names {found.name[:_MAX_SHOWN]}")
+    module, _, name = found.name.partition(".")
+    is_builtin = module in ("__builtin__", "builtins") and name in _BUILTINS_OF_TORCH
+    kind = UnknownPickle if is_builtin or module in _KNOWN_TO_TORCH else NoTensors
+    return kind(f"its pickle names {shorten(found.name)[1:-1]}")
 
 
 def _push(make: Callable[[], Any]) -> Callable[[_Machine], None]:

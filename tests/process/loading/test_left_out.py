@@ -17,9 +17,9 @@ _ASK = r"it has variant fp16: ask for it with variant='fp16' \(--variant fp16\)"
 _LORA = "pytorch_lora_weights.safetensors"
 
 
-def save_older(tensors, path):
-    """Write a file as torch did before 1.6, which only torch reads."""
-    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+def save_with_more(tensors, path):
+    """Write a file of PyTorch with something that is no tensor."""
+    torch.save({**tensors, "epoch": 3}, path)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def pipeline(tmp_path, evicts):
     for name in ("unet", "vae", "scheduler"):
         (source / name).mkdir(parents=True)
     save_file(TENSORS, source / "vae" / "diffusion_pytorch_model.safetensors")
-    save_older(TENSORS, source / "unet" / "diffusion_pytorch_model.bin")
+    save_with_more(TENSORS, source / "unet" / "diffusion_pytorch_model.bin")
     (source / "scheduler" / "scheduler_config.json").write_text("{}")
     index = {"unet": ["x", "U"], "vae": ["x", "V"], "scheduler": ["x", "S"], "_class_name": "P"}
     (source / "model_index.json").write_text(json.dumps(index))
@@ -88,10 +88,12 @@ def test_view_warns_of_what_it_only_links(pipeline, caplog):
 
 
 def test_directory_of_a_pickle_is_left_to_the_library(tmp_path, caplog, shm_names):
-    save_older(TENSORS, tmp_path / "pytorch_model.bin")
+    save_with_more(TENSORS, tmp_path / "pytorch_model.bin")
     (tmp_path / "optimizer.bin").touch()
     with shmload.view(tmp_path) as path:
-        assert_same(torch.load(path / "pytorch_model.bin"), TENSORS)
+        found = torch.load(path / "pytorch_model.bin")
+        assert found.pop("epoch") == 3
+        assert_same(found, TENSORS)
     assert "pytorch_model.bin (PyTorch pickle" in caplog.text
     assert "optimizer" not in caplog.text
     for door in (shmload.warm, shmload.load_state_dict):

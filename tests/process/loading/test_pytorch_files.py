@@ -12,6 +12,7 @@ from mappings import copied_nbytes
 from safetensors.torch import load_file, save_file
 
 import shmload
+from shmload._checkpoints.formats import unpickling
 
 pytestmark = pytest.mark.libraries
 
@@ -122,7 +123,7 @@ def test_pipeline_of_both_formats_is_shared(copied, evicts):
     assert shmload.plan(source, dtype=torch.bfloat16).left_out == ()
 
 
-@pytest.mark.parametrize("beside", ["", "older", "index"])
+@pytest.mark.parametrize("beside", ["", "unread", "index"])
 def test_files_of_pytorch_are_shared_if_only_these_are_wanted(copied, beside, evicts):
     source = rewrite(copied("stable-diffusion"))
     (path,) = (source / "vae").glob("*.bin")
@@ -133,7 +134,7 @@ def test_files_of_pytorch_are_shared_if_only_these_are_wanted(copied, beside, ev
         path.with_suffix(".safetensors").rename(path.with_name("other.safetensors"))
         path.with_suffix(".safetensors.index.json").write_text(json.dumps(index))
     elif beside:
-        torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
+        path.write_bytes(path.read_bytes() + b"behind the archive")
     given = {"use_safetensors": False}
     wanted = reference(source, torch.bfloat16, **given)
     for _ in range(2):
@@ -169,28 +170,98 @@ def test_state_dict_of_views_of_one_storage(tmp_path):
         assert torch.equal(got[name], tensor.bfloat16()), name
 
 
-# Left to the library ------------------------------------------------------------------------------
+# Unpickled by torch -------------------------------------------------------------------------------
 
 
-def _transposed(tensors, path):
-    torch.save(
-        {name: t.t().contiguous().t() if t.ndim == 2 else t for name, t in tensors.items()}, path
-    )
+def _strided(tensors, path):
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 4 and 1 not in tensor.shape:
+            found[name] = tensor.to(memory_format=torch.channels_last)
+        elif tensor.ndim == 2:
+            found[name] = tensor.t().contiguous().t()
+    torch.save(found, path)
 
 
 def _older(tensors, path):
     torch.save(tensors, path, _use_new_zipfile_serialization=False)
 
 
-@pytest.mark.parametrize("save", [_transposed, _older])
-def test_what_is_not_read_is_loaded_by_the_library(copied, save):
-    source = rewrite(copied("flux"), save)
-    got = shmload.load_pipeline(source, dtype=torch.bfloat16)
-    assert_equal(got, reference(source, torch.bfloat16))
-    (left,) = (each for each in shmload.plan(source).left_out if each.component == "vae")
-    assert left.path == source / "vae" / "diffusion_pytorch_model.bin"
-    assert left.kind == "PyTorch pickle"
-    assert left.why
+@pytest.fixture
+def refuses_unpickling(monkeypatch):
+    """Return a function after whose call no process unpickles anything."""
+    return lambda: monkeypatch.setattr(unpickling, "_MODULE", "shmload._version")
+
+
+def test_what_torch_unpickles_is_shared(copied, evicts, refuses_unpickling):
+    source = rewrite(copied("stable-diffusion"))
+    for component, save in (("vae", _strided), ("text_encoder", _older)):
+        (path,) = (source / component).glob("*.bin")
+        save(torch.load(path), path)
+    wanted = reference(source, torch.bfloat16)
+    assert_equal(shmload.load_pipeline(source, dtype=torch.bfloat16, keep=True), wanted)
+    refuses_unpickling()
+    again = shmload.load_pipeline(source, dtype=torch.bfloat16, keep=True)
+    assert_equal(again, wanted)
+    assert copied_nbytes(again) == 0
+    planned = shmload.plan(source, dtype=torch.bfloat16)
+    assert planned.left_out == ()
+    assert {shard.action for shard in planned.shards} == {shmload.Action.ATTACH}
+    vae, given = source / "vae", {"torch_dtype": torch.bfloat16}
+    model = shmload.load_model("AutoencoderKL", vae, dtype="bfloat16", keep=True)
+    assert_component_equal(model, diffusers.AutoencoderKL.from_pretrained(vae, **given), "vae")
+    encoder, given = source / "text_encoder", {"dtype": torch.bfloat16}
+    model = shmload.load_model("CLIPTextModel", encoder, keep=True, **given)
+    own = transformers.CLIPTextModel.from_pretrained(encoder, **given)
+    assert_component_equal(model, own, "text_encoder")
+    assert len(shmload.segments()) == len(planned.shards)
+
+
+def test_transposed_model_of_transformers_is_left_to_it(copied):
+    folder = rewrite(copied("flux"), _strided) / "text_encoder_2"
+    got = shmload.load_model("T5EncoderModel", folder)
+    wanted = transformers.T5EncoderModel.from_pretrained(folder)
+    assert_component_equal(got, wanted, "text_encoder_2")
+    assert not wanted.shared.weight.is_contiguous()
+    with pytest.raises(shmload.SourceNotFound, match="transformers keeps it so"):
+        shmload.warm(folder)
+
+
+def test_state_dict_and_a_process_that_dies(tmp_path, refuses_unpickling, evicts):
+    path = tmp_path / "model.pt"
+    whole = torch.arange(24.0).reshape(4, 6)
+    tensors = {"transposed": whole.t(), "sliced": whole[::2, 1:3], "element": whole[1, 2]}
+    torch.save(tensors, path)
+    assert [shard.tensors for shard in shmload.plan(path).shards] == [3]
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(unpickling, "_MODULE", "shmload._version")
+        with pytest.raises(shmload.WorkerDied, match=r"exit code 0.*model\.pt, twice"):
+            shmload.load_state_dict(path)
+    assert not shmload.segments()
+    got = shmload.load_state_dict(path, "bfloat16", keep=True)
+    refuses_unpickling()
+    again = shmload.load_state_dict(path, "bfloat16")
+    for name, tensor in tensors.items():
+        assert torch.equal(got[name], tensor.bfloat16()), name
+        assert torch.equal(again[name], got[name]), name
+        assert got[name].is_contiguous()
+
+
+def test_process_that_dies_first_leaves_the_file_to_the_library(tmp_path, refuses_unpickling):
+    refuses_unpickling()
+    torch.save({"a": torch.ones(3, 2).t()}, tmp_path / "model.pt")
+    with pytest.raises(shmload.PickleUnread, match="unpickles it ended by exit code 0"):
+        shmload.load_state_dict(tmp_path / "model.pt")
+
+
+def test_process_that_does_not_answer_is_ended(tmp_path, configure):
+    torch.save({"a": torch.ones(3, 2).t()}, tmp_path / "model.pt")
+    configure(stall_timeout_s=0.01)  # torch takes longer to import
+    with pytest.raises(shmload.PickleUnread, match="did not answer in 0 s"):
+        shmload.load_state_dict(tmp_path / "model.pt")
+
+
+# Left to the library ------------------------------------------------------------------------------
 
 
 class _Calls:
@@ -213,4 +284,8 @@ def test_nothing_in_a_pickle_is_called(tmp_path, copied, capfd):
         shmload.load_pipeline(source)
     with pytest.raises(shmload.SourceNotFound, match=r"unet/.*names __builtin__\.print"):
         shmload.warm(source)
+    older = tmp_path / "older.pt"
+    torch.save({"b": _Calls()}, older, _use_new_zipfile_serialization=False)
+    with pytest.raises(shmload.PickleUnread, match="torch refuses the name print"):
+        shmload.load_state_dict(older)
     assert "called" not in capfd.readouterr().out

@@ -3,6 +3,7 @@
 import math
 import os
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
@@ -16,7 +17,7 @@ from shmload._checkpoints.formats import known
 from shmload._checkpoints.formats.format import HEAD_NBYTES
 from shmload._checkpoints.formats.gguf import GGUF
 from shmload._checkpoints.formats.known import format_of, has_known_suffix, is_of_weights
-from shmload._checkpoints.formats.pytorch import PYTORCH
+from shmload._checkpoints.formats.pytorch import PYTORCH, read_strictly
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload.errors import CheckpointError
 
@@ -40,7 +41,9 @@ _TENSORS = {
     "matrix": torch.randn(33, 65, generator=torch.Generator().manual_seed(0)).bfloat16(),
     "bool": torch.arange(9) % 2 == 0,
 }
-_FORMATS = [(SAFETENSORS, safetensors.torch.save_file), (PYTORCH, torch.save), (GGUF, save_gguf)]
+# A reader that asks torch takes seconds, and may find more.
+_STRICT = msgspec.structs.replace(PYTORCH, read_header=read_strictly)
+_FORMATS = [(SAFETENSORS, safetensors.torch.save_file), (_STRICT, torch.save), (GGUF, save_gguf)]
 _FORMATS += [(TOY, save_toy)]
 each_format = pytest.mark.parametrize(
     "file_format", [file_format for file_format, _ in _FORMATS], ids=lambda each: each.name
