@@ -39,8 +39,9 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     read_header: Callable[[int, str | os.PathLike[str]], Header]
     """Reads and checks the header of an open file; the path is what errors call it.
 
-    It neither moves the descriptor's position nor reads tensors' bytes in this process. Raises `ShardMalformed`,
-    `ShardTruncated` or `ShardUnreadable`, and nothing else whatever the file contains.
+    It neither moves the descriptor's position nor reads tensors' bytes in this process. Raises
+    `ShardMalformed`, `ShardTruncated` or `ShardUnreadable`, and nothing else whatever the file
+    contains.
     """
 
 
