@@ -5,7 +5,7 @@ quantiser expects the file as it was saved. Plain integers and 8-bit floats with
 quantised in this sense.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 
 from shmload._checkpoints.dtypes import FLOATS
 from shmload._checkpoints.header import Header
@@ -27,14 +27,19 @@ _WIDE_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _PACKED = (FLOATS - _WIDE_FLOATS) | {"I8", "U8", "I32", "U32", "F4", "F6_E2M3", "F6_E3M2"}
 
 
-def is_quantised(header: Header) -> bool:
-    """Tell whether a file's tensors are quantised, from its header."""
-    if _CONFIG_KEY in (header.metadata or {}):
+def are_quantised(headers: Collection[Header]) -> bool:
+    """Tell whether a model's tensors are quantised, from the headers of its files.
+
+    Args:
+        headers: of all its files; the scales of a weight may be in another one.
+    """
+    if any(_CONFIG_KEY in (header.metadata or {}) for header in headers):
         return True
-    packed = [tensor.name for tensor in header.tensors if tensor.dtype in _PACKED]
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    packed = [tensor.name for tensor in tensors if tensor.dtype in _PACKED]
     if not packed:
         return False
-    names = {tensor.name for tensor in header.tensors}
+    names = {tensor.name for tensor in tensors}
     return any(_has_scales(name, names) for name in packed)
 
 

@@ -16,7 +16,7 @@ from shmload._host.limits import allow_descriptors, require_file_size
 from shmload._host.linux import Inode, is_cached, read_ahead, unlock
 from shmload._loading.plan import ShardPlan
 from shmload._loading.room import made_room, own_budget
-from shmload._loading.shard import OpenShard
+from shmload._loading.shard import OpenShard, open_checkpoint
 from shmload._segments.acquire import Awaited, Held, Opened, acquire
 from shmload._segments.listing import SegmentInfo
 from shmload._segments.part import Hollow, Part
@@ -74,11 +74,8 @@ class Holdings:
         allow_descriptors(3 * sum(len(each.shards) for each in source.checkpoints))
         keep = (self._stay is Stay.RESIDENT and not self._may_link) or self._is_hollow
         for checkpoint in source.checkpoints:
-            for path in checkpoint.shards:
-                component = checkpoint.component
-                rule = rules[component]
-                shard = OpenShard(component, path, rule, keep=keep, piece_nbytes=piece_nbytes)
-                self._shards.append(shard)
+            rule = rules[checkpoint.component]
+            self._shards += open_checkpoint(checkpoint, rule, keep=keep, piece_nbytes=piece_nbytes)
         copies = sum(shard.needs_copy for shard in self._shards)
         if copies:
             allow_descriptors(copies + 2 * len(self._shards))

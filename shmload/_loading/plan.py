@@ -13,7 +13,7 @@ from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.header import Header
 from shmload._checkpoints.identity import Identity, identify
 from shmload._checkpoints.left_out import LeftOut
-from shmload._checkpoints.quantised import is_quantised
+from shmload._checkpoints.quantised import are_quantised
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._host.linux import SHM_DIR
 from shmload._host.procfs import is_remote
@@ -128,8 +128,7 @@ class PlannedShard(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout
     leaves_casts: bool
     """Whether the library certainly casts some of its tensors."""
-    unpickled: Header | None = None
-    """The header of the file that torch has to unpickle it to; None if it is read as it is."""
+    header: Header
 
 
 def plan_shard(
@@ -160,7 +159,7 @@ def plan_shard(
     header = file_format.read_header(fd, path)
     identity = identify(path, found)
     # If the file has the wanted dtypes, every rule makes the same segment: give it one name.
-    is_cast = needs_conversion(header, rule) and not is_quantised(header)
+    is_cast = needs_conversion(header, rule) and not are_quantised([header])
     applied = rule if is_cast else RAW
     may_link = (
         file_format.can_be_linked and applied == RAW and not keep and not is_remote(found.st_dev)
@@ -190,7 +189,7 @@ def plan_shard(
         source=found,
         layout=layout,
         leaves_casts=any(rule.leaves_cast(tensor, applied) for tensor in header.tensors),
-        unpickled=header if header.is_unpickled else None,
+        header=header,
     )
 
 

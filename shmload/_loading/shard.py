@@ -1,11 +1,14 @@
-"""A shard that is open for a load."""
+"""Shards that are open for a load."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+from shmload._checkpoints.quantised import are_quantised
 from shmload._checkpoints.remote import pointed_object
-from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.resolve import Checkpoint
+from shmload._checkpoints.rule import RAW, Rule
 from shmload._decoding.job import Job
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
@@ -52,7 +55,7 @@ class OpenShard(Descriptor):
         self.source = planned.source
         self.layout = planned.layout
         self.leaves_casts = planned.leaves_casts
-        self._unpickled = planned.unpickled
+        self.header = planned.header
 
     def close(self) -> None:
         """Close the file, and free the unpickled copy; a second call does nothing."""
@@ -76,12 +79,12 @@ class OpenShard(Descriptor):
     @property
     def copy_nbytes(self) -> int:
         """Size of the unpickled copy that a decode needs beside the segment, in bytes; else 0."""
-        return self._unpickled.data_nbytes if self._unpickled else 0
+        return self.header.data_nbytes if self.header.is_unpickled else 0
 
     @property
     def needs_copy(self) -> bool:
         """Whether `make_copy` has to be called before `job`."""
-        return self._unpickled is not None and self._copy.fd < 0
+        return self.header.is_unpickled and self._copy.fd < 0
 
     def make_copy(self, go_on: Callable[[], None]) -> None:
         """Have torch unpickle the file, in a process of its own; blocks until that is done.
@@ -92,8 +95,8 @@ class OpenShard(Descriptor):
         Raises:
             CheckpointError, CapacityError, WorkerError: as `unpack`.
         """
-        assert self._unpickled is not None
-        self._copy.fd = unpack(self.plan.path, self.fd, self.source, self._unpickled, go_on)
+        assert self.header.is_unpickled
+        self._copy.fd = unpack(self.plan.path, self.fd, self.source, self.header, go_on)
 
     def job(self, part: Part | Hollow) -> Job:
         """Return the job that decodes it into a part; both descriptors stay with their owners."""
@@ -107,3 +110,33 @@ class OpenShard(Descriptor):
             nbytes=self.layout.nbytes,
             pieces=self.layout.pieces,
         )
+
+
+def open_checkpoint(
+    checkpoint: Checkpoint, rule: Rule, *, keep: bool, piece_nbytes: int | None = None
+) -> list[OpenShard]:
+    """Open and plan all shards of a checkpoint; the caller closes them.
+
+    If only all headers together say that the weights are quantised, none is cast.
+
+    Args:
+        checkpoint: the checkpoint.
+        rule: the dtypes its tensors get.
+        keep: make its segments resident.
+        piece_nbytes: size of the pieces to decode in, in bytes; None for the default.
+
+    Raises:
+        CheckpointError: a shard cannot be opened, or its header is wrong.
+    """
+    with contextlib.ExitStack() as opened:
+        shards = [
+            opened.enter_context(
+                OpenShard(checkpoint.component, path, rule, keep=keep, piece_nbytes=piece_nbytes)
+            )
+            for path in checkpoint.shards
+        ]
+        is_cast = any(shard.plan.conversion != RAW.text for shard in shards)
+        if is_cast and len(shards) > 1 and are_quantised([shard.header for shard in shards]):
+            return open_checkpoint(checkpoint, RAW, keep=keep, piece_nbytes=piece_nbytes)
+        opened.pop_all()
+        return shards

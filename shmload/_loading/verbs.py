@@ -18,10 +18,10 @@ from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._checkpoints.weights import name_as_safetensors
 from shmload._host.collector import paused_gc
-from shmload._host.linux import open_source
 from shmload._loading.complete import complete_load
-from shmload._loading.plan import Plan, plan_shard
+from shmload._loading.plan import Plan
 from shmload._loading.progress import Callback, Progress
+from shmload._loading.shard import open_checkpoint
 from shmload._loading.sources import find_with_rules, require_read
 from shmload._loading.steps import Step
 from shmload._placement.inventory import Inventory, choose_inventory
@@ -246,13 +246,9 @@ def plan(
         found, rules = find_with_rules(wanted, progress.steps, pipeline_class=pipeline_class)
     shards = []
     for checkpoint in found.checkpoints:
-        for path in checkpoint.shards:
-            fd = open_source(path)
-            try:
-                component = checkpoint.component
-                shards.append(plan_shard(component, path, fd, rules[component], keep=keep).plan)
-            finally:
-                os.close(fd)
+        for shard in open_checkpoint(checkpoint, rules[checkpoint.component], keep=keep):
+            with shard:
+                shards.append(shard.plan)
     placement = None
     if (device_map, max_memory, inventory) != (None, None, None):
         with paused_gc():

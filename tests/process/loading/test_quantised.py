@@ -162,6 +162,20 @@ def test_quantised_file_is_never_cast_and_keeps_its_metadata(tmp_path, kind, evi
     assert planned.segment == info.name
 
 
+def test_scales_in_another_shard_are_not_cast(tmp_path, evicts):
+    tensors = _PACKED["SVDQuant"] | {"a.bias": torch.full((4,), 0.3)}
+    names = {"a.qweight": "1", "a.wscales": "2", "a.bias": "2"}
+    where = {name: f"model-0000{number}-of-00002.safetensors" for name, number in names.items()}
+    for file in set(where.values()):
+        save_file({name: tensors[name] for name in names if where[name] == file}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    assert_same(shmload.load_state_dict(tmp_path, "bfloat16"), tensors)
+    planned = shmload.plan(tmp_path, dtype="bfloat16").shards
+    assert [each.conversion for each in planned] == ["raw", "raw"]
+
+
 def test_configuration_says_that_a_model_is_quantised(folder):
     config = {"quantization_config": {"quant_method": "x"}}
     (folder / "config.json").write_text(json.dumps(config))

@@ -3,7 +3,7 @@
 import pytest
 
 from shmload._checkpoints.header import Header, TensorSpec
-from shmload._checkpoints.quantised import is_quantised
+from shmload._checkpoints.quantised import are_quantised
 
 
 def header(metadata=None, **dtypes):
@@ -28,7 +28,7 @@ def header(metadata=None, **dtypes):
     ids=str,
 )
 def test_weights_with_scales_are_quantised(dtypes):
-    assert is_quantised(header(**{"norm.weight": "BF16"}, **dtypes))
+    assert are_quantised([header(**{"norm.weight": "BF16"}, **dtypes)])
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,15 @@ def test_weights_with_scales_are_quantised(dtypes):
     ids=str,
 )
 def test_others_are_not(dtypes):
-    assert not is_quantised(header({"format": "pt"}, **dtypes))
+    assert not are_quantised([header({"format": "pt"}, **dtypes)])
 
 
 def test_file_may_say_so():
-    assert is_quantised(header({"quantization_config": '{"method": "svdquant"}'}, a="BF16"))
+    assert are_quantised([header({"quantization_config": '{"method": "svdquant"}'}, a="BF16")])
+
+
+def test_scales_may_be_in_another_file():
+    weights, scales = header(**{"a.weight": "I8"}), header(**{"a.SCB": "F32"})
+    assert are_quantised([weights, scales])
+    assert not are_quantised([weights])
+    assert not are_quantised([scales])
