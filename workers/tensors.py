@@ -7,6 +7,7 @@ torch with it.
 import json
 import os
 import re
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ _DTYPES = {
     for dtype, name in TORCH_NAMES.items()
     if NBITS[dtype] >= 8 and hasattr(torch, name)
 }
+# In the older form each storage has its number of elements before its bytes.
+_COUNT_NBYTES = 8
+# An early prototype, as torch's documentation has it. Without it the data is read, too.
+_skip_data = getattr(torch.serialization, "skip_data", None)
 # What torch's error says of a name that its unpickler does not know.
 _NAME = re.compile(r"GLOBAL (\S+)")
 
@@ -48,11 +53,7 @@ def unpickle_to(target_fd: int, fd: int, request: Unpickle) -> Answer:
         request: what is wanted of it.
     """
     try:
-        wish = request.wish
-        tensors = find_tensors(_load(fd), torch.Tensor, may_be_nested=wish.may_be_nested)
-        for name, tensor in tensors.items():
-            _require_plain(name, tensor)
-            _require_strides(name, tensor, wish)
+        tensors = _plain_tensors(fd, request)
         _write(tensors, target_fd, has_data=request.has_data)
     except UnknownPickle as exc:
         return Refused(str(exc)[:MAX_WHY])
@@ -62,20 +63,46 @@ def unpickle_to(target_fd: int, fd: int, request: Unpickle) -> Answer:
     return Unpickled()
 
 
-def _load(fd: int) -> Any:
-    """Return what torch's restricted unpickler makes of a file.
+def _plain_tensors(fd: int, request: Unpickle) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, by name.
+
+    Raises:
+        UnknownPickle: torch refuses it, or it has something that has no place in safetensors.
+        MemoryError: there is no memory for it.
+    """
+    content, rest_nbytes = _load(fd, has_data=request.has_data)
+    tensors = find_tensors(content, torch.Tensor, may_be_nested=request.wish.may_be_nested)
+    for name, tensor in tensors.items():
+        _require_plain(name, tensor)
+        _require_strides(name, tensor, request.wish)
+    if rest_nbytes is not None:
+        _require_whole(content, rest_nbytes)
+    return tensors
+
+
+def _load(fd: int, *, has_data: bool) -> tuple[Any, int | None]:
+    """Return what torch's restricted unpickler makes of a file, and how much is left unread in it.
+
+    Args:
+        fd: the file.
+        has_data: read the storages of a file of the older form; if not, they have any bytes.
+
+    Returns:
+        The second is None for what was read with its data, or is mapped.
 
     Raises:
         UnknownPickle: torch refuses it.
         MemoryError: there is no memory for it.
     """
+    path = f"/proc/self/fd/{fd}"
     try:
-        return torch.load(
-            f"/proc/self/fd/{fd}",
-            map_location="cpu",
-            weights_only=True,
-            mmap=is_archive(fd),  # torch maps no file of the older form
-        )
+        if is_archive(fd):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True), None
+        if has_data or _skip_data is None:
+            return torch.load(path, map_location="cpu", weights_only=True), None
+        with open(path, "rb") as file, _skip_data():
+            found = torch.load(file, map_location="cpu", weights_only=True)
+            return found, os.fstat(fd).st_size - file.tell()
     except Exception as exc:  # a damaged file may raise anything
         if is_lack_of_memory(exc):
             raise
@@ -116,6 +143,40 @@ def _require_strides(name: str, tensor: torch.Tensor, wish: Wish) -> None:
         raise UnknownPickle(f"{shown} is transposed, and transformers keeps it so")
     if is_odd and not wish.may_be_odd:
         raise UnknownPickle(f"{shown} has odd strides, and the libraries keep them")
+
+
+def _require_whole(content: object, nbytes: int) -> None:
+    """Refuse a file of the older form of which torch would not read all storages, or nothing else.
+
+    A list says which storages follow the pickles. One that is missing there would have any bytes.
+
+    Args:
+        content: all that the pickles have.
+        nbytes: how much follows them, in bytes.
+
+    Raises:
+        UnknownPickle: it is cut short, or damaged.
+    """
+    wanted = sum(_COUNT_NBYTES + storage for storage in _storages(content).values())
+    if wanted != nbytes:
+        raise UnknownPickle(f"its tensors take {wanted} bytes, and {nbytes} are there")
+
+
+def _storages(content: object) -> dict[int, int]:
+    """Return the sizes of all storages in lists, dicts and the like, in bytes, by their address."""
+    found: dict[int, int] = {}
+    seen = set()
+    waiting = [content]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            with suppress(NotImplementedError, RuntimeError):  # a sparse one has none
+                storage = each.untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+        elif isinstance(each, dict | list | tuple | set) and id(each) not in seen:
+            seen.add(id(each))  # it may be in itself
+            waiting += each.values() if isinstance(each, dict) else each
+    return found
 
 
 def _write(tensors: dict[str, torch.Tensor], fd: int, *, has_data: bool) -> None:

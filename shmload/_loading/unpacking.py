@@ -22,7 +22,14 @@ from shmload._checkpoints.formats.unpickling import (
 from shmload._checkpoints.header import Header
 from shmload._checkpoints.identity import SourceStat, is_unchanged
 from shmload._host.limits import no_memory, process_refused
-from shmload.errors import ShardChanged, ShmloadError, WorkerDied, WorkerFailed, WorkerStalled
+from shmload.errors import (
+    PickleUnread,
+    ShardChanged,
+    ShmloadError,
+    WorkerDied,
+    WorkerFailed,
+    WorkerStalled,
+)
 
 _Path = str | os.PathLike[str]
 
@@ -45,6 +52,7 @@ def unpack(
         The descriptor, which is the caller's. The file has as many bytes as the tensors have.
 
     Raises:
+        PickleUnread: it is damaged where only a read of all of it tells.
         ShardChanged: the shard is no longer what the load was planned by.
         CapacityError: there is no memory, or no process may be started.
         WorkerError: the process that unpickles it died, stalled or failed.
@@ -55,7 +63,7 @@ def unpack(
         if not is_unchanged(source, os.fstat(fd)):
             raise ShardChanged(path)
         if not isinstance(answer, Unpickled):
-            raise _error_of(path, answer)
+            raise _error_of(path, source.st_size, answer)
         header = safetensors.read_header(target_fd, path)
         if msgspec.structs.replace(header, metadata=None, is_unpickled=True) != planned:
             raise WorkerFailed(f"{path} was unpickled to other tensors than before; load it again")
@@ -89,10 +97,10 @@ def _error_of_loss(path: _Path, loss: Lost) -> ShmloadError:
     return WorkerDied(path, loss.how) if loss.how else WorkerStalled(path, loss.timeout_s)
 
 
-def _error_of(path: _Path, answer: Refused | Failed) -> ShmloadError:
+def _error_of(path: _Path, nbytes: int, answer: Refused | Failed) -> ShmloadError:
     match answer:
-        case Refused(why):  # it was not, when the load was planned
-            return WorkerFailed(f"{path} was unpickled before, and now is refused: {why}")
+        case Refused(why):  # what its header did not tell, such as an end that is missing
+            return PickleUnread(path, nbytes, why)
         case Failed(detail, lacks_memory):
             if lacks_memory:
                 return no_memory(path)

@@ -23,7 +23,6 @@ from shmload._checkpoints.formats.unpickling import (
     Refused,
     Wish,
     answer_timeout_s,
-    is_archive,
     unpickle,
 )
 from shmload._checkpoints.header import Header
@@ -31,13 +30,11 @@ from shmload._checkpoints.identity import Identity, identify
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import replacing
 from shmload._host.linux import wait_lock
-from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
 from shmload._settings import settings
-from shmload._wording import format_nbytes
 from shmload.errors import ProtocolError, ShmloadError
 
 # To be increased with every change of what is taken from a file, or of how it is written.
-_VERSION = 1
+_VERSION = 2
 # The unpickler of earlier releases could be made to run code (CVE-2025-32434).
 _SAFE_SINCE = (2, 6)
 # A process asks again for a file after so long, if the unpickler's process failed.
@@ -95,7 +92,6 @@ def _ask(
             outcome = _recall(memory)  # another process has just asked
             if outcome:
                 return outcome
-            _require_memory(fd)
             outcome = _describe(fd, path, wish)
     except (Lost, _ProcessFailed, ProtocolError, OSError) as exc:
         _failed[memory.name] = (str(exc), time.monotonic())
@@ -113,7 +109,7 @@ class _ProcessFailed(Exception):
 
 @contextlib.contextmanager
 def _turn(memory: Path, fd: int) -> Iterator[None]:
-    """Let one process at a time ask for a file: each would need memory for all of it.
+    """Let one process at a time ask for a file: the others find its answer.
 
     Raises:
         _ProcessFailed: another process asks for longer than it may.
@@ -130,24 +126,6 @@ def _turn(memory: Path, fd: int) -> Iterator[None]:
         if not wait_lock(lock_fd, exclusive=True, timeout_s=timeout_s):
             raise _ProcessFailed(f"another process unpickles it for more than {timeout_s:.0f} s")
         yield
-
-
-def _require_memory(fd: int) -> None:
-    """Check that there is memory for a file that torch does not map.
-
-    Raises:
-        _ProcessFailed: there is too little.
-    """
-    if is_archive(fd):
-        return
-    wanted, free = os.fstat(fd).st_size, machine_free_nbytes()
-    of_group = cgroup_free_nbytes()
-    free = free if of_group is None else min(free, of_group)
-    if wanted > free:
-        raise _ProcessFailed(
-            f"to unpickle it takes {format_nbytes(wanted)} of memory, and {format_nbytes(free)} "
-            "are free"
-        )
 
 
 def _describe(fd: int, path: str | os.PathLike[str], wish: Wish) -> Outcome:

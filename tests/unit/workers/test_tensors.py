@@ -9,6 +9,7 @@ import torch
 from shmload._checkpoints.formats import safetensors
 from shmload._checkpoints.formats.unpickling import Failed, Refused, Unpickle, Unpickled, Wish
 from shmload._loading.state_dict import wrap
+from shmload.workers import tensors as program
 from shmload.workers.tensors import unpickle_to
 
 _ANY = Wish(may_be_nested=True, may_be_strided=True, may_be_odd=True)
@@ -169,6 +170,32 @@ def test_damaged_file_is_refused(answer_to, content):
     answer = answer_to(content)
     assert isinstance(answer, Refused)
     assert answer.why.startswith("torch refuses it: ")
+
+
+def test_file_of_the_older_form_is_whole_or_refused(answer_to, tmp_path, target):
+    plain = torch.arange(6.0).reshape(2, 3)
+    tensors = {"a": plain.t(), "tied": plain, "b": torch.ones(7), "empty": torch.empty(0)}
+    kept = {"state_dict": tensors, "optimizer": [{"moments": (torch.ones(5),)}]}
+    for each in ({}, tensors, kept):
+        assert answer_to(each, is_archive=False, has_data=False) == Unpickled()
+    content = (tmp_path / "model.pt").read_bytes()
+    ours = str(tensors["b"].untyped_storage()._cdata).encode()
+    assert content.count(ours) == 2  # where it is used, and in the list of what follows
+    other = content.replace(ours, b"7" * len(ours), 1)
+    tied = content.replace(ours, str(plain.untyped_storage()._cdata).encode(), 1)
+    for damaged in (content[:-1], content + b"more", tied):
+        answer = answer_to(damaged, has_data=False)
+        assert isinstance(answer, Refused)
+        assert "bytes, and" in answer.why
+    answer = answer_to(other)  # which only the list tells
+    assert isinstance(answer, Refused)
+    assert "not found" in answer.why
+
+
+def test_torch_that_cannot_skip_data_reads_it(answer_to, monkeypatch, target):
+    monkeypatch.setattr(program, "_skip_data", None)
+    assert answer_to({"a": torch.ones(3, 2).t()}, is_archive=False, has_data=False) == Unpickled()
+    assert safetensors.read_header(target, "found").tensors[0].shape == (2, 3)
 
 
 def test_memory_that_runs_out_is_said(answer_to, monkeypatch):
