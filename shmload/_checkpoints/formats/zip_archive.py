@@ -75,6 +75,8 @@ def _find_directory(fd: int, nbytes: int) -> tuple[int, int, int]:
         if _is_cut_short(fd, nbytes):
             raise CutShort("it is cut short")
         raise BadArchive("it does not end with a zip archive's directory")
+    if end[1] or end[2]:
+        raise BadArchive("it has several parts")
     count, size, begin = end[4:7]
     behind = nbytes - _END.size
     locator_at = behind - _END64_LOCATOR.size
@@ -119,9 +121,14 @@ def _entries(directory: bytes, count: int) -> Iterator[tuple[str, int, int]]:
         extra = directory[position + name_nbytes : position + name_nbytes + extra_nbytes]
         position += name_nbytes + extra_nbytes + comment_nbytes
         nbytes, packed, offset = _widen(extra, nbytes, packed, offset)
-        name = raw.decode("utf-8", "backslashreplace")
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError:
+            raise BadArchive("it has a member whose name is no text") from None
         if flags & _ENCRYPTED or method != _STORED or packed != nbytes:
             raise BadArchive(f"its {name!r} is compressed or encrypted")
+        if entry[13]:
+            raise BadArchive(f"its {name!r} is in another part")
         if entry[15] & _FOLDER:  # torch reads nothing of it
             raise BadArchive(f"its {name!r} is a folder")
         yield name, offset, nbytes

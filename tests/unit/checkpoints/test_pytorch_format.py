@@ -200,6 +200,9 @@ def test_member_that_is_said_to_be_a_folder_is_refused(header_of):
         ("archive/byteorder", b"big", "big-endian"),
         ("archive/data.pkl", b"", "damaged at byte"),
         ("archive/data.pkl", b"\x80\x04.", "protocol 4"),
+        ("archive/version", b"three", "its '/version' is no number"),
+        ("archive/.storage_alignment", b"6a", "its '/.storage_alignment' is no number"),
+        ("other/data/0", b"", "in several folders"),
     ],
 )
 def test_lying_member_is_refused(header_of, name, content, why):
@@ -208,8 +211,20 @@ def test_lying_member_is_refused(header_of, name, content, why):
         header_of(archive(members.items()))
 
 
+@pytest.mark.parametrize(
+    ("offset", "value", "why"),
+    [(46 + 8, b"\xff", "name is no text"), (34, b"\1\0", "in another part")],
+)
+def test_lying_entry_of_the_directory_is_refused(header_of, offset, value, why):
+    content = bytearray(archive(parts({"a": torch.ones(2)}).items()))
+    entry = content.index(b"archive/data/0", content.index(b"PK\1\2")) - 46
+    content[entry + offset : entry + offset + len(value)] = value
+    with pytest.raises(PickleUnread, match=why):
+        header_of(bytes(content))
+
+
 def test_missing_members_are_refused(header_of):
-    for name in ("archive/data.pkl", "archive/data/0"):
+    for name in ("archive/data.pkl", "archive/data/0", "archive/version"):
         members = parts({"a": torch.ones(2)})
         del members[name]
         with pytest.raises(CheckpointError):
