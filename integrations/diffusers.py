@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
-from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.hub import Follow, find_source
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source, components_with_weights
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._checkpoints.weights import has_variant
+from shmload._loading.ahead import Ahead
 from shmload._loading.progress import Callback
 from shmload.errors import SourceNotFound
 from shmload.integrations._building import prepared
 from shmload.integrations._building.attempt import load
+from shmload.integrations._building.early import judge_by
 from shmload.integrations._building.gguf_maker import is_gguf
 from shmload.integrations._building.keywords import require_taken
 from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.pipeline_maker import PipelineMaker
-from shmload.integrations._building.route import CONVERTED, Asked, Keep
+from shmload.integrations._building.route import CONVERTED, Asked, Keep, stay_ahead
 from shmload.integrations._building.single_file import (
     SinglePipelineMaker,
     find_single_file,
@@ -170,7 +172,6 @@ def load_pipeline(
     # It asks for large reads instead of page faults. The workers read so in any case.
     kwargs.pop("disable_mmap", None)
     choose = _choose_for_file if is_single_file(wanted.source) else _choose_for_directory
-    maker, found, dtype = choose(pipeline_class, wanted, kwargs)
     asked = Asked(
         device_map=device_map,
         max_memory=max_memory,
@@ -180,27 +181,33 @@ def load_pipeline(
         share=share,
         verify=verify,
     )
-    pipe: DiffusionPipeline = load(
-        found,
-        maker,
-        dtype,
-        asked,
-        kwargs,
-        title=wanted.title,
-        workers=workers,
-        progress=progress,
-        place=_place,
-        linger=linger,
-    )
+    with Ahead(stay_ahead(asked, kwargs), workers=workers, may_link=asked.may_link) as ahead:
+        maker, found, dtype = choose(pipeline_class, wanted, kwargs, ahead)
+        pipe: DiffusionPipeline = load(
+            found,
+            maker,
+            dtype,
+            asked,
+            kwargs,
+            title=wanted.title,
+            workers=workers,
+            progress=progress,
+            place=_place,
+            linger=linger,
+            lend=ahead.lend,
+        )
     prepared.note(request, imported)
     return pipe
 
 
 def _choose_for_directory(
-    pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any]
+    pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any], ahead: Ahead
 ) -> tuple[Maker, Source, object]:
     """Return what makes a pipeline from a directory or hub id, the source found, and the dtype."""
-    found, left_out = _find_pipeline(wanted, kwargs)
+    judge = judge_by(
+        PipelineMaker(pipeline_class), lambda there: settle_dtype(wanted.dtype, there, kwargs)
+    )
+    found, left_out = _find_pipeline(wanted, kwargs, ahead.follow(judge))
     maker = PipelineMaker(pipeline_class, left_out)
     with whole_libraries():
         require_taken(kwargs, found, load_pipeline, maker.find_class)
@@ -209,7 +216,7 @@ def _choose_for_directory(
 
 
 def _choose_for_file(
-    pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any]
+    pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any], _: Ahead
 ) -> tuple[Maker, Source, object]:
     """Return what makes a pipeline from a file of weights, the file as a source, and the dtype."""
     maker = SinglePipelineMaker(pipeline_class, kwargs.get("config"), wanted.hub)
@@ -221,9 +228,11 @@ def _choose_for_file(
     return maker, found, settle_single_dtype(wanted.dtype, found)
 
 
-def _find_pipeline(wanted: Wanted, kwargs: Mapping[str, Any]) -> tuple[Source, Collection[str]]:
+def _find_pipeline(
+    wanted: Wanted, kwargs: Mapping[str, Any], follow: Follow | None
+) -> tuple[Source, Collection[str]]:
     """Find a pipeline; return it, and the components with weights that are not wanted."""
-    found = find_source(wanted, kwargs)
+    found = find_source(wanted, kwargs, follow)
     if not found.is_pipeline:
         raise SourceNotFound(
             wanted.source,

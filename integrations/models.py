@@ -14,14 +14,16 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
+from shmload._loading.ahead import Ahead
 from shmload._loading.progress import Callback
 from shmload.errors import ArgumentError
 from shmload.integrations._building.attempt import load
+from shmload.integrations._building.early import judge_by
 from shmload.integrations._building.gguf_maker import is_gguf, maker_of_gguf
 from shmload.integrations._building.keywords import explained_keywords, require_taken_by_model
 from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.model_maker import ModelMaker
-from shmload.integrations._building.route import CONVERTED, Asked, Keep
+from shmload.integrations._building.route import CONVERTED, Asked, Keep, stay_ahead
 from shmload.integrations._building.single_file import (
     SingleFileMaker,
     find_single_file,
@@ -109,7 +111,6 @@ def load_model(
     # It asks for large reads instead of page faults. The workers read so in any case.
     kwargs.pop("disable_mmap", None)
     choose = _choose_for_file if is_single_file(wanted.source) else _choose_for_directory
-    maker, found, dtype = choose(cls, source, wanted, kwargs)
     asked = Asked(
         device_map=device_map,
         max_memory=max_memory,
@@ -119,7 +120,11 @@ def load_model(
         share=share,
         verify=verify,
     )
-    with explained_keywords(kwargs, load_model, _name_of(cls)):
+    with (
+        explained_keywords(kwargs, load_model, _name_of(cls)),
+        Ahead(stay_ahead(asked, kwargs), workers=workers, may_link=asked.may_link) as ahead,
+    ):
+        maker, found, dtype = choose(cls, source, wanted, kwargs, ahead)
         return load(
             found,
             maker,
@@ -131,6 +136,7 @@ def load_model(
             progress=progress,
             place=_place,
             linger=linger,
+            lend=ahead.lend,
         )
 
 
@@ -155,18 +161,27 @@ def _require_order(cls: object, source: object) -> None:
 
 
 def _choose_for_directory(
-    cls: type | str, source: str | os.PathLike[str], wanted: Wanted, kwargs: dict[str, Any]
+    cls: type | str,
+    source: str | os.PathLike[str],
+    wanted: Wanted,
+    kwargs: dict[str, Any],
+    ahead: Ahead,
 ) -> tuple[Maker, Source, object]:
     """Return what makes a model from a directory or hub id, what was found there, and the dtype."""
-    maker = ModelMaker(cls, takes_path=not isinstance(source, str))
-    found = find_model(wanted, kwargs)
+    maker, early = (ModelMaker(cls, takes_path=not isinstance(source, str)) for _ in range(2))
+    judge = judge_by(early, lambda there: _settle(wanted, there, early))
+    found = find_model(wanted, kwargs, ahead.follow(judge))
     with whole_libraries():
         require_taken_by_model(kwargs, load_model, lambda: maker.find_class_made(found))
     return maker, found, _settle(wanted, found, maker)
 
 
 def _choose_for_file(
-    cls: type | str, source: str | os.PathLike[str], wanted: Wanted, kwargs: dict[str, Any]
+    cls: type | str,
+    source: str | os.PathLike[str],
+    wanted: Wanted,
+    kwargs: dict[str, Any],
+    _: Ahead,
 ) -> tuple[Maker, Source, object]:
     """Return what makes a model from a file of weights, the file as a source, and the dtype."""
     if is_gguf(wanted.source):

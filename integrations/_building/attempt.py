@@ -13,6 +13,7 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Source
 from shmload._decoding.ring import Ring
 from shmload._host.collector import paused_gc
+from shmload._loading.holdings import Lend
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import Rules
@@ -48,6 +49,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress
     place: Place
     linger: Linger
+    lend: Lend
 
     def run(self) -> Any:
         """Load by the best way that is possible, and return what was built."""
@@ -112,6 +114,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             is_raw=self.route.is_bypassed,
             ring=ring,
             may_link=self.route.may_link,
+            lend=self.lend,
         )
 
     def _build(self, source: Source, load: Load, rules: Rules, ring: Ring | None = None) -> Any:
@@ -143,6 +146,7 @@ def load(
     progress: Callback | bool | None,
     place: Place,
     linger: Linger,
+    lend: Lend,
 ) -> Any:
     """Load a pipeline or a model; what `load_pipeline` and `load_model` have in common.
 
@@ -157,6 +161,7 @@ def load(
         progress: as given.
         place: copies what was built to its devices.
         linger: keeps shared segments for other ranks.
+        lend: finds what was decoded during the download.
     """
     with whole_libraries(), paused_gc(), Progress(progress, title) as counter:
         # Where only the class knows which components it takes, the others are not decoded. With a
@@ -178,6 +183,7 @@ def load(
             progress=counter,
             place=place,
             linger=linger,
+            lend=lend,
         )
         try:
             made = attempt.run()

@@ -77,6 +77,22 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         """Whether memory of the host is limited."""
         return self.max_host_memory is not None
 
+    @property
+    def stay(self) -> Stay:
+        """How long segments stay, unless several ranks share them."""
+        return Stay.RESIDENT if self.keep else Stay.SHARED if self.share else Stay.PRIVATE
+
+    @property
+    def tries_to_share(self) -> bool:
+        """Whether one of several ranks loads, and was not told otherwise."""
+        may_share = self.share is None and not (self.keep or self.is_bounded)
+        return may_share and local_world_size() > 1
+
+    @property
+    def may_link(self) -> bool:
+        """Whether files that have the wanted dtypes get no segment, even if the others stay."""
+        return self.keep == CONVERTED
+
 
 def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, Any]) -> Route:
     """Decide how weights travel.
@@ -97,21 +113,33 @@ def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, 
     destination = _parse_destination(source, asked, kwargs)
     is_unread = kwargs.get("use_safetensors") is False and not is_in_pickles(source)
     is_bypassed = is_unread or any(map(kwargs.get, BYPASSING_KWARGS))
-    stay = Stay.RESIDENT if asked.keep else Stay.SHARED if asked.share else Stay.PRIVATE
-    keeps_nothing = stay is Stay.PRIVATE and not (asked.verify or is_bypassed)
+    keeps_nothing = asked.stay is Stay.PRIVATE and not (asked.verify or is_bypassed)
     if asked.is_bounded:
         destination = _bound(destination if keeps_nothing else None, source, dtype)
     if destination:
         destination.require_known(source, kwargs)
-    may_share = asked.share is None and not (asked.keep or asked.is_bounded)
     return Route(
         destination=destination,
-        stay=stay,
-        may_link=asked.keep == CONVERTED,
-        tries_to_share=may_share and local_world_size() > 1,
+        stay=asked.stay,
+        may_link=asked.may_link,
+        tries_to_share=asked.tries_to_share,
         is_bypassed=is_bypassed,
         may_stream=keeps_nothing and destination is not None,
     )
+
+
+def stay_ahead(asked: Asked, kwargs: Mapping[str, Any]) -> Stay | None:
+    """Return how long segments stay that are made during a download; None to make none.
+
+    None where the files decide, when all of them are there, how weights travel: perhaps by a ring,
+    which takes no segments, or in their stored dtypes.
+    """
+    if kwargs.get("use_safetensors") is False or any(map(kwargs.get, BYPASSING_KWARGS)):
+        return None
+    if asked.tries_to_share:
+        return Stay.SHARED
+    may_stream = asked.device_map is not None and asked.stay is Stay.PRIVATE and not asked.verify
+    return None if may_stream or asked.is_bounded else asked.stay
 
 
 def is_quantised(source: Source, kwargs: Mapping[str, Any]) -> bool:

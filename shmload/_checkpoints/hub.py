@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from shmload._checkpoints.incoming import Incoming, parts_there
 from shmload._checkpoints.library import library
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.paths import not_found
@@ -23,16 +24,22 @@ from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._wording import nearest
 from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
 
+Follow = Callable[[Incoming], contextlib.AbstractContextManager[None]]
+"""Makes a context that lasts as long as a download, and may use what that brings."""
+
 # huggingface_hub.utils.validate_repo_id, without its details.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def find_source(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Source:
+def find_source(
+    wanted: Wanted, kwargs: Mapping[str, Any] | None = None, follow: Follow | None = None
+) -> Source:
     """Find a source on the local disk, or bring it there.
 
     Args:
         wanted: what to find; its dtype is not used.
         kwargs: other arguments of `from_pretrained`. Components among them are not looked for.
+        follow: lasts as long as the download, if there is one.
 
     Raises:
         SourceNotFound: there is no such path or hub id.
@@ -55,16 +62,19 @@ def find_source(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Sour
         )
 
     is_model = bool(hub.subfolder or hub.weight_names)
-    return _find(wanted, resolve_in, kwargs or {}, is_model=is_model)
+    return _find(wanted, resolve_in, kwargs or {}, follow, is_model=is_model)
 
 
-def find_model(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Source:
+def find_model(
+    wanted: Wanted, kwargs: Mapping[str, Any] | None = None, follow: Follow | None = None
+) -> Source:
     """Find one model on the local disk, or bring it there.
 
     Args:
         wanted: the model's repository or directory, its subfolder and variant; its dtype is not
             used.
         kwargs: other arguments of `from_pretrained`.
+        follow: as for `find_source`.
 
     Returns:
         The repository or directory, as `resolve_model` describes it.
@@ -84,13 +94,14 @@ def find_model(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Sourc
             use_safetensors=(kwargs or {}).get("use_safetensors"),
         )
 
-    return _find(wanted, resolve_in, kwargs or {}, is_model=True)
+    return _find(wanted, resolve_in, kwargs or {}, follow, is_model=True)
 
 
 def _find(
     wanted: Wanted,
     resolve_in: Callable[[Path], Source],
     kwargs: Mapping[str, Any],
+    follow: Follow | None,
     *,
     is_model: bool,
 ) -> Source:
@@ -118,7 +129,7 @@ def _find(
                 _folders(found, wanted, kwargs), use_safetensors
             ):
                 return found
-    return resolve_in(_download(wanted, kwargs, is_model=is_model))
+    return resolve_in(_download(wanted, kwargs, follow, is_model=is_model))
 
 
 def _folders(found: Source, wanted: Wanted, kwargs: Mapping[str, Any]) -> list[Path]:
@@ -206,12 +217,15 @@ def _is_offline(hub: Hub) -> bool:
     return bool(hub.local_files_only or constants.HF_HUB_OFFLINE)
 
 
-def _download(wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool) -> Path:
+def _download(
+    wanted: Wanted, kwargs: Mapping[str, Any], follow: Follow | None, *, is_model: bool
+) -> Path:
     """Bring into the cache what a load needs, and return the repository's directory.
 
     Args:
         wanted: what to bring.
         kwargs: other arguments of `from_pretrained`.
+        follow: lasts as long as the download.
         is_model: one model is wanted and not a whole pipeline.
 
     Raises:
@@ -219,27 +233,55 @@ def _download(wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool) -> P
     """
     repo_id = str(wanted.source)
     try:
-        return Path(_download_files(repo_id, wanted, kwargs, is_model=is_model))
+        return Path(_download_files(repo_id, wanted, kwargs, follow, is_model=is_model))
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version
-        reason = next(iter(str(exc).splitlines()), type(exc).__name__)
+        reason = _why_not_downloaded(exc, wanted.hub)
         raise not_found(
             repo_id, f"no such file or directory, and it cannot be downloaded: {reason}"
         ) from exc
 
 
+def _why_not_downloaded(exc: Exception, hub: Hub) -> str:
+    """Say why a download failed, in a line: the hub's own first line may be `404 Client Error`."""
+    from huggingface_hub import errors
+
+    if isinstance(exc, errors.GatedRepoError):  # a RepositoryNotFoundError too
+        return "its owner grants access, and has granted none to your token; ask on its page"
+    if isinstance(exc, errors.RepositoryNotFoundError):
+        return (
+            "the hub has none of that name, or it is private: give a token that may read it "
+            "(token=, HF_TOKEN, or `hf auth login`)"
+        )
+    if isinstance(exc, errors.RevisionNotFoundError):
+        return f"the hub has no revision {hub.revision!r} of it"
+    return next(iter(str(exc).splitlines()), type(exc).__name__)
+
+
 def _download_files(
-    repo_id: str, wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool
+    repo_id: str,
+    wanted: Wanted,
+    kwargs: Mapping[str, Any],
+    follow: Follow | None,
+    *,
+    is_model: bool,
 ) -> str:
-    from huggingface_hub import list_repo_files, snapshot_download
+    from huggingface_hub import model_info, snapshot_download
 
     where = msgspec.structs.asdict(wanted.hub)
     subfolder = where.pop("subfolder") or ""
     del where["weight_name"]
-    names = list_repo_files(repo_id, revision=where["revision"], token=where["token"])
-    if "model_index.json" in names and not is_model:
+    info = model_info(repo_id, revision=where["revision"], token=where["token"])
+    names = frozenset(each.rfilename for each in info.siblings or ())
+    is_pipeline = "model_index.json" in names and not is_model
+    following: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if follow and info.sha and not wanted.hub.weight_names:
+        following = follow(_incoming(wanted, kwargs, names, info.sha, is_pipeline=is_pipeline))
+    if is_pipeline:
         # diffusers knows which of a repository's files a pipeline needs.
         given = {name: value for name, value in kwargs.items() if name != "subfolder"}
-        return library().download(repo_id, **{**given, **where, "variant": wanted.variant})
+        download = library().download
+        with following:
+            return download(repo_id, **{**given, **where, "variant": wanted.variant})
     files = files_of_model(
         names,
         subfolder=subfolder,
@@ -248,4 +290,30 @@ def _download_files(
         kwargs=kwargs,
     )
     patterns = [glob.escape(each) for each in files]
-    return str(snapshot_download(repo_id, allow_patterns=patterns, **where))
+    with following:
+        return str(snapshot_download(repo_id, allow_patterns=patterns, **where))
+
+
+def _incoming(
+    wanted: Wanted,
+    kwargs: Mapping[str, Any],
+    names: frozenset[str],
+    commit: str,
+    *,
+    is_pipeline: bool,
+) -> Incoming:
+    """Describe the download of a commit; call it before the download begins."""
+    from huggingface_hub import constants
+
+    cache = Path(wanted.hub.cache_dir or constants.HF_HUB_CACHE)
+    repository = f"models--{str(wanted.source).replace('/', '--')}"
+    snapshot = cache / repository / "snapshots" / commit
+    return Incoming(
+        wanted=wanted,
+        names=names,
+        snapshot=snapshot,
+        is_pipeline=is_pipeline,
+        passed=frozenset(kwargs),
+        use_safetensors=kwargs.get("use_safetensors"),
+        before=parts_there(snapshot, names),
+    )

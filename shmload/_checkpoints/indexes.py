@@ -52,23 +52,32 @@ def indexed_shards(index_path: Path) -> tuple[Path, ...]:
     """Return the shard files that an index names: each once, sorted by name; perhaps none.
 
     Raises:
+        IndexMalformed: as `named_shards`.
+        ShardMissing: it names a file that does not exist.
+    """
+    shards = named_shards(index_path)
+    for shard in shards:
+        if not os.path.exists(shard):  # Path.exists raises if the name is too long
+            raise ShardMissing(shard, index_path)
+    return shards
+
+
+def named_shards(index_path: Path) -> tuple[Path, ...]:
+    """Return the shard files that an index names, sorted by name, whether or not they are there.
+
+    Raises:
         IndexMalformed: it cannot be read, has no `weight_map`, or names a file outside its
             directory.
-        ShardMissing: it names a file that does not exist.
     """
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise IndexMalformed(index_path, "it has no weight_map")
-    shards = []
     if not all(isinstance(name, str) for name in weight_map.values()):
         raise IndexMalformed(index_path, "its weight_map has a value that is not a file's name")
-    for name in sorted(set(weight_map.values())):
+    names = sorted(set(weight_map.values()))
+    for name in names:
         require_beside(name, index_path)
-        shard = index_path.parent / name
-        if not os.path.exists(shard):  # Path.exists raises if the name is too long
-            raise ShardMissing(shard, index_path)
-        shards.append(shard)
-    return tuple(shards)
+    return tuple(index_path.parent / name for name in names)
 
 
 def renamed_index(index_path: Path, rename: Callable[[str], str]) -> bytes:

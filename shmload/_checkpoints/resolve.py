@@ -207,7 +207,7 @@ def resolve_model(
     folder = root / subfolder if subfolder else root
     is_below = folder.is_relative_to(root) and ".." not in folder.parts[len(root.parts) :]
     names = os.listdir(folder) if is_below and os.path.isdir(folder) else []
-    library, class_name, config = _describe_folder(folder) if names else ("", "", {})
+    library, class_name, config = describe_folder(folder) if names else ("", "", {})
     shards: tuple[Path, ...] = ()
     # A single model's variant is there, or the library refuses.
     if names and (variant is None or has_variant(folder, variant)):
@@ -346,7 +346,7 @@ def _resolve_pipeline(
     )
 
 
-def _describe_folder(folder: Path) -> tuple[str, str, dict[str, Any]]:
+def describe_folder(folder: Path) -> tuple[str, str, dict[str, Any]]:
     """Return library, class and configuration of a model's directory; empty where unknown."""
     config_path = folder / "config.json"
     config = read_json(config_path) if config_path.is_file() else {}
@@ -360,7 +360,7 @@ def _describe_folder(folder: Path) -> tuple[str, str, dict[str, Any]]:
 
 
 def _resolve_component(given: str | os.PathLike[str], root: Path, choice: Choice) -> Source:
-    library, class_name, _ = _describe_folder(root)
+    library, class_name, _ = describe_folder(root)
     checkpoint = _checkpoint(root, choice, "", library, class_name)
     if checkpoint:
         return Source(

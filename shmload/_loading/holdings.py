@@ -27,6 +27,8 @@ from shmload.errors import SegmentRemoved
 
 logger = logging.getLogger(__name__)
 
+Lend = Callable[[str], Segment | None]
+"""Given a segment's name, returns a lease on it if this process has it, even without a name."""
 _Kind = TypeVar("_Kind", Segment, Part, Hollow, Awaited)
 
 
@@ -41,10 +43,20 @@ class Holdings:
         is_hollow: use a stand-in (`Hollow`) for each part: its bytes go through a ring.
         may_link: files that have the wanted dtypes get no segment where the library can map them,
             even if the other segments are to stay.
+        lend: finds the private segments that were decoded before for this load; None for none.
     """
 
-    def __init__(self, stay: Stay, *, is_hollow: bool, may_link: bool = False) -> None:
+    def __init__(
+        self,
+        stay: Stay,
+        *,
+        is_hollow: bool,
+        may_link: bool = False,
+        lend: Lend | None = None,
+    ) -> None:
         self._stay = stay
+        # Segments that are to have a name are found by it; a ring takes none.
+        self._lend = lend if stay is Stay.PRIVATE and not is_hollow else None
         self._may_link = may_link
         self._is_hollow = is_hollow
         self._shards: list[OpenShard] = []
@@ -112,7 +124,9 @@ class Holdings:
         return mine
 
     def _acquire(self, name: str) -> Held:
-        return (attach(name) or Hollow(name)) if self._is_hollow else acquire(name)
+        if self._is_hollow:
+            return attach(name) or Hollow(name)
+        return (self._lend(name) if self._lend else None) or acquire(name)
 
     def make_parts(
         self,

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -23,7 +24,7 @@ from shmload._decoding.ring import Ring
 from shmload._host.background import Background
 from shmload._host.limits import explained
 from shmload._loading.decoder import Decoder
-from shmload._loading.holdings import Holdings
+from shmload._loading.holdings import Holdings, Lend
 from shmload._loading.plan import Action
 from shmload._loading.progress import Progress
 from shmload._loading.shard import OpenShard
@@ -56,6 +57,9 @@ class Load:
         ring: takes the bytes that are not resident, instead of segments, and without a service;
             stays the caller's.
         may_link: as for `Holdings`.
+        lend: as for `Holdings`.
+        given_up: cancels the load when it is set, and is set when the load ends; None for one of
+            its own.
 
     Raises:
         CheckpointError, CapacityError, SegmentError: before any byte was decoded.
@@ -72,6 +76,8 @@ class Load:
         workers: int | None = None,
         ring: Ring | None = None,
         may_link: bool = False,
+        lend: Lend | None = None,
+        given_up: threading.Event | None = None,
     ) -> None:
         self._source = source
         self._ring = ring
@@ -85,8 +91,9 @@ class Load:
             keep=stay is Stay.RESIDENT,
             workers=workers or worker_count(parent_is_busy=parent_is_busy),
             progress=progress,
+            is_cancelled=given_up or threading.Event(),
         )
-        self.holdings = Holdings(stay, is_hollow=ring is not None, may_link=may_link)
+        self.holdings = Holdings(stay, is_hollow=ring is not None, may_link=may_link, lend=lend)
         """The open shards and their segments; the load closes them."""
         self._work: Background | None = None
         self.read_nbytes = 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelInfo
 from huggingface_hub.utils import LocalEntryNotFoundError, filter_repo_objects
 
 
@@ -64,11 +65,15 @@ class Hub:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Take the place of the hub during a test."""
         monkeypatch.setattr("shmload._checkpoints.hub._is_offline", lambda hub: False)
-        monkeypatch.setattr("huggingface_hub.list_repo_files", self._list)
+        monkeypatch.setattr("huggingface_hub.model_info", self._info)
         monkeypatch.setattr("huggingface_hub.snapshot_download", self._download)
         monkeypatch.setattr("diffusers.DiffusionPipeline.download", self._download)
 
-    def _list(self, repo_id: str, **where: Any) -> list[str]:
+    def _info(self, repo_id: str, **where: Any) -> ModelInfo:
+        files = [{"rfilename": name} for name in self._list(repo_id)]
+        return ModelInfo(id=repo_id, sha="a" * 40, siblings=files)
+
+    def _list(self, repo_id: str) -> list[str]:
         assert repo_id == self._repo_id
         files = (path for path in self._source.rglob("*") if path.is_file())
         return [str(path.relative_to(self._source)) for path in files]
