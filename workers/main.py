@@ -8,9 +8,10 @@ Started by a coordinator with a Unix socket as descriptor CHANNEL and the coordi
                                   |        Filled, Failed
               end of file, or the parent died: exit
 
-Guarantee: a worker never outlives its coordinator by more than the piece it is filling. When the
-coordinator closes the socket, the worker reads end of file. When the coordinator is killed while a
-forked child of it still holds the socket, only the pidfd of the coordinator tells.
+Guarantee: a worker never outlives its coordinator by more than the piece it is filling, nor by the
+time that a server takes for one. When the coordinator closes the socket, the worker reads end of
+file. When the coordinator is killed while a forked child of it still holds the socket, only the
+pidfd of the coordinator tells.
 """
 
 import os
@@ -53,7 +54,7 @@ def main(channel_fd: int, parent: int) -> None:
         return
     if os.getppid() != parent:
         return
-    worker = _Worker(channel)
+    worker = _Worker(channel, parent_fd)
     send(channel, Ready(VERSION, os.getpid()))
     poll = select.poll()
     poll.register(channel, select.POLLIN)
@@ -70,8 +71,10 @@ def main(channel_fd: int, parent: int) -> None:
 class _Worker:
     """Carries out messages; owns the shards' descriptors."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, parent_fd: int) -> None:
         self._channel = channel
+        self._parent = select.poll()
+        self._parent.register(parent_fd, select.POLLIN)
         self._filler = Filler()
         self._shards: dict[int, tuple[Source, int]] = {}
 
@@ -108,6 +111,8 @@ class _Worker:
         return Filled(fill.shard, fill.piece, digest)
 
     def _report(self, nbytes: int) -> None:
+        if self._parent.poll(0):
+            raise SystemExit  # a server could keep this piece waiting for minutes
         send(self._channel, BytesRead(nbytes))
 
 

@@ -1,15 +1,18 @@
 """Reads ranges of an object in a bucket, several requests at a time.
 
 Guarantee: the bytes come in the order in which they are asked for, and no more than `REQUESTS`
-ranges, of at most `RANGE_NBYTES` each, are held at a time.
+ranges, of at most `RANGE_NBYTES` each, are held at a time. Requests are tasks and not threads: one
+that is under way can be given up at once, whatever its server does.
 """
 
+import asyncio
 import collections
 import concurrent.futures
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shmload._checkpoints.objects import fetch
+from shmload._checkpoints.objects import fetch_async
 from shmload._checkpoints.remote import RemoteObject
 
 if TYPE_CHECKING:
@@ -21,8 +24,8 @@ RANGE_NBYTES = 8 << 20
 """Size of the largest range, in bytes."""
 # To read a gap of this size takes less time than another request.
 _MOST_GAP_NBYTES = 256 << 10
-# While it waits, a worker says that it lives.
-_SIGN_OF_LIFE_S = 5.0
+# While it waits, a worker says that it lives, and finds out whether its coordinator does.
+_SIGN_OF_LIFE_S = 1.0
 
 
 class Range(NamedTuple):
@@ -34,14 +37,24 @@ class Range(NamedTuple):
 
 
 class RangeReader:
-    """Makes requests in threads of its own, until `close`; not for several threads."""
+    """Makes requests in a thread of its own, until `close`; not for several threads."""
 
     def __init__(self) -> None:
-        self._threads = concurrent.futures.ThreadPoolExecutor(REQUESTS, "shmload-ranges")
+        self._loop = asyncio.new_event_loop()
+        # A daemon: a process that ends without `close` does not wait for a server.
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="shmload-ranges", daemon=True
+        )
+        self._thread.start()
 
     def close(self) -> None:
-        """End the threads; a second call is fine."""
-        self._threads.shutdown(cancel_futures=True)
+        """End the thread, and the requests that are under way; a second call is fine."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def read(
         self, wanted: RemoteObject, spans: "Sequence[Span]", wait_longer: Callable[[], None]
@@ -51,7 +64,7 @@ class RangeReader:
         Args:
             wanted: the object.
             spans: none larger than `RANGE_NBYTES`.
-            wait_longer: called every 5 s while a request takes longer.
+            wait_longer: called every second while a request takes longer.
 
         Raises:
             ObjectChanged, ObjectMissing: the object is not what it was.
@@ -63,14 +76,16 @@ class RangeReader:
 
         def go_on() -> None:
             while len(under_way) < REQUESTS and (each := next(waiting, None)):
-                future = self._threads.submit(fetch, wanted, each.begin, each.end)
+                request = fetch_async(wanted, each.begin, each.end)
+                future = asyncio.run_coroutine_threadsafe(request, self._loop)
                 under_way.append((each, future))
 
         try:
             go_on()
             while under_way:
-                each, future = under_way.popleft()
+                each, future = under_way[0]
                 content = memoryview(_result(future, wait_longer))
+                under_way.popleft()
                 go_on()
                 for offset, nbytes in each.spans:
                     yield content[offset - each.begin : offset - each.begin + nbytes]
@@ -97,3 +112,11 @@ def _result(future: "concurrent.futures.Future[Any]", wait_longer: Callable[[], 
     while not concurrent.futures.wait([future], _SIGN_OF_LIFE_S).done:
         wait_longer()
     return future.result()
+
+
+async def _cancel_others() -> None:
+    """Cancel all other tasks of this loop, and wait until they have ended."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

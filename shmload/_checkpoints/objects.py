@@ -6,6 +6,7 @@ budget for it is spent. Errors never hold credentials: obstore sends these in he
 of a URL, where a server may have put some, is cut out of messages.
 """
 
+import asyncio
 import functools
 import itertools
 import random
@@ -93,49 +94,95 @@ def fetch(wanted: RemoteObject, begin: int, end: int) -> Any:
         ObjectChanged: the object is another one now, or has gone.
         FetchError: it cannot be read.
     """
-    return _attempt(lambda: _fetch_once(wanted, begin, end), wanted.url, _BUDGET_S)
+
+    def request() -> Any:
+        folder, name = _split(wanted.url)
+        result = _obstore().get(_store(folder), name, options={"range": (begin, end)})
+        _require_same(wanted, result.meta)
+        return _require_whole(result.bytes(), end - begin)
+
+    if begin == end:  # a range has one byte at least
+        return b""
+    return _attempt(request, wanted.url, _BUDGET_S)
 
 
-def _fetch_once(wanted: RemoteObject, begin: int, end: int) -> Any:
+async def fetch_async(wanted: RemoteObject, begin: int, end: int) -> Any:
+    """Do as `fetch`, in a task: to cancel it ends the request, or the pause before the next one."""
+    if begin == end:
+        return b""
+    attempts = _Attempts(wanted.url, _BUDGET_S)
     folder, name = _split(wanted.url)
-    result = _obstore().get(_store(folder), name, options={"range": (begin, end)})
-    if wanted.tag not in _tags(result.meta):
+    while True:
+        try:
+            result = await _obstore().get_async(
+                _store(folder), name, options={"range": (begin, end)}
+            )
+            _require_same(wanted, result.meta)
+            return _require_whole(await result.bytes_async(), end - begin)
+        except Exception as exc:  # most are raised again
+            pause_s = attempts.pause_after(exc)
+        await asyncio.sleep(pause_s)
+
+
+def _require_same(wanted: RemoteObject, meta: Any) -> None:
+    if wanted.tag not in _tags(meta):
         raise ObjectChanged(f"{wanted.url} was replaced")
-    found = result.bytes()
-    if len(found) != end - begin:
-        raise ConnectionError(f"{len(found)} bytes came of {end - begin}")
+
+
+def _require_whole(found: Any, nbytes: int) -> Any:
+    if len(found) != nbytes:
+        raise ConnectionError(f"{len(found)} bytes came of {nbytes}")
     return found
 
 
 def _attempt(request: Callable[[], Any], url: str, budget_s: float) -> Any:
     """Make a request again until it succeeds, cannot succeed, or its budget is spent."""
-    errors = _obstore().exceptions
-    final = (
-        errors.PermissionDeniedError,
-        errors.UnauthenticatedError,
-        errors.InvalidPathError,
-        errors.NotSupportedError,
-        errors.UnknownConfigurationKeyError,
-    )
-    deadline = time.monotonic() + budget_s
-    pause_s = _FIRST_PAUSE_S
+    attempts = _Attempts(url, budget_s)
     while True:
         try:
             return request()
-        except FetchError:
-            raise
-        except (errors.NotFoundError, FileNotFoundError) as exc:
-            raise ObjectMissing(f"{url} does not exist") from exc
-        except final as exc:
+        except Exception as exc:  # most are raised again
+            pause_s = attempts.pause_after(exc)
+        time.sleep(pause_s)
+
+
+class _Attempts:
+    """Attempts at one request, which end with its budget."""
+
+    def __init__(self, url: str, budget_s: float) -> None:
+        self._url = url
+        self._deadline = time.monotonic() + budget_s
+        self._pause_s = _FIRST_PAUSE_S
+
+    def pause_after(self, exc: Exception) -> float:
+        """Return how long to wait before the next attempt, in seconds, after one that failed.
+
+        Raises:
+            FetchError: another attempt would fail too, or the budget is spent.
+            Exception: what was given, if it is no error of a request.
+        """
+        errors = _obstore().exceptions
+        final = (
+            errors.PermissionDeniedError,
+            errors.UnauthenticatedError,
+            errors.InvalidPathError,
+            errors.NotSupportedError,
+            errors.UnknownConfigurationKeyError,
+        )
+        if isinstance(exc, errors.NotFoundError | FileNotFoundError):
+            raise ObjectMissing(f"{self._url} does not exist") from exc
+        if isinstance(exc, final):
             raise FetchError(_reason(exc)) from exc
-        except (errors.BaseError, OSError) as exc:
-            if _NO_RANGES in str(exc):
-                raise FetchError(f"the server of {url} gives whole objects only") from exc
-            if time.monotonic() + pause_s > deadline:
-                raise FetchError(_reason(exc)) from exc
+        if not isinstance(exc, errors.BaseError | OSError):
+            raise exc
+        if _NO_RANGES in str(exc):
+            raise FetchError(f"the server of {self._url} gives whole objects only") from exc
+        pause_s = self._pause_s
+        if time.monotonic() + pause_s > self._deadline:
+            raise FetchError(_reason(exc)) from exc
+        self._pause_s = min(2 * pause_s, _MOST_PAUSE_S)
         # With jitter: the workers' requests fail together, and should not come back together.
-        time.sleep(pause_s * random.uniform(0.5, 1))
-        pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+        return pause_s * random.uniform(0.5, 1)
 
 
 def _reason(exc: Exception) -> str:

@@ -1,5 +1,7 @@
 """Sources in a bucket and on a web server load like directories; no weight touches a disk."""
 
+import os
+import signal
 import sys
 
 import diffusers
@@ -9,6 +11,7 @@ from comparing import assert_component_equal, reference
 from object_server import ObjectServer
 from pipelines import build
 from safetensors.torch import load_file, save
+from watching import Watched, workers_of
 
 import shmload
 from benchmarks import single_files
@@ -214,6 +217,37 @@ def test_short_trouble_is_overcome(server, saved, monkeypatch):
     assert_models_equal(got, reference(saved("stable-diffusion"), torch.bfloat16))
 
 
+FORKER = """
+import os, signal, sys
+import shmload
+def fork_and_stop(done, total):
+    sleeper = os.fork()
+    if sleeper == 0:
+        while True:
+            signal.pause()
+    print("FORKED", sleeper, flush=True)
+    sys.stdin.readline()
+shmload.warm(sys.argv[1], progress=fork_and_stop)
+"""
+
+
+def test_workers_leave_a_killed_loader_although_the_server_stalls(server, configure, child):
+    configure(inline_nbytes=0, workers=2)
+    server.objects["t/model.safetensors"] = save({"a": torch.rand(300, 1000)})
+    server.trouble = lambda name, count: "stall" if count > 1 else ""  # all but the header
+    loader = child(FORKER, "s3://models/t/model.safetensors")
+    sleeper = Watched([int(loader.expect("FORKED"))])  # it has the workers' sockets
+    try:
+        workers = Watched(workers_of(loader.pid))
+        assert workers.pids
+        loader.end()
+        workers.wait_for_the_end()
+        assert not server.released.is_set()
+    finally:
+        os.kill(sleeper.pids[0], signal.SIGKILL)
+        sleeper.wait_for_the_end()
+
+
 def test_nothing_there(server):
     with pytest.raises(shmload.SourceNotFound, match="no object has a name"):
         shmload.warm("s3://models/none")
@@ -285,3 +319,9 @@ def test_without_obstore_the_package_is_named(server, monkeypatch):
 def test_url_that_is_not_safe(url, evicts):
     with pytest.raises(shmload.ArgumentError):
         shmload.warm(url)
+
+
+def test_empty_object_is_truncated(server):
+    server.objects["t/model.safetensors"] = b""
+    with pytest.raises(shmload.ShardTruncated, match="8 bytes expected, 0 there"):
+        shmload.load_state_dict("s3://models/t/model.safetensors")

@@ -1,10 +1,18 @@
 """Objects are read as they were described in spite of troubles, or an error says why."""
 
+import asyncio
+
 import pytest
 from object_server import ObjectServer
 
 from shmload._checkpoints import objects
-from shmload._checkpoints.objects import describe, fetch, list_below, require_readable_url
+from shmload._checkpoints.objects import (
+    describe,
+    fetch,
+    fetch_async,
+    list_below,
+    require_readable_url,
+)
 from shmload._checkpoints.remote import FetchError, ObjectChanged, ObjectMissing
 from shmload.errors import ArgumentError
 
@@ -82,6 +90,25 @@ def test_what_cannot_get_better_is_asked_for_once(url, server, trouble, message)
     assert server.asked["a/model.safetensors"] == 1
     assert "secret" not in str(caught.value)
     assert "not to be seen" not in str(caught.value)
+
+
+def test_nothing_is_asked_for_no_bytes(url, server):
+    server.objects["a/empty"] = b""
+    found = describe(f"{url}/empty")
+    assert fetch(found, 0, 0) == b""
+    assert asyncio.run(fetch_async(found, 0, 0)) == b""
+    assert "a/empty" not in server.asked
+
+
+@pytest.mark.parametrize("trouble", ["503", "cut"])
+def test_task_does_as_the_call_that_blocks(url, server, monkeypatch, trouble):
+    monkeypatch.setattr(objects, "_BUDGET_S", 20.0)
+    server.trouble = lambda name, count: trouble if count < 4 else ""
+    found = describe(f"{url}/model.safetensors")
+    assert bytes(asyncio.run(fetch_async(found, 5, 1000))) == CONTENT[5:1000]
+    server.objects["a/model.safetensors"] = CONTENT[::-1]
+    with pytest.raises(ObjectChanged, match="replaced"):
+        asyncio.run(fetch_async(found, 0, 9))
 
 
 def test_replaced_object_is_noticed(url, server):

@@ -1,9 +1,12 @@
 """A worker fetches the ranges that a piece needs, in the order in which they are needed."""
 
+import asyncio
 import threading
 
 import pytest
+from object_server import ObjectServer
 
+from shmload._checkpoints import objects
 from shmload._checkpoints.remote import FetchError, RemoteObject
 from shmload.workers import ranges
 from shmload.workers.ranges import RANGE_NBYTES, RangeReader, join_spans
@@ -42,11 +45,11 @@ def test_spans_are_joined(spans, wanted):
 def asked(monkeypatch):
     asked = []
 
-    def fetch(wanted, begin, end):
+    async def fetch(wanted, begin, end):
         asked.append((begin, end))
         return CONTENT[begin:end]
 
-    monkeypatch.setattr(ranges, "fetch", fetch)
+    monkeypatch.setattr(ranges, "fetch_async", fetch)
     return asked
 
 
@@ -75,10 +78,10 @@ def test_what_is_not_read_to_its_end_asks_for_no_more(reader, asked):
 
 
 def test_error_of_a_request_is_raised(reader, monkeypatch):
-    def fail(*_):
+    async def fail(*_):
         raise FetchError("no")
 
-    monkeypatch.setattr(ranges, "fetch", fail)
+    monkeypatch.setattr(ranges, "fetch_async", fail)
     with pytest.raises(FetchError, match="no"):
         list(reader.read(OBJECT, [Span(0, 8)], lambda: None))
 
@@ -86,11 +89,43 @@ def test_error_of_a_request_is_raised(reader, monkeypatch):
 def test_worker_says_that_it_lives_while_it_waits(reader, monkeypatch):
     said = threading.Event()
 
-    def fetch(wanted, begin, end):
-        assert said.wait(20)
+    async def fetch(wanted, begin, end):
+        assert await asyncio.to_thread(said.wait, 20)
         return CONTENT[begin:end]
 
-    monkeypatch.setattr(ranges, "fetch", fetch)
+    monkeypatch.setattr(ranges, "fetch_async", fetch)
     monkeypatch.setattr(ranges, "_SIGN_OF_LIFE_S", 0.01)
     (view,) = reader.read(OBJECT, [Span(0, 8)], said.set)
     assert bytes(view) == CONTENT[:8]
+
+
+class Interrupted(BaseException):
+    """What Ctrl-C does."""
+
+
+@pytest.mark.parametrize("trouble", ["stall", "503"])
+def test_end_does_not_wait_for_a_server(monkeypatch, trouble):
+    """It ends a request without an answer, and the pause before another one."""
+    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 20.0)
+    monkeypatch.setattr(ranges, "_SIGN_OF_LIFE_S", 0.1)
+    asked = threading.Event()
+
+    def interrupt():
+        assert asked.wait(20)
+        raise Interrupted
+
+    with ObjectServer() as server:
+        server.objects["model.safetensors"] = CONTENT
+        server.trouble = lambda *_: asked.set() or trouble
+        wanted = objects.describe(f"{server.url}/model.safetensors")
+        before = threading.active_count()
+        reader = RangeReader()
+        with pytest.raises(Interrupted):
+            list(reader.read(wanted, [Span(0, 8)], interrupt))
+        reader.close()
+        reader.close()
+        # The server still stalls: nothing has released it.
+        assert threading.active_count() - before <= server.asked.total()
+        assert "shmload-ranges" not in {each.name for each in threading.enumerate()}
+        assert not server.released.is_set()
+    objects._store.cache_clear()
