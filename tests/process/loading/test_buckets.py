@@ -15,7 +15,7 @@ from watching import Watched, workers_of
 
 import shmload
 from benchmarks import single_files
-from shmload._checkpoints import objects
+from shmload._checkpoints import attempts, objects
 from shmload._checkpoints.remote import mirror_folder, write_pointer
 from shmload._doctor.doctor import diagnose
 from shmload.integrations._building import single_file
@@ -29,7 +29,7 @@ URL = "s3://models/sd"
 def server(monkeypatch, configure, tmp_path, saved, evicts):
     """A server that has Stable Diffusion, as a bucket too; `url` is that of a web server."""
     configure(cache_dir=tmp_path / "cache")
-    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(attempts, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(objects, "_BUDGET_S", 0.1)
     monkeypatch.setattr(objects, "_ASKING_BUDGET_S", 0.1)
     with ObjectServer() as server:
@@ -309,10 +309,10 @@ def test_wrong_rule_is_corrected_without_the_stored_file(server, saved, monkeypa
 
 def test_without_obstore_the_package_is_named(server, monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    objects._obstore.cache_clear()
+    attempts.obstore.cache_clear()
     with pytest.raises(shmload.LibraryMissing, match=r"pip install .*shmload\[cloud\]"):
         shmload.warm(URL)
-    objects._obstore.cache_clear()
+    attempts.obstore.cache_clear()
 
 
 @pytest.mark.parametrize("url", ["https://host/a?key=1", "http://example.org/a"])

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from object_server import ObjectServer
 
-from shmload._checkpoints import objects
+from shmload._checkpoints import attempts, objects
 from shmload._checkpoints.objects import (
     describe,
     fetch,
@@ -21,7 +21,7 @@ CONTENT = bytes(range(256)) * 40
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(attempts, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(objects, "_BUDGET_S", 0.05)
     monkeypatch.setattr(objects, "_ASKING_BUDGET_S", 0.05)
     with ObjectServer() as server:
