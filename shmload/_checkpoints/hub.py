@@ -108,7 +108,7 @@ def _find(
     """Find a source, and its files by a function that gets its directory."""
     given = wanted.source
     if is_url(given):
-        return resolve_in(mirror(str(given), is_offline=wanted.hub.local_files_only))
+        return resolve_in(mirror(wanted))
     try:
         if Path(given).exists():
             return resolve_in(Path(given))

@@ -4,7 +4,6 @@ Workers import this module at their start, so it imports little.
 """
 
 import os
-import posixpath
 from pathlib import Path
 
 import msgspec
@@ -15,6 +14,14 @@ _SCHEMES = ("s3", "gs", "az", "https", "http")
 
 MAGIC = b"shmload points to an object\n"
 """How a pointer begins: a file that holds an object's URL, size and tag, and none of its bytes."""
+FRONT = ".front"
+"""How the file beside a pointer ends that has the header of its object."""
+MOST_SMALL_NBYTES = 64 << 20
+"""Size of the largest object that is fetched as a whole; the largest tokenizers have 35 MB."""
+MOST_OBJECTS = 10_000
+"""Objects of a source."""
+REQUESTS = 8
+"""Requests for small things that are made at a time."""
 _MOST_LINE_NBYTES = 64 << 10
 
 
@@ -25,6 +32,10 @@ class RemoteObject(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     tag: str
     """Its ETag, or the time of its last change where the server has no ETag."""
+
+
+Found = dict[str, RemoteObject]
+"""Objects by their path below a source."""
 
 
 class FetchError(Exception):
@@ -41,7 +52,21 @@ class ObjectChanged(FetchError):
 
 def is_url(source: object) -> bool:
     """Tell whether a source is a URL that shmload reads."""
-    return isinstance(source, str) and source.partition("://")[0] in _SCHEMES and "://" in source
+    if not isinstance(source, str):
+        return False
+    scheme, mark, _ = source.partition("://")
+    return bool(mark) and scheme.lower() in _SCHEMES
+
+
+def is_on_web_server(url: str) -> bool:
+    """Tell whether a URL is of a web server, which has no list of its files."""
+    return plain_url(url).startswith(("http://", "https://"))
+
+
+def plain_url(url: str) -> str:
+    """Return the one way to write a URL that may be written in several."""
+    scheme, mark, rest = url.rstrip("/").partition("://")
+    return f"{scheme.lower()}{mark}{rest}"
 
 
 def mirrors_folder() -> Path:
@@ -49,13 +74,11 @@ def mirrors_folder() -> Path:
     return settings().cache_dir / "remote"
 
 
-def mirror_folder(url: str) -> Path:
-    """Return where the mirror of a URL is, or would be: a directory, or a file for one object."""
+def mirror_home(url: str) -> Path:
+    """Return the folder that all of a URL's mirror is below, whether there is one or not."""
     import hashlib
 
-    plain = url.rstrip("/")
-    home = mirrors_folder() / hashlib.sha256(plain.encode()).hexdigest()[:20]
-    return home / posixpath.basename(plain)
+    return mirrors_folder() / hashlib.sha256(plain_url(url).encode()).hexdigest()[:20]
 
 
 def write_pointer(path: Path, wanted: RemoteObject) -> None:

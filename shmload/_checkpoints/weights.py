@@ -34,7 +34,8 @@ _IN_DOUBT = tuple(
     suffix for each in known.FORMATS if each.may_be_unread for suffix in each.suffixes
 )
 # LORA_WEIGHT_NAME and TEXT_INVERSION_NAME of diffusers, and peft's name.
-_ADAPTERS = ("pytorch_lora_weights", "learned_embeds", "adapter_model")
+ADAPTERS = ("pytorch_lora_weights", "learned_embeds", "adapter_model")
+"""What files of adapters are called that a library loads by itself, without their suffixes."""
 # In the order in which the libraries look for them.
 _OF_ADAPTERS = (SAFETENSORS.suffixes, PYTORCH.suffixes)
 
@@ -150,7 +151,7 @@ def find_adapters(folder: Path, names: Collection[str]) -> tuple[list[str], list
         there = sorted(name for name in names if name.endswith(suffixes))
         known = [name for name in there if not why_file_is_unread(folder / name)]
         if known:
-            adapters = [name for name in known if name.rpartition(".")[0] in _ADAPTERS]
+            adapters = [name for name in known if name.rpartition(".")[0] in ADAPTERS]
             return adapters, [] if any(map(_MODELS.match, names)) else known
     return [], []
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from shmload._checkpoints.contents import known_content
 from shmload._checkpoints.identity import identify
-from shmload._checkpoints.remote import is_url, mirror_folder
+from shmload._checkpoints.remote import is_url, mirror_home
 from shmload._segments.grouping import Model
 from shmload._segments.listing import SegmentInfo, segments
 from shmload._segments.models import find_models
@@ -57,7 +57,7 @@ def select(
     for given in patterns:
         pattern = os.fspath(given)
         if is_url(pattern):
-            pattern = str(mirror_folder(pattern))
+            pattern = str(mirror_home(pattern))
         matching = [info for info in found if is_below(info, pattern)]
         matching = matching or _of_copies_below(found, pattern)
         if not matching:

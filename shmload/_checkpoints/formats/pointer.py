@@ -12,9 +12,12 @@ import msgspec
 
 from shmload._checkpoints.formats import safetensors
 from shmload._checkpoints.formats.format import Format
+from shmload._checkpoints.formats.gguf import GGUF
+from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.header import Header
 from shmload._checkpoints.objects import fetch
 from shmload._checkpoints.remote import (
+    FRONT,
     MAGIC,
     FetchError,
     ObjectChanged,
@@ -25,12 +28,11 @@ from shmload._checkpoints.remote import (
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import replacing
 from shmload._host.linux import open_source
-from shmload.errors import ShardChanged, ShardMalformed, ShardUnreadable
+from shmload.errors import ShardChanged, ShardMalformed, ShardUnreadable, WrongFormat
 
 _LENGTH_NBYTES = 8
 # One request gets the header of almost every file.
 _FIRST_NBYTES = 512 << 10
-_FRONT = ".front"
 
 
 def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
@@ -40,11 +42,21 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
     except msgspec.DecodeError as exc:
         raise ShardMalformed(path, f"the pointer is damaged: {exc}") from exc
     assert wanted is not None
+    if not wanted.url.endswith(safetensors.SAFETENSORS.suffixes):
+        kind = next(
+            (each.name for each in (GGUF, PYTORCH) if wanted.url.endswith(each.suffixes)), ""
+        )
+        raise WrongFormat(
+            wanted.url,
+            kind or "other",
+            wanted.nbytes,
+            "only safetensors are read from a bucket or a web server; download the file first",
+        )
     real = os.path.realpath(path)
     if not real.startswith(f"{os.path.realpath(mirrors_folder())}{os.sep}"):
         # It may have come with somebody else's model, and would use this user's credentials.
         raise ShardMalformed(path, "it points to an object, and is not in shmload's cache")
-    front = Path(f"{real}{_FRONT}")
+    front = Path(f"{real}{FRONT}")
     try:
         if not front.exists():
             _fetch_front(wanted, front)

@@ -1,5 +1,6 @@
 """Sources in a bucket and on a web server load like directories; no weight touches a disk."""
 
+import json
 import os
 import signal
 import sys
@@ -15,8 +16,11 @@ from watching import Watched, workers_of
 
 import shmload
 from benchmarks import single_files
-from shmload._checkpoints import attempts, objects
-from shmload._checkpoints.remote import mirror_folder, write_pointer
+from shmload._checkpoints import attempts, objects, web_server
+from shmload._checkpoints import mirror as mirroring
+from shmload._checkpoints.mirror import mirror
+from shmload._checkpoints.remote import mirror_home, write_pointer
+from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._doctor.doctor import diagnose
 from shmload.integrations._building import single_file
 
@@ -113,7 +117,7 @@ def test_one_file(server, tmp_path):
 
 def test_no_weight_is_written_to_a_disk(server):
     shmload.load_pipeline(URL, dtype=torch.bfloat16)
-    folder = mirror_folder(URL).parent
+    folder = mirror_home(URL)
     biggest = max(len(content) for content in server.objects.values())
     for path in (folder / "blobs").iterdir():
         assert 512 * path.stat().st_blocks < max(biggest // 4, 64 << 10)
@@ -272,7 +276,7 @@ def test_names_that_would_leave_the_mirror_are_left_out(server, tmp_path):
     server.objects["bad/config.json"] = b"{}"
     with pytest.raises(shmload.SourceNotFound):
         shmload.warm("s3://models/bad")
-    assert {path.name for path in mirror_folder("s3://models/bad").rglob("*")} <= {"config.json"}
+    assert {path.name for path in mirror_home("s3://models/bad").rglob("*.json")} <= {"config.json"}
 
 
 def test_pointer_of_another_is_not_followed(server, tmp_path):
@@ -286,7 +290,7 @@ def test_pointer_of_another_is_not_followed(server, tmp_path):
 
 def test_library_does_not_take_a_pointer_for_weights(server):
     shmload.warm(URL)
-    folder = mirror_folder(URL) / "vae"
+    folder = mirror(Wanted(source=URL)) / "vae"
     with pytest.raises(Exception, match=r"Unable to load weights|header"):
         diffusers.AutoencoderKL.from_pretrained(folder)
 
@@ -325,3 +329,151 @@ def test_empty_object_is_truncated(server):
     server.objects["t/model.safetensors"] = b""
     with pytest.raises(shmload.ShardTruncated, match="8 bytes expected, 0 there"):
         shmload.load_state_dict("s3://models/t/model.safetensors")
+
+
+# Web servers, and what is not read ----------------------------------------------------------------
+
+
+def test_variant_on_a_web_server(server, saved, tmp_path):
+    pipe = reference(saved("stable-diffusion"), torch.float16)
+    pipe.save_pretrained(tmp_path / "sd", variant="fp16")
+    pipe.unet.save_pretrained(tmp_path / "shards", variant="fp16", max_shard_size="100KB")
+    server.put_folder(tmp_path / "sd", "fp16")
+    server.put_folder(tmp_path / "shards", "shards")
+    given = {"variant": "fp16", "dtype": torch.float16}
+    got = shmload.load_pipeline(f"{server.url}/fp16", **given)
+    assert_models_equal(got, pipe)
+    unet = shmload.load_model("UNet2DConditionModel", f"{server.url}/shards", **given)
+    for path, tensor in pipe.unet.state_dict().items():
+        assert torch.equal(unet.state_dict()[path], tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("pytorch_lora_weights.safetensors", {}),
+        ("adapter_model.safetensors", {}),
+        ("mine.safetensors", {"weight_name": "mine.safetensors"}),
+        ("deep/er/mine.safetensors", {"weight_name": "mine.safetensors", "subfolder": "deep/er"}),
+        ("deep/pytorch_lora_weights.safetensors", {"subfolder": "deep"}),
+    ],
+)
+def test_adapter_on_a_web_server(server, name, given):
+    tensors = {"a.lora_A.weight": torch.rand(8, 30)}
+    server.objects[f"lora/{name}"] = save(tensors)
+    got = shmload.load_state_dict(f"{server.url}/lora", **given)
+    assert torch.equal(got["a.lora_A.weight"], tensors["a.lora_A.weight"])
+    again = shmload.load_state_dict(f"{server.url}/lora", local_files_only=True, **given)
+    assert torch.equal(again["a.lora_A.weight"], tensors["a.lora_A.weight"])
+
+
+def test_names_that_nobody_asks_for_are_not_found_on_a_web_server(server):
+    server.objects["lora/mine.safetensors"] = save({"a": torch.rand(3)})
+    with pytest.raises(shmload.SourceNotFound, match="weight_name"):
+        shmload.load_state_dict(f"{server.url}/lora")
+
+
+@pytest.mark.parametrize("kind", ["s3", "server"])
+@pytest.mark.parametrize(
+    ("name", "pickled"),
+    [("diffusion_pytorch_model", "diffusion_pytorch_model"), ("model", "pytorch_model")],
+)
+def test_weights_in_pickles_are_named(server, saved, kind, name, pickled):
+    component = "vae" if name != "model" else "text_encoder"
+    stored = f"sd/{component}/{name}.safetensors"
+    server.objects[f"sd/{component}/{pickled}.bin"] = server.objects.pop(stored)
+    url = f"{server.url_in(kind)}/sd"
+    message = rf"{url}/{component}/{pickled}\.bin .*only safetensors are read from a bucket"
+    with pytest.raises(shmload.WrongFormat, match=message) as caught:
+        shmload.warm(url)
+    assert "cache" not in str(caught.value)
+    shmload.warm(url, components=["unet"])
+
+
+def test_source_of_which_nothing_is_read(server):
+    server.objects["onnx/model.onnx"] = b"onnx"
+    with pytest.raises(shmload.SourceNotFound, match=r"of its 1 objects, such as 'model\.onnx'"):
+        shmload.warm("s3://models/onnx")
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"weight_map": 5}', b'{"weight_map": ["a"]}', b"[1]", b"{", b'{"other": {}}']
+)
+def test_damaged_index_on_a_web_server(server, content):
+    name = "diffusion_pytorch_model.safetensors.index.json"
+    server.objects[f"unet/{name}"] = content
+    with pytest.raises(shmload.IndexMalformed, match=f"{server.url}/unet/{name}"):
+        shmload.warm(f"{server.url}/unet")
+
+
+def test_index_that_is_too_large_is_not_fetched(server, monkeypatch):
+    monkeypatch.setattr(web_server, "MOST_SMALL_NBYTES", 1000)
+    server.objects["sd/model_index.json"] = b"{}" + b" " * 999
+    with pytest.raises(shmload.IndexMalformed, match="more than 1000 bytes"):
+        shmload.warm(f"{server.url}/sd")
+    assert "sd/model_index.json" not in server.asked
+
+
+def test_index_may_not_name_too_many_files(server, monkeypatch):
+    monkeypatch.setattr(web_server, "MOST_OBJECTS", 60)
+    names = {f"t{number}": f"model-{number}.safetensors" for number in range(60)}
+    index = json.dumps({"weight_map": names}).encode()
+    server.objects["unet/model.safetensors.index.json"] = index
+    with pytest.raises(shmload.SourceNotFound, match="more than 60 files"):
+        shmload.warm(f"{server.url}/unet")
+    assert len(server.told) < 60
+
+
+def test_time_for_a_whole_mirror_ends(server, monkeypatch):
+    monkeypatch.setattr(mirroring, "_BUDGET_S", -1.0)
+    for url in (URL, f"{server.url}/sd", f"{URL}/vae/diffusion_pytorch_model.safetensors"):
+        with pytest.raises(shmload.SourceNotFound, match="the time for the whole is spent"):
+            shmload.warm(url)
+    assert not server.told
+
+
+# Mirrors ------------------------------------------------------------------------------------------
+
+
+def test_mirror_that_is_in_use_does_not_change(server):
+    name = "sd/vae/config.json"
+    first = mirror(Wanted(source=URL))
+    before = (first / "vae/config.json").read_bytes()
+    server.objects[name] = before + b"\n"
+    del server.objects["sd/unet/config.json"]
+    second = mirror(Wanted(source=URL))
+    assert (first / "vae/config.json").read_bytes() == before
+    assert (first / "unet/config.json").exists()
+    assert (second / "vae/config.json").read_bytes() == before + b"\n"
+    assert not (second / "unet/config.json").exists()
+    offline = Wanted(source=URL, hub=Hub(local_files_only=True))
+    assert mirror(offline) == second
+
+
+def test_what_no_list_has_had_for_a_day_is_removed(server):
+    weights = "sd/vae/diffusion_pytorch_model.safetensors"
+    old = mirror(Wanted(source=URL))
+    shmload.plan(URL)  # fetches headers
+    blob = (old / "vae/diffusion_pytorch_model.safetensors").resolve()
+    kept = (old / "vae/config.json").resolve()
+    front = blob.with_name(f"{blob.name}.front")
+    server.objects[weights] = server.objects[weights][:-4] + b"\0\0\x80?"
+    young = mirror(Wanted(source=URL))
+    assert old.exists()
+    assert front.exists()  # a load that has begun goes on
+    for path in (*blob.parent.iterdir(), *old.parent.parent.iterdir()):
+        os.utime(path, (0, 0))
+    server.objects["sd/new.json"] = b"{}"
+    new = mirror(Wanted(source=URL))
+    assert not old.exists()
+    assert not blob.exists()
+    assert not front.exists()
+    assert kept.exists()
+    assert young.exists()  # it was the last one until now
+    assert (new / "vae/diffusion_pytorch_model.safetensors").exists()
+
+
+def test_scheme_in_capitals(server):
+    shmload.warm(URL)
+    assert shmload.warm("S3://models/sd/").read_nbytes == 0
+    assert shmload.evict("S3://models/sd")

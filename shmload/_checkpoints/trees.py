@@ -1,0 +1,151 @@
+"""Trees: directories that look like a source in a bucket, as it was at one moment.
+
+    CACHE/remote/ID/blobs/DIGEST            a small file, or the pointer to an object with weights
+    CACHE/remote/ID/trees/DIGEST/NAME/...   links to them, by the names that the objects have
+    CACHE/remote/ID/last-KEY                a link to the tree that was made last for some key
+
+Guarantee: a tree is complete and never changes, so who reads it never sees parts of two lists. A
+blob is named by URL, ETag and size, as a hub cache names its blobs by their content: so an object
+that is replaced has another blob and other segments. What no list has had for a day is removed.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from shmload._checkpoints.formats.known import has_known_suffix
+from shmload._checkpoints.objects import fetch
+from shmload._checkpoints.remote import FRONT, REQUESTS, Found, RemoteObject, write_pointer
+from shmload._host.files import replacing
+
+# Longer than any load: one that began before a list changed goes on with its tree.
+_KEPT_S = 24 * 3600.0
+
+
+def last_tree(home: Path, key: str, name: str) -> Path:
+    """Return the root of the tree that was written last, whether there is one or not."""
+    with contextlib.suppress(OSError):
+        return home / "trees" / os.path.basename(os.readlink(home / f"last-{key}")) / name
+    return home / "trees" / "none" / name
+
+
+def write_tree(home: Path, key: str, name: str, objects: Found, deadline: float) -> Path:
+    """Write the tree of some objects, with the blobs that are missing; fetch no weights.
+
+    Args:
+        home: the directory of the source's trees.
+        key: under which `last_tree` finds it.
+        name: of the root.
+        objects: by their paths below the root; an empty path if the root is a file.
+        deadline: when nothing more is fetched, by `time.monotonic`.
+
+    Returns:
+        The root.
+
+    Raises:
+        FetchError: an object cannot be read.
+        OSError: the tree cannot be written.
+    """
+    blobs, trees = home / "blobs", home / "trees"
+    for folder in (blobs, trees):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        written = pool.map(lambda each: _blob(blobs, each, deadline), objects.values())
+        links = dict(zip(objects, written, strict=True))
+    facts = msgspec.json.encode(sorted(links.items()))
+    tree = trees / hashlib.sha256(facts).hexdigest()
+    if not _touch(tree):
+        _build(tree, name, {path: blobs / blob for path, blob in links.items()})
+    if _lead(home / f"last-{key}", tree):
+        _clean(home)
+    return tree / name
+
+
+def _blob(blobs: Path, wanted: RemoteObject, deadline: float) -> str:
+    """Write an object's blob if it is not there; return its name."""
+    facts = f"{wanted.url}\n{wanted.tag}\n{wanted.nbytes}"
+    name = hashlib.sha256(facts.encode()).hexdigest()
+    path = blobs / name
+    if _touch(path):
+        return name
+    if has_known_suffix(wanted.url):
+        write_pointer(path, wanted)
+    else:
+        content = fetch(wanted, 0, wanted.nbytes, deadline)
+        with replacing(path, mode=0o600) as file:
+            file.write(content)
+    return name
+
+
+def _build(tree: Path, name: str, links: Mapping[str, Path]) -> None:
+    """Make a tree of links; it gets its name when it is complete."""
+    temporary = tree.with_name(f".{tree.name}.{os.urandom(4).hex()}")
+    temporary.mkdir(mode=0o700)
+    try:
+        for path, target in links.items():
+            link = temporary / name / path if path else temporary / name
+            link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            link.symlink_to(target)
+        with contextlib.suppress(OSError):  # another process has made the same
+            temporary.rename(tree)
+        os.stat(tree)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _lead(link: Path, tree: Path) -> bool:
+    """Lead a link to a tree in one step; tell whether it led elsewhere, or nowhere, before."""
+    target = os.path.join(tree.parent.name, tree.name)
+    with contextlib.suppress(OSError):
+        before = os.readlink(link)
+        if before == target:
+            return False
+        _touch(link.parent / before)  # its readers have a day from now
+    temporary = link.with_name(f".{link.name}.{os.urandom(4).hex()}")
+    temporary.symlink_to(target)
+    temporary.replace(link)
+    return True
+
+
+# Removing -----------------------------------------------------------------------------------------
+
+
+def _touch(path: Path) -> bool:
+    """Have a file or directory count as new; tell whether it is there."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _clean(home: Path) -> None:
+    """Remove old trees that no link leads to, and old blobs that are in no tree."""
+    last = {os.path.basename(os.readlink(each)) for each in home.glob("last-*")}
+    for tree in (home / "trees").iterdir():
+        if tree.name not in last and _is_old(tree):
+            shutil.rmtree(tree, ignore_errors=True)  # another process may be at it, too
+    used = {os.path.basename(target) for target in _targets_below(home / "trees")}
+    for blob in (home / "blobs").iterdir():
+        if blob.name.removesuffix(FRONT) not in used and _is_old(blob):
+            blob.unlink(missing_ok=True)
+
+
+def _is_old(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - path.lstat().st_mtime > _KEPT_S
+    return False
+
+
+def _targets_below(folder: Path) -> Iterator[str]:
+    for each, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                yield os.readlink(os.path.join(each, name))
