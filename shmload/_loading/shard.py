@@ -102,8 +102,9 @@ class OpenShard(Descriptor):
         """Return the job that decodes it into a part; both descriptors stay with their owners."""
         assert not self.needs_copy
         source_fd = self.fd if self._copy.fd < 0 else self._copy.fd
+        pointed = pointed_object(self.fd)
         return Job(
-            path=self.plan.path,
+            path=pointed.url if pointed else self.plan.path,
             source_fd=source_fd,
             source=self.source if source_fd == self.fd else os.fstat(source_fd),
             part_fd=part.fd,

@@ -45,13 +45,15 @@ class ShardMissing(CheckpointError, FileNotFoundError):
 
 
 class ShardUnreadable(CheckpointError, OSError):
-    """The kernel refused to open or read a shard."""
+    """The kernel refused to open or read a shard, or the server that has it did not give it."""
 
-    def __init__(self, path: _Path, reason: str, number: int = errno.EIO) -> None:
+    def __init__(self, path: _Path, reason: str, number: int = errno.EIO, remedy: str = "") -> None:
         self.path = path
-        super().__init__(
-            f"{path} cannot be read: {reason}; check its permissions and the disk it is on"
-        )
+        if not remedy:
+            remedy = "check its permissions and the disk it is on"
+            if "://" in str(path):
+                remedy = "check the network and the credentials, and load again"
+        super().__init__(f"{path} cannot be read: {reason}; {remedy}")
         self.errno = number
 
 

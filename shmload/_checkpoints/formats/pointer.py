@@ -5,6 +5,7 @@ looks like a directory, and only what reads weights has to know the difference. 
 pointer for weights: it does not begin like a file of any other format.
 """
 
+import errno
 import os
 from pathlib import Path
 
@@ -69,14 +70,27 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
 
 
 def _fetch_front(wanted: RemoteObject, front: Path) -> None:
-    """Write a file with the object's length and the bytes of its header."""
+    """Write a file with the object's length and the bytes of its header.
+
+    Raises:
+        FetchError: the object cannot be read.
+        ShardUnreadable: the cache cannot be written.
+    """
     first = bytes(fetch(wanted, 0, min(_FIRST_NBYTES, wanted.nbytes)))
     end = _LENGTH_NBYTES + int.from_bytes(first[:_LENGTH_NBYTES], "little")
     if len(first) < end <= min(wanted.nbytes, safetensors.MAX_HEADER_NBYTES):
         first += bytes(fetch(wanted, len(first), end))
-    with replacing(front, mode=0o600) as file:
-        file.write(first[:end])
-        file.truncate(wanted.nbytes)
+    try:
+        with replacing(front, mode=0o600) as file:
+            file.write(first[:end])
+            file.truncate(wanted.nbytes)
+    except OSError as exc:
+        raise ShardUnreadable(
+            wanted.url,
+            f"the cache {front.parent} cannot be written: {exc.strerror or exc}",
+            exc.errno or errno.EIO,
+            "make room there, check its permissions, or set SHMLOAD_CACHE_DIR",
+        ) from exc
 
 
 def _recognises(head: bytes) -> bool:

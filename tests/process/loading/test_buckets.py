@@ -1,5 +1,6 @@
 """Sources in a bucket and on a web server load like directories; no weight touches a disk."""
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import shmload
 from benchmarks import single_files
 from shmload._checkpoints import attempts, objects, web_server
 from shmload._checkpoints import mirror as mirroring
+from shmload._checkpoints.formats import pointer
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import mirror_home, write_pointer
 from shmload._checkpoints.wanted import Hub, Wanted
@@ -430,6 +432,27 @@ def test_time_for_a_whole_mirror_ends(server, monkeypatch):
         with pytest.raises(shmload.SourceNotFound, match="the time for the whole is spent"):
             shmload.warm(url)
     assert not server.told
+
+
+def test_bytes_that_do_not_come_name_the_object_and_a_remedy(server):
+    server.trouble = lambda name, count: "503" if count > 1 else ""  # all but the header
+    with pytest.raises(shmload.ShardUnreadable) as caught:
+        shmload.load_model("AutoencoderKL", URL, subfolder="vae")
+    assert str(caught.value).startswith(f"{URL}/vae/diffusion_pytorch_model.safetensors cannot be")
+    assert "check the network and the credentials" in str(caught.value)
+    assert "disk" not in str(caught.value)
+
+
+def test_cache_that_cannot_be_written_is_named(server, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pointer, "replacing", fail)
+    message = r"sd/.*\.safetensors cannot be read: .*/blobs cannot be written: No space left"
+    with pytest.raises(shmload.ShardUnreadable, match=message) as caught:
+        shmload.warm(URL)
+    assert "network" not in str(caught.value)
+    assert caught.value.errno == errno.ENOSPC
 
 
 # Mirrors ------------------------------------------------------------------------------------------
