@@ -19,7 +19,7 @@ from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._checkpoints.weights import has_variant
 from shmload._loading.ahead import Ahead
 from shmload._loading.progress import Callback
-from shmload.errors import SourceNotFound
+from shmload.errors import ArgumentError, SourceNotFound
 from shmload.integrations._building import prepared
 from shmload.integrations._building.attempt import load
 from shmload.integrations._building.early import judge_by
@@ -219,9 +219,16 @@ def _choose_for_file(
     pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any], _: Ahead
 ) -> tuple[Maker, Source, object]:
     """Return what makes a pipeline from a file of weights, the file as a source, and the dtype."""
+    has_blocks = is_gguf(wanted.source)
+    if has_blocks and pipeline_class is None:
+        raise ArgumentError(
+            f"{wanted.source} is a GGUF file, which has one model and no pipeline; load it by "
+            "load_model(cls, ..., quantization_config=GGUFQuantizationConfig(...)), and give it to "
+            "load_pipeline beside the pipeline's directory, such as transformer=model"
+        )
     maker = SinglePipelineMaker(pipeline_class, kwargs.get("config"), wanted.hub)
     found = find_single_file(wanted)
-    if is_gguf(wanted.source):  # it has one model; what the library makes of it is its own business
+    if has_blocks:  # what the library makes of it is its own business
         found = msgspec.structs.replace(found, checkpoints=(), unread=("",))
     with whole_libraries():
         maker.require_taken(kwargs, load_pipeline)

@@ -63,9 +63,11 @@ _METHOD = "from_single_file"
 
 
 def is_single_file(source: str | os.PathLike[str]) -> bool:
-    """Tell whether a source is a file of weights, and not a directory or a hub id."""
-    is_there = is_url(source) or os.path.isfile(source)
-    return is_there and has_known_suffix(os.fspath(source))
+    """Tell whether a source is a file, and not a directory or a hub id.
+
+    What a file on this machine holds is told by its content, and not by its name.
+    """
+    return has_known_suffix(os.fspath(source)) if is_url(source) else os.path.isfile(source)
 
 
 def find_single_file(wanted: Wanted) -> Source:

@@ -201,6 +201,15 @@ def name_as_safetensors(name: str) -> str:
     return name
 
 
+def name_alone_as_safetensors(name: str) -> str:
+    """Return what a file of weights, given by its own path, is called as a safetensors file.
+
+    It may have any suffix: what it holds was told by its content.
+    """
+    renamed, suffix = name_as_safetensors(name), SAFETENSORS.suffixes[0]
+    return renamed if renamed.endswith(suffix) else f"{renamed}{suffix}"
+
+
 def variants_below(root: Path) -> set[str]:
     """Return the variants of all files of weights below a directory."""
     suffixes = {suffix for file_format in known.FORMATS for suffix in file_format.suffixes}

@@ -13,7 +13,7 @@ from shmload._checkpoints.formats.known import is_of_weights
 from shmload._checkpoints.indexes import read_json, renamed_index
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.weights import name_as_safetensors
+from shmload._checkpoints.weights import name_alone_as_safetensors, name_as_safetensors
 from shmload._host.linux import SHM_DIR
 from shmload._segments.view import absolute, is_index_of_renamed
 from shmload._segments.view_folder import Copied
@@ -50,7 +50,7 @@ def lay_out_view(
     root = absolute(source.root)
     shards = {absolute(path): name for path, name in segments.items()}
     if not root.is_dir():
-        name = name_as_safetensors(root.name)
+        name = name_alone_as_safetensors(root.name)
         return ViewLayout(links={name: str(SHM_DIR / shards[root])}, copies={})
     components = {root / name for name in source.components}
     configs = {}

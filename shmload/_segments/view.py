@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from shmload._checkpoints.indexes import indexed_shards, renamed_index
-from shmload._checkpoints.weights import name_as_safetensors
+from shmload._checkpoints.weights import name_alone_as_safetensors, name_as_safetensors
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import SHM_DIR, no_inodes, try_lock
 from shmload._segments.names import make_view_name, view_names
@@ -67,7 +67,7 @@ class View:
         """Create the links and return the path that replaces the root."""
         path = self.folder
         if not root.is_dir():
-            path /= name_as_safetensors(root.name) if root in files else root.name
+            path /= name_alone_as_safetensors(root.name) if root in files else root.name
             self._make_link(path, files.get(root, root))
             return path
         if root.parent.name == "snapshots":

@@ -207,6 +207,8 @@ def test_pipeline_takes_it(saved, tmp_path, evicts):
     pipe = shmload.load_pipeline(source, transformer=transformer, keep=True)
     assert pipe.transformer is transformer
     assert not any("transformer/" in each.source for each in shmload.segments())
+    with pytest.raises(shmload.ArgumentError, match="one model and no pipeline; load it by load_m"):
+        shmload.load_pipeline(path, config=str(source))
 
 
 def test_kind_that_diffusers_does_not_know(tmp_path, evicts):

@@ -108,6 +108,20 @@ def test_warm_makes_the_segment_that_is_attached(written, evicts):
     assert private_nbytes(models_of(pipe)) == 0
 
 
+def test_file_is_known_by_its_content(written, tmp_path, evicts):
+    config, path = written("stable-diffusion")
+    other = tmp_path / "model.sft"
+    other.symlink_to(path)
+    got = shmload.load_pipeline(other, config=config, dtype=torch.bfloat16, keep=True)
+    wanted = library_alone(diffusers.StableDiffusionPipeline, path, config, torch.bfloat16)
+    for name in ("unet", "vae", "text_encoder"):
+        assert_component_equal(getattr(got, name), getattr(wanted, name), name)
+    text = tmp_path / "notes.safetensors"
+    text.write_text("nothing but text")
+    with pytest.raises(shmload.WrongFormat, match="a text"):
+        shmload.load_pipeline(text, config=config)
+
+
 def test_components_may_be_passed(written, evicts):
     config, path = written("stable-diffusion")
     unet = shmload.load_model("UNet2DConditionModel", path, config=config, subfolder="unet")
