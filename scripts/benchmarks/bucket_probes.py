@@ -73,11 +73,11 @@ def warm(url: str, workers: int) -> Numbers:
         `worker_nbytes`, the largest resident memory of a worker.
     """
     import shmload
-    from shmload._checkpoints.remote import mirror_folder
+    from shmload._checkpoints.remote import mirror_home
 
     report = shmload.warm(url, workers=workers)
     shmload.evict(*report.segments)
-    blobs = mirror_folder(url).parent.rglob("*")
+    blobs = mirror_home(url).rglob("*")
     return {
         "bytes_per_s": report.read_nbytes / report.reading_s,
         "cache_nbytes": sum(512 * path.lstat().st_blocks for path in blobs if path.is_file()),
