@@ -30,6 +30,7 @@ from shmload.integrations._building.pipeline_maker import PipelineMaker
 from shmload.integrations._building.route import CONVERTED, Asked, Keep, stay_ahead
 from shmload.integrations._building.single_file import (
     SinglePipelineMaker,
+    bring_single_file,
     find_single_file,
     is_single_file,
     settle_single_dtype,
@@ -219,6 +220,7 @@ def _choose_for_file(
     pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any], _: Ahead
 ) -> tuple[Maker, Source, object]:
     """Return what makes a pipeline from a file of weights, the file as a source, and the dtype."""
+    wanted = bring_single_file(wanted)
     has_blocks = is_gguf(wanted.source)
     if has_blocks and pipeline_class is None:
         raise ArgumentError(

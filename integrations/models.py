@@ -26,6 +26,7 @@ from shmload.integrations._building.model_maker import ModelMaker
 from shmload.integrations._building.route import CONVERTED, Asked, Keep, stay_ahead
 from shmload.integrations._building.single_file import (
     SingleFileMaker,
+    bring_single_file,
     find_single_file,
     is_single_file,
 )
@@ -184,6 +185,7 @@ def _choose_for_file(
     _: Ahead,
 ) -> tuple[Maker, Source, object]:
     """Return what makes a model from a file of weights, the file as a source, and the dtype."""
+    wanted = bring_single_file(wanted)
     if is_gguf(wanted.source):
         maker = maker_of_gguf(cls, wanted.source, kwargs)
     else:

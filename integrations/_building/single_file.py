@@ -11,11 +11,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from shmload._checkpoints.formats.known import has_known_suffix
 from shmload._checkpoints.hub import find_cached, find_source
+from shmload._checkpoints.hub_files import bring_file, hub_file_of
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.remote import is_url
@@ -67,7 +69,21 @@ def is_single_file(source: str | os.PathLike[str]) -> bool:
 
     What a file on this machine holds is told by its content, and not by its name.
     """
-    return has_known_suffix(os.fspath(source)) if is_url(source) else os.path.isfile(source)
+    if is_url(source):
+        return has_known_suffix(urlsplit(str(source)).path)
+    return os.path.isfile(source)
+
+
+def bring_single_file(wanted: Wanted) -> Wanted:
+    """Return what is wanted, with a path in the hub cache in place of a URL of the hub.
+
+    Raises:
+        SourceNotFound: there is no such file, or it cannot be downloaded.
+    """
+    on_hub = hub_file_of(str(wanted.source)) if is_url(wanted.source) else None
+    if not on_hub:
+        return wanted
+    return msgspec.structs.replace(wanted, source=bring_file(on_hub, wanted.hub))
 
 
 def find_single_file(wanted: Wanted) -> Source:

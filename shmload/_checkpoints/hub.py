@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from shmload._checkpoints.hub_files import bring_file, hub_file_of
 from shmload._checkpoints.incoming import Incoming, parts_there
 from shmload._checkpoints.library import library
 from shmload._checkpoints.mirror import mirror
@@ -108,7 +109,8 @@ def _find(
     """Find a source, and its files by a function that gets its directory."""
     given = wanted.source
     if is_url(given):
-        return resolve_in(mirror(wanted))
+        on_hub = hub_file_of(str(given))
+        return resolve_in(bring_file(on_hub, wanted.hub) if on_hub else mirror(wanted))
     try:
         if Path(given).exists():
             return resolve_in(Path(given))

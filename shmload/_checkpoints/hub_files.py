@@ -56,7 +56,7 @@ def bring_file(wanted: HubFile, hub: Hub) -> Path:
 
     Args:
         wanted: the file.
-        hub: the cache and the token; its revision counts if the file's URL has none.
+        hub: the cache and the token; its revision counts before that of the file, as in diffusers.
 
     Raises:
         SourceNotFound: there is no such file, or it cannot be downloaded.
@@ -67,7 +67,7 @@ def bring_file(wanted: HubFile, hub: Hub) -> Path:
         found = hf_hub_download(
             wanted.repo_id,
             wanted.name,
-            revision=wanted.revision or hub.revision,
+            revision=hub.revision or wanted.revision,
             cache_dir=hub.cache_dir,
             token=hub.token,
             local_files_only=hub.local_files_only,

@@ -9,7 +9,7 @@ import threading
 import diffusers
 import pytest
 import torch
-from comparing import assert_equal, from_pretrained
+from comparing import assert_equal, assert_modules_equal, from_pretrained
 from hub_server import HubServer, reset_sessions
 from safetensors.torch import load_file, save_file
 
@@ -263,3 +263,28 @@ def test_interrupt_during_a_download_leaves_nothing(hub, hold, saved, where, shm
         shmload.warm("org/name", dtype="bfloat16", **where)
     assert seen == [True]
     assert shm_names() == []
+
+
+# Files by their URL -------------------------------------------------------------------------------
+
+
+def test_url_of_a_file_is_that_file_in_the_cache(hub, saved, where, evicts):
+    source = saved("stable-diffusion")
+    hub.publish(source)
+    page = "https://huggingface.co/org/name/blob/main"
+    config = str(source / "vae")
+    got = shmload.load_model(
+        "AutoencoderKL", f"{page}/{_VAE}", config=config, dtype="bfloat16", keep=True, **where
+    )
+    wanted = diffusers.AutoencoderKL.from_single_file(
+        str(source / _VAE), config=config, torch_dtype=torch.bfloat16
+    )
+    assert_modules_equal(got, wanted, "vae")
+    content = f"https://huggingface.co/org/name/resolve/main/{_UNET}?download=true"
+    found = shmload.load_state_dict(content, **where)
+    for name, tensor in load_file(source / _UNET).items():
+        assert torch.equal(found[name], tensor)
+    with pytest.raises(shmload.SourceNotFound, match="org/name/no.safetensors"):
+        shmload.load_state_dict(f"{page}/no.safetensors", **where)
+    with pytest.raises(shmload.ArgumentError, match="give the hub id, such as org/name"):
+        shmload.load_pipeline("https://huggingface.co/org/name/tree/main", **where)
