@@ -7,7 +7,7 @@ torch with it.
 import json
 import os
 import re
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ _DTYPES = {
 # In the older form each storage has its number of elements before its bytes.
 _COUNT_NBYTES = 8
 # An early prototype, as torch's documentation has it. Without it the data is read, too.
-_skip_data = getattr(torch.serialization, "skip_data", None)
+_skip_data = getattr(torch.serialization, "skip_data", nullcontext)
 # What torch's error says of a name that its unpickler does not know.
 _NAME = re.compile(r"GLOBAL (\S+)")
 
@@ -76,19 +76,20 @@ def _plain_tensors(fd: int, request: Unpickle) -> dict[str, torch.Tensor]:
         _require_plain(name, tensor)
         _require_strides(name, tensor, request.wish)
     if rest_nbytes is not None:
-        _require_whole(content, rest_nbytes)
+        is_read = request.has_data or _skip_data is nullcontext
+        _require_whole({} if is_read else content, rest_nbytes)
     return tensors
 
 
 def _load(fd: int, *, has_data: bool) -> tuple[Any, int | None]:
-    """Return what torch's restricted unpickler makes of a file, and how much is left unread in it.
+    """Return what torch's restricted unpickler makes of a file, and how much of it is left unread.
 
     Args:
         fd: the file.
         has_data: read the storages of a file of the older form; if not, they have any bytes.
 
     Returns:
-        The second is None for what was read with its data, or is mapped.
+        The second is in bytes; None for an archive, which is mapped.
 
     Raises:
         UnknownPickle: torch refuses it.
@@ -98,9 +99,7 @@ def _load(fd: int, *, has_data: bool) -> tuple[Any, int | None]:
     try:
         if is_archive(fd):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True), None
-        if has_data or _skip_data is None:
-            return torch.load(path, map_location="cpu", weights_only=True), None
-        with open(path, "rb") as file, _skip_data():
+        with open(path, "rb") as file, nullcontext() if has_data else _skip_data():
             found = torch.load(file, map_location="cpu", weights_only=True)
             return found, os.fstat(fd).st_size - file.tell()
     except Exception as exc:  # a damaged file may raise anything
@@ -151,15 +150,15 @@ def _require_whole(content: object, nbytes: int) -> None:
     A list says which storages follow the pickles. One that is missing there would have any bytes.
 
     Args:
-        content: all that the pickles have.
-        nbytes: how much follows them, in bytes.
+        content: all that has storages which torch has not read.
+        nbytes: how much it has left unread, in bytes.
 
     Raises:
         UnknownPickle: it is cut short, or damaged.
     """
     wanted = sum(_COUNT_NBYTES + storage for storage in _storages(content).values())
     if wanted != nbytes:
-        raise UnknownPickle(f"its tensors take {wanted} bytes, and {nbytes} are there")
+        raise UnknownPickle(f"{nbytes} bytes of tensors are there, and not {wanted}")
 
 
 def _storages(content: object) -> dict[int, int]:

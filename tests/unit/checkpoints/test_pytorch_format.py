@@ -202,6 +202,7 @@ def test_member_that_is_said_to_be_a_folder_is_refused(header_of):
         ("archive/data.pkl", b"\x80\x04.", "protocol 4"),
         ("archive/version", b"three", "its '/version' is no number"),
         ("archive/.storage_alignment", b"6a", "its '/.storage_alignment' is no number"),
+        ("archive/.data/serialization_id", b"12\xff", "is no text"),
         ("other/data/0", b"", "in several folders"),
     ],
 )
