@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
-from shmload._checkpoints.hub import Follow, find_source
+from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.hub_download import Follow
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source, components_with_weights

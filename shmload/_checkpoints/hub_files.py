@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from shmload._checkpoints.hub_download import why_not_downloaded
 from shmload._checkpoints.wanted import Hub
 from shmload.errors import ArgumentError, SourceNotFound
 
@@ -74,6 +75,6 @@ def bring_file(wanted: HubFile, hub: Hub) -> Path:
             force_download=hub.force_download,
         )
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version
-        reason = next(iter(str(exc).splitlines()), type(exc).__name__)
-        raise SourceNotFound(f"{wanted.repo_id}/{wanted.name}", reason) from exc
+        name = f"{wanted.repo_id}/{wanted.name}"
+        raise SourceNotFound(name, why_not_downloaded(exc, hub)) from exc
     return Path(found)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from shmload._checkpoints.hub import Follow
+from shmload._checkpoints.hub_download import Follow
 from shmload._checkpoints.incoming import Incoming
 from shmload._checkpoints.resolve import Source
 from shmload._host.background import Background

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from shmload._checkpoints.hub import Follow, find_source
+from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.hub_download import Follow
 from shmload._checkpoints.left_out import why_unread
 from shmload._checkpoints.library import library, whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype

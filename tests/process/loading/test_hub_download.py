@@ -284,7 +284,7 @@ def test_url_of_a_file_is_that_file_in_the_cache(hub, saved, where, evicts):
     found = shmload.load_state_dict(content, **where)
     for name, tensor in load_file(source / _UNET).items():
         assert torch.equal(found[name], tensor)
-    with pytest.raises(shmload.SourceNotFound, match="org/name/no.safetensors"):
+    with pytest.raises(shmload.SourceNotFound, match=r"org/name/no\.safetensors"):
         shmload.load_state_dict(f"{page}/no.safetensors", **where)
     with pytest.raises(shmload.ArgumentError, match="give the hub id, such as org/name"):
         shmload.load_pipeline("https://huggingface.co/org/name/tree/main", **where)
