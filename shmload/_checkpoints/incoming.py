@@ -44,14 +44,20 @@ class Incoming(msgspec.Struct, frozen=True, kw_only=True):
     before: frozenset[str]
     """What `parts_there` returned before the download."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the library brings weights.
+    def there(self) -> frozenset[str]:
+        """Return what there is by now, as `parts_there`."""
+        return parts_there(self.snapshot, self.names)
+
+    def has_begun(self, there: frozenset[str]) -> bool:
+        """Tell whether the library brings weights.
 
         Before that it imports the pipeline's class. Another thread must not import classes then: of
         two imports that need each other, Python lets one see half a module.
+
+        Args:
+            there: what there is.
         """
-        new = parts_there(self.snapshot, self.names) - self.before
+        new = there - self.before
         return not self.is_pipeline or any(not name.endswith((_INDEX, ".py")) for name in new)
 
     def source(self) -> Source | None:

@@ -116,9 +116,14 @@ class Ahead:
             work.join_undisturbed()
 
     def _run(self, stay: Stay, judge: Judge, incoming: Incoming) -> None:
+        seen = None
         try:
             while not self._is_over.wait(_POLL_S):
-                if incoming.has_begun and (found := self._without_begun(incoming.source())):
+                there = incoming.there()
+                if there == seen or not incoming.has_begun(there):
+                    continue
+                seen = there
+                if found := self._without_begun(incoming.source()):
                     self._decode(stay, *judge(found))
         except Exception as exc:
             logger.info("%s: no more is decoded ahead: %s", incoming.wanted.source, exc)

@@ -147,7 +147,7 @@ def test_download_has_begun_when_it_brings_more_than_the_index(tmp_path):
     incoming = download.incoming()
     download.bring(_INDEX)
     download.write(1000)
-    assert not incoming.has_begun
-    assert download.incoming(is_pipeline=False).has_begun
+    assert not incoming.has_begun(incoming.there())
+    assert download.incoming(is_pipeline=False).has_begun(incoming.there())
     download.write(2 << 20)
-    assert incoming.has_begun
+    assert incoming.has_begun(incoming.there())
