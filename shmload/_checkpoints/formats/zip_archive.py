@@ -85,6 +85,8 @@ def _find_directory(fd: int, nbytes: int) -> tuple[int, int, int]:
         record = _read(fd, _END64, locator[2])
         if record[0] != b"PK\6\6":
             raise BadArchive("its directory is not where its end says")
+        if locator[1] or locator[3] != 1 or record[4] or record[5]:
+            raise BadArchive("it has several parts")
         count, size, begin = record[7:10]
         behind = locator[2]
     if size > _MAX_DIRECTORY_NBYTES or begin + size != behind or count > size // _ENTRY.size:

@@ -224,6 +224,19 @@ def test_lying_entry_of_the_directory_is_refused(header_of, offset, value, why):
         header_of(bytes(content))
 
 
+@pytest.mark.parametrize(
+    ("record", "offset"), [(b"PK\6\7", 4), (b"PK\6\7", 16), (b"PK\6\6", 16), (b"PK\6\6", 20)]
+)
+def test_archive_of_several_parts_is_refused(header_of, record, offset):
+    file = io.BytesIO()
+    torch.save({"a": torch.ones(2)}, file)
+    content = bytearray(file.getvalue())
+    assert header_of(bytes(content)).tensors
+    content[content.index(record) + offset] = 2
+    with pytest.raises(PickleUnread, match="several parts"):
+        header_of(bytes(content))
+
+
 def test_missing_members_are_refused(header_of):
     for name in ("archive/data.pkl", "archive/data/0", "archive/version"):
         members = parts({"a": torch.ones(2)})
