@@ -27,7 +27,7 @@ from shmload._checkpoints.rules import wanted_dtype
 from shmload._checkpoints.wanted import Hub, Wanted, named_arguments
 from shmload._checkpoints.weights import why_file_is_unread
 from shmload._wording import format_nbytes
-from shmload.errors import ArgumentError, UnknownArgument
+from shmload.errors import ArgumentError, PickleUnread, UnknownArgument
 from shmload.integrations._building.classes import find_class_named, require_installed
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ def find_single_file(wanted: Wanted) -> Source:
 
     Raises:
         ArgumentError: an argument is for directories.
+        CheckpointError: it is damaged, or no file of weights.
     """
     if wanted.components is not None or wanted.variant is not None:
         name = "variant" if wanted.variant is not None else "components"
@@ -102,7 +103,10 @@ def find_single_file(wanted: Wanted) -> Source:
     hub = Hub(local_files_only=wanted.hub.local_files_only)
     alone = msgspec.structs.replace(wanted, hub=hub)
     found = find_source(alone)
-    if why_file_is_unread(found.root):
+    why = why_file_is_unread(found.root)
+    if why and not isinstance(why, PickleUnread):  # the library could only say less
+        raise why
+    if why:
         return msgspec.structs.replace(found, checkpoints=(), unread=("",))
     return found
 
@@ -170,7 +174,9 @@ class SingleFileMaker:
 
             found = self._wanted
             if isinstance(found, str):
-                found = find_class_named(found, self.argument, [diffusers])
+                import transformers  # whose models it refuses by name
+
+                found = find_class_named(found, self.argument, [diffusers, transformers])
                 _require_method(found, self.argument)
             self._class = found
         return self._class

@@ -21,8 +21,8 @@ QUERY = re.compile(r"\?[^\s\"')]*")
 # An answer's text follows, which may repeat what was signed.
 _STATUS = re.compile(r"(status code: \d{3} [A-Za-z -]+).*")
 _MOST_TEXT = 300
-# Of obstore's error.
-_NO_RANGES = "non-partial response"
+# Of obstore's errors: the answer was the whole object, or the server says that it knows no ranges.
+_NO_RANGES = ("non-partial response", "Range request not supported")
 
 
 def attempt(request: Callable[[], Any], url: str, deadline: float) -> Any:
@@ -72,12 +72,15 @@ class Attempts:
         )
         if isinstance(exc, errors.NotFoundError | FileNotFoundError):
             raise ObjectMissing(f"{self._url} does not exist") from exc
+        if any(text in str(exc) for text in _NO_RANGES):
+            raise FetchError(
+                f"the server of {self._url} gives whole objects only; use one that answers "
+                "requests for ranges"
+            ) from exc
         if isinstance(exc, final):
             raise FetchError(reason(exc)) from exc
         if not isinstance(exc, errors.BaseError | OSError):
             raise exc
-        if _NO_RANGES in str(exc):
-            raise FetchError(f"the server of {self._url} gives whole objects only") from exc
         pause_s = self._pause_s
         if time.monotonic() + pause_s > self._deadline:
             raise FetchError(reason(exc)) from exc

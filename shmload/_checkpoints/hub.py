@@ -45,6 +45,12 @@ def find_source(
 
     def resolve_in(root: Path) -> Source:
         below = root / hub.subfolder if hub.subfolder else root
+        if hub.subfolder and root.is_dir() and not below.is_dir():
+            folders = [name for name in _names_in(root) if (root / name).is_dir()]
+            near = nearest(hub.subfolder, folders)
+            raise SourceNotFound(given, f"it has no subfolder {hub.subfolder!r}{near}")
+        if hub.subfolder and root.is_file():
+            raise ArgumentError(f"subfolder is for directories, and {given} is a file")
         return resolve(
             given,
             below,

@@ -150,7 +150,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
             UnknownArgument: an argument is unknown.
         """
         if not isinstance(source, str | os.PathLike):
-            raise ArgumentError(f"source is {source!r}; give a path or a hub id")
+            shown = "None" if source is None else f"a {type(source).__name__}"
+            raise ArgumentError(f"source is {shown}; give a path or a hub id")
         dtype = chosen_dtype(dtype, kwargs.pop(_OLDER_DTYPE, None))
         known = PIPELINE_ARGUMENTS if is_pipeline else HUB_ARGUMENTS
         if not has_others:

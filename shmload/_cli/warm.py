@@ -45,7 +45,8 @@ _OF_WARM = frozenset({"workers", "verify", "pin", "keep_for", "quiet"})
     "--list",
     "list_path",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file with more sources, one a line with its options, as for `serve --preload`.",
+    help="A file with more sources, one a line, such as `SOURCE bfloat16 pin`; as for "
+    "`serve --preload`.",
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Warm this many sources at a time.")
 @click.option("--largest-first", is_flag=True, help="Begin with the largest source.")

@@ -72,7 +72,7 @@ from shmload._service.endpoint import connect, service_pid, socket_path
 from shmload._service.folder import why_unusable
 from shmload._service.protocol import GetStatus, Status
 from shmload._settings import settings, worker_count
-from shmload.errors import ProtocolError, ServiceError, ShmloadError, UnknownDtype
+from shmload.errors import LibraryMissing, ProtocolError, ServiceError, ShmloadError, UnknownDtype
 from shmload.workers.reader import FillError
 
 
@@ -113,7 +113,8 @@ def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Findin
 def _plan(source: str, dtype: object) -> Plan | ShmloadError:
     """Plan what `warm` would do; return the error if it cannot."""
     try:
-        return plan(source, dtype=dtype, keep=True, local_files_only=True)
+        # Nothing is downloaded; of a URL only its server knows anything.
+        return plan(source, dtype=dtype, keep=True, local_files_only=not is_url(source))
     except UnknownDtype:
         raise
     except ShmloadError as exc:
@@ -207,7 +208,7 @@ def _diagnose_source(source: str, dtype: object, planned: Plan | ShmloadError) -
         largest = max(shards, key=lambda shard: found[shard].st_size, default=None)
         speed = measure_reading(largest) if largest else None
     except (ShmloadError, FillError, OSError) as exc:
-        yield Finding("source", "bad", str(exc), f"ls -lL {shlex.quote(source)}")
+        yield Finding("source", "bad", str(exc), _command_for(exc, source))
         return
     kinds = {stat.st_dev: file_system(stat.st_dev) for stat in found.values()}
     sizes = [stat.st_size for stat in found.values()]
@@ -216,6 +217,13 @@ def _diagnose_source(source: str, dtype: object, planned: Plan | ShmloadError) -
         workers = worker_count(parent_is_busy=False)
         yield check_reading(choose_reading(speed.facts, workers), workers)
         yield check_read_speed(source, speed, cached, len(shards), dtype)
+
+
+def _command_for(exc: Exception, source: str) -> str:
+    """Return the command that mends an error of a source, or shows more of it."""
+    if isinstance(exc, LibraryMissing):
+        return f"pip install {' '.join(map(shlex.quote, exc.packages))}"
+    return f"ls -lL {shlex.quote(str(getattr(exc, 'path', source)))}"
 
 
 def _diagnose_skeletons(source: str) -> Finding:

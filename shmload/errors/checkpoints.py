@@ -144,8 +144,10 @@ class ShardTruncated(CheckpointError):
         self.path = path
         self.wanted = wanted
         self.got = got
-        expected = "it has no end" if wanted is None else f"{wanted} bytes expected"
-        super().__init__(f"{path} is truncated: {expected}, {got} there; download it again")
+        expected = "its end is missing" if wanted is None else f"{wanted} bytes expected"
+        super().__init__(
+            f"{path} is truncated: {expected}, {got} bytes are there; download it again"
+        )
 
 
 class ShardChanged(CheckpointError):

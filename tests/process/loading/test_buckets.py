@@ -163,15 +163,14 @@ def test_handle_loads_without_asking_for_the_list(server):
         assert not server.asked
 
 
-def test_doctor_names_the_objects_and_asks_for_nothing(server):
-    found = {finding.name: finding for finding in diagnose(URL)}
-    assert found["source"].remedy == f"shmload plan {URL}"
-    shmload.plan(URL)
-    server.asked.clear()
+def test_doctor_names_the_objects(server):
     found = {finding.name: finding for finding in diagnose(URL)}
     assert "4 objects" in found["source"].detail
     assert found["source"].state == "ok"
-    assert not server.asked
+    server.objects.clear()
+    found = {finding.name: finding for finding in diagnose(URL)}
+    assert found["source"].state == "bad"
+    assert found["source"].remedy == f"shmload plan {URL}"
 
 
 # Changes and troubles -----------------------------------------------------------------------------
@@ -329,7 +328,7 @@ def test_url_that_is_not_safe(url, evicts):
 
 def test_empty_object_is_truncated(server):
     server.objects["t/model.safetensors"] = b""
-    with pytest.raises(shmload.ShardTruncated, match="8 bytes expected, 0 there"):
+    with pytest.raises(shmload.ShardTruncated, match="8 bytes expected, 0 bytes are there"):
         shmload.load_state_dict("s3://models/t/model.safetensors")
 
 

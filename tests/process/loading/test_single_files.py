@@ -242,10 +242,23 @@ def test_wrong_arguments_of_a_pipeline(written, given, message, evicts):
     assert shmload.segments() == []
 
 
-def test_class_without_the_method(written):
+@pytest.mark.parametrize("cls", [CLIPTextModel, "CLIPTextModel"])
+def test_class_without_the_method(written, cls):
     _, path = written("stable-diffusion")
-    with pytest.raises(shmload.ArgumentError, match="cls is 'CLIPTextModel'"):
-        shmload.load_model(CLIPTextModel, path)
+    with pytest.raises(
+        shmload.ArgumentError, match="cls is 'CLIPTextModel', which loads no single"
+    ):
+        shmload.load_model(cls, path)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".ckpt"])
+def test_file_without_its_end(written, suffix, tmp_path, evicts):
+    config, path = written("stable-diffusion", suffix)
+    damaged = tmp_path / f"model{suffix}"
+    damaged.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(shmload.ShardTruncated, match=f"{damaged} is truncated"):
+        shmload.load_pipeline(damaged, config=config)
+    assert shmload.segments() == []
 
 
 def test_error_of_the_library_names_the_file(written, tmp_path, evicts):

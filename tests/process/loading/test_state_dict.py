@@ -390,3 +390,13 @@ def test_error_of_the_callback_ends_the_load(
     with pytest.raises(error, match="the callback's own"):
         shmload.load_state_dict(single, torch.bfloat16, keep=True, progress=fail)
     assert (shm_names(), worker_pids()) == ([], [])
+
+
+def test_subfolder_that_is_not_there(tmp_path):
+    path = tmp_path / "unet" / "model.safetensors"
+    path.parent.mkdir()
+    save_file({"a": torch.ones(2)}, path)
+    with pytest.raises(shmload.SourceNotFound, match="no subfolder 'unt'; did you mean 'unet'"):
+        shmload.load_state_dict(tmp_path, subfolder="unt")
+    with pytest.raises(shmload.ArgumentError, match="subfolder is for directories"):
+        shmload.load_state_dict(path, subfolder="unet")
