@@ -8,7 +8,7 @@ single request takes beyond.
 import hashlib
 import posixpath
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
@@ -96,7 +96,13 @@ def _find(url: str, sought: Sought, deadline: float) -> Found:
         raise FetchError(f"more than {MOST_OBJECTS} objects; give the model's own prefix")
     if not found:
         raise FetchError(nothing)
-    kept = {path: each for path, each in found.items() if is_below(path) and _is_kept(path, each)}
+    folders = {str(folder) for path in found for folder in PurePosixPath(path).parents}
+    kept = {
+        path: each
+        for path, each in found.items()
+        # Some programs write objects for folders, too.
+        if path not in folders and is_below(path) and _is_kept(path, each)
+    }
     if not kept:
         raise FetchError(
             f"of its {len(found)} objects, such as {next(iter(found))!r}, none is read: only "

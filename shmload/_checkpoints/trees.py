@@ -93,9 +93,11 @@ def _build(tree: Path, name: str, links: Mapping[str, Path]) -> None:
             link = temporary / name / path if path else temporary / name
             link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             link.symlink_to(target)
-        with contextlib.suppress(OSError):  # another process has made the same
+        try:
             temporary.rename(tree)
-        os.stat(tree)
+        except OSError:
+            if not tree.is_dir():  # else another process has made the same
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

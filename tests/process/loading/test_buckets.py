@@ -495,6 +495,17 @@ def test_what_no_list_has_had_for_a_day_is_removed(server):
     assert (new / "vae/diffusion_pytorch_model.safetensors").exists()
 
 
+def test_objects_that_stand_for_folders_are_left_out(server, saved):
+    """The S3 console and others write such, without a byte."""
+    for name in ("sd/", "sd/unet/", "sd/vae"):
+        server.objects[name] = b""
+    root = mirror(Wanted(source=URL))
+    assert {path.name for path in root.iterdir()} == {
+        path.name for path in saved("stable-diffusion").iterdir()
+    }
+    assert (root / "vae/config.json").is_file()
+
+
 def test_scheme_in_capitals(server):
     shmload.warm(URL)
     assert shmload.warm("S3://models/sd/").read_nbytes == 0
