@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Source, is_in_pickles, weight_files
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import forget_rule
@@ -96,7 +97,9 @@ class Build:
         self._kwargs = kwargs
         self._said = said_here()
         self._is_local = os.path.exists(source.given)
-        self._root = os.fspath(source.given) if self._is_local else str(source.root)
+        # A model of the hub names its folder in the cache, as the library's own does.
+        is_named = self._is_local or is_url(source.given)
+        self._root = os.fspath(source.given) if is_named else str(source.root)
 
     def run(self, *, verify: bool) -> Any:
         """Build the pipeline, if possible while its weights are being decoded.

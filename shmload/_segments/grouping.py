@@ -24,8 +24,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """The resident segments of one source in one dtype."""
 
     name: str
-    """The hub id, or as many last folders of the source as tell it apart; a file's own name. A
-    variant follows behind a colon."""
+    """The hub id, the URL, or as many last folders of the source as tell it apart; a file's own
+    name. A variant follows behind a colon."""
     id: str
     """Eight hexadecimal digits, the same as long as its source and dtype are."""
     dtype: str

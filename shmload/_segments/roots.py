@@ -5,6 +5,7 @@
 .../stable-diffusion/unet/NAME.fp16.safetensors      its variant: stable-diffusion:fp16
 .../clip/FILE                                        a component: its folder has config.json
 .../lora.safetensors                                 a file alone
+.../remote/ID/trees/DIGEST/sd/unet/FILE              a bucket or web server: its URL
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import msgspec
 
 from shmload._checkpoints.formats.known import has_known_suffix
 from shmload._checkpoints.identity import Identity, identify
+from shmload._checkpoints.remote import mirrors_folder, pointed_object
 from shmload._checkpoints.repository import variant_in
 from shmload._checkpoints.weights import is_of_model
 
@@ -40,6 +42,8 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
     """Such as `org/name`; empty outside a hub cache."""
     revision: str = ""
     """The snapshot's commit; empty outside a hub cache."""
+    url: str = ""
+    """Where its objects are; empty for files."""
     variant: str = ""
     """The variant of its files, such as `fp16`; empty for plain files."""
 
@@ -67,6 +71,8 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
         if self.hub_id:
             yield self.hub_id
             yield f"{self.hub_id}@{self.revision[:_REVISION_NCHARS]}"
+        elif self.url:
+            yield self.url
         else:
             folders = self.path.strip(os.sep).split(os.sep)
             yield from (os.sep.join(folders[-n:]) for n in range(1, len(folders)))
@@ -92,8 +98,9 @@ def find_roots(sources: Iterable[str]) -> dict[str, Root]:
             key = (folder, is_part, is_gone)
             if key not in by_folder:
                 by_folder[key] = _root_of_folder(folder, is_part=is_part, is_gone=is_gone)
-            path = by_folder[key]
-            root = Root(path=path or source, variant=variant if path else "")
+            path = by_folder[key] or source
+            variant = variant if by_folder[key] else ""
+            root = Root(path=path, url=_url_of(path, source), variant=variant)
         found[source] = root
     return found
 
@@ -105,6 +112,18 @@ def root_at(path: str, variant: str) -> Root:
         return Root(path=path, variant=variant)
     repository = match["id"].replace("--", "/")
     return Root(path=path, hub_id=repository, revision=match["revision"], variant=variant)
+
+
+def _url_of(root: str, source: str) -> str:
+    """Return the URL of a model whose shard is an object elsewhere; empty for files."""
+    if not source.startswith(f"{mirrors_folder()}{os.sep}"):
+        return ""
+    try:
+        with open(source, "rb") as file:
+            pointed = pointed_object(file.fileno())
+    except (OSError, msgspec.DecodeError):  # no list has had it for a day
+        return ""
+    return pointed.url.removesuffix(source.removeprefix(root)) if pointed else ""
 
 
 def model_names(sources: Iterable[str]) -> dict[str, str]:

@@ -56,10 +56,9 @@ def select(
     models: list[Model] | None = None
     for given in patterns:
         pattern = os.fspath(given)
-        if is_url(pattern):
-            pattern = str(mirror_home(pattern))
-        matching = [info for info in found if is_below(info, pattern)]
-        matching = matching or _of_copies_below(found, pattern)
+        path = str(mirror_home(pattern)) if is_url(pattern) else pattern
+        matching = [info for info in found if is_below(info, path)]
+        matching = matching or _of_copies_below(found, path)
         if not matching:
             models = find_models(found) if models is None else models
             match = match_name(pattern, models, found)

@@ -63,6 +63,8 @@ def test_pipeline_of_a_bucket(server, saved, dtype):
     got = shmload.load_pipeline(URL, dtype=dtype, keep=True)
     assert_models_equal(got, reference(saved("stable-diffusion"), dtype))
     assert got.name_or_path == URL
+    assert got.unet.config._name_or_path == f"{URL}/unet"
+    assert got.text_encoder.name_or_path == f"{URL}/text_encoder"
     resident = {segment.name for segment in shmload.segments()}
     weights = {name for name in server.asked if name.endswith(".safetensors")}
     assert len(resident) == len(weights) == 4
@@ -143,7 +145,7 @@ def test_warm_plan_and_evict_take_the_url(server):
     report = shmload.warm(URL, dtype="bfloat16")
     assert report.read_nbytes > 0
     assert shmload.warm(URL, dtype="bfloat16").read_nbytes == 0
-    assert [model.name for model in shmload.models()] == ["sd"]
+    assert [model.name for model in shmload.models()] == [URL]
     assert {each.name for each in shmload.evict(URL)} == set(report.segments)
 
 

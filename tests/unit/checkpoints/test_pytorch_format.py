@@ -158,7 +158,9 @@ def test_file_that_is_cut_short_is_not_left_to_the_libraries(tmp_path):
     torch.save({"a": torch.ones(200_000)}, path)
     os.truncate(path, 700_000)
     (tmp_path / "config.json").write_text('{"architectures": ["A"]}')
-    with pytest.raises(ShardTruncated, match="no end, 700000 there; download"):
+    with pytest.raises(
+        ShardTruncated, match="its end is missing, 700000 bytes are there; download"
+    ):
         resolve(tmp_path, tmp_path)
 
 
