@@ -27,7 +27,7 @@ from shmload._segments.roots import Root
 from shmload._wording import printable
 from shmload.errors import ShmloadError
 
-VERSION: Final = 5
+VERSION: Final = 6
 """To be increased with every change of a message."""
 
 _Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
