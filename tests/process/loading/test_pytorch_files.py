@@ -222,7 +222,8 @@ def test_transposed_model_of_transformers_is_left_to_it(copied):
     got = shmload.load_model("T5EncoderModel", folder)
     wanted = transformers.T5EncoderModel.from_pretrained(folder)
     assert_component_equal(got, wanted, "text_encoder_2")
-    assert not wanted.shared.weight.is_contiguous()
+    keeps_strides = not transformers.__version__.startswith("4.")
+    assert wanted.shared.weight.is_contiguous() is not keeps_strides
     with pytest.raises(shmload.SourceNotFound, match="transformers keeps it so"):
         shmload.warm(folder)
 
