@@ -28,7 +28,7 @@ from shmload._host.limits import is_lack_of_memory
 from shmload._host.linux import write_at
 from shmload.errors import CapacityError
 
-# The header's length, then the header, of which the whole is a multiple of this.
+# A file begins with the header's length, then the header. Their sizes are multiples of _ALIGNED.
 _LENGTH_NBYTES = 8
 _ALIGNED = 8
 _DTYPES = {

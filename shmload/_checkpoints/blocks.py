@@ -75,7 +75,7 @@ GGML_TYPES = {
     40: "NVFP4",
     41: "Q1_0",
 }
-"""The kinds of all tensors by number, ggml_type; those that are not in `BLOCKS` are dtypes."""
+"""ggml_type: a tensor's kind by its number. A kind that is not in `BLOCKS` is a plain dtype."""
 
 LARGEST_BLOCK = 256
 """The most elements that a block has; the other sizes divide it."""
