@@ -99,8 +99,11 @@ def fetch(wanted: RemoteObject, begin: int, end: int, deadline: float = math.inf
     def request() -> Any:
         folder, name = _split(wanted.url)
         result = obstore().get(_store(folder), name, options={"range": (begin, end)})
-        _require_same(wanted, result.meta)
-        return _require_whole(result.bytes(), end - begin)
+        try:
+            _require_same(wanted, result.meta)
+            return _require_whole(result.bytes(), end - begin)
+        finally:
+            del result  # or an error's traceback would keep the connection open
 
     if begin == end:  # a range has one byte at least
         return b""
@@ -118,8 +121,11 @@ async def fetch_async(wanted: RemoteObject, begin: int, end: int) -> Any:
             result = await obstore().get_async(
                 _store(folder), name, options={"range": (begin, end)}
             )
-            _require_same(wanted, result.meta)
-            return _require_whole(await result.bytes_async(), end - begin)
+            try:
+                _require_same(wanted, result.meta)
+                return _require_whole(await result.bytes_async(), end - begin)
+            finally:
+                del result  # as in `fetch`
         except Exception as exc:  # most are raised again
             pause_s = attempts.pause_after(exc)
         await asyncio.sleep(pause_s)

@@ -9,12 +9,13 @@ import json
 import threading
 import time
 import urllib.parse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import huggingface_hub
 import pytest
+from loopback import LoopbackServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,18 +75,13 @@ class HubServer:
         self._sending = threading.Lock()
         self._free_at = 0.0
         handler = type("Handler", (_Handler,), {"of": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
+        self._server = LoopbackServer(handler, port)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.end()
 
     @property
     def url(self) -> str:
@@ -219,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _begin(self, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
-        self.close_connection = True  # a client that kept it would leave a descriptor behind
+        self.close_connection = True
         for name, value in {**headers, "Connection": "close"}.items():
             self.send_header(name, value)
         self.end_headers()

@@ -12,10 +12,12 @@ import threading
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Self
 from xml.sax.saxutils import escape
+
+from loopback import LoopbackServer
 
 BUCKET = "models"
 _ACCOUNT = "account"
@@ -36,19 +38,14 @@ class ObjectServer:
         self.told: list[str] = []
         """The headers of all requests."""
         handler = type("Handler", (_Handler,), {"of": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
+        self._server = LoopbackServer(handler)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.released.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.end()
 
     @property
     def url(self) -> str:
@@ -181,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
-        self.close_connection = True  # a client that kept it would leave a descriptor behind
+        self.close_connection = True
         headers["Connection"] = "close"
         headers.setdefault("Content-Length", str(len(body)))
         for name, value in headers.items():
