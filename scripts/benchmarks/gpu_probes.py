@@ -151,12 +151,29 @@ def _loader(way: str, max_host_memory: str | None = None) -> Callable[[str], Any
             max_host_memory=max_host_memory,
             **_ABSENT,
         )
+    if way == "accelerate":
+        return _load_with_accelerate
     from diffusers import DiffusionPipeline
 
     # diffusers accepts a device type or a strategy as device_map, no index.
     device = _DEVICE.partition(":")[0]
     return lambda source: DiffusionPipeline.from_pretrained(
         source, torch_dtype=torch.bfloat16, device_map=device, **_ABSENT
+    )
+
+
+def _load_with_accelerate(source: str) -> object:
+    """Load the pipeline's only model as accelerate's documentation shows, for large models."""
+    import torch
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+    from diffusers import FluxTransformer2DModel
+
+    folder = Path(source, "transformer")
+    weights = [*folder.glob("*.safetensors.index.json"), *folder.glob("*.safetensors")]
+    with init_empty_weights():
+        model = FluxTransformer2DModel.from_config(FluxTransformer2DModel.load_config(folder))
+    return load_checkpoint_and_dispatch(
+        model, str(weights[0]), device_map={"": _DEVICE}, dtype=torch.bfloat16
     )
 
 

@@ -42,6 +42,16 @@ def format_report(machine: Mapping[str, str], figures: Iterable[Figure]) -> str:
     return "\n".join(lines)
 
 
+def format_line(facts: Iterable[str], figures: Iterable[Figure]) -> str:
+    """Return facts and the figures that have a target as one line, to paste somewhere."""
+    reached = (
+        f"{figure.name} {format_value(figure.sample.median, figure.unit)}"
+        for figure in figures
+        if figure.target
+    )
+    return "; ".join((*facts, *reached))
+
+
 def as_json(machine: Mapping[str, str], figures: Iterable[Figure]) -> dict[str, Any]:
     """Return the whole report as a value for `json.dump`."""
     return {

@@ -1,6 +1,6 @@
 """The suites of `scripts/bench`: their measurements, sources and needs of disk and memory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,21 +35,28 @@ class Suite:
 SUITES = ("load", "ready", "service", "many", "formats", "cold", "gpu")
 
 
-def suite_of(name: str, sources: Sources) -> Suite:
+def suite_of(name: str, sources: Sources, only: Collection[str] = ()) -> Suite:
     """Return a suite.
 
     Args:
         name: one of `SUITES`.
         sources: their sizes decide what the suite needs.
+        only: names of its measurements that are wanted; none for all.
     """
     if name == "gpu":
         nbytes = sources.flux_nbytes
+        # float32 has twice the bytes, and one measurement wants it.
+        converts = not only or "convert" in only
         return Suite(
             measures=GPU_MEASURES,
-            sources=(sources.flux_small, sources.flux_fp32, sources.flux_bf16),
-            disk_nbytes=3.1 * nbytes,
+            sources=(
+                sources.flux_small,
+                *((sources.flux_fp32,) if converts else ()),
+                sources.flux_bf16,
+            ),
+            disk_nbytes=(3.1 if converts else 1.1) * nbytes,
             shm_nbytes=1.1 * nbytes + 1e9,  # and rings
-            memory_nbytes=5 * nbytes + 4e9,
+            memory_nbytes=(5 if converts else 3) * nbytes + 4e9,
         )
     if name == "many":
         return Suite(
