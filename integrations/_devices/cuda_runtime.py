@@ -1,7 +1,9 @@
 """Devices of CUDA, by torch's streams and events; torch gives ROCm's devices the same names."""
 
+import contextlib
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +26,8 @@ class CudaRuntime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.name = torch.cuda.get_device_name(device)
+        self.driver = _driver_version()
         self._streams: dict[int, torch.cuda.Stream] = {}
-        # Memory from `empty` may still have uses queued on this stream: copies wait for them.
         self._consumer = torch.cuda.current_stream(device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -34,6 +36,9 @@ class CudaRuntime:
     def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
         with torch.cuda.stream(self._stream(lane)):
             target.copy_(source, non_blocking=True)
+
+    def follow(self, lane: int) -> None:
+        self._stream(lane).wait_stream(torch.cuda.current_stream(self.device))
 
     def record(self, lane: int) -> Event:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -54,6 +59,9 @@ class CudaRuntime:
         with torch.cuda.device(self.device):
             if int(_cudart().cudaHostUnregister(address)) != 0:
                 self._clear_error()
+
+    def pinned(self, nbytes: int) -> None:
+        return None
 
     def _stream(self, lane: int) -> torch.cuda.Stream:
         if lane not in self._streams:
@@ -76,6 +84,13 @@ class _CudaEvent:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+
+def _driver_version() -> str:
+    for module in ("nvidia", "amdgpu"):
+        with contextlib.suppress(OSError):
+            return Path(f"/sys/module/{module}/version").read_text().strip()
+    return ""
 
 
 def _cudart() -> Any:

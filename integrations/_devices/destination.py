@@ -27,7 +27,7 @@ from shmload.errors import (
     MemoryLimitExceeded,
     UnknownComponent,
 )
-from shmload.integrations._devices.runtimes import RUNTIMES, may_have_accelerators
+from shmload.integrations._devices.runtimes import is_known, may_have_accelerators
 from shmload.integrations._devices.ways import Pin, require_pin
 
 _ON_THE_HOST = (CPU, DISK, META, OFFLOAD)
@@ -180,7 +180,7 @@ def _require_device(device: object) -> None:
     if device in STRATEGIES:
         return
     kind = canonical_device(device).partition(":")[0]
-    if kind not in (*RUNTIMES, *_ON_THE_HOST):
+    if kind not in _ON_THE_HOST and not is_known(kind):
         raise DeviceMapMalformed(
             f"{device!r} is neither a strategy ({', '.join(STRATEGIES)}) nor a device "
             f"({', '.join(_ON_THE_HOST)}; cuda:0 for the first GPU){hint_for(device)}"

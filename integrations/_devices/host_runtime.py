@@ -10,6 +10,7 @@ class HostRuntime:
 
     device = torch.device("cpu")
     name = "the host"
+    driver = ""
 
     def empty(self, nbytes: int) -> torch.Tensor:
         raw = torch.empty(nbytes + ALIGNMENT_NBYTES, dtype=torch.uint8)
@@ -19,6 +20,9 @@ class HostRuntime:
     def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
         target.copy_(source)
 
+    def follow(self, lane: int) -> None:
+        pass
+
     def record(self, lane: int) -> Event:
         return _Done()
 
@@ -27,6 +31,9 @@ class HostRuntime:
 
     def unregister(self, address: int) -> None:
         pass
+
+    def pinned(self, nbytes: int) -> None:
+        return None
 
 
 class _Done:

@@ -1,6 +1,7 @@
 """A ring's memory as devices see it: pinned, so that they fetch from it by themselves.
 
-Torch would keep its own pinned memory in a cache until the process ends; this is given back.
+Torch would keep its own pinned memory in a cache until the process ends; this is given back. Only
+devices that register no pages take torch's.
 """
 
 import ctypes
@@ -20,12 +21,18 @@ class PinnedRing:
         ring: stays the caller's.
         runtime: of the device that pins it; other devices may fetch from there too. None for not
             pinning it.
+        memory: pinned memory to use instead of the ring's, at least as large; None for the ring's.
     """
 
-    def __init__(self, ring: Ring, runtime: Runtime | None) -> None:
-        self._memory = torch.frombuffer(ring.memory, dtype=torch.uint8)
+    def __init__(
+        self, ring: Ring, runtime: Runtime | None, memory: torch.Tensor | None = None
+    ) -> None:
         self._slot_nbytes = ring.shape.slot_nbytes
         self._registered_by: Runtime | None = None
+        if memory is not None:
+            self._memory = memory
+            return
+        self._memory = torch.frombuffer(ring.memory, dtype=torch.uint8)
         nbytes = self._memory.numel()
         if runtime and runtime.register(self._memory.data_ptr(), nbytes, read_only=False):
             self._registered_by = runtime

@@ -70,6 +70,8 @@ def _copy(allocations: Sequence[Allocation], mapping: Mapping, fd: int) -> bool:
     """
     base = mapping.start - mapping.offset
     runtimes = {there.runtime for there in allocations}
+    for runtime in runtimes:
+        runtime.follow(_LANE)
     with _shared(fd) as content, contextlib.ExitStack() as undoing:
         windows: deque[contextlib.ExitStack] = deque()
         for begin in range(0, content.numel(), _WINDOW_NBYTES):

@@ -28,14 +28,16 @@ class RingCopier:
         self._ring = ring
         self._runtime = runtime
         self._pinned: PinnedRing | None = None
+        self._own: PinnedRing | None = None  # memory that only this process fills
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        pinned, self._pinned = self._pinned, None
-        if pinned:
-            pinned.close()
+        for pinned in (self._pinned, self._own):
+            if pinned:
+                pinned.close()
+        self._pinned = self._own = None
 
     def stream(self, moves: Moves, hollow: Sequence[Inode]) -> None:
         """Copy the ring's slots while workers fill them: see `Copier`."""
@@ -46,8 +48,16 @@ class RingCopier:
     ) -> Sequence[Allocation]:
         """Copy bytes of this process's memory: see `Copier`."""
         if allocations:
-            upload(allocations, self._ring.shape, self._pin())
+            upload(allocations, self._ring.shape, self._staging())
         return ()
+
+    def _staging(self) -> PinnedRing:
+        """Return the memory for bytes of this process: the ring, if the device can register it."""
+        if self._own is None and self._runtime:
+            memory = self._runtime.pinned(self._ring.shape.nbytes)
+            if memory is not None:
+                self._own = PinnedRing(self._ring, self._runtime, memory)
+        return self._own or self._pin()
 
     def _pin(self) -> PinnedRing:
         if self._pinned is None:

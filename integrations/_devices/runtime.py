@@ -1,4 +1,4 @@
-"""What a copy asks of a kind of device: memory, streams, events, registered pages.
+"""What a copy asks of a kind of device: memory, streams, events, pinned pages.
 
 A kind of device is one module with a `Runtime`; `runtimes` is the table of them. All keep what the
 class of tests in `tests/support/runtime_contract.py` says.
@@ -31,7 +31,9 @@ class Runtime(Protocol):
     device: torch.device
     """The device; with its index, if devices of its kind have one."""
     name: str
-    """The device's model, such as `NVIDIA H200`: calibration is remembered by it."""
+    """The device's model, such as `NVIDIA H200`."""
+    driver: str
+    """The version of its driver; empty if that is unknown."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return new memory of the device: uint8, flat, aligned to `ALIGNMENT_NBYTES`.
@@ -53,6 +55,13 @@ class Runtime(Protocol):
             RuntimeError: a driver failed.
         """
 
+    def follow(self, lane: int) -> None:
+        """Have a lane's next copies wait for what the caller's current stream has queued.
+
+        Memory from `empty` may still be in use there. Call it in the thread that called `empty`,
+        before each group of copies.
+        """
+
     def record(self, lane: int) -> Event:
         """Return the point behind all copies that were started on a lane."""
 
@@ -70,6 +79,13 @@ class Runtime(Protocol):
 
     def unregister(self, address: int) -> None:
         """Unpin what was registered at an address; no copy from there may be under way."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor | None:
+        """Return new pinned memory of the host, for a device that registers no pages.
+
+        Returns:
+            Flat uint8, the caller's; None if the device pins by `register`, or not at all.
+        """
 
 
 def drain(runtimes: Iterable[Runtime], lane: int) -> None:

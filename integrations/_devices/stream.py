@@ -49,6 +49,8 @@ class Stream:
             RuntimeError: a driver failed.
         """
         try:
+            for runtime in self._moves.runtimes:
+                runtime.follow(_LANE)
             while (filled := self._next()) is not None:
                 self._busy.append((self._send(filled), filled.offset))
         finally:

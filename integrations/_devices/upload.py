@@ -111,6 +111,9 @@ class _Upload:
         self._is_inference = torch.is_inference_mode_enabled()
 
     def run(self) -> None:
+        for runtime in self._runtimes:
+            for lane in range(len(self._slots)):
+                runtime.follow(lane)
         with ThreadPoolExecutor(len(self._slots), "shmload-upload") as executor:
             try:
                 list(executor.map(self._start, range(len(self._slots))))

@@ -11,6 +11,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   ├── UnknownModule
     │   ├── DeviceMapMalformed
     │   │   └── DeviceMissing
+    │   ├── DeviceUnsupported
     │   └── DuplicateKey
     ├── LibraryMissing (ImportError)
     ├── LibraryTooOld (ImportError)
@@ -81,6 +82,7 @@ from shmload.errors.arguments import (
     ArgumentError,
     DeviceMapMalformed,
     DeviceMissing,
+    DeviceUnsupported,
     UnknownArgument,
     UnknownComponent,
     UnknownDtype,
@@ -175,6 +177,7 @@ __all__ = [
     "CheckpointError",
     "DeviceMapMalformed",
     "DeviceMissing",
+    "DeviceUnsupported",
     "DoesNotFit",
     "DuplicateKey",
     "ImportCutShort",

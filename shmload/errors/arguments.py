@@ -87,3 +87,17 @@ class DeviceMissing(DeviceMapMalformed):
             f"it names {device}, and the devices are {', '.join(devices)}{hint}; take one of "
             "these, or plan for others with `shmload plan SOURCE --inventory 2x24GiB`"
         )
+
+
+class DeviceUnsupported(ArgumentError):
+    """Weights cannot be copied to a kind of device.
+
+    Attributes:
+        device: the device, such as `npu:0`.
+        lacks: what is missing for it, such as `torch.Stream`; empty if it takes no copies at all.
+    """
+
+    def __init__(self, device: str, reason: str, remedy: str, lacks: str = "") -> None:
+        self.device = device
+        self.lacks = lacks
+        super().__init__(f"shmload cannot copy weights to {device}: {reason}; {remedy}")

@@ -1,6 +1,7 @@
 """Fake devices: the host stands in for an accelerator that copies as late as it may."""
 
 import itertools
+import weakref
 from collections import deque
 
 import torch
@@ -14,18 +15,25 @@ class LateDevice:
     Args:
         fails_at: the number of the copy that fails, from 0; None for never.
         registers: whether it accepts pages for registration.
+        pins: whether it has pinned memory of its own instead.
     """
 
     device = torch.device("cpu")
     name = "a late device"
+    driver = "1.0"
 
-    def __init__(self, fails_at=None, registers=True):
+    def __init__(self, fails_at=None, registers=True, pins=False):
         self.calls = []
         self.registered = {}
         self._fails_at = fails_at
         self._registers = registers
+        self._pins = pins
         self._copies = itertools.count()
         self._lanes = {}
+        self.allocated = 0
+        """Bytes from `empty` that are still in use."""
+        self.room = None
+        """How many bytes may be in use; None for no limit."""
 
     @property
     def pending(self):
@@ -33,10 +41,17 @@ class LateDevice:
         return sum(map(len, self._lanes.values()))
 
     def empty(self, nbytes):
+        if self.room is not None and self.allocated + nbytes > self.room:
+            raise torch.OutOfMemoryError("the device is full")
         raw = torch.full((nbytes + ALIGNMENT_NBYTES,), 0xAA, dtype=torch.uint8)
+        self.allocated += nbytes
+        weakref.finalize(raw.untyped_storage(), self._free, nbytes).atexit = False
         begin = -raw.data_ptr() % ALIGNMENT_NBYTES
         self.calls.append("empty")
         return raw[begin : begin + nbytes]
+
+    def _free(self, nbytes):
+        self.allocated -= nbytes
 
     def copy(self, target, source, lane):
         assert target.shape == source.shape
@@ -46,15 +61,25 @@ class LateDevice:
         self.calls.append("copy")
         self._lanes.setdefault(lane, deque()).append((target, source))
 
+    def follow(self, lane):
+        self.calls.append("follow")
+
+    def pinned(self, nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8) if self._pins else None
+
     def record(self, lane):
         copies = self._lanes.setdefault(lane, deque())
         return _Point(self, copies, list(copies))
 
     def register(self, address, nbytes, *, read_only):
         self.calls.append("register")
-        if self._registers:
-            self.registered[address] = nbytes
-        return self._registers
+        if not self._registers or self._overlaps(address, address + nbytes):
+            return False
+        self.registered[address] = nbytes
+        return True
+
+    def _overlaps(self, begin, end):
+        return any(there < end and begin < there + n for there, n in self.registered.items())
 
     def unregister(self, address):
         self.calls.append("unregister")

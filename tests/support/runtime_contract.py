@@ -73,5 +73,24 @@ class RuntimeContract:
             if is_registered:
                 runtime.unregister(pages.data_ptr())
 
+    def test_copies_after_following_are_in_order_too(self, runtime):
+        target = runtime.empty(4096)
+        for lane in range(2):
+            runtime.follow(lane)
+            runtime.copy(target[lane * 2048 :][:2048], numbered(4096)[lane * 2048 :][:2048], lane)
+        for lane in range(2):
+            runtime.record(lane).wait()
+        assert torch.equal(target.cpu(), numbered(4096))
+
+    def test_pinned_memory_is_of_the_host(self, runtime):
+        memory = runtime.pinned(4096)
+        if memory is not None:
+            target = runtime.empty(4096)
+            runtime.copy(target, memory.copy_(numbered(4096)), 0)
+            runtime.record(0).wait()
+            assert memory.device.type == "cpu"
+            assert torch.equal(target.cpu(), numbered(4096))
+
     def test_it_has_a_name(self, runtime):
         assert runtime.name
+        assert isinstance(runtime.driver, str)

@@ -151,11 +151,22 @@ class WayContract:
         segment.assert_arrived()
         assert "unregister" not in device.calls
 
+    def test_device_with_pinned_memory_of_its_own_gets_every_byte(self, way, segment):
+        device = LateDevice(registers=False, pins=True)
+        moves = segment.moves(device)
+        with opened(way, device) as (copier, _):
+            copier.copy(moves.staged, segment.files)
+            assert device.pending == 0
+        moves.commit()
+        segment.assert_arrived()
+
     def test_streamed_bytes_arrive(self, way, hollow):
         device = LateDevice()
         moves = hollow.moves(device, is_hollow=True)
         with opened(way, device) as (copier, ring), filling(ring, hollow.content):
+            device.calls.clear()
             copier.stream(moves, [inode for inode, _ in hollow.files])
+            assert "follow" in device.calls[: device.calls.index("copy")]
             assert device.pending == 0
             copier.copy(moves.staged, hollow.files)
         moves.commit()

@@ -17,6 +17,7 @@ ERRORS = [
     shmload.UnknownDtype("int3", ["int8"]),
     shmload.UnknownModule("a.b", "a", "b", ["c"]),
     shmload.DeviceMissing("cuda:0", ["cpu"]),
+    shmload.DeviceUnsupported("npu:0", "torch lacks torch.npu", "import torch_npu", "torch.npu"),
     shmload.ImportCutShort("torch"),
     shmload.LibrariesDisturbed("sd15"),
     shmload.SourceNotFound("there", "no such file"),

@@ -42,7 +42,7 @@ def test_large_tensors_are_copied_from_the_segment_itself(mapped):
     moves = Moves([(module, lambda path: device)])
     device.calls.clear()
     left = copy_registered(moves.staged, files)
-    assert device.calls == ["register", "copy", "copy", "wait", "unregister"]
+    assert device.calls == ["follow", "register", "copy", "copy", "wait", "unregister"]
     assert device.pending == 0
     assert [[move.nbytes for move in there.moves] for there in left] == [[100, 10]]
     moves.commit()

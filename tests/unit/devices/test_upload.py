@@ -107,3 +107,12 @@ def test_failure_in_the_middle_leaves_nothing_under_way(fails_at, sizes):
     assert device.pending == 0
     assert not device.registered
     assert all(tensor is before[name] for name, tensor in module.named_buffers())
+
+
+def test_lanes_follow_what_the_device_does_before_each_upload():
+    device = LateDevice()
+    moves = Moves([(module_of(600_000), lambda path: device)])
+    for _ in range(2):
+        device.calls.clear()
+        send(moves, RingShape(2, 65536), device)
+        assert "follow" in device.calls[: device.calls.index("copy")]
