@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
+from shmload.integrations._devices.cuda_library import cuda_library
 from shmload.integrations._devices.runtime import Event
 
 logger = logging.getLogger(__name__)
 
-# cuda.h: cudaHostRegisterPortable, for all devices of the process; cudaHostRegisterReadOnly.
+# driver_types.h: cudaHostRegisterPortable, for all devices of the process, and -ReadOnly;
+# cudaDevAttrHostRegisterReadOnlySupported; cudaErrorInvalidValue and -NotSupported.
 _PORTABLE, _READ_ONLY = 0x01, 0x08
+_TAKES_READ_ONLY = 113
+_NO_READ_ONLY = (1, 801)
 
 
 class CudaRuntime:
@@ -29,6 +33,7 @@ class CudaRuntime:
         self.driver = _driver_version()
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._consumer = torch.cuda.current_stream(device)
+        self._registers_read_only: bool | None = None
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -45,14 +50,28 @@ class CudaRuntime:
         event.record(self._stream(lane))
         return _CudaEvent(event)
 
+    @property
+    def registers_read_only(self) -> bool:
+        if self._registers_read_only is None:
+            library = cuda_library()
+            found = library and library.attribute(_TAKES_READ_ONLY, self.device.index)
+            self._registers_read_only = found != 0  # unknown: `register` finds out
+        return self._registers_read_only
+
     def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
+        if read_only and not self.registers_read_only:
+            return False
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
         with torch.cuda.device(self.device):
-            error = _cudart().cudaHostRegister(address, nbytes, flags)
-            if int(error) == 0:
+            error = int(_cudart().cudaHostRegister(address, nbytes, flags))
+            if error == 0:
                 return True
             self._clear_error()
-        _say_once(f"the driver of {self.name} does not pin memory of the host ({error})")
+        if read_only and error in _NO_READ_ONLY:
+            logger.info("%s registers no read-only pages (error %d)", self.name, error)
+            self._registers_read_only = False
+        else:
+            _say_once(f"the driver of {self.name} does not pin memory of the host (error {error})")
         return False
 
     def unregister(self, address: int) -> None:
@@ -72,7 +91,10 @@ class CudaRuntime:
 
     def _clear_error(self) -> None:
         """Take the last error from the runtime, or the next kernel would be blamed for it."""
-        try:
+        if library := cuda_library():
+            library.take_error()
+            return
+        try:  # torch takes the error for its own
             torch.zeros(1, device=self.device)
         except RuntimeError as exc:
             logger.debug("cleared: %s", exc)

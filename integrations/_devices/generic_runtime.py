@@ -25,6 +25,8 @@ class GenericRuntime:
         DeviceUnsupported: torch lacks something for it; the error names it.
     """
 
+    registers_read_only = False
+
     def __init__(self, device: torch.device) -> None:
         _require_streams(device)
         self.device = device

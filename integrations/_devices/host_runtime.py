@@ -11,6 +11,7 @@ class HostRuntime:
     device = torch.device("cpu")
     name = "the host"
     driver = ""
+    registers_read_only = True
 
     def empty(self, nbytes: int) -> torch.Tensor:
         raw = torch.empty(nbytes + ALIGNMENT_NBYTES, dtype=torch.uint8)

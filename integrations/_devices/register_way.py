@@ -5,26 +5,27 @@ the machine (`calibration`). Only pages that are a file's own are registered: th
 those of a private mapping to pin them. All other bytes take the ring.
 """
 
-import contextlib
-import mmap
-import os
-import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
 from shmload._host.linux import Inode
 from shmload._host.procfs import Mapping, mappings, modified_nbytes
 from shmload.integrations._devices.moves import Allocation
+from shmload.integrations._devices.pages import Pages, why_not_register
 from shmload.integrations._devices.ring_way import RingCopier
-from shmload.integrations._devices.runtime import Event, Runtime, drain
+from shmload.integrations._devices.runtime import Event, drain
 from shmload.integrations._devices.way import Way
 
 _LANE = 0
-# Registering takes time for each page: one window is copied while the next is registered.
-_WINDOW_NBYTES = 1 << 30
-_WINDOWS = 2
+# Registering takes time for each page: some windows are copied while the next are registered. So
+# at most 1 GiB is pinned at a time.
+_WINDOW_NBYTES = 256 << 20
+_COPYING = 2
+_AHEAD = 2
 
 
 def copy_registered(
@@ -45,6 +46,8 @@ def copy_registered(
         RuntimeError: a driver failed.
     """
     left = dict.fromkeys(allocations)
+    if not (allocations and files) or why_not_register(allocations[0].runtime):
+        return list(left)
     for inode, fd in files:
         for mapping in mappings({inode}):
             wanted = [there for there in left if _lies_in(there, mapping)]
@@ -60,10 +63,21 @@ def _lies_in(allocation: Allocation, mapping: Mapping) -> bool:
     return not others and mapping.start <= first.address and first.end <= mapping.end
 
 
+class _Window(NamedTuple):
+    """Consecutive pages of a file that are registered together."""
+
+    begin: int
+    """Offset of its first byte in the file."""
+    end: int
+    """Offset behind its last byte in the file."""
+    overlaps: list[tuple[Allocation, int, int]]
+    """The allocations with bytes in it, and the addresses of those bytes."""
+
+
 def _copy(allocations: Sequence[Allocation], mapping: Mapping, fd: int) -> bool:
     """Copy allocations that lie in one mapping, one window of the file after the other.
 
-    While the device fetches from a window, the next one is registered.
+    While the device fetches from some windows, threads register the next ones.
 
     Returns:
         Whether the driver registered all windows.
@@ -72,37 +86,55 @@ def _copy(allocations: Sequence[Allocation], mapping: Mapping, fd: int) -> bool:
     runtimes = {there.runtime for there in allocations}
     for runtime in runtimes:
         runtime.follow(_LANE)
-    with _shared(fd) as content, contextlib.ExitStack() as undoing:
-        windows: deque[contextlib.ExitStack] = deque()
-        for begin in range(0, content.numel(), _WINDOW_NBYTES):
-            window = content[begin : begin + _WINDOW_NBYTES]
-            overlaps = list(_overlaps(allocations, base + begin, base + begin + window.numel()))
-            if not overlaps:
-                continue
-            if len(windows) == _WINDOWS:
-                windows.popleft().close()
-            if not allocations[0].runtime.register(
-                window.data_ptr(), window.numel(), read_only=True
-            ):
-                return False
-            windows.append(undoing.enter_context(contextlib.ExitStack()))
-            windows[-1].callback(allocations[0].runtime.unregister, window.data_ptr())
-            events: list[Event] = []
-            windows[-1].callback(_finish, events, runtimes)
-            for there, low, high in overlaps:
-                source = window[low - base - begin : high - base - begin]
-                first = there.moves[0].address
-                there.runtime.copy(there.memory[low - first : high - first], source, _LANE)
-            events += [runtime.record(_LANE) for runtime in runtimes]
+    with (
+        Pages(fd, allocations[0].runtime) as pages,
+        ThreadPoolExecutor(_AHEAD, "shmload-register") as executor,
+    ):
+        wanted = deque(_windows(allocations, base, pages.content.numel()))
+        registering: deque[tuple[_Window, Future[bool]]] = deque()
+        copying: deque[tuple[_Window, list[Event]]] = deque()
+        try:
+            while wanted or registering:
+                while wanted and len(registering) < _AHEAD:
+                    window = wanted.popleft()
+                    task = executor.submit(pages.register, window.begin, window.end)
+                    registering.append((window, task))
+                if len(copying) == _COPYING:
+                    window, events = copying.popleft()
+                    for event in events:
+                        event.wait()
+                    pages.release(window.begin)
+                window, task = registering.popleft()
+                if not task.result():
+                    return False
+                _start(window, pages.content, base)
+                copying.append((window, [runtime.record(_LANE) for runtime in runtimes]))
+        finally:
+            executor.shutdown(cancel_futures=True)
+            drain(runtimes, _LANE)
     return True
 
 
-def _finish(events: list[Event], runtimes: Iterable[Runtime]) -> None:
-    """Wait for a window's copies. No events mean that a copy failed: wait for the whole lane."""
-    if not events:
-        drain(runtimes, _LANE)
-    for event in events:
-        event.wait()
+def _start(window: _Window, content: torch.Tensor, base: int) -> None:
+    """Start to copy the bytes of a window."""
+    for there, low, high in window.overlaps:
+        first = there.moves[0].address
+        source = content[low - base : high - base]
+        there.runtime.copy(there.memory[low - first : high - first], source, _LANE)
+
+
+def _windows(allocations: Sequence[Allocation], base: int, nbytes: int) -> Iterator[_Window]:
+    """Yield the windows of a file that have bytes of allocations.
+
+    Args:
+        allocations: that lie in a mapping of the file.
+        base: the address that the file's first byte has there.
+        nbytes: size of the file, in bytes.
+    """
+    for begin in range(0, nbytes, _WINDOW_NBYTES):
+        end = min(nbytes, begin + _WINDOW_NBYTES)
+        if overlaps := list(_overlaps(allocations, base + begin, base + end)):
+            yield _Window(begin, end, overlaps)
 
 
 def _overlaps(
@@ -114,16 +146,6 @@ def _overlaps(
         high = min(end, there.moves[0].end)
         if low < high:
             yield there, low, high
-
-
-@contextlib.contextmanager
-def _shared(fd: int) -> Iterator[torch.Tensor]:
-    """Map a whole file, shared and read-only; yields its bytes."""
-    mapped = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns: the memory is read-only, tensors are not
-        content = torch.frombuffer(mapped, dtype=torch.uint8)
-    yield content
 
 
 class _Registering(RingCopier):
@@ -138,18 +160,4 @@ class _Registering(RingCopier):
         return left
 
 
-def _why_not(runtime: Runtime) -> str | None:
-    """Try it with one page of a file."""
-    fd = os.memfd_create("shmload-page", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, mmap.PAGESIZE)
-        with _shared(fd) as page:
-            if not runtime.register(page.data_ptr(), page.numel(), read_only=True):
-                return f"{runtime.name} does not register pages of a file"
-            runtime.unregister(page.data_ptr())
-            return None
-    finally:
-        os.close(fd)
-
-
-REGISTER = Way(name="register", is_measured=True, why_not=_why_not, open=_Registering)
+REGISTER = Way(name="register", is_measured=True, why_not=why_not_register, open=_Registering)

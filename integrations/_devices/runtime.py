@@ -35,6 +35,14 @@ class Runtime(Protocol):
     driver: str
     """The version of its driver; empty if that is unknown."""
 
+    @property
+    def registers_read_only(self) -> bool:
+        """Whether pages that are mapped for reading only can be registered, as far as is known.
+
+        A refused `register` of such pages may end this. If it is false, `register` asks no driver
+        for them; pages of a shared mapping may be registered while it is writable.
+        """
+
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return new memory of the device: uint8, flat, aligned to `ALIGNMENT_NBYTES`.
 

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import resource
@@ -38,6 +39,8 @@ _PR_SET_PDEATHSIG = 1
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
+# linux/mman.h, since Linux 5.14
+_MADV_POPULATE_READ = 22
 
 
 class Inode(NamedTuple):
@@ -212,10 +215,19 @@ def reopen_to_write(fd: int) -> int:
     The file must be this user's, and no other process may change its mode meanwhile. Afterwards it
     is read-only, even if a process that was killed here has left it writable.
     """
+    return _reopen(fd, os.O_WRONLY)
+
+
+def reopen_to_map(fd: int) -> int:
+    """As `reopen_to_write`, for reading and writing: a mapping of it can be made writable."""
+    return _reopen(fd, os.O_RDWR)
+
+
+def _reopen(fd: int, access: int) -> int:
     mode = stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222
     os.fchmod(fd, mode | stat.S_IWUSR)
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
+        return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
     finally:
         os.fchmod(fd, mode)
 
@@ -331,6 +343,51 @@ def map_at(start: int, end: int, fd: int, offset: int) -> None:
         OSError: the kernel refuses.
     """
     _mmap(start, end - start, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, offset)
+
+
+def populate(start: int, nbytes: int) -> bool:
+    """Bring the pages of mapped memory into this process's page table, all at once.
+
+    To read them one after the other makes a fault for each few. Memory that cannot be read is left
+    alone: to touch it fails as it would have.
+
+    Args:
+        start: address of the first byte.
+        nbytes: how many bytes.
+
+    Returns:
+        Whether the kernel did; it can since Linux 5.14.
+    """
+    first = start // PAGE_NBYTES * PAGE_NBYTES
+    return _call("madvise", first, start + nbytes - first, _MADV_POPULATE_READ) == 0
+
+
+def protect(start: int, nbytes: int, *, writable: bool) -> None:
+    """Make mapped memory writable, or read-only.
+
+    Args:
+        start: address of the first byte, on a page.
+        nbytes: how many bytes; the rest of the last page changes too.
+        writable: only of a private mapping, or of one that was made from a writable descriptor.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    if code := _call("mprotect", start, nbytes, protection):
+        raise OSError(code, os.strerror(code))
+
+
+def _call(name: str, start: int, nbytes: int, argument: int) -> int:
+    """Call a function of the C library for some memory; returns its errno, or 0."""
+    call = getattr(_c_library(), name)
+    arguments = ctypes.c_void_p(start), ctypes.c_size_t(nbytes), ctypes.c_int(argument)
+    return ctypes.get_errno() if call(*arguments) else 0
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _mmap(start: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> None:

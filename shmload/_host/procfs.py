@@ -237,6 +237,20 @@ def mappings_below(prefix: str) -> list[tuple[int, int]]:
     return found
 
 
+def mapped_library(stem: str) -> str | None:
+    """Return the path of a library that this process has loaded; None if it has not.
+
+    Args:
+        stem: what its file's name begins with, such as `libcudart.so`.
+    """
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            path = line.rstrip("\n").partition("/")[2]
+            if path.rpartition("/")[2].startswith(stem):
+                return f"/{path}"
+    return None
+
+
 def mappers(inodes: Collection[Inode], proc: Path = Path("/proc")) -> dict[Inode, set[int]]:
     """Return the processes of this user that map the given files, by file.
 

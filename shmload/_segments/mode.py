@@ -15,8 +15,8 @@ import stat
 import time
 from collections.abc import Iterator
 
-from shmload._host.linux import reopen_to_write
-from shmload._segments.names import mode_lock_name
+from shmload._host.linux import SHM_DIR, is_writable, reopen_to_map, reopen_to_write
+from shmload._segments.names import mode_lock_name, name_prefix
 from shmload._segments.turn import try_turn
 from shmload.errors import SegmentTimeout
 
@@ -68,3 +68,27 @@ def overwrite(fd: int, content: bytes, offset: int) -> None:
         os.pwrite(writable, content, offset)
     finally:
         os.close(writable)
+
+
+def open_to_map(fd: int) -> int | None:
+    """Return a descriptor of a segment from which a mapping can be made that may become writable.
+
+    Drivers that register no read-only pages need one for a moment. Nothing may be written through
+    it: the segment is complete.
+
+    Args:
+        fd: of any file; its builder's, or one of a process that attached it.
+
+    Returns:
+        The descriptor, the caller's; None if the file is no segment of this user.
+
+    Raises:
+        SegmentTimeout, SharedMemoryFull: as `changing_mode`.
+    """
+    if is_writable(fd):
+        return os.dup(fd)
+    path = os.readlink(f"/proc/self/fd/{fd}")
+    if not path.startswith(f"{SHM_DIR}/{name_prefix()}") or os.fstat(fd).st_uid != os.geteuid():
+        return None
+    with changing_mode(os.path.basename(path).removesuffix(" (deleted)")):
+        return reopen_to_map(fd)

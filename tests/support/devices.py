@@ -16,18 +16,22 @@ class LateDevice:
         fails_at: the number of the copy that fails, from 0; None for never.
         registers: whether it accepts pages for registration.
         pins: whether it has pinned memory of its own instead.
+        read_only: whether it registers pages that are mapped for reading only: `yes`; `no`, and it
+            says so; or `refused`, which it finds out when it is asked to.
     """
 
     device = torch.device("cpu")
     name = "a late device"
     driver = "1.0"
 
-    def __init__(self, fails_at=None, registers=True, pins=False):
+    def __init__(self, fails_at=None, registers=True, pins=False, read_only="yes"):
         self.calls = []
         self.registered = {}
         self._fails_at = fails_at
         self._registers = registers
         self._pins = pins
+        self._refuses_read_only = read_only != "yes"
+        self.registers_read_only = read_only != "no"
         self._copies = itertools.count()
         self._lanes = {}
         self.allocated = 0
@@ -75,6 +79,12 @@ class LateDevice:
         self.calls.append("register")
         if not self._registers or self._overlaps(address, address + nbytes):
             return False
+        if read_only and self._refuses_read_only:  # as CUDA's error 801
+            assert self.registers_read_only, "what is known to fail is not tried"
+            self.registers_read_only = False
+            return False
+        if not read_only and not is_writable(address):  # as CUDA's error 1
+            return False
         self.registered[address] = nbytes
         return True
 
@@ -87,6 +97,17 @@ class LateDevice:
         for lane in self._lanes.values():
             for _, source in lane:
                 assert not address <= source.data_ptr() < end, "a copy from there is under way"
+
+
+def is_writable(address):
+    """Tell whether this process may write to an address."""
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            addresses, mode, *_ = line.split()
+            start, end = (int(part, 16) for part in addresses.split("-"))
+            if start <= address < end:
+                return "w" in mode
+    return False
 
 
 class _Point:

@@ -151,6 +151,16 @@ class WayContract:
         segment.assert_arrived()
         assert "unregister" not in device.calls
 
+    @pytest.mark.parametrize("read_only", ["no", "refused"])
+    def test_device_that_wants_writable_pages_gets_every_byte(self, way, segment, read_only):
+        device = LateDevice(read_only=read_only)
+        moves = segment.moves(device)
+        with opened(way, device) as (copier, _):
+            copier.copy(moves.staged, segment.files)
+        moves.commit()
+        segment.assert_arrived()
+        assert not device.registered
+
     def test_device_with_pinned_memory_of_its_own_gets_every_byte(self, way, segment):
         device = LateDevice(registers=False, pins=True)
         moves = segment.moves(device)

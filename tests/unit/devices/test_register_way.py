@@ -2,13 +2,14 @@
 
 import mmap
 import os
+import stat
 
 import pytest
 import torch
-from devices import LateDevice
+from devices import LateDevice, is_writable
 from torch import nn
 
-from shmload._host.linux import inode_of
+from shmload._host.linux import inode_of, reopen
 from shmload.integrations._devices import register_way
 from shmload.integrations._devices.moves import Moves
 from shmload.integrations._devices.register_way import copy_registered
@@ -42,12 +43,77 @@ def test_large_tensors_are_copied_from_the_segment_itself(mapped):
     moves = Moves([(module, lambda path: device)])
     device.calls.clear()
     left = copy_registered(moves.staged, files)
-    assert device.calls == ["follow", "register", "copy", "copy", "wait", "unregister"]
+    assert device.calls == [
+        *("register", "unregister"),  # a page, to find out whether it can
+        *("follow", "register", "copy", "copy", "wait", "unregister"),
+    ]
     assert device.pending == 0
     assert [[move.nbytes for move in there.moves] for there in left] == [[100, 10]]
     moves.commit()
     assert torch.equal(module.first, wanted["first"])
     assert torch.equal(module.second, wanted["second"])
+
+
+# Drivers that register no read-only pages ---------------------------------------------------------
+
+
+def open_to_read(files):
+    """Return the files as a process has them that did not build them; it closes them."""
+    return [(inode, reopen(fd)) for inode, fd in files]
+
+
+@pytest.mark.parametrize(("read_only", "asked"), [("yes", 1), ("no", 1), ("refused", 2)])
+def test_window_is_writable_only_while_it_is_registered(mapped, read_only, asked):
+    module, files = mapped
+    wanted = {name: tensor.clone() for name, tensor in module.named_buffers()}
+    device = LateDevice(read_only=read_only)
+    at_copies = []
+    copy = device.copy
+    device.copy = lambda target, source, lane: (
+        at_copies.append(is_writable(source.data_ptr())),
+        copy(target, source, lane),
+    )
+    moves = Moves([(module, lambda path: device)])
+    assert len(copy_registered(moves.staged, files)) == 1
+    assert at_copies == [False, False]
+    assert device.calls.count("register") == asked + 1  # a page first, then the one window
+    assert not device.registered
+    moves.commit()
+    assert torch.equal(module.first, wanted["first"])
+
+
+def test_file_that_is_no_segment_and_open_for_reading_is_never_opened_to_write(mapped):
+    module, files = mapped
+    os.fchmod(files[0][1], 0o400)
+    device = LateDevice(read_only="no")
+    moves = Moves([(module, lambda path: device)])
+    lent = open_to_read(files)
+    try:
+        assert copy_registered(moves.staged, lent) == moves.staged
+        assert stat.S_IMODE(os.fstat(files[0][1]).st_mode) == 0o400
+    finally:
+        os.close(lent[0][1])
+    assert device.calls.count("register") == 1  # the page
+
+
+def test_segment_that_was_attached_is_opened_to_map_and_stays_read_only(name, fd):
+    content = bytes(i % 251 for i in range(_LARGE))
+    os.pwrite(fd, content, 0)
+    os.fchmod(fd, 0o500)
+    attached = reopen(fd)
+    module = nn.Module()
+    mapping = mmap.mmap(attached, 0, access=mmap.ACCESS_COPY)
+    module.register_buffer("only", torch.frombuffer(mapping, dtype=torch.uint8))
+    device = LateDevice(read_only="refused")
+    moves = Moves([(module, lambda path: device)])
+    try:
+        assert copy_registered(moves.staged, [(inode_of(os.fstat(attached)), attached)]) == []
+    finally:
+        os.close(attached)
+    moves.commit()
+    assert bytes(module.only.numpy()) == content
+    assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o500
+    assert os.pread(fd, _LARGE, 0) == content
 
 
 def test_file_larger_than_a_window_is_registered_in_pieces(mapped, monkeypatch):
@@ -67,8 +133,8 @@ def test_file_larger_than_a_window_is_registered_in_pieces(mapped, monkeypatch):
     device.register = note
     left = copy_registered(moves.staged, files)
     assert len(left) == 1
-    assert device.calls.count("register") == device.calls.count("unregister") == 10
-    assert max(most) == 1  # one range is copied while the next is registered
+    assert device.calls.count("register") == device.calls.count("unregister") == 1 + 10
+    assert 1 <= max(most) <= 3  # two are copied, two are registered; this one does not count
     assert device.pending == 0
     moves.commit()
     assert torch.equal(module.first, wanted["first"])
@@ -94,7 +160,7 @@ def test_segment_that_was_written_to_is_left_alone(mapped):
     moves = Moves([(module, lambda path: device)])
     device.calls.clear()
     assert copy_registered(moves.staged, files) == moves.staged
-    assert device.calls == []
+    assert device.calls == ["register", "unregister"]  # a page, to find out whether it can
 
 
 def test_tensor_outside_of_the_files_is_left_alone(mapped):

@@ -1,21 +1,27 @@
 """Every function over a system call handles each of the kernel's answers."""
 
+import ctypes
 import fcntl
+import mmap
 import os
 import resource
 import stat
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from shmload._host.linux import (
+    PAGE_NBYTES,
     SHM_DIR,
     has_pidfds,
     is_cached,
     is_named,
     kernel_release,
     open_source,
+    populate,
+    protect,
     read_ahead,
     resource_limits,
     shm_free_nbytes,
@@ -26,6 +32,7 @@ from shmload._host.linux import (
     unlock,
     wait_lock,
 )
+from shmload._host.procfs import is_touched
 from shmload.errors import SegmentUntrusted, ShardMissing, ShardUnreadable
 
 # Names --------------------------------------------------------------------------------------------
@@ -262,3 +269,29 @@ def test_process_and_kernel_are_asked(monkeypatch):
 
     monkeypatch.setattr("os.pidfd_open", forbid)
     assert not has_pidfds()
+
+
+def test_populated_pages_are_there_before_they_are_read():
+    content = mmap.mmap(-1, 64 * PAGE_NBYTES)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(content))
+    assert not is_touched(start, start + len(content))
+    if populate(start + 5, 8 * PAGE_NBYTES):  # Linux 5.14
+        assert is_touched(start, start + PAGE_NBYTES)
+        assert is_touched(start + 8 * PAGE_NBYTES, start + 9 * PAGE_NBYTES)
+        assert not is_touched(start + 9 * PAGE_NBYTES, start + len(content))
+    assert not populate(0, PAGE_NBYTES)  # nothing is mapped there
+
+
+def test_protected_memory_is_writable_when_asked():
+    fd = os.memfd_create("pages")
+    os.ftruncate(fd, PAGE_NBYTES)
+    content = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    reading = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+    os.close(fd)
+    start = np.frombuffer(content, np.uint8).ctypes.data
+    protect(start, PAGE_NBYTES, writable=True)
+    ctypes.memset(start, 7, 1)
+    protect(start, PAGE_NBYTES, writable=False)
+    assert reading[0] == 7
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        protect(0, PAGE_NBYTES, writable=True)

@@ -15,6 +15,7 @@ from shmload._host.procfs import (
     is_remote,
     is_touched,
     machine_free_nbytes,
+    mapped_library,
     mappers,
     mappings,
 )
@@ -248,3 +249,10 @@ def test_boot_id_stays_while_the_kernel_runs(tmp_path):
     assert boot_id() == boot_id() != ""
     assert len(boot_id()) == 36
     assert boot_id(tmp_path / "hidden") == ""
+
+
+def test_loaded_library_is_found_by_the_beginning_of_its_name():
+    path = mapped_library("libc.so")
+    assert path is None or os.path.isfile(path)  # musl's has another name
+    assert mapped_library("libnothing.so") is None
+    assert mapped_library("python") or mapped_library("libpython")

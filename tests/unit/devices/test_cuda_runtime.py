@@ -1,0 +1,138 @@
+"""What the CUDA runtime asks of the driver, and what it makes of each error; without a driver."""
+
+import contextlib
+import ctypes
+
+import pytest
+import torch
+
+from shmload.integrations._devices import cuda_runtime
+from shmload.integrations._devices.cuda_library import CudaLibrary
+from shmload.integrations._devices.cuda_runtime import CudaRuntime
+
+PORTABLE, READ_ONLY = 1, 8
+
+
+class Driver:
+    """Stands in for `torch.cuda.cudart()` and for the library behind it.
+
+    Args:
+        errors: the error of each registration, by its flags; others are 0.
+        takes_read_only: attribute 113; None for a library that does not know it.
+    """
+
+    def __init__(self, errors=(), takes_read_only=1):
+        self._errors = dict(errors)
+        self._takes_read_only = takes_read_only
+        self.calls = []
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.calls.append(f"register {flags}")
+        return self._errors.get(flags, 0)
+
+    def cudaHostUnregister(self, address):
+        self.calls.append("unregister")
+        return self._errors.get("unregister", 0)
+
+    def cudaDeviceGetAttribute(self, value, number, device):
+        self.calls.append(f"attribute {number} of {device}")
+        if self._takes_read_only is None:
+            return 1
+        ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = self._takes_read_only
+        return 0
+
+    def cudaGetLastError(self):
+        self.calls.append("take error")
+        return 0
+
+
+@pytest.fixture
+def runtime_on(monkeypatch):
+    """Return a function that makes the runtime of a device with a driver."""
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(cuda, "device", lambda device: contextlib.nullcontext())
+    cuda_runtime._say_once.cache_clear()
+
+    def make(driver, library="cuda"):
+        monkeypatch.setattr(cuda, "cudart", lambda: driver)
+        found = library and CudaLibrary(driver, library)
+        monkeypatch.setattr(cuda_runtime, "cuda_library", lambda: found)
+        return CudaRuntime(torch.device("cuda", 2))
+
+    return make
+
+
+def register(runtime, *, read_only=True):
+    return runtime.register(4096, 4096, read_only=read_only)
+
+
+def test_read_only_pages_are_registered_as_such(runtime_on):
+    driver = Driver()
+    runtime = runtime_on(driver)
+    assert [register(runtime), register(runtime)] == [True, True]
+    flags = PORTABLE | READ_ONLY
+    assert driver.calls == ["attribute 113 of 2", f"register {flags}", f"register {flags}"]
+
+
+def test_device_that_takes_no_read_only_pages_is_not_asked_to(runtime_on):
+    driver = Driver(takes_read_only=0)
+    runtime = runtime_on(driver)
+    assert not runtime.registers_read_only
+    assert not register(runtime)
+    assert register(runtime, read_only=False)
+    assert driver.calls == ["attribute 113 of 2", f"register {PORTABLE}"]
+
+
+@pytest.mark.parametrize("takes_read_only", [1, None])
+@pytest.mark.parametrize("error", [1, 801])
+def test_refused_flag_is_not_tried_again(runtime_on, caplog, error, takes_read_only):
+    driver = Driver({PORTABLE | READ_ONLY: error}, takes_read_only)
+    runtime = runtime_on(driver)
+    assert runtime.registers_read_only
+    driver.calls.clear()
+    assert [register(runtime), register(runtime)] == [False, False]
+    assert not runtime.registers_read_only
+    assert driver.calls == [f"register {PORTABLE | READ_ONLY}", "take error"]
+    assert register(runtime, read_only=False)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("error", [2, 712, 999])
+def test_other_errors_say_nothing_of_the_flag(runtime_on, caplog, error):
+    driver = Driver({PORTABLE | READ_ONLY: error})
+    runtime = runtime_on(driver)
+    assert not register(runtime)
+    assert runtime.registers_read_only
+    assert driver.calls[-1] == "take error"
+    assert f"(error {error})" in caplog.text
+
+
+@pytest.mark.parametrize("error", [1, 2, 801])
+def test_writable_pages_that_are_refused_leave_no_error(runtime_on, error):
+    driver = Driver({PORTABLE: error})
+    runtime = runtime_on(driver)
+    assert not register(runtime, read_only=False)
+    assert driver.calls == [f"register {PORTABLE}", "take error"]
+
+
+def test_failed_unregistering_leaves_no_error(runtime_on):
+    driver = Driver({"unregister": 713})
+    runtime_on(driver).unregister(4096)
+    assert driver.calls == ["unregister", "take error"]
+
+
+def test_library_that_is_part_of_torch_has_torch_take_the_error(runtime_on, monkeypatch):
+    driver = Driver({PORTABLE: 2})
+    taken = []
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: taken.append(kwargs["device"]))
+    assert not register(runtime_on(driver, library=None), read_only=False)
+    assert taken == [torch.device("cuda", 2)]
+
+
+def test_rocm_is_asked_for_no_attribute(runtime_on):
+    """Its attributes have other numbers."""
+    driver = Driver()
+    assert runtime_on(driver, library="hip").registers_read_only
+    assert driver.calls == []
