@@ -97,7 +97,9 @@ def place_pipeline(
         for name, model in components_by_name(pipe).items()
         if isinstance(model, nn.Module)
     }
-    placement = place_models(models, destination, load, ring)
+    order = {name: place for place, name in enumerate(destination.order)}
+    in_order = sorted(models, key=lambda name: order.get(name, len(order)))
+    placement = place_models({name: models[name] for name in in_order}, destination, load, ring)
     used = set(_flat(placement).values())
     # The libraries allow `to` and offloading if this has one entry.
     pipe.hf_device_map = {"": used.pop()} if len(used) == 1 else _flat(placement)
@@ -124,6 +126,7 @@ def place_models(
     inventory = choose_inventory(None, destination.max_memory)
     inventory = without_host_limits(inventory, destination.max_memory)
     placement = place(components, destination.device_map, inventory)
+    destination.require_possible(placement)
     devices = {
         name: _in_reach(models[name], _by_path(where), placement.execution_devices[name])
         for name, where in placement.components.items()

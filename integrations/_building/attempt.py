@@ -22,6 +22,7 @@ from shmload._segments.segment import Segment, Stay
 from shmload._settings import local_world_size
 from shmload.errors import MemoryLimitExceeded, SharedMemoryFull, ShmloadError
 from shmload.integrations._building.early import begin_early
+from shmload.integrations._building.fit import Fit
 from shmload.integrations._building.maker import Maker, NotToBeCast
 from shmload.integrations._building.route import Asked, Route, choose_route
 from shmload.integrations._devices.destination import Destination
@@ -42,6 +43,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     maker: Maker
     dtype: object
     route: Route
+    fit: Fit | None
+    """Of its destination; None if it has none."""
     kwargs: dict[str, Any]
     """For `from_pretrained`."""
     workers: int | None
@@ -115,6 +118,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             ring=ring,
             may_link=self.route.may_link,
             lend=self.lend,
+            check=self.fit.require if self.fit else None,
         )
 
     def _build(self, source: Source, load: Load, rules: Rules, ring: Ring | None = None) -> Any:
@@ -170,13 +174,17 @@ def load(
             with counter.steps.during(Step.IMPORTING, "importing diffusers and transformers"):
                 source = maker.import_classes(source)
         route = choose_route(source, dtype, asked, kwargs)
+        fit = None
         if route.destination:
             route.destination.require_present()
+            fit = Fit(source, maker, dtype, kwargs, route.destination)
+            fit.require_early(counter.steps)
         attempt = Attempt(
             source=source,
             maker=maker,
             dtype=dtype,
             route=route,
+            fit=fit,
             kwargs=kwargs,
             workers=workers,
             verify=asked.verify,

@@ -32,6 +32,7 @@ def begin_early(
     ring: Ring | None = None,
     may_link: bool = False,
     lend: Lend | None = None,
+    check: Callable[[Source], None] | None = None,
 ) -> Iterator[tuple[Load, Rules, Source]]:
     """Begin a load by the likely rules, and import its classes while it decodes.
 
@@ -49,6 +50,8 @@ def begin_early(
         ring: as for `Load`.
         may_link: as for `Load`.
         lend: as for `Load`.
+        check: called when the classes are imported, with the source as they take it; if it raises,
+            the load is discarded.
 
     Yields:
         The load, which ends with the context, its rules, and the source as the classes take it.
@@ -83,6 +86,8 @@ def begin_early(
             taken = maker.import_classes(source)
             if is_cold:
                 freeze_imports()
+        if check:
+            check(taken)
         with progress.steps.during(Step.DERIVING_RULES):
             certain = choose(taken, maker.rule)
         if (certain, _shards(taken)) != (rules, _shards(expected)):

@@ -5,7 +5,6 @@ without memory, and each tensor counts with the dtype that it will have when it 
 """
 
 import logging
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -13,15 +12,12 @@ from typing import Any
 
 import torch
 
-from shmload._checkpoints.blocks import converted_nbytes
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, parse_dtype
-from shmload._checkpoints.formats.known import read_header
-from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import rule_for, wanted_dtype
-from shmload._host.linux import open_source
+from shmload._loading.headers import stored_sizes, stored_tensors
 from shmload._placement.modules import Component, Module, join, parent_of
 from shmload.integrations._building.rules import (
     find_class,
@@ -159,10 +155,7 @@ def _describe(checkpoint: Checkpoint, torch_dtype: object) -> Component:
                 return _from_class(checkpoint, rule, torch_dtype)
         except Exception as exc:  # whatever went wrong: the component is placed as a whole
             logger.info("%s cannot be divided: %s", checkpoint.class_name, exc)
-    sizes = (
-        converted_nbytes(tensor.nbytes, tensor.dtype, rule(tensor))
-        for tensor in _stored_tensors(checkpoint)
-    )
+    sizes = (nbytes for _, nbytes in stored_sizes(checkpoint, rule))
     return _opaque(checkpoint.component, sum(sizes))
 
 
@@ -208,16 +201,7 @@ def _own_dtype(checkpoint: Checkpoint) -> str:
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     if named:
         return parse_dtype(named)
-    return next((t.dtype for t in _stored_tensors(checkpoint) if t.dtype in FLOATS), "F32")
-
-
-def _stored_tensors(checkpoint: Checkpoint) -> Iterator[TensorSpec]:
-    for path in checkpoint.shards:
-        fd = open_source(path)
-        try:
-            yield from read_header(fd, path).tensors
-        finally:
-            os.close(fd)
+    return next((t.dtype for t in stored_tensors(checkpoint) if t.dtype in FLOATS), "F32")
 
 
 def _opaque(name: str, nbytes: int) -> Component:

@@ -108,7 +108,6 @@ def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, 
     Raises:
         ArgumentError: an argument is wrong, or does not go with another.
         DoesNotFit: as `place`.
-        UnknownComponent: the device map names a component that the pipeline lacks.
     """
     destination = _parse_destination(source, asked, kwargs)
     is_unread = kwargs.get("use_safetensors") is False and not is_in_pickles(source)
@@ -116,8 +115,6 @@ def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, 
     keeps_nothing = asked.stay is Stay.PRIVATE and not (asked.verify or is_bypassed)
     if asked.is_bounded:
         destination = _bound(destination if keeps_nothing else None, source, dtype)
-    if destination:
-        destination.require_known(source, kwargs)
     return Route(
         destination=destination,
         stay=asked.stay,
@@ -173,6 +170,7 @@ def _parse_destination(source: Source, asked: Asked, kwargs: dict[str, Any]) -> 
         max_host_nbytes=parse_max_host_memory(asked.max_host_memory),
         pin=asked.pin,
         offload_folder=kwargs.pop("offload_folder", None),
+        order=source.components,
     )
 
 

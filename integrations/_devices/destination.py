@@ -1,31 +1,30 @@
 """Where a load's weights go, as the caller said it: checked before anything is decoded."""
 
-import fnmatch
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from shmload._checkpoints.resolve import Source
 from shmload._decoding.ring import Ring, ring_shape
-from shmload._placement.device_map import STRATEGIES, devices_in, hint_for
+from shmload._placement.device_map import STRATEGIES, devices_in, parse_device, require_names
 from shmload._placement.inventory import (
     CPU,
     DISK,
     META,
     OFFLOAD,
-    canonical_device,
     choose_inventory,
+    parse_max_memory,
 )
+from shmload._placement.placement import Placement
 from shmload._settings import parse_nbytes, worker_count
 from shmload.errors import (
     ArgumentError,
     DeviceMapMalformed,
     DeviceMissing,
     MemoryLimitExceeded,
-    UnknownComponent,
 )
 from shmload.integrations._devices.runtimes import is_known, may_have_accelerators
 from shmload.integrations._devices.ways import Pin, require_pin
@@ -50,46 +49,41 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
     """The way to copy to accelerators."""
     offload_folder: str | os.PathLike[str] | None = None
     """For weights that wait on a disk."""
+    order: tuple[str, ...] = ()
+    """Components in the order of their pipeline, by which strategies take them."""
 
     def __post_init__(self) -> None:
         require_pin(self.pin)
-        if self.max_memory is not None and not isinstance(self.max_memory, Mapping):
-            raise ArgumentError(
-                f"max_memory is {self.max_memory!r}; it must be a dict of sizes by device"
-            )
-        for _, value in devices_in(self.device_map):
-            _require_device(value)
-            if value == DISK and self.offload_folder is None:
-                raise ArgumentError(
-                    "device_map: some weights wait on a disk; give `offload_folder`"
-                )
+        if self.max_memory is not None:
+            parse_max_memory(self.max_memory)
+        if isinstance(self.device_map, str) and self.device_map in STRATEGIES:
+            return
+        for keys, value in devices_in(self.device_map):
+            require_names(keys)
+            if _require_device(value, is_all=not keys) == DISK:
+                self._require_folder()
 
     @property
     def is_away(self) -> bool:
         """Whether the map by itself, without a strategy, sends every weight to an accelerator."""
-        return all(_is_accelerator(device) for _, device in devices_in(self.device_map))
+        named = [parse_device(device) for _, device in self._devices()]
+        return bool(named) and not any(map(is_on_the_host, named))
 
-    def require_known(self, source: Source, passed: Collection[str]) -> None:
-        """Check that the components that the map names exist; a single model has none.
-
-        Args:
-            source: to load.
-            passed: names of the components that the caller passes in.
+    def require_possible(self, placement: Placement) -> None:
+        """Check that weights can wait where they are placed.
 
         Raises:
-            UnknownComponent: one does not.
+            ArgumentError: some wait on a disk, and no folder is given.
         """
-        if not source.is_pipeline:
-            return
-        known = {*source.components, *passed}
-        names = self.device_map if isinstance(self.device_map, Mapping) else ()
-        for name in names:
-            component = str(name).partition(".")[0]
-            if component and not fnmatch.filter(known, component):
-                raise UnknownComponent(component, source.given, known)
+        if any(part.device == DISK for part in placement.parts):
+            self._require_folder()
+
+    def _require_folder(self) -> None:
+        if self.offload_folder is None:
+            raise ArgumentError("device_map: some weights wait on a disk; give `offload_folder`")
 
     def require_present(self) -> None:
-        """Check that the machine has the accelerators that the map names, before a decode.
+        """Check that the machine has the accelerators that are named, before a decode.
 
         Only torch can tell for sure. If there may be one, and torch is not imported yet, decoding
         should not wait for it: then the check comes with the copies.
@@ -97,17 +91,21 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             DeviceMissing: one is not there.
         """
-        named = {
-            canonical_device(device)
-            for _, device in devices_in(self.device_map)
-            if _is_accelerator(device)
-        }
-        if not named or ("torch" not in sys.modules and may_have_accelerators()):
+        named = [parse_device(each) for _, each in self._devices()]
+        limits = parse_max_memory(self.max_memory or {})
+        is_away = any(not is_on_the_host(device) for device in (*named, *limits))
+        if not is_away or ("torch" not in sys.modules and may_have_accelerators()):
             return
-        inventory = choose_inventory(None, None)
+        inventory = choose_inventory(None, self.max_memory)
         for device in sorted(named):
-            if inventory.find(device) is None:
+            if not is_on_the_host(device) and inventory.find(device) is None:
                 raise DeviceMissing(device, [each.name for each in inventory.devices])
+
+    def _devices(self) -> Iterable[tuple[object, object]]:
+        """Return the devices that the map names; none if it is a strategy."""
+        if isinstance(self.device_map, str) and self.device_map in STRATEGIES:
+            return ()
+        return devices_in(self.device_map)
 
     def require_no_limit(self, source: Source, reason: str = "") -> None:
         """Check that no `max_host_memory` is given. For weights that cannot take the ring.
@@ -171,21 +169,19 @@ def parse_max_host_memory(value: float | str | None) -> int | None:
         raise ArgumentError(f"max_host_memory: {exc}") from exc
 
 
-def _require_device(device: object) -> None:
-    """Check that a value is a strategy or a device; this machine need not have the device.
+def _require_device(device: object, *, is_all: bool) -> str:
+    """Return the name of a device; this machine need not have it.
 
     Raises:
-        ArgumentError: it is neither.
+        DeviceMapMalformed: it is none, or none that shmload copies to.
     """
-    if device in STRATEGIES:
-        return
-    kind = canonical_device(device).partition(":")[0]
+    name = parse_device(device, is_all=is_all)
+    kind = name.partition(":")[0]
     if kind not in _ON_THE_HOST and not is_known(kind):
-        raise DeviceMapMalformed(
-            f"{device!r} is neither a strategy ({', '.join(STRATEGIES)}) nor a device "
-            f"({', '.join(_ON_THE_HOST)}; cuda:0 for the first GPU){hint_for(device)}"
-        )
+        raise DeviceMapMalformed(f"shmload copies to no {name}; cuda:0 is the first GPU")
+    return name
 
 
-def _is_accelerator(device: object) -> bool:
-    return device not in STRATEGIES and canonical_device(device) not in _ON_THE_HOST
+def is_on_the_host(device: str) -> bool:
+    """Tell whether a device, by its one name, takes no copies."""
+    return device in _ON_THE_HOST

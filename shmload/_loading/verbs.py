@@ -25,7 +25,7 @@ from shmload._loading.progress import Callback, Progress
 from shmload._loading.shard import open_checkpoint
 from shmload._loading.sources import find_with_rules, require_read
 from shmload._loading.steps import Step
-from shmload._placement.inventory import Inventory, choose_inventory
+from shmload._placement.inventory import Inventory, choose_inventory, without_host_limits
 from shmload._placement.placement import place
 from shmload._segments.evicted import Evicted, group_evicted
 from shmload._segments.listing import segments_by_lock
@@ -261,6 +261,8 @@ def plan(
                 found, settle_dtype(wanted.dtype, found), components
             )
         devices = choose_inventory(inventory, max_memory)
+        if inventory is None:
+            devices = without_host_limits(devices, max_memory)
         placement = place(described, "auto" if device_map is None else device_map, devices)
     return Plan(
         source=str(source),

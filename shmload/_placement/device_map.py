@@ -33,6 +33,8 @@ _WILDCARDS = re.compile(r"\[[^\]]*\]|[*?]")
 
 # Far deeper than the modules of any model, in levels.
 _MAX_DEPTH = 100
+# An error names so many modules at most.
+_MOST_LISTED = 6
 
 Keys = tuple[object, ...]
 Devices = dict[str, str]
@@ -70,19 +72,27 @@ def parse_device_map(device_map: object, inventory: Inventory) -> str | Devices:
         return device_map
     if isinstance(device_map, Mapping):
         return {path: _parse_device(value, inventory) for path, value in _flatten(device_map)}
-    return {"": _parse_device(device_map, inventory)}
+    return {"": _parse_device(device_map, inventory, is_all=True)}
 
 
 def _flatten(device_map: Mapping[object, object]) -> Iterator[tuple[str, object]]:
     for keys, value in devices_in(device_map):
         path = ""
-        for key in keys:
-            if not isinstance(key, str):
-                raise DeviceMapMalformed(
-                    f"its key {key!r} is not the name of a component or module"
-                )
+        for key in require_names(keys):
             path = join(path, key)
         yield path, value
+
+
+def require_names(keys: Keys) -> tuple[str, ...]:
+    """Return the keys that lead to a device.
+
+    Raises:
+        DeviceMapMalformed: one of them is not a text.
+    """
+    for key in keys:
+        if not isinstance(key, str):
+            raise DeviceMapMalformed(f"its key {key!r} is not the name of a component or module")
+    return tuple(map(str, keys))
 
 
 def devices_in(device_map: object, above: Keys = ()) -> Iterator[tuple[Keys, object]]:
@@ -100,24 +110,33 @@ def devices_in(device_map: object, above: Keys = ()) -> Iterator[tuple[Keys, obj
         yield from devices_in(value, (*above, key))
 
 
-def _parse_device(value: object, inventory: Inventory) -> str:
-    if value in STRATEGIES:
-        raise DeviceMapMalformed(f"{value!r} is for a whole pipeline, not for a part of it")
-    try:
-        device = canonical_device(value, inventory.kind)
-    except ArgumentError as exc:
-        raise DeviceMapMalformed(f"{exc}{nearest(str(value), STRATEGIES)}") from None
+def _parse_device(value: object, inventory: Inventory, *, is_all: bool = False) -> str:
+    device = parse_device(value, inventory.kind, is_all=is_all)
     if device not in (CPU, DISK, META, OFFLOAD) and inventory.find(device) is None:
-        names = [each.name for each in inventory.devices]
-        raise DeviceMissing(device, names, hint_for(value))
+        raise DeviceMissing(device, [each.name for each in inventory.devices])
     return device
 
 
-def hint_for(value: object) -> str:
-    """Return a hint for an error: what a text was probably meant for; empty if that is unknown."""
-    if str(value).partition(":")[0].lower() == "gpu":
-        return "; a GPU is called 'cuda', 'cuda:0' or 0"
-    return nearest(str(value), STRATEGIES)
+def parse_device(value: object, kind: str = "cuda", *, is_all: bool = False) -> str:
+    """Return the name of a device that a map names; this machine need not have it.
+
+    Args:
+        value: the device.
+        kind: as for `canonical_device`.
+        is_all: it is the whole map, and might have been meant as a strategy.
+
+    Raises:
+        DeviceMapMalformed: it is no device, or it is a strategy.
+    """
+    if value in STRATEGIES:
+        raise DeviceMapMalformed(f"{value!r} is for a whole pipeline, not for a part of it")
+    try:
+        return canonical_device(value, kind)
+    except ArgumentError as exc:
+        strategies = f", nor a strategy ({', '.join(STRATEGIES)})" if is_all else ""
+        reason, mark, hint = str(exc).partition("; did you mean")
+        hint = f"{mark}{hint}" or nearest(str(value), STRATEGIES)
+        raise DeviceMapMalformed(f"{reason}{strategies}{hint}") from None
 
 
 def pipeline_of(components: Sequence[Component]) -> Module:
@@ -145,16 +164,36 @@ def expand(device_map: Mapping[str, str], components: Sequence[Component]) -> De
     keys = [_Key(path, tuple(path.split(".")) if path else (), d) for path, d in device_map.items()]
     for key in keys:
         _require_match(key, pipeline, components)
-    devices: Devices = {}
-    for path, device in _spread(pipeline, "", 0, keys, None):
-        if device is None:
-            raise DeviceMapMalformed(f'it says nothing of {path}; a default is {{"": "cpu"}}')
-        devices[path] = device
+    spread = dict(_spread(pipeline, "", 0, keys, None))
+    devices = {path: device for path, device in spread.items() if device is not None}
+    if len(devices) < len(spread):
+        raise DeviceMapMalformed(
+            f"it says nothing of {_list(_largest_missing(pipeline, '', devices))}; "
+            'a default is {"": "cpu"}'
+        )
     _require_ties(devices, components)
     return devices
 
 
-def _matches(name: str, pattern: str) -> bool:
+def _largest_missing(module: Module, path: str, devices: Devices) -> list[str]:
+    """Return the paths of the largest modules without a device: components, if they have none."""
+    units = [join(path, unit) for unit, _ in module.units()]
+    if all(unit in devices for unit in units):
+        return []
+    if path and not any(unit in devices for unit in units):
+        return [path]
+    below = [(join(path, child.name), child) for child in module.children]
+    return [found for where, child in below for found in _largest_missing(child, where, devices)]
+
+
+def _list(paths: Sequence[str]) -> str:
+    if len(paths) <= _MOST_LISTED:
+        return ", ".join(paths)
+    return f"{', '.join(paths[:_MOST_LISTED])} and {len(paths) - _MOST_LISTED} more"
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Tell whether a key of a map, or a part of it between dots, means a name."""
     return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
@@ -174,17 +213,32 @@ def _spread(
     device = max(here, key=lambda key: key.weight).device if here else inherited
     below = [key for key in keys if len(key.names) > depth]
     if module.is_unit:
-        for inner, other in _spread_inside(module, path, depth, below, device) if below else ():
-            if other != device:
-                raise DeviceMapMalformed(
-                    f"{path} must stay whole, but {inner} would be on {other} and the rest of it "
-                    f"on {device}; give {path} one device"
-                )
+        _require_undivided(module, path, depth, below, device)
         yield path, device
         return
     for child in module.children:
-        matching = [key for key in below if _matches(child.name, key.names[depth])]
+        matching = [key for key in below if matches(child.name, key.names[depth])]
         yield from _spread(child, join(path, child.name), depth + 1, matching, device)
+
+
+def _require_undivided(
+    module: Module, path: str, depth: int, keys: Sequence[_Key], device: str | None
+) -> None:
+    """Raise DeviceMapMalformed if keys give another device to a part of a whole module."""
+    inside = dict(_spread_inside(module, path, depth, keys, device)) if keys else {}
+    for unit, other in inside.items():
+        if other == device:
+            continue
+        # Name the part by the largest module that goes there, as the user probably did.
+        names, part = unit.split("."), unit
+        for count in range(len(names), depth, -1):
+            above = ".".join(names[:count])
+            own = {where for key, where in inside.items() if f"{key}.".startswith(f"{above}.")}
+            part = above if own == {other} else part
+        raise DeviceMapMalformed(
+            f"{path} must stay whole, but {part} would be on {other or 'no device'} and the rest "
+            f"of it on {device or 'none'}; give {path} one device"
+        )
 
 
 def _spread_inside(
@@ -195,7 +249,7 @@ def _spread_inside(
     The caller raises an error if one of them differs from the module's own device.
     """
     for child in module.children:
-        matching = [key for key in keys if _matches(child.name, key.names[depth])]
+        matching = [key for key in keys if matches(child.name, key.names[depth])]
         open_child = msgspec.structs.replace(child, is_whole=False)
         yield from _spread(open_child, join(path, child.name), depth + 1, matching, device)
 
@@ -208,7 +262,7 @@ def _require_match(key: _Key, pipeline: Module, components: Sequence[Component])
     found = [("", pipeline)]
     for depth, name in enumerate(key.names):
         children = [(join(path, c.name), c) for path, module in found for c in module.children]
-        matching = [(path, child) for path, child in children if _matches(child.name, name)]
+        matching = [(path, child) for path, child in children if matches(child.name, name)]
         if not matching:
             known = list(dict.fromkeys(child.name for _, child in children))
             if depth == 0 and components[0].name:

@@ -6,6 +6,7 @@ A device has one name everywhere: `cuda:0`, `cpu`, `disk`. A device map has two 
 """
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,11 +14,16 @@ import msgspec
 
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
 from shmload._settings import parse_nbytes, settings
-from shmload.errors import ArgumentError
+from shmload._wording import nearest
+from shmload.errors import ArgumentError, DeviceMissing
 
 CPU, DISK, META, OFFLOAD = "cpu", "disk", "meta", "offload"
 _WITHOUT_INDEX = (CPU, DISK, META, OFFLOAD)
 _BOUNDLESS_NBYTES = 1 << 62
+# As torch names them, or the packages that add them to torch.
+_KINDS = ("cuda", "xpu", "mps", "npu", "mlu", "musa", "hpu", "mtia", "xla", "privateuseone")
+_NAMES = (*_KINDS, *_WITHOUT_INDEX)
+_USUAL = f"an index, cuda:0, {', '.join(_WITHOUT_INDEX)}"
 _NAME = re.compile(r"([a-z][a-z_]*)(?::(\d+))?")
 _COUNTED = re.compile(r"(\d+)\s*x\s*(.+)")
 
@@ -30,6 +36,16 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """How many bytes of weights may lie there at most."""
     room_nbytes: int
     """How many bytes a strategy puts there at most; it leaves the rest to activations."""
+
+    @property
+    def is_boundless(self) -> bool:
+        """Whether it has no limit."""
+        return self.nbytes >= _BOUNDLESS_NBYTES
+
+
+def boundless(name: str) -> Device:
+    """Return a device without a limit."""
+    return Device(name=name, nbytes=_BOUNDLESS_NBYTES, room_nbytes=_BOUNDLESS_NBYTES)
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,11 +90,29 @@ def canonical_device(device: object, kind: str = "cuda") -> str:
         return f"{kind}:{int(text)}"
     match = _NAME.fullmatch(text)
     if match is None or isinstance(device, bool) or device is None:
-        raise ArgumentError(
-            f"{device!r} is not a device; use an index, cuda:0, {', '.join(_WITHOUT_INDEX)}"
-        )
+        raise ArgumentError(f"{device!r} is not a device ({_USUAL})")
     found, index = match.groups()
-    return found if found in _WITHOUT_INDEX else f"{found}:{int(index or 0)}"
+    if found in _WITHOUT_INDEX:
+        return found
+    if found != kind and not _is_kind(found):
+        is_meant = found in ("gpu", "rocm", "hip", "nvidia")
+        hint = "; did you mean 'cuda'?" if is_meant else nearest(found, _NAMES)
+        raise ArgumentError(f"{device!r} is not a device ({_USUAL}){hint}")
+    return f"{found}:{int(index or 0)}"
+
+
+def _is_kind(name: str) -> bool:
+    """Tell whether torch has devices of a kind, as far as that is known without importing it."""
+    if name in _KINDS:
+        return True
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    try:
+        torch.device(name)  # a package may have added it
+    except (RuntimeError, AttributeError):  # torch is being imported by another thread
+        return False
+    return True
 
 
 def parse_inventory(text: str) -> Inventory:
@@ -91,11 +125,14 @@ def parse_inventory(text: str) -> Inventory:
         ArgumentError: it cannot be read; the message says how to write it.
     """
     found: dict[str, int] = {}
-    for item in text.split(","):
-        for name, size in _named_sizes(item.strip(), len(found)):
-            if name in found:
-                raise ArgumentError(f"inventory {text!r} has {name} twice")
-            found[name] = _nbytes(size)
+    try:
+        for item in text.split(","):
+            for name, size in _named_sizes(item.strip(), len(found)):
+                if name in found:
+                    raise ArgumentError(f"{text!r} has {name} twice")
+                found[name] = _nbytes(size, "24GiB, 2x24GiB or cuda:1=24GiB")
+    except ArgumentError as exc:
+        raise ArgumentError(f"inventory: {exc}") from None
     return _inventory(found, settings().headroom)
 
 
@@ -105,6 +142,8 @@ def _named_sizes(item: str, index: int) -> list[tuple[str, str]]:
         return [(_held(name), size)]
     counted = _COUNTED.fullmatch(item)
     count, size = (int(counted[1]), counted[2]) if counted else (1, item)
+    if count < 1:
+        raise ArgumentError(f"{item!r} is no device; write 1x{size} for one")
     return [(f"cuda:{index + number}", size) for number in range(count)]
 
 
@@ -116,20 +155,45 @@ def limit_inventory(
     Args:
         max_memory: by index, name or `torch.device`; sizes in bytes or like `20GiB`. These are
             limits for weights, so nothing is left to activations.
-        inventory: its other devices keep their limits; None for no other devices.
+        inventory: its other devices keep their limits; None for a machine that has the named
+            devices and no others.
 
     Raises:
-        ArgumentError: a key is not a device, or a value is not a size.
+        ArgumentError: `max_memory` cannot be read; as `parse_max_memory`.
+        DeviceMissing: it names an accelerator that the inventory does not have.
+    """
+    limits = parse_max_memory(max_memory, inventory.kind if inventory else "cuda")
+    limited = _inventory(limits, 0.0).devices
+    if inventory is None:
+        return Inventory(devices=limited)
+    for name in limits:
+        if name not in (CPU, DISK) and inventory.find(name) is None:
+            raise DeviceMissing(
+                name, [device.name for device in inventory.devices], argument="max_memory"
+            )
+    others = (device for device in inventory.devices if device.name not in limits)
+    return Inventory(devices=_in_order((*limited, *others)))
+
+
+def parse_max_memory(max_memory: Mapping[Any, object], kind: str = "cuda") -> dict[str, int]:
+    """Return the limits of some devices in bytes, by name.
+
+    Args:
+        max_memory: as for `limit_inventory`.
+        kind: as for `canonical_device`.
+
+    Raises:
+        ArgumentError: it is no dict, a key is not a device, or a value is not a size.
     """
     if not isinstance(max_memory, Mapping):
         raise ArgumentError(f"max_memory is {max_memory!r}; it must be a dict of sizes by device")
-    kind = inventory.kind if inventory else "cuda"
-    limited = _inventory({_held(k, kind): _nbytes(v) for k, v in max_memory.items()}, 0.0)
-    named = {device.name for device in limited.devices}
-    others = (
-        [device for device in inventory.devices if device.name not in named] if inventory else ()
-    )
-    return Inventory(devices=_in_order((*limited.devices, *others)))
+    try:
+        return {
+            _held(name, kind): _nbytes(size, "20GiB, or a number of bytes")
+            for name, size in max_memory.items()
+        }
+    except ArgumentError as exc:
+        raise ArgumentError(f"max_memory: {exc}") from None
 
 
 def choose_inventory(
@@ -139,15 +203,28 @@ def choose_inventory(
 
     Args:
         inventory: a value, or a text for `parse_inventory`.
-        max_memory: for `limit_inventory`; without an inventory it lists all devices there are.
+        max_memory: for `limit_inventory`; without an inventory, the accelerators that it names are
+            the only ones.
 
     Raises:
         ArgumentError: one of them cannot be read.
+        DeviceMissing: `max_memory` names an accelerator that is not there.
     """
     found = parse_inventory(inventory) if isinstance(inventory, str) else inventory
-    if max_memory is not None:
-        return limit_inventory(max_memory, found)
-    return found or machine_inventory()
+    here = machine_inventory() if found is None else found
+    if max_memory is None:
+        return here
+    limited = limit_inventory(max_memory, here)
+    if found is not None:
+        return limited
+    named = parse_max_memory(max_memory, here.kind)
+    return Inventory(
+        devices=tuple(
+            device
+            for device in limited.devices
+            if device.name in named or device.name in (CPU, DISK)
+        )
+    )
 
 
 def without_host_limits(inventory: Inventory, max_memory: Mapping[Any, object] | None) -> Inventory:
@@ -156,8 +233,7 @@ def without_host_limits(inventory: Inventory, max_memory: Mapping[Any, object] |
     if CPU in named:
         return inventory
     others = [device for device in inventory.devices if device.name != CPU]
-    boundless = Device(name=CPU, nbytes=_BOUNDLESS_NBYTES, room_nbytes=_BOUNDLESS_NBYTES)
-    return Inventory(devices=_in_order((*others, boundless)))
+    return Inventory(devices=_in_order((*others, boundless(CPU))))
 
 
 def machine_inventory() -> Inventory:
@@ -201,7 +277,7 @@ def _held(device: object, kind: str = "cuda") -> str:
     return name
 
 
-def _nbytes(size: object) -> int:
+def _nbytes(size: object, usual: str) -> int:
     try:
         if isinstance(size, str):
             return parse_nbytes(size)
@@ -209,6 +285,4 @@ def _nbytes(size: object) -> int:
             return int(size)
     except (ValueError, OverflowError):
         pass
-    raise ArgumentError(
-        f"{size!r} is not the size of a device; write 24GiB, 2x24GiB or cuda:1=24GiB"
-    )
+    raise ArgumentError(f"{size!r} is not the size of a device; write {usual}")

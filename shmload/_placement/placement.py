@@ -20,7 +20,7 @@ from shmload._placement.strategies import WHOLE_STRATEGIES, nbytes_by_device, pl
 from shmload._placement.table import WAITING, TableRow, table_rows
 from shmload._tables import Page, Printable
 from shmload._wording import format_nbytes
-from shmload.errors import DoesNotFit
+from shmload.errors import DeviceMapMalformed, DoesNotFit
 
 
 class Placement(Printable, msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +137,7 @@ def _amounts(inventory: Inventory) -> str:
 
 def _describe(components: Sequence[Component], devices: Devices, inventory: Inventory) -> Placement:
     execution = _execution_devices(components, devices, inventory)
+    _require_one_way(components, devices, execution)
     found: dict[str, str | dict[str, str]] = {}
     for component in components:
         merged = merge(component.module, component.name, devices)
@@ -181,6 +182,23 @@ def _execution_devices(
     return found
 
 
+def _require_one_way(
+    components: Sequence[Component], devices: Devices, execution: Mapping[str, str]
+) -> None:
+    """Raise DeviceMapMalformed where weights wait beside others that the CPU computes with.
+
+    Accelerate's hooks know the CPU of such a model only as the place where weights wait.
+    """
+    for component in components:
+        homes = {devices[join(component.name, path)] for path, _ in component.module.units()}
+        if execution[component.name] != CPU and CPU in homes and homes & {*WAITING}:
+            raise DeviceMapMalformed(
+                f"{component.name or 'the model'} cannot compute some modules on the cpu and "
+                f"others on {execution[component.name]} while weights wait; write 'offload' "
+                "instead of 'cpu' for its modules"
+            )
+
+
 def _uses(
     components: Sequence[Component],
     devices: Devices,
@@ -198,7 +216,9 @@ def _uses(
         CPU: used.pop(OFFLOAD, 0) + used.get(CPU, 0),
         DISK: used.get(DISK, 0),
     }
-    limits = {device.name: device.nbytes for device in inventory.devices}
+    limits = {
+        device.name: None if device.is_boundless else device.nbytes for device in inventory.devices
+    }
     return tuple(
         DeviceUse(
             device=name,

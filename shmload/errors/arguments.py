@@ -68,24 +68,25 @@ class UnknownModule(ArgumentError):
 class DeviceMapMalformed(ArgumentError):
     """A device map cannot be read, or cannot work."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"device_map: {reason}")
+    def __init__(self, reason: str, argument: str = "device_map") -> None:
+        super().__init__(f"{argument}: {reason}")
 
 
 class DeviceMissing(DeviceMapMalformed):
-    """A device map names a device that is not there.
+    """A device map, or `max_memory`, names a device that is not there.
 
     Attributes:
         device: the device, such as `cuda:0`.
         devices: the devices that there are.
     """
 
-    def __init__(self, device: str, devices: Sequence[str], hint: str = "") -> None:
+    def __init__(self, device: str, devices: Sequence[str], argument: str = "device_map") -> None:
         self.device = device
         self.devices = tuple(devices)
         super().__init__(
-            f"it names {device}, and the devices are {', '.join(devices)}{hint}; take one of "
-            "these, or plan for others with `shmload plan SOURCE --inventory 2x24GiB`"
+            f"it names {device}, and the devices are {', '.join(devices)}; take one of "
+            "these, or plan for others with `shmload plan SOURCE --inventory 2x24GiB`",
+            argument,
         )
 
 

@@ -170,7 +170,7 @@ def test_missing_gpu_is_found_before_anything_is_decoded(saved, monkeypatch, dev
 
 
 @pytest.mark.parametrize(
-    ("device_map", "hint"), [("blanced", "did you mean 'balanced'"), ("gpu", "called 'cuda'")]
+    ("device_map", "hint"), [("blanced", "did you mean 'balanced'"), ("gpu", "did you mean 'cuda'")]
 )
 def test_mistyped_device_is_told_the_right_one(saved, device_map, hint):
     with pytest.raises(shmload.DeviceMapMalformed, match=hint):

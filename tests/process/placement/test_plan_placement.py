@@ -178,7 +178,7 @@ def test_plan_names_every_component(saved):
         name: found.placement.components[name] for name in found.placement.components
     }
     again = shmload.plan(
-        saved("flux"), dtype="bfloat16", max_memory={0: "1GiB", 1: "1GiB"}, device_map="cuda:1"
+        saved("flux"), dtype="bfloat16", inventory="2x1MiB", max_memory={1: "1GiB"}, device_map=1
     )
     assert set(again.placement.components.values()) == {"cuda:1"}
 
@@ -200,7 +200,10 @@ def test_plan_divides_a_transformer_between_its_blocks(saved):
     sizes = {name: c.nbytes for name, c in _components(saved("flux"), "bfloat16").items()}
     limit = sizes["transformer"] - 1
     found = shmload.plan(
-        saved("flux"), torch_dtype="bfloat16", max_memory={0: limit, 1: limit, 2: limit}
+        saved("flux"),
+        torch_dtype="bfloat16",
+        inventory="3x1GiB",
+        max_memory={0: limit, 1: limit, 2: limit},
     )
     placed = found.placement.components["transformer"]
     assert {path for path in placed if "blocks" not in path} == {

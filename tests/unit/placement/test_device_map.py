@@ -115,7 +115,9 @@ def test_unknown_module_is_told_the_known_ones_and_the_nearest():
     ("device_map", "reason"),
     [
         ("auot", "did you mean 'auto'"),
-        ("gpu", r"names gpu:0, and the devices are cuda:0, .*a GPU is called 'cuda'"),
+        ("gpu", r"'gpu' is not a device .*nor a strategy \(balanced.*; did you mean 'cuda'"),
+        ({"": "gpu:1"}, r"meta, offload\); did you mean 'cuda'"),
+        ({"": "cdua:1"}, "did you mean 'cuda'"),
         ("cuda:7", r"names cuda:7, and the devices are cuda:0, "),
         (None, "None is not a device"),
         ({"": "balanced"}, "for a whole pipeline"),
@@ -123,8 +125,16 @@ def test_unknown_module_is_told_the_known_ones_and_the_nearest():
         ({1: 0}, "its key 1 is not"),
         (functools.reduce(lambda inner, _: {"a": inner}, range(3000), 0), "more than 100 levels"),
         ({"transformer": {0: 1}}, "its key 0 is not"),
-        ({"transformer": 0}, "says nothing of text_encoder.embeddings"),
+        ({"transformer": 0}, "says nothing of text_encoder, text_encoder_2, vae; a default"),
+        (
+            {"text*": 0, "vae": 0, "transformer": {"x_embedder": 0, "*_blocks.[0-2]": 1}},
+            r"transformer.pos_embed, transformer.transformer_blocks.3, .* and 10 more; a default",
+        ),
         ({"": 0, "transformer.transformer_blocks.0.ff": 1}, "transformer_blocks.0 must stay whole"),
+        (
+            {"transformer.transformer_blocks.0.ff": 1, "vae": 0},
+            "transformer.transformer_blocks.0 must stay",
+        ),
         ({"": 0, "text_encoder_2.shared": 1}, "share a tensor .*shared on cuda:1"),
     ],
 )
@@ -137,8 +147,10 @@ def test_map_that_cannot_work_is_refused_with_the_reason(device_map, reason):
 def test_whole_module_with_modules_inside_its_submodules_is_not_cut():
     inner = parent_of("ff", (leaf("in"), leaf("out")))
     outer = parent_of("outer", (leaf("attn"), inner), is_whole=True)
-    with pytest.raises(DeviceMapMalformed, match=r"outer must stay whole, but outer\.ff\.out"):
+    with pytest.raises(DeviceMapMalformed, match=r"outer must stay whole, but outer\.ff\.out "):
         _devices({"": 0, "outer.ff.out": 1}, (model("", outer),))
+    with pytest.raises(DeviceMapMalformed, match=r"outer must stay whole, but outer\.ff would be"):
+        _devices({"": 0, "outer.ff": 1}, (model("", outer),))
     assert _devices({"": 0}, (model("", outer),)) == {"outer": "cuda:0"}
 
 

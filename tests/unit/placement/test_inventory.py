@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shmload._placement import inventory
 from shmload._placement.inventory import (
     canonical_device,
     choose_inventory,
@@ -10,7 +11,7 @@ from shmload._placement.inventory import (
     machine_inventory,
     parse_inventory,
 )
-from shmload.errors import ArgumentError
+from shmload.errors import ArgumentError, DeviceMissing
 
 GIB = 1 << 30
 
@@ -80,6 +81,9 @@ def test_inventory_is_read(text, sizes):
         ("0=1GiB,1GiB,cuda:0=2GiB", "twice"),
         ("offload=1GiB", "cpu's"),
         ("-1=1GiB", "not a device"),
+        ("0x24GiB", "inventory: '0x24GiB' is no device; write 1x24GiB"),
+        ("gpu=24GiB", "did you mean 'cuda'"),
+        ("cud:0=24GiB", "did you mean 'cuda'"),
     ],
 )
 def test_what_is_no_inventory_says_how_to_write_one(text, reason):
@@ -113,6 +117,23 @@ def test_max_memory_limits_some_devices_of_an_inventory():
     found = choose_inventory("2x24GiB,cpu=8GiB", {1: GIB})
     assert _sizes(found) == {"cuda:0": 24 * GIB, "cuda:1": GIB, "cpu": 8 * GIB}
     assert found.devices[0].room_nbytes < 24 * GIB
+
+
+def test_max_memory_names_devices_that_are_there(monkeypatch):
+    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("2x24GiB,cpu=8GiB"))
+    found = choose_inventory(None, {1: GIB, "disk": GIB})
+    assert _sizes(found) == {"cuda:1": GIB, "cpu": 8 * GIB, "disk": GIB}
+    for given in (None, "2x80GiB"):
+        with pytest.raises(
+            DeviceMissing, match=r"max_memory: it names cuda:2, and .*cuda:0, cuda:1"
+        ):
+            choose_inventory(given, {0: GIB, 2: GIB})
+
+
+@pytest.mark.parametrize("max_memory", [{"gpu": GIB}, {"offload": GIB}, {0: "0x3"}, "20GiB"])
+def test_what_is_wrong_with_a_limit_is_said_of_the_limit(max_memory):
+    with pytest.raises(ArgumentError, match="max_memory"):
+        limit_inventory(max_memory)
 
 
 @pytest.mark.parametrize("size", [None, "big", -1, True, float("nan"), float("inf")])

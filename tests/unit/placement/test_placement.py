@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placing import UNIT, blocks, components, flux, inventories, leaf, model
 
-from shmload import DoesNotFit
+from shmload import DeviceMapMalformed, DoesNotFit
 from shmload._placement.device_map import expand
 from shmload._placement.inventory import limit_inventory, parse_inventory
 from shmload._placement.modules import Component, join
@@ -64,13 +64,14 @@ def test_placement_keeps_its_promises(pipeline, text, strategy):
 @given(components(), st.data())
 def test_explicit_map_is_followed(pipeline, data):
     inventory = parse_inventory("2x10GiB")
-    targets = ["cuda:0", "cuda:1", "cpu", "offload", "disk", "meta"]
+    computing = ["cuda:0", "cuda:1", "meta"]
     untied = [Component(name=c.name, module=c.module) for c in pipeline]
-    wanted = {
-        join(c.name, path): data.draw(st.sampled_from(targets))
-        for c in untied
-        for path, _ in c.module.units()
-    }
+    wanted = {}
+    for c in untied:
+        # Not both on the CPU and waiting: see below.
+        others = data.draw(st.sampled_from([["cpu"], ["offload", "disk"]]))
+        for path, _ in c.module.units():
+            wanted[join(c.name, path)] = data.draw(st.sampled_from([*computing, *others]))
     placement = place(untied, wanted, inventory)
     _assert_complete(untied, placement)
     assert expand(_devices(placement), untied) == wanted
@@ -265,7 +266,7 @@ def test_computed_on_the_cpu_and_kept_on_the_cpu_are_told_apart():
 
 def test_what_waits_is_computed_by_an_accelerator():
     inventory = parse_inventory("24MiB,40MiB")
-    mixed = {"": "offload", "transformer.x_embedder": "cpu", "vae": 0}
+    mixed = {"": "offload", "transformer.x_embedder": "meta", "vae": 0}
     assert place(flux(), mixed, inventory).execution_devices == {
         "text_encoder": "cuda:1",
         "text_encoder_2": "cuda:1",
@@ -274,6 +275,15 @@ def test_what_waits_is_computed_by_an_accelerator():
     }
     mixed["transformer.proj_out"] = 0
     assert place(flux(), mixed, inventory).execution_devices["transformer"] == "cuda:0"
+
+
+def test_what_waits_goes_with_no_module_that_the_cpu_computes():
+    inventory = parse_inventory("24MiB,40MiB")
+    mixed = {"": "cpu", "transformer.x_embedder": "disk", "vae": "offload"}
+    with pytest.raises(DeviceMapMalformed, match=r"transformer .*on cuda:1 while.*write 'offload'"):
+        place(flux(), mixed, inventory)
+    # Without an accelerator the CPU computes in any case.
+    place(flux(), mixed, parse_inventory("cpu=1GiB"))
 
 
 def test_meta_takes_no_room():

@@ -1,0 +1,244 @@
+"""`plan`, `load_pipeline` and `to_device` accept and refuse the same; a refusal decodes nothing."""
+
+import pytest
+import torch
+from accelerated import load
+from torch import nn
+
+import shmload
+from shmload._loading.load import Load
+from shmload._placement import inventory
+from shmload._placement.inventory import parse_inventory
+from shmload.integrations._building import fit
+from shmload.integrations._building.fit import Fit
+
+pytestmark = pytest.mark.libraries
+
+# Components of the tests' Flux, in the order of the pipeline: 71, 74, 186 and 85 KiB.
+WRONG = [
+    ({"device_map": "atuo"}, "did you mean 'auto'"),
+    ({"device_map": {"": "balanced"}}, "for a whole pipeline"),
+    ({"device_map": {"": "gpu"}}, "did you mean 'cuda'"),
+    ({"device_map": {"": "cuda:7"}}, "names cuda:7, and the devices are cuda:0, cuda:1, cpu"),
+    ({"device_map": {"": 0, 1: 1}}, "its key 1 is not the name"),
+    ({"device_map": {"": 0, "vea": 1}}, "no component 'vea'.*did you mean 'vae'"),
+    ({"device_map": {"": 0, "vea*": 1}}, r"no component 'vea\*'; it has .*vae"),
+    ({"device_map": {"": 0, "tokenizer": 1}}, "no component 'tokenizer'; it has text_encoder"),
+    ({"device_map": {"transformer": 0}}, "nothing of text_encoder, text_encoder_2, vae; a default"),
+    (
+        {"device_map": {"": 0, "transformer": {"transformer_block.0": 1}}},
+        "transformer has no module 'transformer_block'.*did you mean 'transformer_blocks'",
+    ),
+    ({"device_map": {"": 0, "transformer.transformer_blocks.9": 1}}, "no module '9'; it has 0"),
+    (
+        {"device_map": {"": 0, "transformer.transformer_blocks.0.attn": 1}},
+        r"transformer_blocks.0 must stay whole, but transformer.transformer_blocks.0.attn would",
+    ),
+    ({"device_map": {"": 0, "text_encoder_2.shared": 1}}, "share a tensor"),
+    (
+        {"device_map": {"": 0, "vae.encoder": "cpu", "vae.decoder": "offload"}},
+        "vae cannot compute some modules on the cpu",
+    ),
+    ({"device_map": {"": 0}, "max_memory": {0: "300KiB"}}, "exceed its 300.00 KiB"),
+    (
+        {"device_map": {"": 0}, "max_memory": {1: "1GiB"}},
+        "names cuda:0, and the devices are cuda:1",
+    ),
+    ({"device_map": "balanced", "max_memory": {0: "100KiB", 1: "100KiB"}}, "finds no device for"),
+    ({"device_map": "auto", "max_memory": {0: 9, 1: 9, "cpu": 9, "disk": 0}}, "not even divided"),
+    ({"device_map": "auto", "max_memory": {7: "1GiB"}}, "max_memory: it names cuda:7, and"),
+    ({"device_map": "auto", "max_memory": {"gpu": "1GiB"}}, "max_memory: .*did you mean 'cuda'"),
+    ({"device_map": "auto", "max_memory": {0: "0x24GiB"}}, "max_memory: '0x24GiB' is not the size"),
+    ({"device_map": "cuda", "max_memory": "1GiB"}, "max_memory is '1GiB'; it must be a dict"),
+]
+RIGHT = [
+    {"device_map": "sequential", "max_memory": {0: "150KiB", 1: "300KiB"}},
+    {"device_map": "balanced"},
+    {"device_map": "auto", "max_memory": {0: "200KiB", 1: "200KiB", "cpu": "200KiB"}},
+    {"device_map": {"": 1}},
+    {"device_map": {"": "meta", "vae": "cpu"}},
+    {"device_map": {"": 0, "transformer": {"*_blocks.0": "cpu"}}, "max_memory": {0: "1GiB"}},
+    {"device_map": {"text*": 0, "transformer": 1, "vae": 0}},
+    {"device_map": {"": 0, "text_encoder.embeddings": 1}},  # a name that no file has
+]
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """List the loads that are begun: without one there is no worker and no segment."""
+    begun = []
+    begin = Load.__init__
+
+    def note(self, *args, **kwargs):
+        begun.append(self)
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(Load, "__init__", note)
+    return begun
+
+
+def ids(case):
+    return str(case[0] if isinstance(case, tuple) else case).replace("device_map", "map")
+
+
+@pytest.mark.parametrize("case", WRONG, ids=ids)
+def test_wrong_arguments_are_refused_by_both_before_a_load_begins(
+    saved, accelerators, loads, shm_names, case
+):
+    arguments, match = case
+    with pytest.raises(shmload.ShmloadError, match=match) as planned:
+        shmload.plan(saved("flux"), dtype="bfloat16", **arguments)
+    with pytest.raises(shmload.ShmloadError, match=match) as loaded:
+        load(saved("flux"), keep=True, **arguments)
+    assert type(loaded.value) is type(planned.value)
+    assert loads == []
+    assert shm_names() == []
+
+
+@pytest.mark.parametrize("arguments", RIGHT, ids=ids)
+def test_right_arguments_are_planned_as_they_are_done(saved, accelerators, arguments):
+    planned = shmload.plan(saved("flux"), dtype="bfloat16", **arguments).placement
+    pipe = load(saved("flux"), **arguments)
+    found = pipe.hf_device_map
+    if list(found) == [""]:
+        found = dict.fromkeys(planned.components, found[""])
+    wanted = {
+        f"{name}.{path}".rstrip("."): device
+        for name, where in planned.components.items()
+        for path, device in ({"": where} if isinstance(where, str) else where).items()
+    }
+    assert found == wanted
+
+
+class Model(nn.Module):
+    _no_split_modules = ("Linear",)
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"device_map": {"": "gpu"}}, "did you mean 'cuda'"),
+        ({"device_map": {"": 7}}, "names cuda:7"),
+        ({"device_map": {"first": 0}}, "nothing of second"),
+        ({"device_map": {"": 0, "frist": 1}}, "the model has no module 'frist'.*mean 'first'"),
+        ({"device_map": {"": 0, "second": "disk"}}, "offload_folder"),
+        ({"device_map": "auto", "max_memory": {7: "1GiB"}}, "max_memory: it names cuda:7"),
+        ({"device_map": "auto", "max_memory": {0: "0x3"}}, "max_memory: '0x3'"),
+        ({"device_map": {"": 0, "first": "cpu", "second": "offload"}}, "model cannot compute"),
+        ({"device_map": 0, "max_memory": {0: 9}}, "exceed its 9 B"),
+    ],
+)
+def test_wrong_map_leaves_a_module_as_it_was(accelerators, arguments, match):
+    model = Model()
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    with pytest.raises(shmload.ShmloadError, match=match):
+        shmload.to_device(model, **arguments)
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+    assert not hasattr(model, "hf_device_map")
+
+
+def test_disk_needs_a_folder_before_a_load_begins(saved, accelerators, loads):
+    arguments = {"device_map": "auto", "max_memory": {0: "200KiB", "cpu": "1KiB"}}
+    for device_map in ({"": "disk"}, {"": 0, "vae": "disk"}, "auto"):
+        with pytest.raises(shmload.ArgumentError, match="offload_folder"):
+            load(saved("flux"), **(arguments | {"device_map": device_map}))
+    assert loads == []
+
+
+# In a process that has not imported the libraries -------------------------------------------------
+
+
+@pytest.fixture
+def cold(monkeypatch):
+    """Let the check believe that torch is not imported, on a machine with a driver."""
+    monkeypatch.setattr(fit, "_is_torch_here", lambda: False)
+    monkeypatch.setattr(fit, "may_have_accelerators", lambda: True)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """List the components whose classes are asked."""
+    found = []
+    describe = Fit._require_classes
+
+    def note(self, taken):
+        found.extend(each.component for each in taken.checkpoints)
+        monkeypatch.setattr(fit, "_is_torch_here", lambda: True)
+        describe(self, taken)
+
+    monkeypatch.setattr(Fit, "_require_classes", note)
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"device_map": "cuda"},
+        {"device_map": {"": 0, "vae": "cpu"}},
+        {"device_map": {"": 0, "transformer.transformer_blocks.0": 1}},
+        {"device_map": "balanced", "max_memory": {0: "1GiB"}},
+    ],
+    ids=ids,
+)
+def test_right_map_waits_for_no_class(saved, accelerators, cold, asked, arguments):
+    load(saved("flux"), **arguments)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"device_map": {"": 0, "transformer.nothing": 1}}, shmload.UnknownModule),
+        ({"device_map": {"": 0, "transformer.transformer_blocks.0.ff": 1}}, ValueError),
+        ({"device_map": "balanced", "max_memory": {0: "9KiB"}}, shmload.DoesNotFit),
+    ],
+    ids=str,
+)
+def test_where_names_do_not_fit_the_classes_decide(
+    saved, accelerators, cold, asked, loads, arguments, error
+):
+    with pytest.raises(error):
+        load(saved("flux"), **arguments)
+    assert "transformer" in asked
+    assert loads == []
+
+
+def test_what_only_the_machine_tells_ends_the_load_and_leaves_nothing(
+    saved, accelerators, cold, loads, shm_names, monkeypatch
+):
+    wait = Fit.require
+
+    def require(self, taken):
+        monkeypatch.setattr(fit, "_is_torch_here", lambda: True)
+        wait(self, taken)
+
+    monkeypatch.setattr(Fit, "require", require)
+    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("2x100KiB"))
+    with pytest.raises(shmload.DoesNotFit):
+        load(saved("flux"), device_map="balanced", keep=True)
+    assert len(loads) == 1
+    assert shm_names() == []
+
+
+def test_class_of_no_library_is_not_judged_by_its_files(saved, accelerators, monkeypatch):
+    """The map may know modules of it that shmload does not."""
+    monkeypatch.setattr(
+        fit, "component_from_names", lambda *_: (_ for _ in ()).throw(shmload.ShmloadError("no"))
+    )
+    monkeypatch.setattr("shmload.integrations._building.module_trees.find_class", lambda *_: None)
+    pipe = load(saved("flux"), device_map={"": 0, "vae.decoder": 1})
+    assert pipe.hf_device_map["vae.decoder"] == "cuda:1"
+    with pytest.raises(shmload.DoesNotFit):
+        load(saved("flux"), device_map={"": 0}, max_memory={0: "100KiB"})
+
+
+def test_passed_model_counts(saved, accelerators, loads):
+    huge = nn.Linear(1 << 10, 1 << 10, dtype=torch.float16)
+    with pytest.raises(shmload.DoesNotFit, match=r"image_encoder 2\.00 MiB"):
+        load(saved("flux"), device_map="cuda", max_memory={0: "1MiB"}, image_encoder=huge)
+    assert loads == []
