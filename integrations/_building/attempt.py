@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import gc
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +15,9 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Source
 from shmload._decoding.ring import Ring
 from shmload._host.collector import paused_gc
+from shmload._host.linux import Inode
+from shmload._host.procfs import mappings
+from shmload._host.tracebacks import forget_locals
 from shmload._loading.holdings import Lend
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
@@ -53,15 +58,38 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     place: Place
     linger: Linger
     lend: Lend
+    inodes: set[Inode]
+    """The inodes of all segments that were mapped for it."""
 
     def run(self) -> Any:
         """Load by the best way that is possible, and return what was built."""
+        before = sys.exception()
+        try:
+            return self._by_best_way()
+        except BaseException as exc:
+            self._release(exc, before)
+            raise
+
+    def _by_best_way(self) -> Any:
         if self.route.tries_to_share and (made := self._by_shared_segments()) is not None:
             return made
         ring = self.route.open_ring(self.source)
         if ring and (made := self._by_ring(ring)) is not None:
             return made
         return self._by_segments(self.route.stay)
+
+    def _release(self, error: BaseException, before: BaseException | None) -> None:
+        """Let go of all that was built, after an error: nothing stays mapped.
+
+        Args:
+            error: the error.
+            before: as for `forget_locals`.
+        """
+        # Modules live on in the locals of the functions that the error passed through.
+        forget_locals(error, before)
+        # Hooks and modules refer to each other. To collect takes some tenths of a second.
+        if mappings(self.inodes):
+            gc.collect()
 
     def _by_segments(self, stay: Stay) -> Any:
         """Load by segments; by ones with the stored dtypes if a cast turns out to be wrong."""
@@ -130,6 +158,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         place = None
         if destination:
             place = functools.partial(self._place, destination, load, ring)
+        self.inodes.update(load.holdings.inodes())
         build = Build(source, self.maker, rules, load, self.dtype, self.kwargs, place)
         with self.progress.steps.during(Step.BUILDING):
             return build.run(verify=self.verify)
@@ -192,6 +221,7 @@ def load(
             place=place,
             linger=linger,
             lend=lend,
+            inodes=set(),
         )
         try:
             made = attempt.run()

@@ -1,0 +1,132 @@
+"""A failed load gives its memory back at once, also while its error is kept."""
+
+import gc
+import os
+import sys
+import weakref
+
+import pytest
+import torch
+from accelerated import load
+from diffusers import FluxPipeline
+
+import shmload
+from shmload._host.procfs import mappings_below
+from shmload.integrations import placing
+
+pytestmark = pytest.mark.libraries
+
+
+@pytest.fixture(autouse=True)
+def no_collector():
+    """Keep Python from collecting by itself."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """Refer weakly to the transformers that are made, each of which refers to itself."""
+    made = []
+    init = FluxPipeline.__init__
+
+    def note(pipe, *args, **kwargs):
+        init(pipe, *args, **kwargs)
+        pipe.transformer.__dict__["own"] = pipe.transformer
+        made.append(weakref.ref(pipe.transformer))
+
+    note.__wrapped__ = init  # diffusers reads its signature
+    monkeypatch.setattr(FluxPipeline, "__init__", note)
+    return made
+
+
+def in_memory():
+    """Return this process's mappings and descriptors of segments."""
+    fds = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+    return [*mappings_below("shmload"), *(path for path in fds if "shmload-" in path)]
+
+
+def _is_open(fd):
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+class Refusal(Exception):
+    pass
+
+
+def refuse(*_, **__):
+    raise Refusal
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_error_that_is_kept_keeps_no_memory(
+    saved, accelerators, models, monkeypatch, shm_names, keep
+):
+    monkeypatch.setattr(placing, "attach_hooks", refuse)
+    before = in_memory()
+    with pytest.raises(Refusal) as caught:
+        load(saved("flux"), device_map={"": "cpu", "vae": 0}, keep=keep)
+    assert {model() for model in models} == {None}
+    assert in_memory() == before
+    assert shm_names() == []
+    assert caught.value.__traceback__
+
+
+def test_device_that_is_full_keeps_nothing_on_the_host(saved, accelerators, models, shm_names):
+    accelerators["cuda:0"]._fails_at = 0
+    before = in_memory()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        load(saved("flux"), device_map={"": 0, "vae": "cpu"})
+    assert {model() for model in models} == {None}
+    assert in_memory() == before
+    assert caught.value.__traceback__
+
+
+def test_error_of_the_library_with_a_cause_keeps_nothing(saved, models, monkeypatch):
+    init = FluxPipeline.__init__
+
+    def fail(pipe, *args, **kwargs):
+        init(pipe, *args, **kwargs)
+        try:
+            refuse()
+        except Refusal as exc:
+            raise ValueError("broken") from exc
+
+    fail.__wrapped__ = init
+    monkeypatch.setattr(FluxPipeline, "__init__", fail)
+    before = in_memory()
+    with pytest.raises(ValueError, match="broken") as caught:
+        shmload.load_pipeline(saved("flux"), dtype="bfloat16")
+    assert isinstance(caught.value.__cause__, Refusal)
+    assert in_memory() == before
+
+
+def test_locals_of_the_caller_stay(saved, accelerators, monkeypatch):
+    """An error that the caller handles already is not this load's."""
+    monkeypatch.setattr(placing, "attach_hooks", refuse)
+
+    def fail():
+        kept = "kept"
+        raise KeyError(kept)
+
+    try:
+        fail()
+    except KeyError:
+        earlier = sys.exception()
+        with pytest.raises(Refusal):
+            load(saved("flux"), device_map={"": "cpu", "vae": 0})
+        assert earlier.__traceback__.tb_next.tb_frame.f_locals == {"kept": "kept"}
+
+
+def test_pipelines_that_live_stay_as_they_are(saved, accelerators, monkeypatch, evicts):
+    source = saved("flux")
+    pipe = load(source, device_map="cpu", keep=True)
+    wanted = {name: value.clone() for name, value in pipe.vae.state_dict().items()}
+    monkeypatch.setattr(placing, "attach_hooks", refuse)
+    with pytest.raises(Refusal):
+        load(source, device_map={"": "cpu", "vae": 0}, keep=True)
+    found = pipe.vae.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert shmload.segments()
