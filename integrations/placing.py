@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shmload._decoding.ring import Ring, RingShape, ring_shape
+from shmload._decoding.ring import Ring, RingShape
 from shmload._host.collector import paused_gc
 from shmload._host.linux import inode_of
 from shmload._loading.load import Load
@@ -25,7 +25,7 @@ from shmload.integrations._devices.hooks import attach_hooks, device_at, note_de
 from shmload.integrations._devices.moves import Moves
 from shmload.integrations._devices.runtime import Runtime
 from shmload.integrations._devices.runtimes import runtime_of
-from shmload.integrations._devices.upload import filler_count
+from shmload.integrations._devices.upload import upload_shape
 from shmload.integrations._devices.ways import Pin
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _shape_for(moves: Moves, destination: Destination) -> RingShape:
     nbytes = sum(there.used_nbytes for there in moves.staged)
     limit = destination.max_host_nbytes
     most = max(nbytes, _SMALL_RING_NBYTES)
-    return ring_shape(filler_count(), most if limit is None else min(most, limit))
+    return upload_shape(most if limit is None else min(most, limit))
 
 
 def _runtime_at(

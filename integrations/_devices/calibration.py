@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shmload._decoding.ring import Ring, ring_shape
+from shmload._decoding.ring import Ring
 from shmload._host.files import replacing
 from shmload._host.linux import inode_of
 from shmload._settings import settings
 from shmload.integrations._devices.moves import Moves
 from shmload.integrations._devices.runtime import Runtime
-from shmload.integrations._devices.upload import filler_count
+from shmload.integrations._devices.upload import upload_shape
 from shmload.integrations._devices.way import Way
 from shmload.integrations._devices.ways import DEFAULT, WAYS, Pin, measured_ways
 
@@ -102,7 +102,7 @@ def _measure(ways: list[Way], runtime: Runtime, nbytes: int) -> Way:
 def _time_copy(way: Way, module: nn.Module, fd: int, runtime: Runtime) -> float | None:
     """Copy the sample and return the seconds it took; None if the way could not copy it itself."""
     began = time.perf_counter()
-    with Ring(ring_shape(filler_count())) as ring, way.open(ring, runtime) as copier:
+    with Ring(upload_shape()) as ring, way.open(ring, runtime) as copier:
         staged = Moves([(module, lambda path: runtime)]).staged
         left = copier.copy(staged, [(inode_of(os.fstat(fd)), fd)])
     return None if left else time.perf_counter() - began

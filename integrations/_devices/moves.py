@@ -132,7 +132,8 @@ class Moves:
             end: address behind its last byte.
         """
         first = bisect.bisect_right(self._reach, begin)
-        for move in itertools.islice(self._streamed, first, None):
+        for number in range(first, len(self._streamed)):
+            move = self._streamed[number]
             if move.address >= end:
                 return
             low, high = max(begin, move.address), min(end, move.end)

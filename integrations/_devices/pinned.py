@@ -15,7 +15,9 @@ from shmload.integrations._devices.runtime import Runtime
 
 
 class PinnedRing:
-    """Pins a ring's memory until `close`; a context that closes it.
+    """Pins a ring's memory, each slot when it is first used; a context that unpins it.
+
+    Several threads may use it, each with slots of its own.
 
     Args:
         ring: stays the caller's.
@@ -28,14 +30,15 @@ class PinnedRing:
         self, ring: Ring, runtime: Runtime | None, memory: torch.Tensor | None = None
     ) -> None:
         self._slot_nbytes = ring.shape.slot_nbytes
-        self._registered_by: Runtime | None = None
-        if memory is not None:
-            self._memory = memory
-            return
-        self._memory = torch.frombuffer(ring.memory, dtype=torch.uint8)
-        nbytes = self._memory.numel()
-        if runtime and runtime.register(self._memory.data_ptr(), nbytes, read_only=False):
-            self._registered_by = runtime
+        if memory is None:
+            memory = torch.frombuffer(ring.memory, dtype=torch.uint8)
+        else:
+            runtime = None
+        self._memory = memory
+        self._runtime = runtime
+        self._seen: set[int] = set()
+        self._registered: list[int] = []
+        self._is_refused = False
 
     def __enter__(self) -> Self:
         return self
@@ -51,7 +54,11 @@ class PinnedRing:
         Args:
             offset: where it begins in the ring, in bytes.
         """
-        return self._memory[offset : offset + self._slot_nbytes]
+        memory = self._memory[offset : offset + self._slot_nbytes]
+        if self._runtime and offset not in self._seen:
+            self._seen.add(offset)
+            self._register(self._runtime, memory)
+        return memory
 
     def put(self, offset: int, address: int, nbytes: int) -> None:
         """Copy bytes of this process into the ring, without the interpreter's lock.
@@ -65,6 +72,14 @@ class PinnedRing:
 
     def close(self) -> None:
         """Unpin it; no copy from there may be under way. A second call does nothing."""
-        runtime, self._registered_by = self._registered_by, None
-        if runtime:
-            runtime.unregister(self._memory.data_ptr())
+        runtime, self._runtime = self._runtime, None
+        while runtime and self._registered:
+            runtime.unregister(self._registered.pop())
+
+    def _register(self, runtime: Runtime, memory: torch.Tensor) -> None:
+        if self._is_refused:
+            return
+        if runtime.register(memory.data_ptr(), memory.numel(), read_only=False):
+            self._registered.append(memory.data_ptr())
+        else:
+            self._is_refused = True

@@ -3,6 +3,8 @@
 Guarantee: the host holds no more of the weights than fits the ring.
 """
 
+import contextlib
+import itertools
 import queue
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +16,8 @@ from shmload.integrations._devices.moves import Moves
 from shmload.integrations._devices.pinned import PinnedRing
 from shmload.integrations._devices.runtime import Event, Runtime, drain
 
-_LANE = 0
+# A device can begin the copies of one lane while those of another end.
+_LANES = 4
 
 
 class Stream:
@@ -38,6 +41,7 @@ class Stream:
             [mapping.start - mapping.offset for mapping in mappings({inode})] for inode in hollow
         ]
         self._busy: deque[tuple[list[Event], int]] = deque()
+        self._lanes = itertools.cycle(range(_LANES))
 
     def drain(self) -> None:
         """Copy slots until the ring's last one; blocks until all bytes are on their devices.
@@ -49,12 +53,14 @@ class Stream:
             RuntimeError: a driver failed.
         """
         try:
-            for runtime in self._moves.runtimes:
-                runtime.follow(_LANE)
+            for runtime, lane in itertools.product(self._moves.runtimes, range(_LANES)):
+                runtime.follow(lane)
             while (filled := self._next()) is not None:
                 self._busy.append((self._send(filled), filled.offset))
         finally:
-            drain(self._moves.runtimes, _LANE)
+            with contextlib.ExitStack() as draining:  # each lane, also if draining another fails
+                for lane in range(_LANES):
+                    draining.callback(drain, self._moves.runtimes, lane)
 
     def _next(self) -> FilledSlot | None:
         while self._busy:
@@ -74,6 +80,7 @@ class Stream:
     def _send(self, filled: FilledSlot) -> list[Event]:
         """Start to copy a slot; returns the events after which it is free again."""
         memory = self._pinned.slot(filled.offset)
+        lane = next(self._lanes)
         runtimes: dict[Runtime, None] = {}
         for base in self._bases[filled.shard]:
             first = base + filled.begin
@@ -81,6 +88,6 @@ class Stream:
                 begin = move.offset + low - move.address
                 target = move.allocation.memory[begin : begin + high - low]
                 runtime = move.allocation.runtime
-                runtime.copy(target, memory[low - first : high - first], _LANE)
+                runtime.copy(target, memory[low - first : high - first], lane)
                 runtimes[runtime] = None
-        return [runtime.record(_LANE) for runtime in runtimes]
+        return [runtime.record(lane) for runtime in runtimes]

@@ -16,13 +16,16 @@ from typing import NamedTuple
 
 import torch
 
-from shmload._decoding.ring import RingShape
+from shmload._decoding.ring import RingShape, ring_shape
 from shmload.integrations._devices.moves import Allocation
 from shmload.integrations._devices.pinned import PinnedRing
 from shmload.integrations._devices.runtime import Event, Runtime, drain
 
 # With more threads the host's memory is the limit.
 _MAX_THREADS = 8
+# With 16 MiB a thread's slots leave the caches: it copies half as fast. With smaller ones than this
+# the fixed cost of each copy to the device counts more.
+_SLOT_NBYTES = 4 << 20
 
 
 class Extent(NamedTuple):
@@ -40,6 +43,18 @@ class Extent(NamedTuple):
 def filler_count() -> int:
     """Return how many threads fill a ring."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def upload_shape(max_nbytes: int | None = None) -> RingShape:
+    """Return the shape of a ring that only this process's threads fill.
+
+    Args:
+        max_nbytes: limit for the whole ring, in bytes; None for the fastest shape.
+
+    Raises:
+        ArgumentError: the limit is below two pages.
+    """
+    return ring_shape(filler_count(), max_nbytes, _SLOT_NBYTES)
 
 
 def upload(allocations: Sequence[Allocation], shape: RingShape, ring: PinnedRing) -> None:

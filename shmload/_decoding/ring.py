@@ -18,6 +18,7 @@ from shmload._host.linux import PAGE_NBYTES
 from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError
 
+# Large enough for the reads that a worker has under way at a time, which are of one piece.
 _SLOT_NBYTES = 16 << 20
 # One being filled, one that waits in the worker's socket, one being emptied.
 _SLOTS_PER_FILLER = 3
@@ -36,25 +37,28 @@ class RingShape(NamedTuple):
         return self.slots * self.slot_nbytes
 
 
-def ring_shape(fillers: int, max_nbytes: int | None = None) -> RingShape:
+def ring_shape(
+    fillers: int, max_nbytes: int | None = None, slot_nbytes: int = _SLOT_NBYTES
+) -> RingShape:
     """Choose the number and size of slots.
 
     Args:
         fillers: number of processes or threads that fill slots.
         max_nbytes: limit for the whole ring, in bytes; None for the fastest shape.
+        slot_nbytes: size of the slots in the fastest shape, in bytes; a multiple of the page size.
 
     Raises:
         ArgumentError: the limit is below two pages.
     """
     slots = _SLOTS_PER_FILLER * fillers
-    if max_nbytes is None or max_nbytes >= slots * _SLOT_NBYTES:
-        return RingShape(slots, _SLOT_NBYTES)
+    if max_nbytes is None or max_nbytes >= slots * slot_nbytes:
+        return RingShape(slots, slot_nbytes)
     if max_nbytes < 2 * PAGE_NBYTES:
         raise ArgumentError(
             f"{format_nbytes(max_nbytes)} of host memory is less than two pages; allow for some MiB"
         )
     # Prefer fewer slots to smaller ones: each copy to a device has a fixed cost.
-    slots = max(2, min(slots, max_nbytes // (_SLOT_NBYTES // 4)))
+    slots = max(2, min(slots, max_nbytes // (slot_nbytes // 4)))
     return RingShape(slots, max_nbytes // slots // PAGE_NBYTES * PAGE_NBYTES)
 
 

@@ -188,9 +188,8 @@ class WayContract:
         streamed, staged = hollow.moves(device, is_hollow=True), segment.moves(device)
         with opened(way, device) as (copier, ring), filling(ring, hollow.content):
             copier.stream(streamed, [inode for inode, _ in hollow.files])
-            before = device.calls.count("register")
             copier.copy(staged.staged, ())
-            assert device.calls.count("register") == before
+            assert device.calls.count("register") <= SHAPE.slots
         assert device.calls.count("register") == device.calls.count("unregister")
 
     @pytest.mark.parametrize("fails_at", [0, 1, 2])

@@ -73,14 +73,22 @@ def test_several_devices_are_fed_at_once():
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in module.named_buffers())
 
 
-def test_pages_are_registered_before_the_first_copy_and_released_after_the_last():
+def test_each_slot_is_registered_when_it_is_first_used():
     device = LateDevice()
     moves = Moves([(module_of(600_000), lambda path: device)])
     device.calls.clear()
-    send(moves, RingShape(2, 65536), device)
-    assert device.calls[0] == "register"
-    assert device.calls[-1] == "unregister"
-    assert device.calls.count("register") == 1
+    pinned_at_copies = []
+    copy = device.copy
+
+    def note(target, source, lane):
+        pinned_at_copies.append(source.data_ptr() in device.registered)
+        copy(target, source, lane)
+
+    device.copy = note
+    send(moves, RingShape(64, 65536), device)
+    assert pinned_at_copies == [True] * 10
+    assert device.calls.count("register") <= 10  # and not 64: most slots are not needed
+    assert device.calls.count("register") == device.calls.count("unregister")
     assert not device.registered
 
 
@@ -93,6 +101,7 @@ def test_refused_registration_is_no_error():
     moves.commit()
     assert torch.equal(module.b0, wanted)
     assert "unregister" not in device.calls
+    assert device.calls.count("register") <= 2  # at most once for each thread
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2, 5])
