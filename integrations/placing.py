@@ -13,7 +13,7 @@ from shmload._decoding.ring import Ring, RingShape
 from shmload._host.collector import paused_gc
 from shmload._host.linux import inode_of
 from shmload._loading.load import Load
-from shmload._placement.inventory import CPU, META, choose_inventory, without_host_limits
+from shmload._placement.inventory import CPU, META
 from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
 from shmload.integrations._building.mapped import Spans
@@ -123,9 +123,7 @@ def place_models(
         ShmloadError: as for `place_pipeline`.
     """
     components = [component_of(name, model) for name, model in models.items()]
-    inventory = choose_inventory(None, destination.max_memory)
-    inventory = without_host_limits(inventory, destination.max_memory)
-    placement = place(components, destination.device_map, inventory)
+    placement = place(components, destination.device_map, destination.inventory())
     destination.require_possible(placement)
     devices = {
         name: _in_reach(models[name], _by_path(where), placement.execution_devices[name])

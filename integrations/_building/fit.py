@@ -18,7 +18,6 @@ from shmload._placement.inventory import (
     CPU,
     Inventory,
     boundless,
-    choose_inventory,
     limit_inventory,
     parse_max_memory,
     without_host_limits,
@@ -121,7 +120,7 @@ class Fit:
         """Return the devices as far as they are known without importing torch; None if unknown."""
         device_map, limits = self._destination.device_map, self._destination.max_memory
         if _is_torch_here():
-            return without_host_limits(choose_inventory(None, limits), limits)
+            return self._destination.inventory()
         host = boundless(CPU)
         if not may_have_accelerators():
             here = Inventory(devices=(host,))
@@ -183,9 +182,7 @@ class Fit:
         self._is_settled = True
         if _reaches_into(self._destination.device_map, opaque):
             return  # a class of no known library: its modules are known when it is built
-        limits = self._destination.max_memory
-        inventory = without_host_limits(choose_inventory(None, limits), limits)
-        self._require(described, inventory)
+        self._require(described, self._destination.inventory())
 
     def _is_left_to_library(self) -> bool:
         return not self._source.is_pipeline and is_left_to_library(self._dtype)

@@ -8,7 +8,6 @@ import msgspec
 from shmload._checkpoints.resolve import Source, is_in_pickles
 from shmload._decoding.ring import Ring
 from shmload._placement.device_map import STRATEGIES
-from shmload._placement.inventory import choose_inventory
 from shmload._placement.placement import place
 from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
@@ -190,10 +189,9 @@ def _bound(destination: Destination | None, source: Source, dtype: object) -> De
         return destination
     from shmload.integrations._building.module_trees import components_of
 
-    inventory = choose_inventory(None, destination.max_memory)
     # For a model of transformers `auto` is the dtype that sizes are computed with anyway.
     known = dtype if source.is_pipeline or not is_left_to_library(dtype) else None
-    placement = place(components_of(source, known), destination.device_map, inventory)
+    placement = place(components_of(source, known), destination.device_map, destination.inventory())
     # The default is for models without a checkpoint, such as models that the caller passes.
     first = next(iter(placement.execution_devices.values()))
     decided = {"": first} | placement.device_map

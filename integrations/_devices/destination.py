@@ -15,8 +15,10 @@ from shmload._placement.inventory import (
     DISK,
     META,
     OFFLOAD,
+    Inventory,
     choose_inventory,
     parse_max_memory,
+    without_host_limits,
 )
 from shmload._placement.placement import Placement
 from shmload._settings import parse_nbytes, worker_count
@@ -96,10 +98,26 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         is_away = any(not is_on_the_host(device) for device in (*named, *limits))
         if not is_away or ("torch" not in sys.modules and may_have_accelerators()):
             return
-        inventory = choose_inventory(None, self.max_memory)
-        for device in sorted(named):
-            if not is_on_the_host(device) and inventory.find(device) is None:
-                raise DeviceMissing(device, [each.name for each in inventory.devices])
+        here = choose_inventory(None, self.max_memory, needed=())
+        for _, each in self._devices():
+            device = parse_device(each, here.kind, here.current_index)
+            if not is_on_the_host(device) and device not in here.names:
+                raise DeviceMissing(device, here.names)
+
+    def inventory(self) -> Inventory:
+        """Return this machine's devices, as far as the map can use them; imports torch.
+
+        A device that gets nothing is not asked for its memory: that may make a context there. The
+        host has no limit but the caller's: the weights are there already.
+
+        Raises:
+            DeviceMissing: `max_memory` names an accelerator that is not there.
+        """
+        named = [each for _, each in self._devices()]
+        # A strategy may use any, and so may weights that wait.
+        may_use_any = not named or any(parse_device(each) in (OFFLOAD, DISK) for each in named)
+        found = choose_inventory(None, self.max_memory, needed=None if may_use_any else named)
+        return without_host_limits(found, self.max_memory)
 
     def _devices(self) -> Iterable[tuple[object, object]]:
         """Return the devices that the map names; none if it is a strategy."""

@@ -111,18 +111,21 @@ def devices_in(device_map: object, above: Keys = ()) -> Iterator[tuple[Keys, obj
 
 
 def _parse_device(value: object, inventory: Inventory, *, is_all: bool = False) -> str:
-    device = parse_device(value, inventory.kind, is_all=is_all)
+    device = parse_device(value, inventory.kind, inventory.current_index, is_all=is_all)
     if device not in (CPU, DISK, META, OFFLOAD) and inventory.find(device) is None:
-        raise DeviceMissing(device, [each.name for each in inventory.devices])
+        raise DeviceMissing(device, inventory.names)
     return device
 
 
-def parse_device(value: object, kind: str = "cuda", *, is_all: bool = False) -> str:
+def parse_device(
+    value: object, kind: str = "cuda", current_index: int = 0, *, is_all: bool = False
+) -> str:
     """Return the name of a device that a map names; this machine need not have it.
 
     Args:
         value: the device.
         kind: as for `canonical_device`.
+        current_index: as for `canonical_device`.
         is_all: it is the whole map, and might have been meant as a strategy.
 
     Raises:
@@ -131,7 +134,7 @@ def parse_device(value: object, kind: str = "cuda", *, is_all: bool = False) -> 
     if value in STRATEGIES:
         raise DeviceMapMalformed(f"{value!r} is for a whole pipeline, not for a part of it")
     try:
-        return canonical_device(value, kind)
+        return canonical_device(value, kind, current_index)
     except ArgumentError as exc:
         strategies = f", nor a strategy ({', '.join(STRATEGIES)})" if is_all else ""
         reason, mark, hint = str(exc).partition("; did you mean")

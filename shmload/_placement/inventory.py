@@ -7,12 +7,13 @@ A device has one name everywhere: `cuda:0`, `cpu`, `disk`. A device map has two 
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
+from shmload._placement import machine
 from shmload._settings import parse_nbytes, settings
 from shmload._wording import nearest
 from shmload.errors import ArgumentError, DeviceMissing
@@ -55,6 +56,16 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     devices: tuple[Device, ...]
+    others: tuple[str, ...] = ()
+    """Names of accelerators that are there, and that nothing is placed on."""
+    current_index: int = 0
+    """The accelerator that a name without an index means, such as `cuda`."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all devices."""
+        order = _in_order([*self.devices, *(boundless(name) for name in self.others)])
+        return [device.name for device in order]
 
     @property
     def accelerators(self) -> tuple[Device, ...]:
@@ -64,7 +75,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kind(self) -> str:
         """The name of its accelerators without index; `cuda` if there are none."""
-        return self.accelerators[0].name.partition(":")[0] if self.accelerators else "cuda"
+        names = [name for name in self.names if name not in _WITHOUT_INDEX]
+        return names[0].partition(":")[0] if names else "cuda"
 
     def find(self, name: str) -> Device | None:
         """Return a device by its name; None if it is not listed."""
@@ -74,12 +86,13 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(device.name for device in self.devices)
 
 
-def canonical_device(device: object, kind: str = "cuda") -> str:
+def canonical_device(device: object, kind: str = "cuda", current_index: int = 0) -> str:
     """Return the one name of a device, given in any usual way.
 
     Args:
         device: an index, a `torch.device`, or a name such as `cuda:1`, `cuda`, `cpu`, `offload`.
         kind: the accelerator that a bare index means.
+        current_index: the accelerator of that kind that a name without an index means.
 
     Raises:
         ArgumentError: it is not a device.
@@ -98,7 +111,7 @@ def canonical_device(device: object, kind: str = "cuda") -> str:
         is_meant = found in ("gpu", "rocm", "hip", "nvidia")
         hint = "; did you mean 'cuda'?" if is_meant else nearest(found, _NAMES)
         raise ArgumentError(f"{device!r} is not a device ({_USUAL}){hint}")
-    return f"{found}:{int(index or 0)}"
+    return f"{found}:{int(index or (current_index if found == kind else 0))}"
 
 
 def _is_kind(name: str) -> bool:
@@ -162,25 +175,34 @@ def limit_inventory(
         ArgumentError: `max_memory` cannot be read; as `parse_max_memory`.
         DeviceMissing: it names an accelerator that the inventory does not have.
     """
-    limits = parse_max_memory(max_memory, inventory.kind if inventory else "cuda")
+    limits = _parse_limits(max_memory, inventory)
     limited = _inventory(limits, 0.0).devices
     if inventory is None:
         return Inventory(devices=limited)
     for name in limits:
         if name not in (CPU, DISK) and inventory.find(name) is None:
-            raise DeviceMissing(
-                name, [device.name for device in inventory.devices], argument="max_memory"
-            )
+            raise DeviceMissing(name, inventory.names, argument="max_memory")
     others = (device for device in inventory.devices if device.name not in limits)
-    return Inventory(devices=_in_order((*limited, *others)))
+    return msgspec.structs.replace(inventory, devices=_in_order((*limited, *others)))
 
 
-def parse_max_memory(max_memory: Mapping[Any, object], kind: str = "cuda") -> dict[str, int]:
+def _parse_limits(max_memory: Mapping[Any, object], here: Inventory | None) -> dict[str, int]:
+    return (
+        parse_max_memory(max_memory, here.kind, here.current_index)
+        if here
+        else parse_max_memory(max_memory)
+    )
+
+
+def parse_max_memory(
+    max_memory: Mapping[Any, object], kind: str = "cuda", current_index: int = 0
+) -> dict[str, int]:
     """Return the limits of some devices in bytes, by name.
 
     Args:
         max_memory: as for `limit_inventory`.
         kind: as for `canonical_device`.
+        current_index: as for `canonical_device`.
 
     Raises:
         ArgumentError: it is no dict, a key is not a device, or a value is not a size.
@@ -189,7 +211,7 @@ def parse_max_memory(max_memory: Mapping[Any, object], kind: str = "cuda") -> di
         raise ArgumentError(f"max_memory is {max_memory!r}; it must be a dict of sizes by device")
     try:
         return {
-            _held(name, kind): _nbytes(size, "20GiB, or a number of bytes")
+            _held(name, kind, current_index): _nbytes(size, "20GiB, or a number of bytes")
             for name, size in max_memory.items()
         }
     except ArgumentError as exc:
@@ -197,7 +219,9 @@ def parse_max_memory(max_memory: Mapping[Any, object], kind: str = "cuda") -> di
 
 
 def choose_inventory(
-    inventory: str | Inventory | None, max_memory: Mapping[Any, object] | None
+    inventory: str | Inventory | None,
+    max_memory: Mapping[Any, object] | None,
+    needed: Collection[object] | None = None,
 ) -> Inventory:
     """Return the devices to plan for: the given ones, or else this machine's.
 
@@ -205,49 +229,64 @@ def choose_inventory(
         inventory: a value, or a text for `parse_inventory`.
         max_memory: for `limit_inventory`; without an inventory, the accelerators that it names are
             the only ones.
+        needed: as for `machine_inventory`.
 
     Raises:
         ArgumentError: one of them cannot be read.
         DeviceMissing: `max_memory` names an accelerator that is not there.
     """
-    found = parse_inventory(inventory) if isinstance(inventory, str) else inventory
-    here = machine_inventory() if found is None else found
+    if isinstance(inventory, str):
+        inventory = parse_inventory(inventory)
+    if inventory is not None:
+        return inventory if max_memory is None else limit_inventory(max_memory, inventory)
     if max_memory is None:
-        return here
-    limited = limit_inventory(max_memory, here)
-    if found is not None:
-        return limited
-    named = parse_max_memory(max_memory, here.kind)
-    return Inventory(
-        devices=tuple(
-            device
-            for device in limited.devices
-            if device.name in named or device.name in (CPU, DISK)
-        )
-    )
+        return machine_inventory(needed)
+    here = machine_inventory(())  # the limits are given: no device is asked
+    limits = _parse_limits(max_memory, here)
+    unlimited = (*here.devices, *(boundless(name) for name in here.others))
+    here = msgspec.structs.replace(here, devices=_in_order(unlimited), others=())
+    limited = limit_inventory(max_memory, here).devices
+    used = (each for each in limited if each.name in limits or each.name in (CPU, DISK))
+    return msgspec.structs.replace(here, devices=tuple(used))
 
 
 def without_host_limits(inventory: Inventory, max_memory: Mapping[Any, object] | None) -> Inventory:
     """Drop the limit of the CPU unless the caller has set one: the weights are there already."""
-    named = {_held(device, inventory.kind) for device in max_memory or ()}
-    if CPU in named:
+    if CPU in _parse_limits(max_memory or {}, inventory):
         return inventory
     others = [device for device in inventory.devices if device.name != CPU]
-    return Inventory(devices=_in_order((*others, boundless(CPU))))
+    devices = _in_order((*others, boundless(CPU)))
+    return msgspec.structs.replace(inventory, devices=devices)
 
 
-def machine_inventory() -> Inventory:
-    """Return this machine's devices, each limited to its free memory; imports torch."""
-    import torch
+def machine_inventory(needed: Collection[object] | None = None) -> Inventory:
+    """Return this machine's devices, each limited to its free memory; imports torch.
 
+    Args:
+        needed: devices in any usual way; no others are asked, and those are in `others`. None for
+            all, as a strategy needs.
+    """
+    names = machine.accelerator_names()
+    index = machine.current_index()
+    if needed is None:
+        asked = list(names)
+    else:
+        kind = names[0].partition(":")[0] if names else "cuda"
+        wanted = {canonical_device(device, kind, index) for device in needed}
+        asked = [name for name in names if name in wanted]
     free = [cgroup_free_nbytes(), machine_free_nbytes()]
-    found = {CPU: min(nbytes for nbytes in free if nbytes is not None)}
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            # What torch has reserved and does not use counts as free.
-            unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-            found[f"cuda:{index}"] = torch.cuda.mem_get_info(index)[0] + unused
-    return _inventory(found, settings().headroom)
+    host = min(nbytes for nbytes in free if nbytes is not None)
+    found = machine.free_nbytes(asked)
+    limited = _inventory(
+        {name: nbytes for name, nbytes in found.items() if nbytes is not None} | {CPU: host},
+        settings().headroom,
+    )
+    unlimited = (boundless(name) for name, nbytes in found.items() if nbytes is None)
+    return Inventory(
+        devices=_in_order((*limited.devices, *unlimited)),
+        others=tuple(name for name in names if name not in asked),
+        current_index=index,
+    )
 
 
 def _inventory(found: Mapping[str, int], headroom: float) -> Inventory:
@@ -270,8 +309,8 @@ def _in_order(devices: Iterable[Device]) -> tuple[Device, ...]:
     return tuple(sorted(devices, key=sort_key))
 
 
-def _held(device: object, kind: str = "cuda") -> str:
-    name = canonical_device(device, kind)
+def _held(device: object, kind: str = "cuda", current_index: int = 0) -> str:
+    name = canonical_device(device, kind, current_index)
     if name in (META, OFFLOAD):
         raise ArgumentError(f"{name} has no memory of its own to limit; it takes the cpu's")
     return name

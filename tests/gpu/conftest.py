@@ -79,7 +79,7 @@ def device(request, monkeypatch):
         return Cuda()
     made = LateDevice()
     monkeypatch.setattr(placing, "runtime_of", lambda device: made)
-    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("1GiB,cpu=8GiB"))
+    monkeypatch.setattr(inventory, "machine_inventory", lambda *_: parse_inventory("1GiB,cpu=8GiB"))
     _compute_on_the_host(monkeypatch)
     return StandIn(made)
 

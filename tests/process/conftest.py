@@ -174,7 +174,9 @@ def accelerators(monkeypatch):
     """Two GPUs of 1 GiB, by name; each copies as late as it may."""
     devices = {name: LateDevice() for name in ("cuda:0", "cuda:1")}
     monkeypatch.setattr(placing, "runtime_of", lambda device: devices[str(device)])
-    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("2x1GiB,cpu=8GiB"))
+    monkeypatch.setattr(
+        inventory, "machine_inventory", lambda *_: parse_inventory("2x1GiB,cpu=8GiB")
+    )
     yield devices
     for device in devices.values():
         assert device.pending == 0

@@ -1,5 +1,6 @@
 """Device maps place whole pipelines as asked, and bad ones are refused."""
 
+import msgspec
 import pytest
 import torch
 from accelerated import assert_as_on_the_host, assert_as_on_the_host_but_for_notes, load, models_of
@@ -156,14 +157,14 @@ def test_limits_alone_mean_nothing(saved):
 
 
 def test_machine_without_a_gpu_says_what_it_has(saved, monkeypatch):
-    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("cpu=8GiB"))
+    monkeypatch.setattr(inventory, "machine_inventory", lambda *_: parse_inventory("cpu=8GiB"))
     with pytest.raises(shmload.DeviceMissing, match="the devices are cpu"):
         shmload.to_device(nn.Linear(2, 2), "cuda")
 
 
 @pytest.mark.parametrize("device_map", ["cuda", {"": "cpu", "vae": 0}])
 def test_missing_gpu_is_found_before_anything_is_decoded(saved, monkeypatch, device_map):
-    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("cpu=8GiB"))
+    monkeypatch.setattr(inventory, "machine_inventory", lambda *_: parse_inventory("cpu=8GiB"))
     monkeypatch.setattr(Load, "__init__", None)  # no load is begun
     with pytest.raises(shmload.DeviceMissing, match=r"names cuda:0, .*are cpu; take one of these"):
         shmload.load_pipeline(saved("flux"), device_map=device_map)
@@ -175,3 +176,14 @@ def test_missing_gpu_is_found_before_anything_is_decoded(saved, monkeypatch, dev
 def test_mistyped_device_is_told_the_right_one(saved, device_map, hint):
     with pytest.raises(shmload.DeviceMapMalformed, match=hint):
         shmload.load_pipeline(saved("flux"), device_map=device_map)
+
+
+def test_cuda_without_an_index_is_the_current_device(saved, accelerators, monkeypatch):
+    here = msgspec.structs.replace(parse_inventory("2x1GiB,cpu=8GiB"), current_index=1)
+    monkeypatch.setattr(inventory, "machine_inventory", lambda *_: here)
+    got = load(saved("flux"), device_map={"": "cuda", "vae": "cuda:0"})
+    assert got.hf_device_map["transformer"] == "cuda:1"
+    assert got.hf_device_map["vae"] == "cuda:0"
+    assert load(saved("flux"), device_map="cuda", max_host_memory="64KiB").hf_device_map == {
+        "": "cuda:1"
+    }

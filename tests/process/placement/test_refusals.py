@@ -218,7 +218,7 @@ def test_what_only_the_machine_tells_ends_the_load_and_leaves_nothing(
         wait(self, taken)
 
     monkeypatch.setattr(Fit, "require", require)
-    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("2x100KiB"))
+    monkeypatch.setattr(inventory, "machine_inventory", lambda *_: parse_inventory("2x100KiB"))
     with pytest.raises(shmload.DoesNotFit):
         load(saved("flux"), device_map="balanced", keep=True)
     assert len(loads) == 1

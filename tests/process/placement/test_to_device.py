@@ -46,7 +46,7 @@ def test_module_stays_as_it_was_where_torch_cannot_move_a_part(accelerators, mon
 
 
 def test_what_is_on_the_host_needs_no_room_there(monkeypatch):
-    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("cpu=1KiB"))
+    monkeypatch.setattr(inventory, "machine_inventory", lambda *_: parse_inventory("cpu=1KiB"))
     module = nn.Linear(64, 64)
     assert shmload.to_device(module, "cpu") is module
 

@@ -60,7 +60,7 @@ def toy(monkeypatch, configure, tmp_path):
 def test_row_is_all_that_a_fourth_way_needs(toy, monkeypatch):
     device = LateDevice()
     monkeypatch.setattr(placing, "runtime_of", lambda _: device)
-    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("1GiB,cpu=8GiB"))
+    monkeypatch.setattr(inventory, "machine_inventory", lambda *_: parse_inventory("1GiB,cpu=8GiB"))
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     wanted = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     placing.to_device(module, "cuda:0", pin="toy")

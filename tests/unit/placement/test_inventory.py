@@ -8,7 +8,6 @@ from shmload._placement.inventory import (
     canonical_device,
     choose_inventory,
     limit_inventory,
-    machine_inventory,
     parse_inventory,
 )
 from shmload.errors import ArgumentError, DeviceMissing
@@ -120,7 +119,9 @@ def test_max_memory_limits_some_devices_of_an_inventory():
 
 
 def test_max_memory_names_devices_that_are_there(monkeypatch):
-    monkeypatch.setattr(inventory, "machine_inventory", lambda: parse_inventory("2x24GiB,cpu=8GiB"))
+    monkeypatch.setattr(
+        inventory, "machine_inventory", lambda *_: parse_inventory("2x24GiB,cpu=8GiB")
+    )
     found = choose_inventory(None, {1: GIB, "disk": GIB})
     assert _sizes(found) == {"cuda:1": GIB, "cpu": 8 * GIB, "disk": GIB}
     for given in (None, "2x80GiB"):
@@ -140,16 +141,3 @@ def test_what_is_wrong_with_a_limit_is_said_of_the_limit(max_memory):
 def test_max_memory_takes_sizes_only(size):
     with pytest.raises(ArgumentError, match="not the size"):
         limit_inventory({0: size})
-
-
-def test_this_machine_has_a_cpu_and_the_gpus_that_torch_sees():
-    found = machine_inventory()
-    assert found.find("cpu").nbytes > 0
-    assert len(found.accelerators) == torch.cuda.device_count()
-
-
-def test_gpus_hold_what_is_free_on_them(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((index + 1) * GIB, 80 * GIB))
-    assert _sizes(machine_inventory()) | {"cpu": 0} == {"cuda:0": GIB, "cuda:1": 2 * GIB, "cpu": 0}
