@@ -121,7 +121,7 @@ def load_pipeline(
             in bytes or as `512MiB`. All weights must go to accelerators.
         pin: how bytes are copied to accelerators. `ring` copies through a ring of pinned memory;
             `register` pins the segments; `off` pins nothing. `auto` takes `ring` or `register`,
-            whichever was faster when shmload measured this machine.
+            whichever was faster in earlier loads on this machine.
         components: load only these of the components with weights; the others are None. Components
             without weights, such as tokenizers, are always loaded.
         keep: leave the segments resident for the next process. `converted`: only those that had to

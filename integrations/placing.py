@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -156,9 +157,6 @@ def _copy(
         return
     first = next(iter(runtimes.values()))
     is_streamed = load is not None and bool(load.holdings.hollow)
-    # The sample that `auto` measures would take more memory of the host than a limit allows.
-    may_measure = not is_streamed and destination.max_host_nbytes is None
-    way = choose_way(destination.pin, first, may_measure=may_measure)
     hollow = Spans(set(load.holdings.hollow)) if load and is_streamed else None
     moves = Moves(
         [
@@ -167,15 +165,21 @@ def _copy(
         ],
         (lambda tensor: hollow.find(tensor) is not None) if hollow else None,
     )
+    # A limit, or a decode beside it, makes a copy slower in every way.
+    is_measured = not is_streamed and destination.max_host_nbytes is None
+    nbytes = sum(there.used_nbytes for there in moves.staged) if is_measured else 0
+    chosen = choose_way(destination.pin, first, nbytes)
     with contextlib.ExitStack() as closing:
         if ring is None or not is_streamed:
             ring = closing.enter_context(Ring(_shape_for(moves, destination)))
-        copier = closing.enter_context(way.open(ring, first))
+        copier = closing.enter_context(chosen.way.open(ring, first))
         if load and is_streamed:
             copier.stream(moves, load.holdings.hollow)
             load.wait()
         files = load.holdings.open_files() if load else ()
+        began = time.perf_counter()
         copier.copy(moves.staged, [(inode_of(os.fstat(fd)), fd) for _, fd in files])
+        chosen.note(time.perf_counter() - began)
     moves.commit()
 
 

@@ -1,122 +1,138 @@
-"""Which way to feed a device is the quickest: measured once on a machine, then remembered."""
+"""Which way to feed a device is the quickest: loads measure it, and it is remembered for a month.
+
+No copy is made to find out. On a machine that knows nothing yet the first large load takes the
+first way and the next one the second; each notes its rate. What a process's first copy costs and
+what later ones cost is remembered apart: the first one pays for what happens once.
+"""
 
 import contextlib
 import hashlib
 import logging
-import mmap
-import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
-from torch import nn
 
-from shmload._decoding.ring import Ring
 from shmload._host.files import replacing
-from shmload._host.linux import inode_of
 from shmload._settings import settings
-from shmload.integrations._devices.moves import Moves
 from shmload.integrations._devices.runtime import Runtime
-from shmload.integrations._devices.upload import upload_shape
 from shmload.integrations._devices.way import Way
 from shmload.integrations._devices.ways import DEFAULT, WAYS, Pin, measured_ways
 
 logger = logging.getLogger(__name__)
 
-# Large enough that what it costs to start a copy does not matter.
-_SAMPLE_NBYTES = 256 << 20
+# Larger than the caches of a processor, and than what it costs to begin a copy matters for.
+_MIN_NBYTES = 512 << 20
+_EXPIRES_S = 30 * 24 * 3600.0
+
+_noted: set[Path] = set()
+"""Of the devices that this process has copied to, by where their rates are remembered."""
 
 
-def choose_way(
-    pin: Pin, runtime: Runtime, *, may_measure: bool = True, sample_nbytes: int = _SAMPLE_NBYTES
-) -> Way:
+class _Rate(msgspec.Struct, frozen=True):
+    """How quick a copy was."""
+
+    bytes_per_s: float
+    at: float
+    """When, in seconds since 1970."""
+
+
+class _Memory(msgspec.Struct, frozen=True):
+    """What is remembered of a device: rates by the name of a way."""
+
+    first: dict[str, _Rate] = {}
+    """Of the first copy of a process."""
+    later: dict[str, _Rate] = {}
+    """Of its later ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way that was chosen for one copy."""
+
+    way: Way
+    note: Callable[[float], None]
+    """To be called with the seconds that the copy took."""
+
+
+def choose_way(pin: Pin, runtime: Runtime, nbytes: int) -> Choice:
     """Return the way to feed a device.
 
     Args:
-        pin: a way's name; or `auto` for the quickest, measured the first time on a machine.
+        pin: a way's name; or `auto` for the quickest, as far as loads on this machine have found.
         runtime: of the device.
-        may_measure: whether the sample may take memory of the host. If not, `auto` is `DEFAULT`.
-        sample_nbytes: size of the sample, in bytes.
+        nbytes: how much will be copied by it, in bytes; 0 for a copy that shall not be measured.
     """
     if pin != "auto":
-        return WAYS[pin]()
-    if not may_measure:
-        return WAYS[DEFAULT]()
+        return Choice(WAYS[pin](), _forget)
     path = _memory_path(runtime)
-    ways = measured_ways()
-    remembered = _recall(path)
-    for way in ways:
-        if way.name == remembered:
-            return way
-    try:
-        quickest = _measure(ways, runtime, sample_nbytes)
-    except torch.OutOfMemoryError:  # the device is nearly full now; a later load measures
-        return WAYS[DEFAULT]()
-    _remember(path, quickest)
-    return quickest
+    is_first = path not in _noted
+    rates = _recall(path, is_first=is_first)
+    is_measured = nbytes >= _MIN_NBYTES
+    way = _untried(rates, runtime) if is_measured else None
+    if way is None:
+        way = WAYS[max(rates, key=lambda name: rates[name].bytes_per_s, default=DEFAULT)]()
+
+    def note(elapsed_s: float) -> None:
+        _noted.add(path)
+        if is_measured:
+            rate = _Rate(nbytes / elapsed_s, time.time())
+            logger.info("%s: %s, %.1f GB/s", runtime.name, way.name, rate.bytes_per_s / 1e9)
+            _remember(path, way.name, rate, is_first=is_first)
+
+    return Choice(way, note)
+
+
+def _forget(elapsed_s: float) -> None:
+    """Note nothing: the way was asked for."""
+
+
+def _untried(rates: dict[str, _Rate], runtime: Runtime) -> Way | None:
+    """Return the first way that was not measured yet and is possible; None if there is none."""
+    for way in measured_ways():
+        if way.name not in rates:
+            reason = way.why_not(runtime)
+            if reason is None:
+                return way
+            logger.info("%s is not fed by %s: %s", runtime.name, way.name, reason)
+    return None
 
 
 def _memory_path(runtime: Runtime) -> Path:
-    facts = f"{runtime.name}, Linux {platform.release()}, torch {torch.__version__}"
+    facts = (
+        f"{runtime.name}, driver {runtime.driver}, Linux {platform.release()}, "
+        f"torch {torch.__version__}"
+    )
     digest = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
     return settings().cache_dir / "pins" / digest
 
 
-def _recall(path: Path) -> str | None:
-    with contextlib.suppress(OSError):
-        return path.read_text()
-    return None
+def _recall(path: Path, *, is_first: bool) -> dict[str, _Rate]:
+    """Return the rates that are not too old, of ways that there are."""
+    memory = _read(path)
+    now = time.time()
+    return {
+        name: rate
+        for name, rate in (memory.first if is_first else memory.later).items()
+        if name in WAYS and 0 <= now - rate.at < _EXPIRES_S
+    }
 
 
-def _remember(path: Path, way: Way) -> None:
-    """Write a way's name in one step; a file that cannot be written is no error."""
+def _remember(path: Path, name: str, rate: _Rate, *, is_first: bool) -> None:
+    """Write a rate in one step; a file that cannot be written is no error."""
+    memory = _read(path)
+    (memory.first if is_first else memory.later)[name] = rate
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
-            file.write(way.name.encode())
+            file.write(msgspec.json.encode(memory))
 
 
-def _measure(ways: list[Way], runtime: Runtime, nbytes: int) -> Way:
-    """Return the way that copies a sample quickest.
-
-    Each way copies it twice, and its quicker run counts: the first one pays for what happens once.
-    """
-    elapsed_s: dict[str, float] = {}
-    with _sample(nbytes) as (module, fd):
-        for way in ways:
-            if reason := way.why_not(runtime):
-                logger.info("%s is not fed by %s: %s", runtime.name, way.name, reason)
-                continue
-            runs = [_time_copy(way, module, fd, runtime) for _ in range(2)]
-            took_s = [run for run in runs if run is not None]
-            if len(took_s) == len(runs):
-                elapsed_s[way.name] = min(took_s)
-    quickest = min(elapsed_s, key=lambda name: elapsed_s[name])
-    speeds = ", ".join(f"{name} {nbytes / s / 1e9:.1f} GB/s" for name, s in elapsed_s.items())
-    logger.info("%s is fed by %s from now on (%s)", runtime.name, quickest, speeds)
-    return WAYS[quickest]()
-
-
-def _time_copy(way: Way, module: nn.Module, fd: int, runtime: Runtime) -> float | None:
-    """Copy the sample and return the seconds it took; None if the way could not copy it itself."""
-    began = time.perf_counter()
-    with Ring(upload_shape()) as ring, way.open(ring, runtime) as copier:
-        staged = Moves([(module, lambda path: runtime)]).staged
-        left = copier.copy(staged, [(inode_of(os.fstat(fd)), fd)])
-    return None if left else time.perf_counter() - began
-
-
-@contextlib.contextmanager
-def _sample(nbytes: int) -> Iterator[tuple[nn.Module, int]]:
-    """Yield a module with one tensor in a private mapping of shared memory, and its descriptor."""
-    fd = os.memfd_create("shmload-sample", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        mapped = mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
-        module = nn.Module()
-        module.register_buffer("sample", torch.frombuffer(mapped, dtype=torch.uint8))
-        yield module, fd
-    finally:
-        os.close(fd)
+def _read(path: Path) -> _Memory:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=_Memory)
+    return _Memory()

@@ -15,6 +15,7 @@ from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
 from shmload.errors import ArgumentError
 from shmload.integrations import placing
+from shmload.integrations._devices import calibration
 from shmload.integrations._devices.calibration import choose_way
 from shmload.integrations._devices.destination import Destination
 from shmload.integrations._devices.ways import DEFAULT, WAYS, Pin, measured_ways, require_pin
@@ -55,6 +56,7 @@ def toy(monkeypatch, configure, tmp_path):
     configure(cache_dir=tmp_path)
     monkeypatch.setitem(WAYS, "toy", lambda: TOY)
     monkeypatch.setattr(ToyCopier, "copies", 0)
+    monkeypatch.setattr(calibration, "_noted", set())
 
 
 def test_row_is_all_that_a_fourth_way_needs(toy, monkeypatch):
@@ -73,5 +75,10 @@ def test_fourth_way_is_named_and_measured(toy):
     with pytest.raises(ArgumentError, match="off, toy"):
         require_pin("fast")
     assert TOY in measured_ways()
-    choose_way("auto", LateDevice(), sample_nbytes=1 << 20)
-    assert ToyCopier.copies == 2
+    names = []
+    for _ in measured_ways():
+        choice = choose_way("auto", LateDevice(), 1 << 30)
+        names.append(choice.way.name)
+        choice.note(1.0)
+        calibration._noted.clear()
+    assert names == [way.name for way in measured_ways()]
