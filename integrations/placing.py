@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +12,9 @@ from torch import nn
 
 from shmload._decoding.ring import Ring, RingShape
 from shmload._host.collector import paused_gc
-from shmload._host.linux import inode_of
+from shmload._host.linux import Inode, inode_of
 from shmload._loading.load import Load
-from shmload._placement.inventory import CPU, META
+from shmload._placement.inventory import CPU, META, OFFLOAD
 from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
 from shmload.integrations._building.mapped import Spans
@@ -22,11 +22,13 @@ from shmload.integrations._building.module_trees import component_of
 from shmload.integrations._building.pipeline_maker import components_by_name
 from shmload.integrations._devices.calibration import choose_way
 from shmload.integrations._devices.destination import Destination, parse_max_host_memory
-from shmload.integrations._devices.hooks import attach_hooks, device_at, note_devices
+from shmload.integrations._devices.hooks import Blocks, attach_hooks, device_at, note_devices
 from shmload.integrations._devices.moves import Moves
+from shmload.integrations._devices.origin import Segments
 from shmload.integrations._devices.runtime import Runtime
 from shmload.integrations._devices.runtimes import runtime_of
 from shmload.integrations._devices.upload import upload_shape
+from shmload.integrations._devices.waiting import Waiting
 from shmload.integrations._devices.ways import Pin
 
 if TYPE_CHECKING:
@@ -130,29 +132,49 @@ def place_models(
         name: _in_reach(models[name], _by_path(where), placement.execution_devices[name])
         for name, where in placement.components.items()
     }
-    _copy(models, devices, destination, load, ring)
+    runtime_at = functools.cache(lambda name: runtime_of(torch.device(name)))
+    _copy(models, devices, destination, runtime_at, load, ring)
     used = {device for where in devices.values() for device in where.values()}
+    waiting = functools.cache(lambda name: Waiting(runtime_at(name)))
+    segments = Segments(_files_to_pin(destination, load) if OFFLOAD in used else ())
     for name, model in models.items():
         _empty(model, devices[name])
-        if len(used) > 1 or not used.isdisjoint(WAITING):
-            attach_hooks(
-                model, devices[name], placement.execution_devices[name], destination.offload_folder
-            )
-        else:
+        computing = placement.execution_devices[name]
+        if len(used) == 1 and used.isdisjoint(WAITING):
             note_devices(model, devices[name])
+            continue
+        blocks = None
+        if OFFLOAD in devices[name].values() and computing != CPU:
+            paths = [path for path, _ in component_of(name, model).module.units()]
+            blocks = Blocks(waiting(computing), paths, segments)
+        attach_hooks(
+            model,
+            devices[name],
+            computing,
+            destination.offload_folder,
+            blocks=blocks,
+        )
     return placement
+
+
+def _files_to_pin(destination: Destination, load: Load | None) -> list[tuple[Inode, int]]:
+    """Return the segments whose pages may stay pinned, each with a descriptor, the load's."""
+    if load is None or destination.pin == "off":
+        return []
+    return [(segment.inode, segment.fd) for segment in load.holdings.segments()]
 
 
 def _copy(
     models: Mapping[str, nn.Module],
     devices: Mapping[str, Mapping[str, str]],
     destination: Destination,
+    runtime_at: Callable[[str], Runtime],
     load: Load | None,
     ring: Ring | None,
 ) -> None:
     """Copy to accelerators the tensors that belong there; blocks until they are there."""
     names = {device for where in devices.values() for device in where.values()}.difference(_STAYS)
-    runtimes = {name: runtime_of(torch.device(name)) for name in sorted(names)}
+    runtimes = {name: runtime_at(name) for name in sorted(names)}
     if not runtimes:
         return
     first = next(iter(runtimes.values()))

@@ -45,6 +45,9 @@ class CudaRuntime:
     def follow(self, lane: int) -> None:
         self._stream(lane).wait_stream(torch.cuda.current_stream(self.device))
 
+    def join(self, lane: int) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self._stream(lane))
+
     def record(self, lane: int) -> Event:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream(lane))

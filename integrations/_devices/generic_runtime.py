@@ -53,6 +53,9 @@ class GenericRuntime:
     def follow(self, lane: int) -> None:
         self._stream(lane).wait_stream(torch.accelerator.current_stream(self.device))
 
+    def join(self, lane: int) -> None:
+        torch.accelerator.current_stream(self.device).wait_stream(self._stream(lane))
+
     def record(self, lane: int) -> Event:
         event = torch.Event(self.device)
         event.record(self._stream(lane))

@@ -1,7 +1,7 @@
-"""Accelerate's hooks on a model: they move activations between the devices of one pipeline.
+"""Hooks on a model: they move activations between the devices of one pipeline.
 
-The weights are on their devices before. Accelerate brings weights that wait on the CPU or on a disk
-to the device that computes, one module at a time.
+The weights are on their devices before. Those that wait on the host come to the device that
+computes by `waiting`; accelerate brings those that wait on a disk.
 """
 
 import os
@@ -9,8 +9,9 @@ import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +19,19 @@ from torch import nn
 from shmload._placement.inventory import CPU, DISK, OFFLOAD
 from shmload._placement.table import WAITING
 from shmload.errors import ArgumentError
+from shmload.integrations._devices.origin import Segments
+from shmload.integrations._devices.waiting import Waiting
+
+
+class Blocks(NamedTuple):
+    """The blocks of a model whose weights wait on the host for an accelerator."""
+
+    waiting: Waiting
+    """Brings them to the accelerator."""
+    paths: Collection[str]
+    """Of all modules of the model that travel as a block if their weights wait."""
+    segments: Segments
+    """Hold the weights, or some of them."""
 
 
 def attach_hooks(
@@ -25,6 +39,8 @@ def attach_hooks(
     devices: Mapping[str, str],
     execution_device: str,
     offload_folder: str | os.PathLike[str] | None = None,
+    *,
+    blocks: Blocks | None = None,
 ) -> None:
     """Have a model take inputs from any device, and return its outputs on the same device.
 
@@ -33,15 +49,20 @@ def attach_hooks(
         devices: by a module's path, complete and disjoint; the empty path is the model itself.
         execution_device: where its inputs go, and where modules compute whose weights wait.
         offload_folder: for weights that wait on a disk.
+        blocks: for weights that wait on the host. None, or a weight that is more than consecutive
+            bytes: accelerate brings them.
 
     Raises:
-        ArgumentError: weights wait on a disk and no folder is given; or the model computes on an
-            accelerator and some of its weights are on the CPU.
+        ArgumentError: weights wait on a disk and no folder is given; or accelerate is to bring
+            weights to an accelerator, and some modules compute on the CPU.
     """
-    if any(device in WAITING for device in devices.values()):
-        _dispatch(model, devices, execution_device, offload_folder)
-    else:
+    if not any(device in WAITING for device in devices.values()):
         _align(model, devices, execution_device)
+    elif blocks and DISK not in devices.values() and _are_plain(model):
+        roots = _roots(model, devices, blocks)
+        _align(model, devices, execution_device, blocks.waiting, roots)
+    else:
+        _dispatch(model, devices, execution_device, offload_folder)
     note_devices(model, devices)
 
 
@@ -65,24 +86,73 @@ def device_at(devices: Mapping[str, str], path: str, otherwise: str) -> str:
     return devices[path]
 
 
-def _align(model: nn.Module, devices: Mapping[str, str], execution_device: str) -> None:
+def _align(
+    model: nn.Module,
+    devices: Mapping[str, str],
+    execution_device: str,
+    waiting: Waiting | None = None,
+    roots: Mapping[nn.Module, nn.Module] = MappingProxyType({}),
+) -> None:
     """Add a hook to every module that has a tensor in or below it.
 
     The model's own hook is not enough, because pipelines call more than `forward`: a decoder's
-    inputs come by `decode`.
+    inputs come by `decode`. Nor is that of a block: its modules can be called without it.
+
+    Args:
+        model: as for `attach_hooks`, and so are the next two.
+        devices: of its modules.
+        execution_device: of its inputs.
+        waiting: brings the weights of blocks; None if there are none.
+        roots: the block of each module that is in one.
     """
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    from shmload.integrations._devices.aligning import ActivationsHook, WaitingHook, add_hook
 
-    class _ActivationsOnly(AlignDevicesHook):  # type: ignore[misc] # accelerate has no types
-        """Leaves the weights where they are."""
-
-        def init_hook(self, module: nn.Module) -> nn.Module:
-            return module
-
+    skip_keys = _skip_keys(model)
     for path, module in _with_tensors(model):
-        device = torch.device(device_at(devices, path, execution_device))
-        hook = _ActivationsOnly(device, io_same_device=not path, skip_keys=_skip_keys(model))
-        add_hook_to_module(module, hook, append=True)
+        name = device_at(devices, path, execution_device)
+        if waiting and name in (OFFLOAD, execution_device):
+            device = waiting.runtime.device
+        else:
+            device = torch.device(name)
+        others = {"io_same_device": not path, "skip_keys": skip_keys}
+        root = roots.get(module)
+        if waiting and root is not None and (root is module or module._parameters):
+            add_hook(module, WaitingHook(device, waiting, root, **others))
+        else:
+            add_hook(module, ActivationsHook(device, **others))
+        if name == OFFLOAD:
+            _bring_rest(module, device, is_in_block=root is not None)
+
+
+def _bring_rest(module: nn.Module, device: torch.device, *, is_in_block: bool) -> None:
+    """Move a waiting module's own tensors that do not travel: buffers, and what is in no block."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = buffer.to(device)
+    for parameter in () if is_in_block else module._parameters.values():
+        if parameter is not None:
+            parameter.data = parameter.data.to(device)
+
+
+def _roots(
+    model: nn.Module, devices: Mapping[str, str], blocks: Blocks
+) -> dict[nn.Module, nn.Module]:
+    """Note the blocks that wait; returns the block of each module in one."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    roots: dict[nn.Module, nn.Module] = {}
+    for path in blocks.paths:
+        root = modules.get(path)
+        if root is None or root in roots or device_at(devices, path, "") != OFFLOAD:
+            continue
+        for module in root.modules():
+            roots.setdefault(module, root)
+        blocks.waiting.add(root, blocks.segments.origins(root.parameters()))
+    return roots
+
+
+def _are_plain(model: nn.Module) -> bool:
+    """Tell whether parameters are of torch's own class: others are more than their bytes."""
+    return all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
 def _dispatch(

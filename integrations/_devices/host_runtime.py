@@ -24,6 +24,9 @@ class HostRuntime:
     def follow(self, lane: int) -> None:
         pass
 
+    def join(self, lane: int) -> None:
+        pass
+
     def record(self, lane: int) -> Event:
         return _Done()
 

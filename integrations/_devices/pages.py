@@ -21,24 +21,26 @@ from shmload.integrations._devices.runtime import Runtime
 
 
 class Pages:
-    """Maps a whole file, shared and read-only; a context that unregisters its windows.
+    """Maps a file, shared and read-only; a context that unregisters its windows.
 
     Several threads may register windows at once.
 
     Args:
         fd: of the file; stays the caller's.
         runtime: of the device that pins the pages; other devices may fetch from there too.
+        begin: offset in the file from which on it is mapped, on a page.
+        nbytes: how many bytes are mapped; 0 for all up to the end of the file.
     """
 
-    def __init__(self, fd: int, runtime: Runtime) -> None:
+    def __init__(self, fd: int, runtime: Runtime, begin: int = 0, nbytes: int = 0) -> None:
         self._runtime = runtime
         self._lock = threading.Lock()
         self._registered: set[int] = set()
         own = None if runtime.registers_read_only else open_to_map(fd)
         self._is_closed_to_drivers = own is None and not runtime.registers_read_only
         try:
-            self.content = _map(fd if own is None else own)
-            """The file's bytes: flat uint8, read-only."""
+            self.content = _map(fd if own is None else own, begin, nbytes)
+            """The bytes that are mapped: flat uint8, read-only."""
         finally:
             if own is not None:
                 os.close(own)
@@ -55,8 +57,8 @@ class Pages:
         """Pin a window, so that devices fetch from it by themselves.
 
         Args:
-            begin: offset of its first byte in the file, on a page.
-            end: offset behind its last byte, on a page or at the end of the file.
+            begin: offset of its first byte in `content`, on a page.
+            end: offset behind its last byte, on a page or at the end of `content`.
 
         Returns:
             Whether the driver did.
@@ -109,8 +111,8 @@ def why_not_register(runtime: Runtime) -> str | None:
         os.close(fd)
 
 
-def _map(fd: int) -> torch.Tensor:
-    mapped = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+def _map(fd: int, begin: int, nbytes: int) -> torch.Tensor:
+    mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=begin)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns: the memory is read-only, tensors are not
         return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -70,6 +70,9 @@ class Runtime(Protocol):
         before each group of copies.
         """
 
+    def join(self, lane: int) -> None:
+        """Have what the caller's current stream gets next wait for the copies started on a lane."""
+
     def record(self, lane: int) -> Event:
         """Return the point behind all copies that were started on a lane."""
 

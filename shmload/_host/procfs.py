@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shmload._host.linux import PAGE_NBYTES, Inode
 from shmload.errors import ShmloadError
@@ -303,18 +303,41 @@ def is_touched(start: int, end: int) -> bool:
         start: first address, in bytes.
         end: address after the last byte.
     """
-    import numpy as np  # imported here: the parent needs numpy nowhere else
-
     first, last = -(-start // PAGE_NBYTES), end // PAGE_NBYTES
     if last <= first:
         return False
+    entries = _page_entries(first, last)
+    return entries is None or bool((entries >> 62).any())
+
+
+def has_own_pages(start: int, end: int) -> bool:
+    """Tell whether this process may have pages of its own in a private mapping of a file.
+
+    They are those that it wrote to: bit 63 or bit 62 is set for them, and bit 61 ("page is of a
+    file") is not. It takes 3 to 7 ms for 1 GiB that was never read here (2 cores).
+
+    Args:
+        start: first address, in bytes, on a page.
+        end: address after the last byte, on a page.
+    """
+    entries = _page_entries(start // PAGE_NBYTES, end // PAGE_NBYTES)
+    if entries is None:
+        return True
+    kinds = entries >> 61
+    return bool(((kinds != 0) & (kinds & 1 == 0)).any())
+
+
+def _page_entries(first: int, last: int) -> Any:
+    """Return the lines of pagemap for some pages, as uint64; None if a sandbox hides them."""
+    import numpy as np  # imported here: the parent needs numpy nowhere else
+
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             pagemap.seek(first * 8)
-            entries = np.frombuffer(pagemap.read((last - first) * 8), np.uint64)
+            content = pagemap.read((last - first) * 8)
     except OSError:
-        return True  # a sandbox hides it
-    return entries.size < last - first or bool((entries >> np.uint64(62)).any())
+        return None
+    return np.frombuffer(content, np.uint64) if len(content) == (last - first) * 8 else None
 
 
 def modified_nbytes(mapping: Mapping) -> int:

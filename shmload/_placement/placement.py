@@ -185,17 +185,17 @@ def _execution_devices(
 def _require_one_way(
     components: Sequence[Component], devices: Devices, execution: Mapping[str, str]
 ) -> None:
-    """Raise DeviceMapMalformed where weights wait beside others that the CPU computes with.
+    """Raise DeviceMapMalformed where weights wait on a disk and the CPU computes with others.
 
     Accelerate's hooks know the CPU of such a model only as the place where weights wait.
     """
     for component in components:
         homes = {devices[join(component.name, path)] for path, _ in component.module.units()}
-        if execution[component.name] != CPU and CPU in homes and homes & {*WAITING}:
+        if execution[component.name] != CPU and {CPU, DISK} <= homes:
             raise DeviceMapMalformed(
                 f"{component.name or 'the model'} cannot compute some modules on the cpu and "
-                f"others on {execution[component.name]} while weights wait; write 'offload' "
-                "instead of 'cpu' for its modules"
+                f"others on {execution[component.name]} while weights wait on a disk; write "
+                "'offload' instead of 'cpu' for its modules"
             )
 
 

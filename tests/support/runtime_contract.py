@@ -82,6 +82,12 @@ class RuntimeContract:
             runtime.record(lane).wait()
         assert torch.equal(target.cpu(), numbered(4096))
 
+    def test_copies_are_there_for_what_joins_their_lane(self, runtime):
+        target = runtime.empty(4096)
+        runtime.copy(target, numbered(4096), 3)
+        runtime.join(3)
+        assert torch.equal(target.clone().cpu(), numbered(4096))
+
     def test_pinned_memory_is_of_the_host(self, runtime):
         memory = runtime.pinned(4096)
         if memory is not None:

@@ -1,0 +1,63 @@
+"""Hooks on modules: inputs go to where a module computes, and its weights if they wait elsewhere.
+
+They are accelerate's hooks, so the libraries find, heed and remove them as such.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch import nn
+
+from shmload.integrations._devices.waiting import Waiting
+
+
+def add_hook(module: nn.Module, hook: "ActivationsHook") -> None:
+    """Add a hook to a module, behind those that it has."""
+    add_hook_to_module(module, hook, append=True)
+
+
+class ActivationsHook(AlignDevicesHook):  # type: ignore[misc] # accelerate has no types
+    """Moves a module's inputs to its device; leaves the weights where they are."""
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+class WaitingHook(ActivationsHook):
+    """Has a block's weights on the device while a module of the block computes.
+
+    Args:
+        device: where the module computes.
+        waiting: brings the weights.
+        root: the block: this module, or one above it.
+        **others: for `AlignDevicesHook`.
+    """
+
+    def __init__(
+        self, device: torch.device, waiting: Waiting, root: nn.Module, **others: Any
+    ) -> None:
+        super().__init__(device, **others)
+        self._waiting = waiting
+        self._root = root
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        # Not in `pre_forward`: what that begins would not end if `forward` raises.
+        own = vars(module)  # where accelerate keeps it
+        own["_old_forward"] = functools.partial(self._compute, own["_old_forward"])
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        self._waiting.release()
+        own = vars(module)
+        own["_old_forward"] = own["_old_forward"].args[0]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.cpu()
+        return module
+
+    def _compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._waiting.using(self._root):
+            return forward(*args, **kwargs)

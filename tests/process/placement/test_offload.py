@@ -1,0 +1,199 @@
+"""Pipelines whose weights wait on the host compute as the library's, from pages that are shared."""
+
+import contextlib
+import copy
+import gc
+import pickle
+
+import numpy as np
+import peft
+import pipelines
+import pytest
+import torch
+from accelerate import hooks
+from accelerated import load, models_of
+from comparing import reference
+from torch import nn
+
+import shmload
+from shmload._host.linux import shm_names
+from shmload._host.procfs import mappings
+from shmload._segments.segment import attach
+from shmload.integrations import placing
+from shmload.integrations._devices.hooks import _are_plain
+from shmload.integrations._devices.waiting import Waiting
+
+pytestmark = pytest.mark.libraries
+
+_PIPELINE = {"": "offload"}
+
+
+@pytest.fixture
+def device(accelerators, monkeypatch):
+    """The device that the weights come to."""
+    made = []
+
+    class Noted(Waiting):
+        def __init__(self, runtime):
+            super().__init__(runtime)
+            made.append(self)
+
+    monkeypatch.setattr(placing, "Waiting", Noted)
+    yield accelerators["cuda:0"]
+    for waiting in made:  # the test's models live a little longer than the test
+        waiting.release()
+
+
+def flux(pipe, seed=1):
+    """Call a Flux transformer."""
+    torch.manual_seed(seed)
+    model, config = pipe.transformer, pipe.transformer.config
+    with torch.no_grad():
+        return model(
+            hidden_states=torch.randn(1, 16, config.in_channels, dtype=torch.bfloat16),
+            encoder_hidden_states=torch.randn(
+                1, 5, config.joint_attention_dim, dtype=torch.bfloat16
+            ),
+            pooled_projections=torch.randn(1, config.pooled_projection_dim, dtype=torch.bfloat16),
+            timestep=torch.ones(1),
+            img_ids=torch.zeros(16, 3),
+            txt_ids=torch.zeros(5, 3),
+            guidance=torch.ones(1) if config.guidance_embeds else None,
+            return_dict=False,
+        )[0]
+
+
+@pytest.mark.parametrize("family", ["flux", "stable-diffusion", "wan"])
+def test_generation_is_that_of_the_library(saved, device, family, evicts):
+    source = saved(family)
+    got = load(source, device_map=_PIPELINE, keep=True)
+    assert got.hf_device_map == {"": "offload"}
+    wanted = pipelines.run(reference(source, torch.bfloat16))
+    for _ in range(2):
+        assert np.array_equal(pipelines.run(got), wanted)
+    assert device.registered
+    assert device.calls.count("copy") > 20
+
+
+def test_output_is_that_of_accelerates_hooks(saved, device):
+    source = saved("flux")
+    got = load(source, device_map=_PIPELINE)
+    wanted = reference(source, torch.bfloat16)
+    hooks.attach_align_device_hook(wanted.transformer, torch.device("cpu"), offload=True)
+    assert wanted.transformer.proj_out.weight.is_meta
+    assert torch.equal(flux(got), flux(wanted))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"": 0, "transformer.transformer_blocks": "offload"},
+        {"": 0, "transformer.single_transformer_blocks.1": "offload"},
+        {"": "cpu", "transformer.transformer_blocks.0": "offload"},  # accelerate cannot
+    ],
+)
+def test_some_blocks_wait(saved, device, where):
+    source = saved("flux")
+    got = load(source, device_map=where)
+    assert torch.equal(flux(got), flux(reference(source, torch.bfloat16)))
+
+
+def test_pages_are_the_segments_own(saved, device, evicts):
+    """Other processes that pin them share them, because they are mapped shared."""
+    got = load(saved("flux"), device_map=_PIPELINE, keep=True)
+    pipelines.run(got)
+    with contextlib.ExitStack() as closing:
+        attached = filter(None, map(attach, shm_names()))
+        inodes = {closing.enter_context(segment).inode for segment in attached}
+    found = [there for there in mappings(inodes) if there.permissions == "r--s"]
+    assert found
+    shared = {(there.start, there.end) for there in found}
+    pinned = {(start, -(-(start + n) // 4096) * 4096) for start, n in device.registered.items()}
+    assert pinned == shared
+
+
+def test_pin_off_pins_nothing(saved, device):
+    got = shmload.load_pipeline(saved("flux"), dtype="bfloat16", device_map=_PIPELINE, pin="off")
+    assert torch.equal(flux(got), flux(reference(saved("flux"), torch.bfloat16)))
+    assert not device.registered
+
+
+def test_model_that_waits_has_its_state(saved, device):
+    got = load(saved("flux"), device_map=_PIPELINE)
+    for name, model in models_of(reference(saved("flux"), torch.bfloat16)).items():
+        found = models_of(got)[name].state_dict()
+        assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())
+
+
+def test_ordinary_models_come_back(saved, device):
+    got = load(saved("flux"), device_map=_PIPELINE)
+    wanted = flux(got)
+    got.reset_device_map()
+    assert got.hf_device_map is None
+    assert not device.registered
+    for model in models_of(got).values():
+        assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+        # Accelerate leaves the class's own method on each module.
+        assert all(m.forward.__func__ is type(m).forward for m in model.modules())
+    device.calls.clear()
+    assert torch.equal(flux(got), wanted)
+    assert device.calls == []
+    got.to(torch.float32)
+
+
+def test_copy_of_a_model_is_like_accelerates(saved, device):
+    got = load(saved("flux"), device_map=_PIPELINE)
+    wanted = flux(got)
+    other = copy.deepcopy(got.transformer)
+    with torch.no_grad():
+        got.transformer.proj_out.weight.zero_()
+    got.transformer = other
+    assert torch.equal(flux(got), wanted)
+    with pytest.raises(shmload.ArgumentError, match="cannot be pickled"):
+        pickle.dumps(got.transformer)
+
+
+def test_adapter_on_a_model_that_waits(saved, device):
+    source = saved("flux")
+    got = load(source, device_map=_PIPELINE)
+    wanted = reference(source, torch.bfloat16)
+    plain = flux(got)
+    config = peft.LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights=False)
+    wanted.transformer.add_adapter(config)
+    got.transformer.add_adapter(config)
+    weights = {k: v for k, v in wanted.transformer.state_dict().items() if "lora" in k}
+    got.transformer.load_state_dict(weights, strict=False)
+    with_adapter = flux(wanted)
+    assert torch.equal(flux(got), with_adapter)
+    got.transformer.fuse_lora()
+    wanted.transformer.fuse_lora()
+    assert torch.equal(flux(got), flux(wanted))
+    got.transformer.unfuse_lora()
+    got.transformer.delete_adapters("default")
+    assert torch.allclose(flux(got), plain, atol=0.1)
+
+
+def test_pages_go_with_the_component(saved, device):
+    got = load(saved("flux"), device_map=_PIPELINE)
+    pipelines.run(got)
+    before = len(device.registered)
+    got.text_encoder_2 = None
+    gc.collect()
+    assert 0 < len(device.registered) < before
+
+
+def test_full_device_is_an_error_and_the_next_call_works(saved, device):
+    got = load(saved("flux"), device_map=_PIPELINE)
+    device.room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        flux(got)
+    device.room = None
+    assert torch.equal(flux(got), flux(reference(saved("flux"), torch.bfloat16)))
+
+
+def test_weights_with_a_class_of_their_own_wait_under_accelerates_hooks():
+    class Quantised(nn.Parameter):
+        pass
+
+    assert not _are_plain(nn.ParameterList([Quantised(torch.ones(1))]))
+    assert _are_plain(nn.Linear(2, 2))

@@ -1,0 +1,361 @@
+"""Blocks whose weights wait compute with the right ones, copied in time and in the right order."""
+
+import contextlib
+import copy
+import gc
+import mmap
+import os
+import threading
+
+import pytest
+import torch
+from devices import LateDevice
+from torch import nn
+
+from shmload._host.linux import inode_of
+from shmload.integrations._devices.origin import Segments
+from shmload.integrations._devices.waiting import Waiting
+
+_SIZE = 64  # 16 KiB of float32 for each weight: blocks have pages of their own
+_BLOCKS = 4
+
+
+class Model(nn.Module):
+    """Blocks of one layer each, over one file as a segment is mapped."""
+
+    def __init__(self, fd):
+        super().__init__()
+        nbytes = _SIZE * _SIZE * 4
+        content = mmap.mmap(fd, _BLOCKS * nbytes, access=mmap.ACCESS_COPY)
+        self.blocks = nn.ModuleList()
+        for number in range(_BLOCKS):
+            layer = nn.Linear(_SIZE, _SIZE, bias=False)
+            flat = torch.frombuffer(
+                content, dtype=torch.float32, count=_SIZE * _SIZE, offset=number * nbytes
+            )
+            layer.weight = nn.Parameter(flat.view(_SIZE, _SIZE))
+            self.blocks.append(layer)
+
+
+@pytest.fixture
+def segment():
+    """A file with the weights of four blocks."""
+    fd = os.memfd_create("segment")
+    torch.manual_seed(0)
+    os.pwrite(fd, torch.randn(_BLOCKS, _SIZE, _SIZE).numpy().tobytes(), 0)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def device():
+    device = LateDevice()
+    yield device
+    assert not device.registered
+    assert device.pending == 0
+
+
+@pytest.fixture
+def make(segment, device):
+    """Return a function that makes a model, and what brings its blocks to a device."""
+    made = []
+
+    def make(device):
+        model = Model(segment)
+        waiting = Waiting(device)
+        segments = Segments([(inode_of(os.fstat(segment)), segment)])
+        for block in model.blocks:
+            waiting.add(block, segments.origins(block.parameters()))
+        made.append(waiting)
+        return model, waiting
+
+    yield make
+    for waiting in made:
+        waiting.release()
+
+
+@pytest.fixture
+def made(make, device):
+    return make(device)
+
+
+def run(model, waiting, order=range(_BLOCKS)):
+    output = torch.ones(1, _SIZE)
+    for number in order:
+        with waiting.using(model.blocks[number]):
+            output = model.blocks[number](output)
+    return output
+
+
+def plain(model, order=range(_BLOCKS)):
+    """Compute the same without anything that waits."""
+    output = torch.ones(1, _SIZE)
+    for number in order:
+        output = nn.functional.linear(output, model.blocks[number].weight.detach().clone())
+    return output
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+def test_output_is_the_same(made, mode):
+    model, waiting = made
+    with mode():
+        for _ in range(3):
+            assert torch.equal(run(model, waiting), plain(model))
+
+
+def test_modes_may_alternate(made):
+    model, waiting = made
+    for mode in (torch.inference_mode, torch.no_grad, contextlib.nullcontext, torch.no_grad):
+        with mode():
+            assert torch.equal(run(model, waiting), plain(model))
+
+
+def test_next_block_is_copied_before_the_current_one_computes(made, device):
+    model, waiting = made
+    device.calls.clear()
+    with torch.no_grad():
+        for number in range(2):
+            with waiting.using(model.blocks[number]):
+                device.calls.append(f"compute {number}")
+    assert device.calls == [
+        *("register", "empty", "follow", "copy", "join"),
+        *("register", "empty", "follow", "copy", "compute 0", "follow"),
+        *("join", "register", "copy", "compute 1", "follow"),
+    ]
+
+
+def test_buffer_is_filled_only_behind_the_block_that_used_it(made, device):
+    model, waiting = made
+    calls = []
+
+    def note(name, method):
+        def call(*args):
+            calls.append((name, args[0].data_ptr() if name == "copy" else None))
+            return method(*args)
+
+        return call
+
+    for name in ("copy", "follow"):
+        setattr(device, name, note(name, getattr(device, name)))
+    used = {}
+    with torch.no_grad():
+        for number in (0, 1, 2, 3, 0, 1):
+            with waiting.using(model.blocks[number]):
+                used[len(calls)] = model.blocks[number].weight.data_ptr()
+                calls.append(("compute", model.blocks[number].weight.data_ptr()))
+    for at, (name, address) in enumerate(calls):
+        before = [n for n in used if calls[n] == ("compute", address) and n < at]
+        if name == "copy" and before:
+            assert ("follow", None) in calls[max(before) : at]
+
+
+def test_passes_after_the_first_copy_each_block_once_and_register_nothing(made, device):
+    model, waiting = made
+    with torch.no_grad():
+        run(model, waiting)
+        device.calls.clear()
+        run(model, waiting)
+    assert device.calls.count("copy") == _BLOCKS + 1  # the first one again, for the next pass
+    assert "register" not in device.calls
+    assert "empty" not in device.calls
+
+
+@pytest.mark.parametrize("order", [(3, 1, 0, 2), (0, 0, 1, 1), (2,), (0, 2, 1, 3, 2, 0)])
+def test_blocks_out_of_their_order(made, order):
+    model, waiting = made
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(run(model, waiting, order), plain(model, order))
+
+
+def test_weights_are_the_models_own_between_passes(made):
+    model, waiting = made
+    before = dict(model.named_parameters())
+    with torch.no_grad(), waiting.using(model.blocks[0]):
+        assert model.blocks[0].weight is not before["blocks.0.weight"]
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+def test_error_inside_leaves_all_as_it_was(made):
+    model, waiting = made
+    weight = model.blocks[1].weight
+    with torch.no_grad():
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError), waiting.using(model.blocks[1]):
+                raise ZeroDivisionError
+            assert model.blocks[1].weight is weight
+        assert torch.equal(run(model, waiting), plain(model))
+
+
+@pytest.mark.parametrize("how", ["data", "in place", "new"])
+def test_changed_weight_is_used(made, how):
+    model, waiting = made
+    with torch.no_grad():
+        for number in (0, 2):  # the first is in a buffer already, for the next pass
+            run(model, waiting)
+            run(model, waiting)
+            layer = model.blocks[number]
+            if how == "data":
+                layer.weight.data += 1  # torch does not count this change
+            elif how == "in place":
+                layer.weight.mul_(2)
+            else:
+                layer.weight = nn.Parameter(layer.weight * 3)
+            assert torch.equal(run(model, waiting), plain(model))
+
+
+def test_adapter_that_came_later_travels_too(made, device, monkeypatch):
+    model, waiting = made
+    block = model.blocks[1]
+    block.adapter = nn.Linear(3, 3)
+    with torch.no_grad(), waiting.using(block):
+        assert block.adapter.weight is not block._parameters["weight"]
+        inside = block.adapter.weight
+    assert block.adapter.weight is not inside
+
+
+def test_gradients_pass_through(made):
+    model, waiting = made
+    inputs = torch.ones(1, _SIZE, requires_grad=True)
+    output = inputs
+    for block in model.blocks:
+        with waiting.using(block):
+            output = block(output)
+    with torch.no_grad():
+        run(model, waiting)  # must not write over what autograd keeps
+    output.sum().backward()
+    wanted = torch.ones(1, _SIZE)
+    for block in reversed(model.blocks):
+        wanted = wanted @ block.weight.detach()
+    assert torch.allclose(inputs.grad, wanted, rtol=1e-4)
+
+
+def test_tied_weight_is_copied_once(made, device):
+    model, waiting = made
+    model.blocks[0].other = nn.Linear(_SIZE, _SIZE, bias=False)
+    model.blocks[0].other.weight = model.blocks[0].weight
+    device.calls.clear()
+    with torch.no_grad(), waiting.using(model.blocks[0]):
+        assert model.blocks[0].other.weight is model.blocks[0].weight
+    assert device.calls[:5] == ["register", "empty", "follow", "copy", "join"]
+
+
+def test_calls_of_one_block_may_be_nested(made, device):
+    model, waiting = made
+    block = model.blocks[0]
+    with torch.no_grad(), waiting.using(block):
+        device.calls.clear()
+        weight = block.weight
+        with waiting.using(block):
+            assert block.weight is weight
+        assert block.weight is weight
+        assert device.calls == []
+
+
+def test_blocks_inside_others_have_room_of_their_own(made):
+    model, waiting = made
+    with torch.no_grad(), contextlib.ExitStack() as inside:
+        weights = [block.weight for block in model.blocks]
+        for block in model.blocks:
+            inside.enter_context(waiting.using(block))
+        for block, weight in zip(model.blocks, weights, strict=True):
+            assert torch.equal(block.weight, weight)
+
+
+def test_two_threads_may_call_the_same_blocks(made):
+    model, waiting = made
+    with torch.no_grad():
+        wanted = plain(model)
+    barrier = threading.Barrier(2)
+    outputs = []
+
+    def work():
+        barrier.wait(20)
+        with torch.no_grad():
+            outputs.extend(run(model, waiting) for _ in range(50))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(outputs) == 100
+    assert all(torch.equal(output, wanted) for output in outputs)
+
+
+def test_copy_of_a_model_has_its_own_weights(made):
+    model, waiting = made
+    with torch.no_grad():
+        run(model, waiting)
+        other = copy.deepcopy(model)
+        for block in other.blocks:
+            block.weight.mul_(2)
+        assert torch.equal(run(other, copy.deepcopy(waiting)), plain(other))
+        assert torch.equal(run(model, waiting), plain(model))
+
+
+def test_pages_are_unpinned_with_their_block(made, device):
+    model, waiting = made
+    with torch.no_grad():
+        run(model, waiting)
+    assert len(device.registered) == _BLOCKS
+    del model.blocks[1]
+    gc.collect()
+    assert len(device.registered) == _BLOCKS - 1
+    waiting.release()
+    assert not device.registered
+    with torch.no_grad(), waiting.using(model.blocks[0]):
+        assert device.registered
+
+
+# Errors of the device -----------------------------------------------------------------------------
+
+
+def test_pages_that_are_refused_are_copied_without(make, device):
+    device._registers = False
+    model, waiting = make(device)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(run(model, waiting), plain(model))
+    assert device.calls.count("register") == _BLOCKS  # what was refused is not tried again
+    assert "copy" not in device.calls
+
+
+@pytest.mark.parametrize("fails_at", range(3))
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("illegal address")])
+def test_copy_that_fails_is_tried_anew_in_the_next_pass(make, device, monkeypatch, fails_at, error):
+    model, waiting = make(device)
+    start, count = device.copy, iter(range(1000))
+
+    def copy_or_fail(*args):
+        if next(count) == fails_at:
+            raise error
+        start(*args)
+
+    monkeypatch.setattr(device, "copy", copy_or_fail)
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        # A full device only costs the look ahead.
+        is_ahead = fails_at > 0 and isinstance(error, torch.OutOfMemoryError)
+        with contextlib.nullcontext() if is_ahead else pytest.raises(type(error)):
+            run(model, waiting)
+        assert all(parameter is own[name] for name, parameter in model.named_parameters())
+        assert torch.equal(run(model, waiting), plain(model))
+
+
+def test_device_with_room_for_one_buffer_does_without_the_other(make, device):
+    model, waiting = make(device)
+    device.room = _SIZE * _SIZE * 4
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(run(model, waiting), plain(model))
+
+
+def test_device_without_room_says_so(make, device):
+    model, waiting = make(device)
+    device.room = 0
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError), waiting.using(model.blocks[0]):
+        pytest.fail("it is not entered")
+    device.room = None
+    with torch.no_grad():
+        assert torch.equal(run(model, waiting), plain(model))
