@@ -91,10 +91,25 @@ def _tensors_of(model: "torch.nn.Module") -> Iterator["torch.Tensor"]:
 
     The iterators of torch make a name for each, which takes three times as long.
     """
-    for module in model.modules():
+    for module in modules_of(model):
         for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
             if tensor is not None and tensor.is_cpu:
                 yield from plain_tensors(tensor)
+
+
+def modules_of(model: "torch.nn.Module") -> Iterator["torch.nn.Module"]:
+    """Yield what `model.modules()` does, in its order.
+
+    That is a generator within a generator for each level, which takes four times as long.
+    """
+    seen = set()
+    waiting: list[torch.nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            waiting.extend(reversed(module._modules.values()))
 
 
 def plain_tensors(tensor: "torch.Tensor") -> "Iterator[torch.Tensor]":

@@ -19,6 +19,7 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import rule_for, wanted_dtype
 from shmload._loading.headers import stored_sizes, stored_tensors
 from shmload._placement.modules import Component, Module, join, parent_of
+from shmload.integrations._building.mapped import modules_of
 from shmload.integrations._building.rules import (
     find_class,
     float32_patterns,
@@ -89,7 +90,7 @@ def whole_classes(model: torch.nn.Module) -> set[str]:
     """Return the names of the classes that a model, or a module in it, calls indivisible."""
     return {
         class_name
-        for module in model.modules()
+        for module in modules_of(model)
         for class_name in getattr(module, "_no_split_modules", None) or ()
     }
 

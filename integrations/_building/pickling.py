@@ -25,7 +25,7 @@ from shmload._checkpoints.formats.known import read_header
 from shmload._host.linux import Inode, inode_of, reopen
 from shmload._loading.state_dict import wrap
 from shmload.integrations._building.inside import what_is_behind
-from shmload.integrations._building.mapped import Spans
+from shmload.integrations._building.mapped import Spans, modules_of
 
 if TYPE_CHECKING:
     from shmload._checkpoints.header import TensorSpec
@@ -140,7 +140,7 @@ def unpickle_models(pickled: PickledModels, files: Files) -> Models:
             raise Unfit(f"{home} has changed")
     stored = [_wrap_own(fd, name) for name, fd in files]
     models: Models = _Unpickler(pickled, stored).load()
-    modules = [module for model in models.values() for module in model.modules()]
+    modules = [module for model in models.values() for module in modules_of(model)]
     register_classes(modules)
     for config in _hashed_configs(modules):
         config._original_object_hash = hash(config)

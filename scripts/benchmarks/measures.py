@@ -175,34 +175,46 @@ def measure_tensors(bench: Bench) -> list[Figure]:
     files = [bench.sources.tensor_file(count) for count in TENSOR_COUNTS]
     ways = {"tensors": bench.probe("many_tensors", *files)}
     rounds = bench.measure(ways, bench.sources.tensors)
-    least, most = TENSOR_COUNTS[0], TENSOR_COUNTS[-1]
+    least, many, most = TENSOR_COUNTS
 
     def sample(count: int, name: str) -> Sample:
         return rounds.sample("tensors", f"{count} {name}")
 
-    def line(label: str, name: str) -> Line:
-        return Line(label=label, sample=sample(most, name), unit="s")
+    def line(label: str, name: str, count: int = many) -> Line:
+        return Line(label=label, sample=sample(count, name), unit="s")
 
-    def lines(name: str) -> tuple[Line, ...]:
+    def attached(count: int) -> Sample:
+        return sample(count, "plan_s") + sample(count, "attach_s")
+
+    def lines(values: dict[int, Sample]) -> tuple[Line, ...]:
         """Return the time per tensor for each number of tensors."""
         return tuple(
-            Line(
-                label=f"{count:,}, each", sample=sample(count, name).scaled(1e6 / count), unit="us"
-            )
-            for count in TENSOR_COUNTS
+            Line(label=f"{count:,}, each", sample=value.scaled(1e6 / count), unit="us")
+            for count, value in values.items()
         )
 
     def figure(name: str, dtypes: str, measured: str, *beside: Line) -> Figure:
         return Figure(
             name=name,
-            what=f"load_state_dict of {most:,} tensors of 1 KiB, {dtypes}",
-            sample=sample(most, measured),
+            what=f"load_state_dict of {many:,} tensors of 1 KiB, {dtypes}",
+            sample=sample(many, measured),
             unit="s",
             target=Target(1),
-            beside=(*lines(measured), *beside),
+            beside=(
+                *lines({count: sample(count, measured) for count in TENSOR_COUNTS}),
+                *beside,
+            ),
         )
 
-    linear = (sample(most, "cast_s") / sample(least, "cast_s")).scaled(least / most)
+    def linear(name: str, what: str, few: Sample, more: Sample) -> Figure:
+        return Figure(
+            name=name,
+            what=f"{what}: time per tensor with {most:,} tensors, against {least:,}",
+            sample=(more / few).scaled(least / most),
+            unit="x",
+            target=Target(1.25),
+        )
+
     return [
         figure("tensors-cast", "fp32 to bf16", "cast_s", line("plan() alone", "plan_s")),
         figure(
@@ -213,13 +225,20 @@ def measure_tensors(bench: Bench) -> list[Figure]:
             line("attach of that segment", "attach_s"),
             line("safetensors' load_file", "load_file_s"),
         ),
+        linear("tensors-linear", "the cast", sample(least, "cast_s"), sample(most, "cast_s")),
         Figure(
-            name="tensors-linear",
-            what=f"time per tensor with {most:,} tensors, against {least:,}",
-            sample=linear,
-            unit="x",
-            target=Target(1.25),
+            name="keys",
+            what=f"{most:,} resident tensors: plan, and load_state_dict by their keys",
+            sample=attached(most),
+            unit="s",
+            target=Target(1.5),
+            beside=(
+                *lines({count: attached(count) for count in TENSOR_COUNTS}),
+                line("plan() alone", "plan_s", most),
+                line("safetensors' load_file", "load_file_s", most),
+            ),
         ),
+        linear("keys-linear", "the same", attached(least), attached(most)),
     ]
 
 

@@ -15,7 +15,7 @@ _SDXL = Path(__file__).with_name("sdxl_checkpoints.py")
 _GGUF = Path(__file__).with_name("gguf_checkpoints.py")
 _FLUX = Path(__file__).with_name("flux_checkpoints.py")
 
-TENSOR_COUNTS = (7_500, 15_000, 30_000)
+TENSOR_COUNTS = (7_500, 30_000, 90_000)
 
 FLUX_BLOCKS = 8
 """Double blocks of the transformer of the suite `gpu`."""
@@ -71,7 +71,7 @@ class Sources:
 
     @property
     def tensors(self) -> Path:
-        return self._directory("tensors")
+        return self._directory(f"tensors-{TENSOR_COUNTS[-1]}")
 
     @property
     def flux_fp32(self) -> Path:

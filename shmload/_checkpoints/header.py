@@ -21,7 +21,7 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
         return self.end - self.begin
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
+class Header(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     """A parsed header.
 
     Its format's reader has checked it: every tensor lies inside the file and has as many bytes as

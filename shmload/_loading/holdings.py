@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
@@ -24,6 +24,9 @@ from shmload._segments.removal import give_back, remove_idle
 from shmload._segments.segment import Segment, Stay, attach
 from shmload._segments.view import descriptor_path
 from shmload.errors import SegmentRemoved
+
+if TYPE_CHECKING:
+    from shmload._checkpoints.header import Header
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,8 @@ class Holdings:
         self._held: dict[str, Held] = {}
         self._made: list[str] = []
         self._decoded: set[str] = set()
+        # So that large ones need not be parsed again when their tensors are wrapped.
+        self._headers: list[Header] = []
         self._showing = threading.Lock()
         self._is_shown = False
 
@@ -117,7 +122,7 @@ class Holdings:
                     case Part() | Hollow():
                         mine.append(shard)
                     case Segment() as segment:
-                        segment.read_header()  # raises if it is damaged
+                        self._headers.append(segment.read_header())  # raises if it is damaged
                         segment.touch()
                         if self._stay is Stay.RESIDENT:
                             segment.keep()
@@ -346,6 +351,7 @@ class Holdings:
     def close(self) -> None:
         """Close the shards, remove the parts, give all leases back; a second call does nothing."""
         with contextlib.ExitStack() as closing:  # each of them, even if another raises
+            self._headers.clear()
             while self._shards:
                 closing.callback(self._shards.pop().close)
             while self._held:

@@ -1,7 +1,10 @@
 """Decides what to do with each shard from its header alone; reads no weights."""
 
 import enum
+import functools
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -125,7 +128,8 @@ class PlannedShard(msgspec.Struct, frozen=True, kw_only=True):
     plan: ShardPlan
     source: os.stat_result
     """The result of fstat before the header was read."""
-    layout: Layout
+    lay_out: Callable[[], Layout]
+    """Plans its segment; a load that attaches it needs no layout."""
     leaves_casts: bool
     """Whether the library certainly casts some of its tensors."""
     header: Header
@@ -166,14 +170,15 @@ def plan_shard(
     )
     name = segment_name(_named_by(identity, fd, may_read=not may_link), applied.text)
     metadata = make_metadata(identity.path, identity.key, applied.text)
-    layout = lay_out(header, applied, metadata, piece_nbytes)
-    if (SHM_DIR / name).exists():
-        action = Action.ATTACH
+    make_layout = functools.cache(partial(lay_out, header, applied, metadata, piece_nbytes))
+    resident_nbytes = _resident_nbytes(name)
+    if resident_nbytes is not None:
+        action, nbytes = Action.ATTACH, resident_nbytes
     elif may_link:
-        action = Action.LINK
+        action, nbytes = Action.LINK, 0
     else:
-        action = Action.DECODE
         require_dequantised(path, header.tensors, applied)
+        action, nbytes = Action.DECODE, make_layout().nbytes
     plan = ShardPlan(
         component=component,
         path=path,
@@ -181,16 +186,24 @@ def plan_shard(
         segment=name,
         conversion=applied.text,
         tensors=len(header.tensors),
-        read_nbytes=layout.read_nbytes,
-        segment_nbytes=0 if action is Action.LINK else layout.nbytes,
+        read_nbytes=header.data_nbytes,
+        segment_nbytes=nbytes,
     )
     return PlannedShard(
         plan=plan,
         source=found,
-        layout=layout,
+        lay_out=make_layout,
         leaves_casts=any(rule.leaves_cast(tensor, applied) for tensor in header.tensors),
         header=header,
     )
+
+
+def _resident_nbytes(name: str) -> int | None:
+    """Return the size of a resident segment, in bytes; None if there is none of that name."""
+    try:
+        return os.stat(SHM_DIR / name).st_size
+    except FileNotFoundError:
+        return None
 
 
 def _named_by(identity: Identity, fd: int, *, may_read: bool) -> Identity:

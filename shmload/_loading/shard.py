@@ -14,6 +14,7 @@ from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
 from shmload._loading.plan import Action, plan_shard
 from shmload._loading.unpacking import unpack
+from shmload._segments.layout import Layout
 from shmload._segments.part import Hollow, Part
 
 
@@ -53,7 +54,7 @@ class OpenShard(Descriptor):
             raise
         self.plan = planned.plan
         self.source = planned.source
-        self.layout = planned.layout
+        self._lay_out = planned.lay_out
         self.leaves_casts = planned.leaves_casts
         self.header = planned.header
 
@@ -65,6 +66,11 @@ class OpenShard(Descriptor):
     def forget_copy(self) -> None:
         """Free the unpickled copy, if there is one; a second call does nothing."""
         self._copy.close()
+
+    @property
+    def layout(self) -> Layout:
+        """What its segment has; planned when it is first asked for."""
+        return self._lay_out()
 
     @property
     def is_link(self) -> bool:

@@ -41,8 +41,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Each piece's runs, by target offset; together they cover the data exactly."""
     data_nbytes: int
     """Size of the tensors in the segment, in bytes."""
-    read_nbytes: int
-    """Size of the tensors in the shard, in bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +89,6 @@ def lay_out(
         digest_offset=find_digest(raw),
         pieces=tuple(cut_pieces(runs, len(raw), piece_nbytes)),
         data_nbytes=position,
-        read_nbytes=header.data_nbytes,
     )
 
 

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import weakref
 from typing import Annotated, Any
 
 import msgspec
@@ -26,6 +27,8 @@ MAX_HEADER_NBYTES = 100_000_000
 """Size of the largest header that is read, in bytes."""
 _LENGTH_NBYTES = 8
 _MAX_KEPT_NBYTES = 128 << 10
+# Larger headers by their bytes, for as long as somebody else keeps them.
+_LARGE: "weakref.WeakValueDictionary[bytes, Header]" = weakref.WeakValueDictionary()
 _MAX_RANK = 64
 _MAX_COUNT = 1 << 59
 
@@ -77,7 +80,8 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
 def parse_header(raw: bytes, path: str | os.PathLike[str]) -> Header:
     """Check the JSON part of a header.
 
-    Keeps the last few of some size: a load meets the header of a segment twice.
+    A load meets the header of a segment twice. So the last few small ones are kept, and a large
+    one is found again while anybody keeps it.
 
     Raises:
         ShardMalformed: it breaks the format, repeats a key, or describes overlapping bytes or
@@ -86,7 +90,10 @@ def parse_header(raw: bytes, path: str | os.PathLike[str]) -> Header:
     if len(raw) <= _MAX_KEPT_NBYTES:
         with contextlib.suppress(ShardMalformed):  # which would not name this path
             return _parse_kept(raw)
-    return _parse(raw, path)
+    header = _LARGE.get(raw)
+    if header is None:
+        _LARGE[raw] = header = _parse(raw, path)
+    return header
 
 
 @functools.lru_cache(maxsize=8)

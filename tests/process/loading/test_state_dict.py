@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shmload
+from shmload._checkpoints.formats import safetensors as safetensors_format
+from shmload._loading import plan
 
 FLOATS = [
     torch.float64,
@@ -307,6 +309,27 @@ def test_private_segment_has_no_name_and_goes_with_its_tensors(single, shm_names
     gc.collect()
     assert descriptors() == before
     assert "shmload-" not in Path("/proc/self/maps").read_text()
+
+
+def test_attach_parses_each_header_once_and_plans_no_layout(tmp_path, evicts, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    save_file({f"layer.{n}": torch.full((1,), n) for n in range(2_000)}, path)
+    shmload.load_state_dict(path, keep=True)
+    calls = []
+
+    def noted(function):
+        def call(*args, **kwargs):
+            calls.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(plan, "lay_out", noted(plan.lay_out))
+    monkeypatch.setattr(safetensors_format, "_parse", noted(safetensors_format._parse))
+    safetensors_format._parse_kept.cache_clear()
+    again = shmload.load_state_dict(path, keep=True)
+    assert again["layer.1999"] == 1999
+    assert calls == ["_parse", "_parse"]  # the shard's and the segment's
 
 
 def test_thousands_of_tensors_take_few_descriptors(tmp_path, evicts):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import weakref
 
 import pytest
 import safetensors.torch
@@ -271,3 +272,15 @@ def test_error_mentions_the_tensor():
         read(MALFORMED["overlap"])
     with pytest.raises(ShardMalformed, match="tensor 'b' follows a hole"):
         read(MALFORMED["hole"])
+
+
+def test_large_header_is_parsed_once_while_somebody_keeps_it():
+    specs = tuple(TensorSpec(f"{n}", "U8", (1,), n, n + 1) for n in range(5_000))
+    raw = build_header(specs, {}, 8)[8:]
+    assert len(raw) > 128 << 10
+    kept = parse_header(raw, "model.safetensors")
+    assert kept.tensors == specs
+    assert parse_header(bytes(bytearray(raw)), "segment") is kept
+    gone = weakref.ref(kept)
+    del kept
+    assert gone() is None
