@@ -78,10 +78,14 @@ def component_of(name: str, model: torch.nn.Module, nbytes_of: NbytesOf | None =
         return parent_of(part, (*own, *children), is_whole=is_whole)
 
     module = walk("", "", model)
+    tied = tuple(dict.fromkeys(tuple(paths) for paths in ties.values() if len(set(paths)) > 1))
+    # `walk` refers to itself: tensors in its reach would wait for a collection of garbage.
+    first.clear()
+    ties.clear()
     return Component(
         name=name,
         module=module,
-        ties=tuple(dict.fromkeys(tuple(paths) for paths in ties.values() if len(set(paths)) > 1)),
+        ties=tied,
         runs_each_step=_EVERY_STEP.fullmatch(name) is not None,
     )
 

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import logging
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ logger = logging.getLogger(__name__)
 _PORTABLE, _READ_ONLY = 0x01, 0x08
 _TAKES_READ_ONLY = 113
 _NO_READ_ONLY = (1, 801)
+# CUDACachingAllocator.cpp: kMinBlockSize, to which sizes are rounded; kSmallSize: up to this size
+# memory comes from blocks of 2 MiB.
+_BLOCK_NBYTES, _SMALL_NBYTES = 512, 1 << 20
 
 
 class CudaRuntime:
@@ -34,6 +39,13 @@ class CudaRuntime:
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._consumer = torch.cuda.current_stream(device)
         self._registers_read_only: bool | None = None
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        nbytes = sum(_rounded(size) for size in sizes if size > _SMALL_NBYTES)
+        if not nbytes or not _cuts_large_blocks():
+            return
+        with contextlib.suppress(torch.OutOfMemoryError):  # `empty` says what does not fit
+            self.empty(nbytes)  # freed at once; the allocator keeps it for what comes next
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -109,6 +121,20 @@ class _CudaEvent:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK_NBYTES) * _BLOCK_NBYTES
+
+
+def _cuts_large_blocks() -> bool:
+    """Tell whether torch's allocator cuts free blocks of any size."""
+    set_by = map(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return (
+        "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
+        and not any("max_split_size_mb" in (value or "") for value in set_by)
+        and torch.cuda.get_allocator_backend() == "native"
+    )
 
 
 def _driver_version() -> str:

@@ -6,6 +6,7 @@ allocated pinned, and the one that workers fill is not.
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -35,6 +36,9 @@ class GenericRuntime:
         self._consumer = torch.accelerator.current_stream(device)
         self._streams: dict[int, torch.Stream] = {}
         self._is_pinning = True
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        pass
 
     def empty(self, nbytes: int) -> torch.Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)

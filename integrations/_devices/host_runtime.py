@@ -1,5 +1,7 @@
 """The host as a device: copies are done when they have been started, and nothing needs pinning."""
 
+from collections.abc import Sequence
+
 import torch
 
 from shmload.integrations._devices.runtime import ALIGNMENT_NBYTES, Event
@@ -12,6 +14,9 @@ class HostRuntime:
     name = "the host"
     driver = ""
     registers_read_only = True
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        pass
 
     def empty(self, nbytes: int) -> torch.Tensor:
         raw = torch.empty(nbytes + ALIGNMENT_NBYTES, dtype=torch.uint8)

@@ -19,6 +19,7 @@ from shmload.integrations._devices.runtime import ALIGNMENT_NBYTES, Runtime
 # Smaller tensors share an allocation of this size: thousands of them would cost more to allocate
 # and to copy than their bytes do. A larger one has its own, which is free again when the tensor is.
 _SLAB_NBYTES = 1 << 20
+_LARGE_NBYTES = _SLAB_NBYTES // 2
 
 RuntimeOf = Callable[[str], Runtime | None]
 """Returns the device of a tensor by the tensor's path; None to leave it where it is."""
@@ -51,18 +52,24 @@ class Allocation:
     def take(self, address: int, nbytes: int) -> torch.Tensor:
         """Return memory for bytes that are at an address of the host."""
         offset = self.used_nbytes
-        self.moves.append(Move(address, nbytes, self, offset))
+        target = self.memory[offset : offset + nbytes]
+        self.moves.append(Move(address, nbytes, self.runtime, target, offset))
         self.used_nbytes += _aligned(nbytes)  # the next tensor is aligned too
-        return self.memory[offset : offset + nbytes]
+        return target
 
 
 class Move(NamedTuple):
-    """Consecutive bytes of the host and where they go."""
+    """Consecutive bytes of the host and where they go.
+
+    It does not know its allocation: in a cycle the device's memory would wait for a collection.
+    """
 
     address: int
     """Address of the first byte, in this process."""
     nbytes: int
-    allocation: Allocation
+    runtime: Runtime
+    target: torch.Tensor
+    """The device's memory for them: flat uint8."""
     offset: int
     """Offset of the first byte in the allocation, in bytes."""
 
@@ -107,8 +114,8 @@ class Moves:
         self._targets: dict[tuple[object, ...], torch.Tensor] = {}
         self._plain: list[tuple[_Held, torch.Tensor]] = []
         self._others: dict[nn.Module, dict[int, Runtime]] = {}
-        for held in itertools.chain.from_iterable(itertools.starmap(_held_by, modules)):
-            self._add(held, is_streamed=is_streamed is not None and is_streamed(held.tensor))
+        for module, runtime_of in modules:
+            self._add_all(list(_held_by(module, runtime_of)), is_streamed or _is_never_streamed)
         streamed = (there.moves for there in self.allocations if there.is_streamed)
         self._streamed = sorted(itertools.chain(*streamed), key=lambda move: move.address)
         # The furthest end so far, for each: tensors may overlap.
@@ -160,6 +167,23 @@ class Moves:
             copy = functools.partial(_by_torch, devices=devices, copies=copies)
             holder._apply(copy, recurse=False)  # type: ignore[no-untyped-call]
 
+    def _add_all(self, tensors: list[_Held], is_streamed: IsStreamed) -> None:
+        """Find targets for the tensors of a module, in memory that its device gets all at once.
+
+        Raises:
+            BytesNeeded: as `_add`.
+        """
+        large: dict[Runtime, dict[tuple[object, ...], int]] = {}
+        for held in tensors:
+            if held.runtime and _is_plain(held.tensor) and held.tensor.nbytes >= _LARGE_NBYTES:
+                key = _key(held.tensor, held.runtime)
+                if key not in self._targets:
+                    large.setdefault(held.runtime, {})[key] = _aligned(held.tensor.nbytes)
+        for runtime, sizes in large.items():
+            runtime.reserve(list(sizes.values()))
+        for held in tensors:
+            self._add(held, is_streamed=is_streamed(held.tensor))
+
     def _add(self, held: _Held, *, is_streamed: bool) -> None:
         """Find a target for a tensor, or leave the tensor to torch.
 
@@ -179,9 +203,9 @@ class Moves:
 
     def _target(self, tensor: torch.Tensor, runtime: Runtime, *, is_streamed: bool) -> torch.Tensor:
         """Return the device tensor that replaces a plain one; tied tensors share it."""
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, runtime)
+        key = _key(tensor, runtime)
         if key not in self._targets:
-            nbytes = tensor.numel() * tensor.itemsize
+            nbytes = tensor.nbytes
             allocation = self._allocate(runtime, nbytes, is_streamed=is_streamed)
             target = allocation.take(tensor.data_ptr(), nbytes)
             self._targets[key] = target.view(tensor.dtype).view(tensor.shape)
@@ -190,7 +214,7 @@ class Moves:
     def _allocate(self, runtime: Runtime, nbytes: int, *, is_streamed: bool) -> Allocation:
         """Return an allocation that has room for this many bytes."""
         key = (runtime, is_streamed)
-        is_large = nbytes >= _SLAB_NBYTES // 2
+        is_large = nbytes >= _LARGE_NBYTES
         if not is_large and key in self._slabs and self._slabs[key].has_room(nbytes):
             return self._slabs[key]
         fresh = Allocation(runtime, nbytes if is_large else _SLAB_NBYTES, is_streamed=is_streamed)
@@ -198,6 +222,15 @@ class Moves:
         if not is_large:
             self._slabs[key] = fresh
         return fresh
+
+
+def _is_never_streamed(tensor: torch.Tensor) -> bool:
+    return False
+
+
+def _key(tensor: torch.Tensor, runtime: Runtime) -> tuple[object, ...]:
+    """Return what two plain tensors have in common that can share a target."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, runtime
 
 
 def _aligned(nbytes: int) -> int:

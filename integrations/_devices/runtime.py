@@ -9,7 +9,7 @@ an event that was recorded after the copy is over.
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -41,6 +41,16 @@ class Runtime(Protocol):
 
         A refused `register` of such pages may end this. If it is false, `register` asks no driver
         for them; pages of a shared mapping may be registered while it is writable.
+        """
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Have the device's allocator get memory for the next calls of `empty` all at once.
+
+        Nothing is held afterwards: the allocator cuts what `empty` returns from what it got, and
+        each piece is freed by itself. Does nothing where that is not so, or if the device is full.
+
+        Args:
+            sizes: what `empty` will be called with, in bytes.
         """
 
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -85,9 +85,8 @@ class Stream:
         for base in self._bases[filled.shard]:
             first = base + filled.begin
             for move, low, high in self._moves.streamed_within(first, first + filled.nbytes):
-                begin = move.offset + low - move.address
-                target = move.allocation.memory[begin : begin + high - low]
-                runtime = move.allocation.runtime
+                target = move.target[low - move.address : high - move.address]
+                runtime = move.runtime
                 runtime.copy(target, memory[low - first : high - first], lane)
                 runtimes[runtime] = None
         return [runtime.record(lane) for runtime in runtimes]

@@ -127,6 +127,25 @@ def test_full_device_is_an_error_and_the_next_load_works(large_model, device, ba
     assert_same(got, reference(large_model, torch.bfloat16), device)
 
 
+def test_large_tensors_lie_in_one_segment(device):
+    """Torch's allocator cuts them from what was reserved."""
+    if device.tensor_device != "cuda:0":
+        pytest.skip("torch's allocator is CUDA's own")
+    torch.cuda.empty_cache()
+    module = nn.ModuleList(nn.Linear(1024, 1100, bias=False) for _ in range(40))
+    before = len(torch.cuda.memory_snapshot())
+    shmload.to_device(module, 0)
+    assert len(torch.cuda.memory_snapshot()) <= before + 1
+
+
+def test_tensor_that_is_deleted_frees_its_memory_at_once(device):
+    module = nn.ModuleList(nn.Linear(1024, 1100, bias=False) for _ in range(3))
+    shmload.to_device(module, 0)
+    before = device.allocated()
+    del module[1]
+    assert before - device.allocated() == 1024 * 1100 * 4
+
+
 @pytest.fixture
 def large_model(tmp_path):
     """A pipeline of 50 MB in bfloat16."""

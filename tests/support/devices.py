@@ -34,6 +34,8 @@ class LateDevice:
         self.registers_read_only = read_only != "no"
         self._copies = itertools.count()
         self._lanes = {}
+        self.reserved = []
+        """The sizes that were announced, for each module."""
         self.allocated = 0
         """Bytes from `empty` that are still in use."""
         self.room = None
@@ -43,6 +45,9 @@ class LateDevice:
     def pending(self):
         """Number of copies that are still due."""
         return sum(map(len, self._lanes.values()))
+
+    def reserve(self, sizes):
+        self.reserved.append(list(sizes))
 
     def empty(self, nbytes):
         if self.room is not None and self.allocated + nbytes > self.room:

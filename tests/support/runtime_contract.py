@@ -26,6 +26,13 @@ class RuntimeContract:
         assert memory.data_ptr() % ALIGNMENT_NBYTES == 0
         assert memory.device.type == runtime.device.type
 
+    def test_what_was_reserved_is_not_held(self, runtime):
+        runtime.reserve([])
+        runtime.reserve([1 << 20, 3 << 20, 1])
+        first, second = runtime.empty(1 << 20), runtime.empty(3 << 20)
+        assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+        assert second.untyped_storage().nbytes() < 4 << 20
+
     @pytest.mark.parametrize("nbytes", [1, 4097, 1 << 20])
     def test_copy_is_there_after_its_event(self, runtime, nbytes):
         source, target = numbered(nbytes), runtime.empty(nbytes)

@@ -136,3 +136,58 @@ def test_rocm_is_asked_for_no_attribute(runtime_on):
     driver = Driver()
     assert runtime_on(driver, library="hip").registers_read_only
     assert driver.calls == []
+
+
+# Memory of the device -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Note what the allocator is asked for, which refuses more than 1 GiB."""
+    sizes = []
+
+    def empty(runtime, nbytes):
+        sizes.append(nbytes)
+        if nbytes > 1 << 30:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(CudaRuntime, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    return sizes
+
+
+def test_memory_for_large_tensors_is_taken_at_once(runtime_on, asked):
+    runtime = runtime_on(Driver())
+    runtime.reserve([(3 << 20) + 256, 1 << 20, 5 << 20])  # one comes from small blocks
+    assert asked == [(8 << 20) + 512]
+    runtime.reserve([1 << 20, 256])
+    assert len(asked) == 1
+
+
+def test_full_device_is_no_error_yet(runtime_on, asked):
+    runtime_on(Driver()).reserve([2 << 30])
+    assert asked == [2 << 30]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:256"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:256"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),
+    ],
+)
+def test_allocator_that_does_not_cut_blocks_is_asked_for_each(
+    runtime_on, asked, monkeypatch, name, value
+):
+    monkeypatch.setenv(name, value)
+    runtime_on(Driver()).reserve([2 << 20])
+    assert asked == []
+
+
+def test_other_allocators_are_asked_for_each(runtime_on, asked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    runtime_on(Driver()).reserve([2 << 20])
+    assert asked == []

@@ -75,6 +75,28 @@ def test_small_tensors_share_an_allocation_and_large_ones_do_not():
     assert model.large.weight.untyped_storage().nbytes() < model.large.weight.nbytes + 512
 
 
+def test_large_tensors_of_a_module_are_announced_together_and_once_each():
+    model = Model()
+    model.tied = nn.Linear(512, 1024)
+    model.tied.weight = model.large.weight
+    model.register_buffer("odd", torch.zeros(2048, 512).t())  # torch moves it
+    device = LateDevice()
+    Moves([(model, lambda path: device), (model, lambda path: device)])
+    Moves([(Model(), lambda path: None)])
+    large = model.large.weight.nbytes
+    assert device.reserved == [[large]]
+    assert device.calls.count("empty") == 2
+
+
+def test_memory_of_copies_that_failed_is_freed_at_once():
+    model = Model()
+    device = LateDevice()
+    moves = Moves([(model, lambda path: device)])
+    assert device.allocated > model.large.weight.nbytes
+    del moves
+    assert device.allocated == 0
+
+
 def test_ties_stay():
     model = Model()
     model.layers[1].weight = model.layers[0].weight
