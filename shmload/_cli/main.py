@@ -7,6 +7,7 @@ SIGTERM or SIGHUP ends, ends by that signal.
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -80,13 +81,16 @@ def plan(
     keep: bool,
     inventory: str | None,
     device_map: object,
+    html: Path | None,
     as_json: bool,
     **where: Any,
 ) -> None:
     """Show what loading SOURCE would do; reads headers only.
 
-    With --inventory or --device-map, show on which device each module would be.
+    With --inventory, --device-map or --html, show on which device each module would be.
     """
+    if html and inventory is None and device_map is None:
+        device_map = "auto"
     found = shmload.plan(
         source,
         dtype=dtype_by_component(dtypes),
@@ -95,6 +99,8 @@ def plan(
         device_map=device_map,
         **given(where),
     )
+    if html and found.placement:
+        placement.write_page(html, found.placement.html(source))
     if as_json:
         sums = {"decode_nbytes": found.decode_nbytes, "resident_nbytes": found.resident_nbytes}
         print_json("plan", plan=found, **sums)

@@ -2,10 +2,12 @@
 
 import ast
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
+from shmload._host.files import replacing
 from shmload.errors import DeviceMapMalformed
 
 
@@ -23,9 +25,27 @@ def placement_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Devices to plan for, such as 2x24GiB or cuda:0=24GiB,cpu=64GiB; this machine's "
             "if only a device map is given.",
         ),
+        click.option(
+            "--html",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="Also write a page for browsers that shows the devices and what travels.",
+        ),
     ):
         command = option(command)
     return command
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page for browsers, whole or not at all.
+
+    Raises:
+        click.FileError: it cannot be written.
+    """
+    try:
+        with replacing(path) as file:
+            file.write(text.encode())
+    except OSError as exc:
+        raise click.FileError(str(path), exc.strerror or str(exc)) from exc
 
 
 def _parse(_context: click.Context, _option: click.Parameter, text: str | None) -> object:

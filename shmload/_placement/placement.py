@@ -12,6 +12,7 @@ import msgspec
 
 from shmload._placement.device_map import Devices, expand, merge, parse_device_map
 from shmload._placement.device_use import DeviceUse
+from shmload._placement.html_page import html_page
 from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory
 from shmload._placement.modules import Component, join
 from shmload._placement.pages import placement_page
@@ -42,6 +43,14 @@ class Placement(Printable, msgspec.Struct, frozen=True, kw_only=True):
     def page(self) -> Page:
         """Return tables of the modules and of the devices, and the device map as Python code."""
         return placement_page(self.parts, self.devices, self.device_map)
+
+    def html(self, title: str = "Placement") -> str:
+        """Return a page for browsers that needs no other file: the devices, and what travels.
+
+        Args:
+            title: what is placed.
+        """
+        return html_page(title, self.parts, self.devices, self.execution_devices, self.device_map)
 
 
 def place(components: Sequence[Component], device_map: object, inventory: Inventory) -> Placement:
@@ -219,6 +228,7 @@ def _uses(
     limits = {
         device.name: None if device.is_boundless else device.nbytes for device in inventory.devices
     }
+    headrooms = {device.name: device.nbytes - device.room_nbytes for device in inventory.devices}
     return tuple(
         DeviceUse(
             device=name,
@@ -226,6 +236,7 @@ def _uses(
             # Weights on the CPU that compute there do not move.
             passing_nbytes=passing.get(name, 0),
             limit_nbytes=limits.get(name),
+            headroom_nbytes=headrooms.get(name, 0),
         )
         for name in dict.fromkeys((*limits, *(n for n in (CPU, DISK) if held[n])))
     )

@@ -23,6 +23,13 @@ class TableRow(msgspec.Struct, frozen=True, kw_only=True):
     """Where the weights are."""
     execution_device: str
     """Where the modules compute; not `device` if the weights are on `offload` or `disk`."""
+    runs_each_step: bool = False
+    """Whether its component computes at every step of a generation, and not once."""
+
+    @property
+    def name(self) -> str:
+        """The component and the modules, as a person names them."""
+        return " ".join(filter(None, (self.component, self.modules))) or "the model"
 
 
 def table_rows(
@@ -59,6 +66,7 @@ def table_rows(
             nbytes=sum(sizes[path].nbytes for path in paths),
             device=device,
             execution_device=execution if device in WAITING else device,
+            runs_each_step=component.runs_each_step,
         )
         for (device, start), paths in groups.items()
     ]
