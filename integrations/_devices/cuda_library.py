@@ -4,6 +4,7 @@ ROCm has the same functions under other names; its attributes have other numbers
 asked for.
 """
 
+import contextlib
 import ctypes
 import functools
 
@@ -44,8 +45,12 @@ class CudaLibrary:
 
 @functools.cache
 def cuda_library() -> CudaLibrary | None:
-    """Return the library that torch has loaded; None if it is a part of another one."""
-    for stem, prefix in (("libcudart.so", "cuda"), ("libamdhip64.so", "hip")):
+    """Return the library that torch has loaded; None if it is a part of another one.
+
+    In some of torch's packages its file's name has a digest in it: `libcudart-d0da41ae.so.11.0`.
+    """
+    for stem, prefix in (("libcudart", "cuda"), ("libamdhip64", "hip")):
         if path := mapped_library(stem):
-            return CudaLibrary(ctypes.CDLL(path), prefix)
+            with contextlib.suppress(OSError):  # the file was replaced since
+                return CudaLibrary(ctypes.CDLL(path), prefix)
     return None

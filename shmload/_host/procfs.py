@@ -241,7 +241,7 @@ def mapped_library(stem: str) -> str | None:
     """Return the path of a library that this process has loaded; None if it has not.
 
     Args:
-        stem: what its file's name begins with, such as `libcudart.so`.
+        stem: what its file's name begins with, such as `libcudart`.
     """
     with open("/proc/self/maps") as lines:
         for line in lines:

@@ -4,6 +4,7 @@ import functools
 import gc
 import re
 
+import generic_torch
 import pytest
 import torch
 from accelerated import assert_as_on_the_host, assert_as_on_the_host_but_for_notes, load, models_of
@@ -16,9 +17,11 @@ import shmload
 from shmload._checkpoints.rule import Rule
 from shmload._decoding.ring import RingShape
 from shmload._loading.load import Load
+from shmload.integrations import placing
 from shmload.integrations._building import rules
 from shmload.integrations._building.build import Build
 from shmload.integrations._devices import destination
+from shmload.integrations._devices.generic_runtime import GenericRuntime
 
 pytestmark = pytest.mark.libraries
 
@@ -54,6 +57,20 @@ def test_pipeline_by_way_of_segments_equals_the_library(
     source = saved(family)
     got = load(source, keep=keep)
     assert streams == []  # the ring would be larger than the weights
+    assert_as_on_the_host(got, reference(source, torch.bfloat16))
+
+
+@pytest.mark.parametrize("limit", [None, "64KiB"])
+def test_device_that_torch_feeds_by_generic_streams_gets_every_byte(
+    saved, accelerators, streams, monkeypatch, limit
+):
+    calls = generic_torch.put_in(monkeypatch)
+    runtime = GenericRuntime(torch.device("cpu"))
+    monkeypatch.setattr(placing, "runtime_of", lambda device: runtime)
+    source = saved("flux")
+    got = load(source, max_host_memory=limit)
+    assert len(streams) == (limit is not None)
+    assert calls.count("synchronize") >= 2
     assert_as_on_the_host(got, reference(source, torch.bfloat16))
 
 

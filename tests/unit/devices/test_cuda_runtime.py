@@ -6,7 +6,7 @@ import ctypes
 import pytest
 import torch
 
-from shmload.integrations._devices import cuda_runtime
+from shmload.integrations._devices import cuda_library, cuda_runtime
 from shmload.integrations._devices.cuda_library import CudaLibrary
 from shmload.integrations._devices.cuda_runtime import CudaRuntime
 
@@ -136,6 +136,21 @@ def test_rocm_is_asked_for_no_attribute(runtime_on):
     driver = Driver()
     assert runtime_on(driver, library="hip").registers_read_only
     assert driver.calls == []
+
+
+@pytest.mark.parametrize(
+    ("loaded", "found"),
+    [
+        ({"libcudart": "libc.so.6"}, "cuda"),
+        ({"libamdhip64": "libc.so.6"}, "hip"),
+        ({"libcudart": "/lib/libcudart.so.12 (deleted)"}, None),
+        ({}, None),
+    ],
+)
+def test_library_is_the_one_that_is_loaded(monkeypatch, loaded, found):
+    monkeypatch.setattr(cuda_library, "mapped_library", loaded.get)
+    library = cuda_library.cuda_library.__wrapped__()
+    assert (library and library._prefix) == found
 
 
 # Memory of the device -----------------------------------------------------------------------------
