@@ -14,7 +14,7 @@ from shmload._decoding.ring import Ring, RingShape
 from shmload._host.collector import paused_gc
 from shmload._host.linux import Inode, inode_of
 from shmload._loading.load import Load
-from shmload._placement.inventory import CPU, META, OFFLOAD
+from shmload._placement.inventory import CPU, DISK, META, OFFLOAD
 from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
 from shmload.integrations._building.mapped import Spans
@@ -103,9 +103,21 @@ def place_pipeline(
     order = {name: place for place, name in enumerate(destination.order)}
     in_order = sorted(models, key=lambda name: order.get(name, len(order)))
     placement = place_models({name: models[name] for name in in_order}, destination, load, ring)
-    used = set(_flat(placement).values())
-    # The libraries allow `to` and offloading if this has one entry.
-    pipe.hf_device_map = {"": used.pop()} if len(used) == 1 else _flat(placement)
+    pipe.hf_device_map = _map_for_libraries(placement)
+
+
+def _map_for_libraries(placement: Placement) -> dict[str, str]:
+    """Return a placement as diffusers keeps it.
+
+    With one entry diffusers allows `to` and offloading. With several it refuses them, and names
+    `reset_device_map`, which brings all weights to the host. So it shall where they wait on a disk:
+    to move them fails inside accelerate.
+    """
+    flat = _flat(placement)
+    used = set(flat.values())
+    if len(used) == 1 and DISK not in used:
+        return {"": used.pop()}
+    return flat if len(flat) > 1 else {"": next(iter(used))} | flat
 
 
 def place_models(

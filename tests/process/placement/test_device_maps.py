@@ -187,3 +187,25 @@ def test_cuda_without_an_index_is_the_current_device(saved, accelerators, monkey
     assert load(saved("flux"), device_map="cuda", max_host_memory="64KiB").hf_device_map == {
         "": "cuda:1"
     }
+
+
+# On the disk --------------------------------------------------------------------------------------
+
+
+def test_pipeline_on_the_disk_is_moved_as_diffusers_moves_one(saved, tmp_path):
+    source = saved("flux")
+    got = load(source, device_map="disk", offload_folder=tmp_path)
+    assert set(got.hf_device_map.values()) == {"disk"}
+    for move in (lambda: got.to("cpu"), lambda: got.to(torch.float32)):
+        with pytest.raises(ValueError, match="reset_device_map"):
+            move()
+    got.reset_device_map()
+    assert got.hf_device_map is None
+    assert_as_on_the_host_but_for_notes(got.to("cpu"), reference(source, torch.bfloat16))
+
+
+def test_pipeline_of_one_model_on_the_disk_says_so_too(large_pipeline, tmp_path):
+    got = shmload.load_pipeline(large_pipeline, device_map="disk", offload_folder=tmp_path)
+    assert set(got.hf_device_map.values()) == {"disk"}
+    with pytest.raises(ValueError, match="reset_device_map"):
+        got.to("cpu")
