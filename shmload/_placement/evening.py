@@ -1,0 +1,89 @@
+"""Making a placement more even: the fullest device emptier, without more cuts."""
+
+from bisect import bisect_right
+
+from shmload._placement.dividing import Divided
+from shmload._placement.spots import Packed, Rooms, Spot, packed
+
+
+def improve(found: Packed, rooms: Rooms) -> Packed:
+    """Move one whole component after the other to the device where it is best, as long as it helps.
+
+    Args:
+        found: components on devices.
+        rooms: what may be used of each device.
+
+    Returns:
+        A placement with no more cuts, in which no device is fuller than the fullest one was.
+    """
+    while True:
+        moved = min(
+            (
+                even_out(
+                    packed((*found.spots[:number], at, *found.spots[number + 1 :]), rooms), rooms
+                )
+                for number, spot in enumerate(found.spots)
+                if not spot.cuts
+                for at in _elsewhere(spot, rooms)
+            ),
+            key=lambda each: each.rank,
+            default=found,
+        )
+        if moved.rank >= found.rank:
+            return found
+        found = moved
+
+
+def _elsewhere(spot: Spot, rooms: Rooms) -> list[Spot]:
+    count = len(spot.block_devices)
+    return [Spot(spot.item, d, [d] * count) for d in rooms if d != spot.main]
+
+
+def even_out(found: Packed, rooms: Rooms) -> Packed:
+    """Move the cuts of components that lie on two devices until the fuller one has the least.
+
+    One component after the other; each keeps its two devices.
+    """
+    for number, spot in enumerate(found.spots):
+        devices = {spot.main, *spot.block_devices}
+        if len(devices) != 2:
+            continue
+        before, after = found.spots[:number], found.spots[number + 1 :]
+        free = dict(rooms)
+        for other in (*before, *after):
+            free = other.left(free)
+        for main in sorted(devices):
+            (second,) = devices - {main}
+            moved = _most_even(spot.item, main, second, free, rooms)
+            changed = packed((*before, moved, *after), rooms)
+            found = min(found, changed, key=lambda each: each.rank)
+    return found
+
+
+def _most_even(item: Divided, main: str, second: str, free: Rooms, rooms: Rooms) -> Spot:
+    """Divide a component over two devices; the second gets consecutive blocks, wherever they are.
+
+    Args:
+        item: the component.
+        main: the device that gets all else.
+        second: the other device.
+        free: what is left of each device without the component.
+        rooms: what there is of each.
+    """
+    ends, count = item.ends, len(item.blocks)
+    least = rooms[main] - free[main] + item.nbytes
+    taken = rooms[second] - free[second]
+    # With this much on the second device both are filled to the same share.
+    wanted = (least * rooms[second] - taken * rooms[main]) / max(1, rooms[main] + rooms[second])
+    found = []
+    for start in range(count):
+        end = bisect_right(ends, ends[start] + wanted, start + 1, count + 1)
+        for stop in {end - 1, min(end, count)}:
+            nbytes = ends[stop] - ends[start]
+            share = max(
+                (least - nbytes) / max(1, rooms[main]), (taken + nbytes) / max(1, rooms[second])
+            )
+            found.append((share, stop < count, start, stop))
+    _, _, start, stop = min(found)
+    inside = [second if start <= number < stop else main for number in range(count)]
+    return Spot(item, main, inside)
