@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from shmload._decoding.ring import Ring, RingShape
 from shmload._host.collector import paused_gc
 from shmload._host.linux import Inode, inode_of
+from shmload._host.procfs import mappings
 from shmload._loading.load import Load
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD
 from shmload._placement.placement import Placement, place
@@ -20,15 +21,17 @@ from shmload._placement.table import WAITING
 from shmload.integrations._building.mapped import Spans
 from shmload.integrations._building.module_trees import component_of
 from shmload.integrations._building.pipeline_maker import components_by_name
+from shmload.integrations._devices.arrivals import Arrivals
 from shmload.integrations._devices.calibration import choose_way
 from shmload.integrations._devices.destination import Destination, parse_max_host_memory
 from shmload.integrations._devices.hooks import Blocks, attach_hooks, device_at, note_devices
-from shmload.integrations._devices.moves import Moves
+from shmload.integrations._devices.moves import Allocation, Moves
 from shmload.integrations._devices.origin import Segments
 from shmload.integrations._devices.runtime import Runtime
 from shmload.integrations._devices.runtimes import runtime_of
 from shmload.integrations._devices.upload import upload_shape
 from shmload.integrations._devices.waiting import Waiting
+from shmload.integrations._devices.way import Copier
 from shmload.integrations._devices.ways import Pin
 
 if TYPE_CHECKING:
@@ -188,6 +191,8 @@ def _copy(
     names = {device for where in devices.values() for device in where.values()}.difference(_STAYS)
     runtimes = {name: runtime_at(name) for name in sorted(names)}
     if not runtimes:
+        if load:
+            load.wait()
         return
     first = next(iter(runtimes.values()))
     is_streamed = load is not None and bool(load.holdings.hollow)
@@ -200,7 +205,8 @@ def _copy(
         (lambda tensor: hollow.find(tensor) is not None) if hollow else None,
     )
     # A limit, or a decode beside it, makes a copy slower in every way.
-    is_measured = not is_streamed and destination.max_host_nbytes is None
+    is_beside = load is not None and bool(load.holdings.unfinished_inodes())
+    is_measured = not is_beside and destination.max_host_nbytes is None
     nbytes = sum(there.used_nbytes for there in moves.staged) if is_measured else 0
     chosen = choose_way(destination.pin, first, nbytes)
     with contextlib.ExitStack() as closing:
@@ -209,12 +215,40 @@ def _copy(
         copier = closing.enter_context(chosen.way.open(ring, first))
         if load and is_streamed:
             copier.stream(moves, load.holdings.hollow)
+        left: Sequence[Allocation] = moves.staged
+        if load and not is_streamed:
+            left = _copy_arriving(moves.staged, load, copier)
+        if load:
             load.wait()
         files = load.holdings.open_files() if load else ()
         began = time.perf_counter()
-        copier.copy(moves.staged, [(inode_of(os.fstat(fd)), fd) for _, fd in files])
+        copier.copy(left, [(inode_of(os.fstat(fd)), fd) for _, fd in files])
         chosen.note(time.perf_counter() - began)
     moves.commit()
+
+
+def _copy_arriving(
+    allocations: Sequence[Allocation], load: Load, copier: Copier
+) -> Sequence[Allocation]:
+    """Copy allocations while the load decodes, each as soon as its bytes are there.
+
+    Returns:
+        The allocations that are still to be copied: all, if the load has decoded before.
+    """
+    unfinished = load.holdings.unfinished_inodes()
+    if not unfinished:
+        return allocations
+    spans = mappings(unfinished)
+    arrivals = Arrivals(allocations, [(there.start, there.end) for there in spans])
+    copier.copy(arrivals.ready, ())
+    while (filled := load.filled.get()) is not None:
+        complete = []
+        for there in spans:
+            if there.inode == filled.inode:
+                base = there.start - there.offset
+                complete += arrivals.note(base + filled.begin, base + filled.end)
+        copier.copy(complete, ())
+    return arrivals.rest
 
 
 def _shape_for(moves: Moves, destination: Destination) -> RingShape:

@@ -289,12 +289,12 @@ class Build:
 
     def _finish(self, pipe: Any, *, verify: bool) -> None:
         """Wait for the rest of the load, and copy the pipeline to its devices."""
-        if not self._load.holdings.hollow:
+        if not self._load.holdings.hollow and (verify or not self._place):
             self._load.wait()
             if verify:
                 self._load.verify()
         if self._place:
-            self._place(pipe)  # with stand-ins, this copies the bytes while they are decoded
+            self._place(pipe)  # this copies bytes while others are decoded, and waits for all
         hold_leases(self._maker.parts(pipe), self._load.holdings.segments())
 
     @property

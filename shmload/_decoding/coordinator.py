@@ -6,6 +6,7 @@ more on another.
 """
 
 import contextlib
+import functools
 import os
 import select
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from shmload._checkpoints.identity import is_unchanged
 from shmload._decoding.handout import Handout
-from shmload._decoding.job import Job, OnBytes, decode_here
+from shmload._decoding.job import Job, OnBytes, OnPiece, decode_here
 from shmload._decoding.ring import Ring
 from shmload._decoding.worker_process import WorkerProcess
 from shmload._settings import settings
@@ -98,6 +99,7 @@ class Coordinator:
         is_cancelled: Callable[[], bool] = bool,
         ring: Ring | None = None,
         stall_timeout_s: float | None = None,
+        on_piece: OnPiece = lambda job, piece: None,
     ) -> list[str]:
         """Fill all parts; blocks until they are complete.
 
@@ -109,6 +111,7 @@ class Coordinator:
                 Needs workers, and no piece may be larger than a slot.
             stall_timeout_s: how long a worker may make no progress, in seconds; None for what the
                 settings say.
+            on_piece: called with each piece that is complete.
 
         Returns:
             The digest of each job's segment, in order, as 32 hexadecimal digits.
@@ -122,10 +125,13 @@ class Coordinator:
         if self._workers:
             if stall_timeout_s is None:
                 stall_timeout_s = settings().stall_timeout_s
-            handout = Handout(self._workers, jobs, on_bytes, ring, stall_timeout_s)
+            handout = Handout(self._workers, jobs, on_bytes, ring, stall_timeout_s, on_piece)
             digests = handout.run(is_cancelled)
         else:
-            digests = [decode_here(job, on_bytes, is_cancelled) for job in jobs]
+            digests = [
+                decode_here(job, on_bytes, is_cancelled, functools.partial(on_piece, number))
+                for number, job in enumerate(jobs)
+            ]
         for job in jobs:
             if not is_unchanged(job.source, os.fstat(job.source_fd)):
                 raise ShardChanged(job.path)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from shmload._decoding.job import DecodeCancelled, Job, OnBytes, error_of
+from shmload._decoding.job import DecodeCancelled, Job, OnBytes, OnPiece, error_of
 from shmload._decoding.ring import FilledSlot, Ring
 from shmload._decoding.worker_process import Task, WorkerProcess
 from shmload._host.limits import no_memory
@@ -34,6 +34,7 @@ class Handout:
         on_bytes: called with bytes newly read.
         ring: as for `Coordinator.decode`.
         stall_timeout_s: how long a worker may make no progress, in seconds.
+        on_piece: called with each piece that is complete.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Handout:
         on_bytes: OnBytes,
         ring: Ring | None,
         stall_timeout_s: float,
+        on_piece: OnPiece,
     ) -> None:
         self._workers = workers
         self._stall_timeout_s = stall_timeout_s
@@ -51,6 +53,7 @@ class Handout:
         self._slots: dict[tuple[int, int], int] = {}
         self._jobs = jobs
         self._on_bytes = on_bytes
+        self._on_piece = on_piece
         self._waiting = deque(_interleave([len(job.pieces) for job in jobs]))
         self._digests = [[b""] * len(job.pieces) for job in jobs]
         self._left = len(self._waiting)
@@ -120,6 +123,7 @@ class Handout:
             case Filled(shard, piece, digest):
                 self._digests[shard][piece] = digest
                 self._pass_on(shard, piece)
+                self._on_piece(shard, piece)
                 self._left -= 1
                 self._lost_in_a_row = 0
             case Failed(shard, _, reason, detail, offset):

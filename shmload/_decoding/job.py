@@ -22,6 +22,8 @@ from shmload.workers.messages import Reason
 
 OnBytes = Callable[[int], None]
 """Called with the number of bytes newly read, from the thread that decodes."""
+OnPiece = Callable[[int, int], None]
+"""Called with the numbers of a job and of its piece that is complete, in the same thread."""
 
 
 class DecodeCancelled(Exception):
@@ -47,7 +49,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return sum(run.source_nbytes for piece in self.pieces for run in piece)
 
 
-def decode_here(job: Job, on_bytes: OnBytes, is_cancelled: Callable[[], bool]) -> str:
+def decode_here(
+    job: Job,
+    on_bytes: OnBytes,
+    is_cancelled: Callable[[], bool],
+    on_piece: Callable[[int], None] = lambda piece: None,
+) -> str:
     """Fill a job's part in the caller's thread; return the digest of its segment.
 
     Raises:
@@ -61,10 +68,11 @@ def decode_here(job: Job, on_bytes: OnBytes, is_cancelled: Callable[[], bool]) -
     filler, source = Filler(), examine_source(job.source_fd, 1)
     try:
         digests = []
-        for runs in job.pieces:
+        for piece, runs in enumerate(job.pieces):
             if is_cancelled():
                 raise DecodeCancelled
             digests.append(filler.fill(source, job.part_fd, runs, on_bytes))
+            on_piece(piece)
         return combine_digests(digests)
     except FillError as exc:
         raise error_of(job, exc.reason, str(exc), exc.offset) from exc

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from shmload._decoding.coordinator import Coordinator
-from shmload._decoding.job import Job
+from shmload._decoding.job import Job, OnPiece
 from shmload._decoding.ring import Ring
 from shmload._loading.progress import Progress
 from shmload._loading.room import WaitForRoom
@@ -95,7 +95,7 @@ class Decoder:
         return []
 
     def decode(
-        self, jobs: Sequence[Job], renew: Callable[[], Sequence[Job]]
+        self, jobs: Sequence[Job], renew: Callable[[], Sequence[Job]], on_piece: OnPiece
     ) -> tuple[list[str], bool]:
         """Fill all parts; blocks until that is done. One call at a time.
 
@@ -103,6 +103,7 @@ class Decoder:
             jobs: what to decode.
             renew: called if the service goes away in the middle; returns the same jobs with parts
                 that the service's workers do not have.
+            on_piece: called with each piece that is complete; a service tells of none.
 
         Returns:
             The digest of each job's segment, and whether the segments become resident: those that
@@ -122,7 +123,9 @@ class Decoder:
         workers = 0 if _is_little(read_nbytes) else self._workers
         if self._coordinator is None or self._coordinator.workers < workers:
             self._coordinator = Coordinator(workers)  # an earlier one had no workers to end
-        digests = self._coordinator.decode(jobs, self._progress.add, lambda: self.is_cancelled)
+        digests = self._coordinator.decode(
+            jobs, self._progress.add, lambda: self.is_cancelled, on_piece=on_piece
+        )
         return digests, self._keep
 
     def stream(self, jobs: Sequence[Job], ring: Ring) -> None:

@@ -12,17 +12,19 @@ import contextlib
 import functools
 import logging
 import os
+import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
-from shmload._decoding.job import DecodeCancelled, Job
+from shmload._decoding.job import DecodeCancelled, Job, OnPiece
 from shmload._decoding.ring import Ring
 from shmload._host.background import Background
 from shmload._host.limits import explained
+from shmload._host.linux import Inode, inode_of
 from shmload._loading.decoder import Decoder
 from shmload._loading.holdings import Holdings, Lend
 from shmload._loading.plan import Action
@@ -42,6 +44,17 @@ from shmload._wording import format_nbytes, printable
 from shmload.errors import ArgumentError, MemoryLimitExceeded, SegmentTimeout, SharedMemoryFull
 
 logger = logging.getLogger(__name__)
+
+
+class FilledPiece(NamedTuple):
+    """Consecutive bytes of a part that have been decoded."""
+
+    inode: Inode
+    """Of the part."""
+    begin: int
+    """Offset of the first byte in the part, in bytes."""
+    end: int
+    """Offset behind the last byte, in bytes."""
 
 
 class Load:
@@ -95,6 +108,8 @@ class Load:
         )
         self.holdings = Holdings(stay, is_hollow=ring is not None, may_link=may_link, lend=lend)
         """The open shards and their segments; the load closes them."""
+        self.filled: queue.SimpleQueue[FilledPiece | None] = queue.SimpleQueue()
+        """The pieces of parts that have their bytes, as they come; None when no more will come."""
         self._work: Background | None = None
         self.read_nbytes = 0
         """Bytes of weights that this load reads."""
@@ -216,6 +231,7 @@ class Load:
                 self._wait_for(shard)
             self._decoder.note(*self.holdings.attached_and_decoded())
         finally:
+            self.filled.put(None)
             if self._ring:
                 self._ring.filled.put(None)
 
@@ -264,12 +280,25 @@ class Load:
                 for shard in shards:
                     shard.forget_copy()
                 return
-            digests, is_kept = self._decoder.decode(jobs, lambda: self._renew(shards))
+            digests, is_kept = self._decoder.decode(
+                jobs, lambda: self._renew(shards), self._note_pieces(jobs)
+            )
         stay = Stay.RESIDENT if is_kept else self._stay
         for shard, digest in zip(shards, digests, strict=True):
             shard.forget_copy()
             self.holdings.publish(shard, digest, stay)
         self._decoder.settle()
+
+    def _note_pieces(self, jobs: Sequence[Job]) -> OnPiece:
+        """Return what notes the pieces of some jobs as filled."""
+        inodes = [inode_of(os.fstat(job.part_fd)) for job in jobs]
+
+        def note(job: int, piece: int) -> None:
+            runs = jobs[job].pieces[piece]
+            end = runs[-1].target_offset + runs[-1].target_nbytes
+            self.filled.put(FilledPiece(inodes[job], runs[0].target_offset, end))
+
+        return note
 
     def _unpickle(self, shards: list[OpenShard]) -> None:
         """Have torch unpickle those shards that are not read as they are."""
