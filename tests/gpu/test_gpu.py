@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comparing import reference
-from pipelines import FAMILIES
+from pipelines import FAMILIES, save_with_large_tensors
 from runtime_contract import RuntimeContract
 from torch import nn
 
@@ -149,16 +149,14 @@ def test_tensor_that_is_deleted_frees_its_memory_at_once(device):
 @pytest.fixture
 def large_model(tmp_path):
     """A pipeline of 50 MB in bfloat16."""
-    import diffusers
+    return save_with_large_tensors(tmp_path / "large")
 
-    unet = diffusers.UNet2DModel(
-        sample_size=8,
-        block_out_channels=(256, 512),
-        down_block_types=("DownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-    )
-    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(tmp_path / "large")
-    return tmp_path / "large"
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_large_tensors_of_segments_are_registered(large_model, device, evicts, keep):
+    wanted = reference(large_model, torch.bfloat16)
+    for _ in range(2):  # with `keep` the second one attaches
+        assert_same(load(large_model, pin="register", keep=keep), wanted, device)
 
 
 def test_refused_registration_leaves_no_error_behind(device):

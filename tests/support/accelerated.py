@@ -7,9 +7,9 @@ from torch import nn
 import shmload
 
 
-def load(source, torch_dtype=torch.bfloat16, device_map="cuda", **kwargs):
+def load(source, torch_dtype=torch.bfloat16, device_map="cuda", pin="ring", **kwargs):
     return shmload.load_pipeline(
-        source, torch_dtype=torch_dtype, device_map=device_map, pin="ring", **kwargs
+        source, torch_dtype=torch_dtype, device_map=device_map, pin=pin, **kwargs
     )
 
 

@@ -27,6 +27,7 @@ class LateDevice:
     def __init__(self, fails_at=None, registers=True, pins=False, read_only="yes"):
         self.calls = []
         self.registered = {}
+        self.largest_registered = 0
         self._fails_at = fails_at
         self._registers = registers
         self._pins = pins
@@ -99,6 +100,7 @@ class LateDevice:
         if not read_only and not is_writable(address):  # as CUDA's error 1
             return False
         self.registered[address] = nbytes
+        self.largest_registered = max(self.largest_registered, nbytes)
         return True
 
     def _overlaps(self, begin, end):

@@ -398,3 +398,15 @@ def _sana() -> Components:
 FAMILIES: tuple[str, ...] = tuple(
     family for family, recipe in _RECIPES.items() if recipe.class_name in dir(diffusers)
 )
+
+
+def save_with_large_tensors(folder: Path) -> Path:
+    """Save a pipeline of 50 MB in bfloat16, with tensors of megabytes; returns its folder."""
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(256, 512),
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(folder)
+    return folder

@@ -42,7 +42,9 @@ def request_of_a_load(saved, configure, tmp_path, monkeypatch):
     configure(skeletons=1, cache_dir=tmp_path / "cache")
     asked = []
     monkeypatch.setattr(build, "ask", asked.append)
-    shmload.load_model("AutoencoderKL", saved("stable-diffusion"), subfolder="vae", dtype="bfloat16")
+    shmload.load_model(
+        "AutoencoderKL", saved("stable-diffusion"), subfolder="vae", dtype="bfloat16"
+    )
     snapshot = effects.Snapshot
     monkeypatch.setattr(examining, "Snapshot", lambda: snapshot({_HOME.__name__: _HOME}))
     return asked[0]
