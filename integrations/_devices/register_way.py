@@ -18,14 +18,15 @@ from shmload.integrations._devices.moves import Allocation
 from shmload.integrations._devices.pages import Pages, why_not_register
 from shmload.integrations._devices.ring_way import RingCopier
 from shmload.integrations._devices.runtime import Event, drain
+from shmload.integrations._devices.upload import filler_count
 from shmload.integrations._devices.way import Way
 
 _LANE = 0
-# Registering takes time for each page: some windows are copied while the next are registered. So
-# at most 1 GiB is pinned at a time.
-_WINDOW_NBYTES = 256 << 20
+# Registering takes time for each page: some windows are copied while threads register the next, one
+# each. So at most 640 MiB are pinned at a time.
+_WINDOW_NBYTES = 64 << 20
 _COPYING = 2
-_AHEAD = 2
+_MAX_AHEAD = 8
 
 
 def copy_registered(
@@ -86,16 +87,17 @@ def _copy(allocations: Sequence[Allocation], mapping: Mapping, fd: int) -> bool:
     runtimes = {there.runtime for there in allocations}
     for runtime in runtimes:
         runtime.follow(_LANE)
+    ahead = min(_MAX_AHEAD, filler_count())
     with (
         Pages(fd, allocations[0].runtime) as pages,
-        ThreadPoolExecutor(_AHEAD, "shmload-register") as executor,
+        ThreadPoolExecutor(ahead, "shmload-register") as executor,
     ):
         wanted = deque(_windows(allocations, base, pages.content.numel()))
         registering: deque[tuple[_Window, Future[bool]]] = deque()
         copying: deque[tuple[_Window, list[Event]]] = deque()
         try:
             while wanted or registering:
-                while wanted and len(registering) < _AHEAD:
+                while wanted and len(registering) < ahead:
                     window = wanted.popleft()
                     task = executor.submit(pages.register, window.begin, window.end)
                     registering.append((window, task))

@@ -134,7 +134,8 @@ def test_file_larger_than_a_window_is_registered_in_pieces(mapped, monkeypatch):
     left = copy_registered(moves.staged, files)
     assert len(left) == 1
     assert device.calls.count("register") == device.calls.count("unregister") == 1 + 10
-    assert 1 <= max(most) <= 3  # two are copied, two are registered; this one does not count
+    # Some are copied and some registered; the one that is being registered does not count.
+    assert 1 <= max(most) < register_way._COPYING + register_way._MAX_AHEAD
     assert device.pending == 0
     moves.commit()
     assert torch.equal(module.first, wanted["first"])
