@@ -4,7 +4,6 @@ import sys
 
 import diffusers
 import pytest
-import torch
 
 import shmload
 from shmload.integrations._building import build, effects, examining, judging
