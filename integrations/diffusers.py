@@ -28,7 +28,13 @@ from shmload.integrations._building.gguf_maker import is_gguf
 from shmload.integrations._building.keywords import require_taken
 from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.pipeline_maker import PipelineMaker
-from shmload.integrations._building.route import CONVERTED, Asked, Keep, stay_ahead
+from shmload.integrations._building.route import (
+    CONVERTED,
+    Asked,
+    Keep,
+    require_readable,
+    stay_ahead,
+)
 from shmload.integrations._building.single_file import (
     SinglePipelineMaker,
     bring_single_file,
@@ -183,6 +189,7 @@ def load_pipeline(
         share=share,
         verify=verify,
     )
+    require_readable(asked, kwargs)
     with Ahead(stay_ahead(asked, kwargs), workers=workers, may_link=asked.may_link) as ahead:
         maker, found, dtype = choose(pipeline_class, wanted, kwargs, ahead)
         pipe: DiffusionPipeline = load(

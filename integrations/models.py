@@ -23,7 +23,13 @@ from shmload.integrations._building.gguf_maker import is_gguf, maker_of_gguf
 from shmload.integrations._building.keywords import explained_keywords, require_taken_by_model
 from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.model_maker import ModelMaker
-from shmload.integrations._building.route import CONVERTED, Asked, Keep, stay_ahead
+from shmload.integrations._building.route import (
+    CONVERTED,
+    Asked,
+    Keep,
+    require_readable,
+    stay_ahead,
+)
 from shmload.integrations._building.single_file import (
     SingleFileMaker,
     bring_single_file,
@@ -121,6 +127,7 @@ def load_model(
         share=share,
         verify=verify,
     )
+    require_readable(asked, kwargs)
     with (
         explained_keywords(kwargs, load_model, _name_of(cls)),
         Ahead(stay_ahead(asked, kwargs), workers=workers, may_link=asked.may_link) as ahead,

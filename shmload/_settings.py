@@ -6,6 +6,7 @@ Each field is read from the environment variable `SHMLOAD_` plus its name in cap
 import math
 import os
 import re
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,13 @@ _LOCAL_SIZES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
     "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+# This process's number among them, from 0, as the same call it.
+_LOCAL_RANKS = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
 )
 # No budget is smaller than this, in bytes; a smaller number lacks its unit.
 _LEAST_BUDGET = 1 << 20
@@ -213,11 +221,21 @@ def local_world_size() -> int:
 
     torchrun, `accelerate launch` and MPI set it in each rank's environment.
     """
-    for variable in _LOCAL_SIZES:
+    return max(1, _first_number(_LOCAL_SIZES) or 1)
+
+
+def local_rank() -> int | None:
+    """Return this process's number among the ranks of this host; None outside of such a job."""
+    return _first_number(_LOCAL_RANKS)
+
+
+def _first_number(variables: Iterable[str]) -> int | None:
+    """Return the value of the first of some variables that is a whole number; None if none is."""
+    for variable in variables:
         text = os.environ.get(variable, "")
         if text.isdecimal():
-            return max(1, int(text))
-    return 1
+            return int(text)
+    return None
 
 
 def _user_cache_dir() -> Path:

@@ -1,5 +1,6 @@
 """How a pipeline's weights travel: decided once, before any weight byte is read."""
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -124,6 +125,24 @@ def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, 
     )
 
 
+def require_readable(asked: Asked, kwargs: Mapping[str, Any]) -> None:
+    """Check what can be wrong with the devices whatever the source is: before a download.
+
+    Args:
+        asked: what the caller asks.
+        kwargs: for `from_pretrained`.
+
+    Raises:
+        ArgumentError: a value is not valid, or two of them exclude each other.
+        DeviceMissing: a device is not there, as far as `Destination.require_present` tells.
+    """
+    _require_map(asked)
+    if asked.device_map is None or any(map(kwargs.get, _QUANTISING_KWARGS)):
+        return
+    # A folder counts later, if the weights are not quantised: then the library has them.
+    _destination(asked, kwargs.get("offload_folder", "")).require_present()
+
+
 def stay_ahead(asked: Asked, kwargs: Mapping[str, Any]) -> Stay | None:
     """Return how long segments stay that are made during a download; None to make none.
 
@@ -153,9 +172,8 @@ def _parse_destination(source: Source, asked: Asked, kwargs: dict[str, Any]) -> 
     Raises:
         ArgumentError: an argument is wrong, or does not go with another.
     """
+    _require_map(asked)
     if asked.device_map is None:
-        if asked.max_memory is not None:
-            raise ArgumentError("max_memory is for a device_map, such as 'auto'; give both")
         return None
     if is_quantised(source, kwargs):
         # Weights are quantised on the device that they go to, and only the library can move them.
@@ -163,13 +181,24 @@ def _parse_destination(source: Source, asked: Asked, kwargs: dict[str, Any]) -> 
         if asked.max_memory is not None:
             kwargs["max_memory"] = asked.max_memory
         return None
+    return _destination(asked, kwargs.pop("offload_folder", None), source.components)
+
+
+def _require_map(asked: Asked) -> None:
+    if asked.device_map is None and asked.max_memory is not None:
+        raise ArgumentError("max_memory is for a device_map, such as 'auto'; give both")
+
+
+def _destination(
+    asked: Asked, offload_folder: str | os.PathLike[str] | None, order: tuple[str, ...] = ()
+) -> Destination:
     return Destination(
         device_map=asked.device_map,
         max_memory=asked.max_memory,
         max_host_nbytes=parse_max_host_memory(asked.max_host_memory),
         pin=asked.pin,
-        offload_folder=kwargs.pop("offload_folder", None),
-        order=source.components,
+        offload_folder=offload_folder,
+        order=order,
     )
 
 

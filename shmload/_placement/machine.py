@@ -3,11 +3,11 @@
 Guarantee: where NVIDIA's management library answers, no question makes a context on a device.
 """
 
-import os
 from collections.abc import Collection
 from typing import Any
 
 from shmload._host import nvml
+from shmload._settings import local_rank
 
 # They have no memory of their own, or are no accelerators.
 _NOT_LISTED = ("cpu", "mps")
@@ -23,7 +23,7 @@ def current_index() -> int:
     """Return the index of the accelerator that a name without an index means, such as `cuda`.
 
     That is the process's current device. If nothing has set one, it is the device of the local rank
-    that a launcher such as torchrun gives (`LOCAL_RANK`), if there are so many.
+    that a launcher gives, such as torchrun or MPI, if there are so many.
     """
     kind = _kind()
     if not kind:
@@ -32,9 +32,9 @@ def current_index() -> int:
     # Before the first use of its kind, no device can have been set; and to ask would be that use.
     is_used = getattr(module, "is_initialized", lambda: True)()
     index = int(module.current_device()) if is_used else 0
-    rank = os.environ.get("LOCAL_RANK", "")
-    if index == 0 and rank.isdecimal() and int(rank) < module.device_count():
-        return int(rank)
+    rank = local_rank()
+    if index == 0 and rank is not None and rank < module.device_count():
+        return rank
     return index
 
 

@@ -141,7 +141,7 @@ def test_limit_for_the_host_needs_a_way_off_it(saved, accelerators, arguments):
         ("max_memory", "20GiB"),
     ],
 )
-def test_odd_arguments_are_refused_before_anything_is_decoded(saved, argument, value):
+def test_odd_arguments_are_refused_before_anything_is_decoded(saved, accelerators, argument, value):
     read = []
     arguments = {"torch_dtype": torch.bfloat16, "device_map": "cuda", argument: value}
     with pytest.raises(shmload.ArgumentError, match=argument.replace("pin", "fast")[:4]):

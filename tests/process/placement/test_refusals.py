@@ -1,5 +1,7 @@
 """`plan`, `load_pipeline` and `to_device` accept and refuse the same; a refusal decodes nothing."""
 
+import functools
+
 import pytest
 import torch
 from accelerated import load
@@ -242,3 +244,45 @@ def test_passed_model_counts(saved, accelerators, loads):
     with pytest.raises(shmload.DoesNotFit, match=r"image_encoder 2\.00 MiB"):
         load(saved("flux"), device_map="cuda", max_memory={0: "1MiB"}, image_encoder=huge)
     assert loads == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"device_map": "gpu"},
+        {"device_map": {"": 0, "vae": 7}},
+        {"device_map": "auto", "max_memory": {7: "1GiB"}},
+        {"device_map": "cuda", "max_memory": {0: "0x3"}},
+        {"device_map": "cuda", "max_host_memory": "much"},
+        {"max_memory": {0: "1GiB"}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "load_one",
+    [shmload.load_pipeline, functools.partial(shmload.load_model, "AutoencoderKL")],
+    ids=["pipeline", "model"],
+)
+def test_what_no_source_can_mend_is_said_before_the_source_is_looked_for(
+    accelerators, arguments, load_one
+):
+    with pytest.raises(shmload.ArgumentError, match=r"device_map|max_memory|max_host_memory"):
+        load_one("nobody/no-such-source", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "match"),
+    [
+        ({"encoder": 0}, "nothing of decoder"),
+        ({"": 0, "decodr": 1}, "the model has no module 'decodr'.*did you mean 'decoder'"),
+    ],
+)
+def test_model_by_itself_has_paths_of_its_own(saved, accelerators, loads, device_map, match):
+    arguments = {"subfolder": "vae", "dtype": torch.bfloat16, "pin": "ring"}
+    with pytest.raises(shmload.ArgumentError, match=match):
+        shmload.load_model("AutoencoderKL", saved("flux"), device_map=device_map, **arguments)
+    assert loads == []
+    found = shmload.load_model(
+        "AutoencoderKL", saved("flux"), device_map={"": 0, "decoder": 1}, **arguments
+    )
+    assert found.hf_device_map["decoder"] == "cuda:1"

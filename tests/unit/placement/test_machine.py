@@ -185,6 +185,13 @@ def test_cuda_is_the_current_device_or_the_ranks(cuda, monkeypatch, current, ran
     assert not cuda.contexts
 
 
+def test_rank_of_another_launcher_counts(cuda, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
+    assert current_index() == 2
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert current_index() == 1
+
+
 def test_one_visible_device_is_the_ranks(cuda, monkeypatch):
     cuda.count = 1
     monkeypatch.setenv("LOCAL_RANK", "1")
