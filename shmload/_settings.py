@@ -104,6 +104,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     headroom: Fraction = 0.1
     """The fraction of each accelerator's memory that a strategy leaves to activations."""
 
+    page_locked: Size | None = None
+    """The most bytes of waiting weights that a process keeps pinned; None for half of the memory
+    of the machine, or of the process's control groups."""
+
     cache_dir: Path = msgspec.field(default_factory=lambda: _user_cache_dir() / "shmload")
     """Where dtype rules of model classes, and skeletons, are cached."""
 

@@ -14,6 +14,7 @@ from shmload._host.descriptors import Descriptor
 from shmload._host.limits import allow_descriptors
 from shmload._host.linux import PAGE_NBYTES, Inode, reopen
 from shmload._host.procfs import Mapping, has_own_pages, mappings
+from shmload.integrations._devices.budget import own_budget
 from shmload.integrations._devices.pages import Pages
 from shmload.integrations._devices.runtime import Runtime
 
@@ -49,6 +50,10 @@ class Origin:
         self._is_refused = False
 
     @property
+    def _nbytes(self) -> int:
+        return self._end - self._start
+
+    @property
     def is_clean(self) -> bool:
         """Whether this process has not written to the weights."""
         return not has_own_pages(self._start, self._end)
@@ -68,17 +73,19 @@ class Origin:
     def pin(self, runtime: Runtime) -> bool:
         """Pin the pages unless they are; return whether they are pinned.
 
-        What was refused once is not tried again.
+        What a driver refused is not tried again. What this process's budget lacks room for is.
         """
-        if self._pages is None and not self._is_refused:
-            size = os.fstat(self._file.fd).st_size
-            nbytes = min(self._end - self._start, size - self._offset)
-            self._pages = self._register(runtime, nbytes)
-            self._is_refused = self._pages is None
+        if self._pages is None and not self._is_refused and own_budget().take(self._nbytes):
+            self._pages = self._register(runtime)
+            if self._pages is None:
+                self._is_refused = True
+                own_budget().give_back(self._nbytes)
         return self._pages is not None
 
-    def _register(self, runtime: Runtime, nbytes: int) -> Pages | None:
+    def _register(self, runtime: Runtime) -> Pages | None:
         """Return the pages, pinned; None if the driver refuses."""
+        size = os.fstat(self._file.fd).st_size
+        nbytes = min(self._nbytes, size - self._offset)
         for _ in range(2):  # the first refusal may tell that pages must be writable
             was_read_only = runtime.registers_read_only
             pages = Pages(self._file.fd, runtime, self._offset, nbytes)
@@ -93,6 +100,7 @@ class Origin:
         pages, self._pages = self._pages, None
         if pages:
             pages.release(0)
+            own_budget().give_back(self._nbytes)
 
 
 class Segments:

@@ -8,6 +8,7 @@ import msgspec
 
 from shmload._cli.output import as_json_option, print_json, print_page
 from shmload._segments.models import models
+from shmload._segments.page_locks import PageLocks, page_locks
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import GetStatus, Shutdown, Status, Stopping
@@ -34,7 +35,7 @@ def status_command(as_json: bool) -> None:
     if as_json:
         _print_status(found)
     else:
-        click.echo("\n".join(describe_status(found)))
+        click.echo("\n".join((*describe_status(found), *describe_page_locks(page_locks()))))
         for template in _templates():
             programs = count_of(template.programs, "program")
             memory = format_nbytes(template.memory_nbytes)
@@ -52,7 +53,12 @@ def _print_status(status: Status | None) -> None:
     service = msgspec.structs.asdict(status) if status else None
     templates = [dataclasses.asdict(template) for template in _templates()]
     print_json(
-        "status", service=service, models=listed, decoding=listed.decoding, templates=templates
+        "status",
+        service=service,
+        models=listed,
+        decoding=listed.decoding,
+        templates=templates,
+        page_locks=page_locks(),
     )
 
 
@@ -73,6 +79,15 @@ def shutdown_command(as_json: bool) -> None:
         print_json("shutdown", pid=client.pid)
         return
     click.echo(f"the service (process {client.pid}) ends")
+
+
+def describe_page_locks(found: PageLocks) -> Iterator[str]:
+    """Yield a line that says what processes pin for devices, if they do."""
+    if found.processes:
+        by_process = ", ".join(
+            f"{format_nbytes(each.nbytes)} by process {each.pid}" for each in found.processes
+        )
+        yield f"page locks {format_nbytes(found.nbytes)} for devices: {by_process}"
 
 
 def describe_status(status: Status) -> Iterator[str]:

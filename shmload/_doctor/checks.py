@@ -32,6 +32,8 @@ _SMALL_PIPELINE_NBYTES = 2_700_000_000
 _LEAST_FILES, _ENOUGH_FILES = 128, 1024
 # The kernel's own default since 5.16.
 _ENOUGH_LOCKED_NBYTES = 8 << 20
+# The next block of a large model no longer fits then.
+_NEARLY_ALL = 0.9
 _LEAST_KERNEL = (5, 4)
 _SLOW_ANSWER_S = 1.0
 # A plain SATA disk reads 0.5 GB/s; copying from the page cache below 1 GB/s has another cause.
@@ -235,6 +237,22 @@ def check_locked_memory(soft: int) -> Finding:
     state: State = "ok" if soft >= _ENOUGH_LOCKED_NBYTES else "warn"
     hint = "" if state == "ok" else ", less than the kernel's default; pinning may fail"
     return _finding(name, state, f"at most {format_nbytes(soft)}{hint}", remedy)
+
+
+def check_page_locks(limit: int, pinned: Iterable[int]) -> Finding:
+    """Check whether a process pins as much of waiting weights as it may.
+
+    Args:
+        limit: how many bytes a process may pin.
+        pinned: how many bytes each process pins.
+    """
+    most = max(pinned, default=0)
+    detail = f"at most {format_nbytes(limit)} of weights that wait for a device"
+    if most >= limit * _NEARLY_ALL and most:
+        detail += f", and a process pins {format_nbytes(most)}: others of its weights travel slowly"
+        remedy = f"export SHMLOAD_PAGE_LOCKED={2 * most >> 20}MiB"
+        return Finding("page locks", "warn", detail, remedy)
+    return Finding("page locks", "ok", detail)
 
 
 def check_open_files(soft: int, hard: int) -> Finding:

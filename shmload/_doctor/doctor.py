@@ -29,6 +29,7 @@ from shmload._doctor.checks import (
     check_machine_memory,
     check_objects,
     check_open_files,
+    check_page_locks,
     check_read_speed,
     check_reading,
     check_removal,
@@ -63,6 +64,7 @@ from shmload._loading.room import own_budget
 from shmload._loading.verbs import plan
 from shmload._segments.eviction import Budget, may_go
 from shmload._segments.listing import segments, segments_by_lock
+from shmload._segments.page_locks import page_lock_limit, page_locks
 from shmload._segments.pins import pinned_outdated
 from shmload._segments.upkeep import find_garbage
 from shmload._segments.view_register import views_by_segment
@@ -101,6 +103,7 @@ def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Findin
     wrong = [*unknown_variables(os.environ), *relative_variables(os.environ)]
     yield check_settings(wrong, given_variables(os.environ))
     yield check_locked_memory(resource_limits(resource.RLIMIT_MEMLOCK)[0])
+    yield check_page_locks(page_lock_limit(), [each.nbytes for each in page_locks().processes])
     yield check_open_files(*resource_limits(resource.RLIMIT_NOFILE))
     yield check_kernel(kernel_release(), has_pidfds())
     yield _diagnose_service(socket_path(), answer)

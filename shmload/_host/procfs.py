@@ -288,6 +288,46 @@ def _lines_of_devices(process: Path, devices: Collection[bytes]) -> list[bytes]:
     return []
 
 
+class SharedRange(NamedTuple):
+    """Bytes of a file that a process has mapped shared, for reading."""
+
+    inode: Inode
+    begin: int
+    """Offset of the first byte in the file, on a page."""
+    end: int
+    """Offset behind the last byte, on a page."""
+
+
+def shared_ranges(prefix: str, proc: Path = Path("/proc")) -> dict[int, list[SharedRange]]:
+    """Return the shared read-only mappings of shared memory, by process, of this user's processes.
+
+    Args:
+        prefix: of the names; a file counts that has no name any more, or is a memfd.
+        proc: where the processes are.
+    """
+    beginnings = (b"/dev/shm/" + prefix.encode(), b"/memfd:" + prefix.encode())
+    found: dict[int, list[SharedRange]] = {}
+    for name in filter(str.isdecimal, os.listdir(proc)):
+        # It has ended, or may not be looked at.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if os.stat(proc / name).st_uid != os.geteuid():
+                continue
+            for line in (proc / name / "maps").read_bytes().splitlines():
+                fields = line.split(None, 5)
+                if fields[1] == b"r--s" and len(fields) == 6 and fields[5].startswith(beginnings):
+                    found.setdefault(int(name), []).append(_shared_range(fields))
+    return found
+
+
+def _shared_range(fields: list[bytes]) -> SharedRange:
+    addresses, _, offset, device, number, _ = fields
+    start, _, end = addresses.partition(b"-")
+    major, _, minor = device.partition(b":")
+    begin = int(offset, 16)
+    inode = Inode(os.makedev(int(major, 16), int(minor, 16)), int(number))
+    return SharedRange(inode, begin, begin + int(end, 16) - int(start, 16))
+
+
 def _device(inode: Inode) -> bytes:
     """Return a file's device as maps writes it."""
     return b"%02x:%02x" % (os.major(inode.device), os.minor(inode.device))

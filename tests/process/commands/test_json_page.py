@@ -18,6 +18,7 @@ from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
 from shmload._doctor.checks import Finding
 from shmload._segments.evicted import Evicted
+from shmload._segments.page_locks import PageLock, PageLocks
 from shmload._segments.unfinished import UnfinishedModel
 from shmload._segments.users import User
 from shmload._service import protocol
@@ -40,6 +41,8 @@ _KINDS = {
     protocol.DecodeStatus: "decodestatus",
     ModelUse: "count",
     Finding: "finding",
+    PageLocks: "pagelocks",
+    PageLock: "pagelock",
 }
 _OPTIONAL = {"error", "left_out", "placement"}
 

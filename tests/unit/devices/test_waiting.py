@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import logging
 import mmap
 import os
 import threading
@@ -13,6 +14,8 @@ from devices import LateDevice
 from torch import nn
 
 from shmload._host.linux import inode_of
+from shmload.integrations._devices import origin
+from shmload.integrations._devices.budget import Budget
 from shmload.integrations._devices.origin import Segments
 from shmload.integrations._devices.waiting import Waiting
 
@@ -292,6 +295,35 @@ def test_copy_of_a_model_has_its_own_weights(made):
             block.weight.mul_(2)
         assert torch.equal(run(other, copy.deepcopy(waiting)), plain(other))
         assert torch.equal(run(model, waiting), plain(model))
+
+
+def test_what_the_budget_lacks_room_for_is_copied_without(make, device, monkeypatch, caplog):
+    budget = Budget(2 * _SIZE * _SIZE * 4 + 4095)
+    monkeypatch.setattr(origin, "own_budget", lambda: budget)
+    model, waiting = make(device)
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(run(model, waiting), plain(model))
+    assert len(device.registered) == 2
+    assert budget.taken_nbytes == 2 * _SIZE * _SIZE * 4
+    assert len(caplog.records) == 1
+    del model.blocks[0]
+    gc.collect()
+    with torch.no_grad():  # its room is another block's now
+        run(model, waiting, range(_BLOCKS - 1))
+    assert len(device.registered) == 2
+    waiting.release()
+    assert budget.taken_nbytes == 0
+
+
+def test_pages_that_the_driver_refuses_take_nothing_of_the_budget(make, device, monkeypatch):
+    budget = Budget(1 << 30)
+    monkeypatch.setattr(origin, "own_budget", lambda: budget)
+    device._registers = False
+    model, waiting = make(device)
+    with torch.no_grad():
+        run(model, waiting)
+    assert budget.taken_nbytes == 0
 
 
 def test_pages_are_unpinned_with_their_block(made, device):

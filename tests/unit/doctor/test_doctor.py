@@ -79,6 +79,7 @@ def test_everything_is_examined_and_has_its_say(examine):
         "budget",
         "settings",
         "locked memory",
+        "page locks",
         "open files",
         "kernel",
         "service",

@@ -11,6 +11,7 @@ from shmload._host.procfs import (
     boot_id,
     cgroup_free_nbytes,
     file_system,
+    has_own_pages,
     huge_page_policy,
     is_remote,
     is_touched,
@@ -18,6 +19,7 @@ from shmload._host.procfs import (
     mapped_library,
     mappers,
     mappings,
+    shared_ranges,
 )
 from shmload.errors import ShmloadError
 
@@ -221,6 +223,41 @@ def test_process_that_has_ended_or_maps_another_file_does_not_count(fd, tmp_path
     for other in ("3", "self", "meminfo"):
         (tmp_path / other).mkdir()
     assert mappers([inode], tmp_path) == {inode: {1}}
+
+
+def test_shared_mappings_for_reading_are_found_by_process(fd, name):
+    os.ftruncate(fd, 4 * PAGE_NBYTES)
+    inode = inode_of(os.fstat(fd))
+
+    def map_page(page, **how):
+        return mmap.mmap(fd, PAGE_NBYTES, offset=page * PAGE_NBYTES, **how)
+
+    with (
+        map_page(2, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ),
+        map_page(0, access=mmap.ACCESS_COPY),
+        map_page(3, access=mmap.ACCESS_WRITE),
+    ):
+        found = shared_ranges(name)
+        assert found == {os.getpid(): [(inode, 2 * PAGE_NBYTES, 3 * PAGE_NBYTES)]}
+        assert shared_ranges("no-such-prefix-") == {}
+    assert shared_ranges(name) == {}
+
+
+@pytest.mark.parametrize("page", [0, 100, 255])
+def test_page_that_was_written_to_is_this_processs_own(fd, page):
+    os.ftruncate(fd, 256 * PAGE_NBYTES)
+    os.pwrite(fd, b"\1" * 256 * PAGE_NBYTES, 0)
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) as mapped:
+        (mapping,) = mappings({inode_of(os.fstat(fd))})
+        assert not has_own_pages(mapping.start, mapping.end)
+        assert sum(mapped[::PAGE_NBYTES]) == 256
+        assert not has_own_pages(mapping.start, mapping.end)  # reading makes none
+        mapped[page * PAGE_NBYTES] = 2
+        assert has_own_pages(mapping.start, mapping.end)
+        at = mapping.start + page * PAGE_NBYTES
+        assert has_own_pages(at, at + PAGE_NBYTES)
+        other = mapping.start + (page + 1) % 256 * PAGE_NBYTES
+        assert not has_own_pages(other, other + PAGE_NBYTES)
 
 
 @pytest.mark.parametrize("place", [0, 100, 255])
