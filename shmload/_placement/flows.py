@@ -28,7 +28,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
     component: str
     at: str
-    """The modules that the activations go to; empty for the end of the component."""
+    """The path of the module that the activations go to; empty for the end of the component."""
     source: str
     target: str
 
@@ -49,22 +49,23 @@ def travels(parts: Sequence[TableRow]) -> list[Travel]:
     return sorted(found, key=lambda each: (not each.is_each_step, -each.nbytes))
 
 
-def cuts(parts: Sequence[TableRow], execution_devices: Mapping[str, str]) -> list[Cut]:
-    """Return where activations change devices, in the order in which a component computes.
+def cuts(
+    components: Mapping[str, str | Mapping[str, str]], execution_devices: Mapping[str, str]
+) -> list[Cut]:
+    """Return where activations change devices, in the order of the modules.
 
     Args:
-        parts: of the placement.
+        components: of the placement.
         execution_devices: of the placement; a component begins and ends on its own.
     """
     found = []
-    for component, main in execution_devices.items():
-        here = main
-        for part in parts:
-            if part.component != component or part.execution_device == META:
+    for component, where in components.items():
+        main = here = execution_devices[component]
+        for path, device in ({"": where} if isinstance(where, str) else where).items():
+            target = main if device in WAITING else device
+            if target in (here, META):
                 continue
-            target = part.execution_device
-            if target != here:
-                found.append(Cut(component=component, at=part.modules, source=here, target=target))
+            found.append(Cut(component=component, at=path, source=here, target=target))
             here = target
         if here != main:
             found.append(Cut(component=component, at="", source=here, target=main))

@@ -22,15 +22,15 @@ _THINNEST_ARROW_PX = 2
 
 def html_page(
     title: str,
+    components: Mapping[str, str | Mapping[str, str]],
     parts: Sequence[TableRow],
     devices: Sequence[DeviceUse],
     execution_devices: Mapping[str, str],
     device_map: Mapping[str, str],
 ) -> str:
     """Return the page; the arguments but the title are the fields of a placement."""
-    components = dict.fromkeys(part.component for part in parts)
     colors = {name: number % COLORS for number, name in enumerate(components)}
-    moving, turning = travels(parts), cuts(parts, execution_devices)
+    moving, turning = travels(parts), cuts(components, execution_devices)
     accelerators = [use.limit_nbytes or 0 for use in devices if use.device not in (CPU, DISK)]
     widest = max(accelerators, default=0)
     body = [

@@ -50,7 +50,14 @@ class Placement(Printable, msgspec.Struct, frozen=True, kw_only=True):
         Args:
             title: what is placed.
         """
-        return html_page(title, self.parts, self.devices, self.execution_devices, self.device_map)
+        return html_page(
+            title,
+            self.components,
+            self.parts,
+            self.devices,
+            self.execution_devices,
+            self.device_map,
+        )
 
 
 def place(components: Sequence[Component], device_map: object, inventory: Inventory) -> Placement:

@@ -5,9 +5,12 @@ from html.parser import HTMLParser
 import pytest
 from placing import UNIT, flux, leaf, model
 
+from shmload._placement.cost import cost_of
+from shmload._placement.device_map import expand
 from shmload._placement.flows import cuts, travels
 from shmload._placement.inventory import parse_inventory
 from shmload._placement.placement import place
+from shmload._placement.strategies import rooms_of
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -138,15 +141,28 @@ def test_what_the_cpu_computes_does_not_travel():
 def test_cuts_are_where_activations_change_devices():
     device_map = {"": 0, "transformer.transformer_blocks.[2-3]": 1, "vae": 1}
     placement = placed("2x80MiB", device_map)
-    found = cuts(placement.parts, placement.execution_devices)
+    found = cuts(placement.components, placement.execution_devices)
     assert [(cut.component, cut.at, cut.source, cut.target) for cut in found] == [
-        ("transformer", "transformer_blocks.2-3", "cuda:0", "cuda:1"),
+        ("transformer", "transformer_blocks.2", "cuda:0", "cuda:1"),
         ("transformer", "single_transformer_blocks", "cuda:1", "cuda:0"),
     ]
-    last = placed("2x80MiB", {"": 0, "transformer.single_transformer_blocks": 1})
-    ways = [(cut.at, cut.target) for cut in cuts(last.parts, last.execution_devices)]
-    assert ways == [("single_transformer_blocks", "cuda:1"), ("", "cuda:0")]
+    last = placed("2x80MiB", {"": 0, "text_encoder_2.encoder.block.[34]": 1})
+    ways = [(cut.at, cut.target) for cut in cuts(last.components, last.execution_devices)]
+    assert ways == [("encoder.block.3", "cuda:1"), ("", "cuda:0")]
     assert "back at its end" in Page(last.html()).text
+
+
+@pytest.mark.parametrize(
+    "text", ["2x28MiB", "3x17MiB", "24MiB", "12MiB,cpu=10MiB", "14MiB,20MiB", "8x9MiB", "80MiB"]
+)
+def test_page_counts_as_the_planner_does(text):
+    inventory = parse_inventory(text)
+    placement = place(flux(), "auto", inventory)
+    cost = cost_of(flux(), expand(placement.device_map, flux()), rooms_of(inventory))
+    moving = travels(placement.parts)
+    assert sum(each.nbytes for each in moving if each.is_each_step) == cost.step_nbytes
+    assert sum(each.nbytes for each in moving if not each.is_each_step) == cost.once_nbytes
+    assert len(cuts(placement.components, placement.execution_devices)) == cost.cuts
 
 
 def test_headroom_is_what_is_left_of_it(configure):
