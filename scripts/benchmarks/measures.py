@@ -11,9 +11,10 @@ from pathlib import Path
 
 from benchmarks.bench import Bench
 from benchmarks.figures import Figure, Line, Target
+from benchmarks.key_measures import measure_keys, measure_tensors
 from benchmarks.processes import ProbeFailed
-from benchmarks.samples import Result, Rounds, Sample
-from benchmarks.sources import TENSOR_COUNTS, weight_files, weights_nbytes
+from benchmarks.samples import Result, Rounds
+from benchmarks.sources import weight_files, weights_nbytes
 
 _DTYPE = "bfloat16"
 # The times of two whole processes vary by more than the 3 % of this target: take more rounds.
@@ -170,78 +171,6 @@ def measure_same_dtype(bench: Bench) -> list[Figure]:
     ]
 
 
-def measure_tensors(bench: Bench) -> list[Figure]:
-    """The time per tensor, with tensors too small for their bytes to matter."""
-    files = [bench.sources.tensor_file(count) for count in TENSOR_COUNTS]
-    ways = {"tensors": bench.probe("many_tensors", *files)}
-    rounds = bench.measure(ways, bench.sources.tensors)
-    least, many, most = TENSOR_COUNTS
-
-    def sample(count: int, name: str) -> Sample:
-        return rounds.sample("tensors", f"{count} {name}")
-
-    def line(label: str, name: str, count: int = many) -> Line:
-        return Line(label=label, sample=sample(count, name), unit="s")
-
-    def attached(count: int) -> Sample:
-        return sample(count, "plan_s") + sample(count, "attach_s")
-
-    def lines(values: dict[int, Sample]) -> tuple[Line, ...]:
-        """Return the time per tensor for each number of tensors."""
-        return tuple(
-            Line(label=f"{count:,}, each", sample=value.scaled(1e6 / count), unit="us")
-            for count, value in values.items()
-        )
-
-    def figure(name: str, dtypes: str, measured: str, *beside: Line) -> Figure:
-        return Figure(
-            name=name,
-            what=f"load_state_dict of {many:,} tensors of 1 KiB, {dtypes}",
-            sample=sample(many, measured),
-            unit="s",
-            target=Target(1),
-            beside=(
-                *lines({count: sample(count, measured) for count in TENSOR_COUNTS}),
-                *beside,
-            ),
-        )
-
-    def linear(name: str, what: str, few: Sample, more: Sample) -> Figure:
-        return Figure(
-            name=name,
-            what=f"{what}: time per tensor with {most:,} tensors, against {least:,}",
-            sample=(more / few).scaled(least / most),
-            unit="x",
-            target=Target(1.25),
-        )
-
-    return [
-        figure("tensors-cast", "fp32 to bf16", "cast_s", line("plan() alone", "plan_s")),
-        figure(
-            "tensors-same",
-            "without a cast",
-            "same_s",
-            line("into a resident segment", "keep_s"),
-            line("attach of that segment", "attach_s"),
-            line("safetensors' load_file", "load_file_s"),
-        ),
-        linear("tensors-linear", "the cast", sample(least, "cast_s"), sample(most, "cast_s")),
-        Figure(
-            name="keys",
-            what=f"{most:,} resident tensors: plan, and load_state_dict by their keys",
-            sample=attached(most),
-            unit="s",
-            target=Target(1.5),
-            beside=(
-                *lines({count: attached(count) for count in TENSOR_COUNTS}),
-                line("plan() alone", "plan_s", most),
-                line("safetensors' load_file", "load_file_s", most),
-            ),
-        ),
-        linear("keys-linear", "the same", attached(least), attached(most)),
-    ]
-
-
 def measure_small(bench: Bench) -> list[Figure]:
     """A tiny pipeline: the time that shmload adds to `from_pretrained`."""
     source = bench.sources.small
@@ -361,6 +290,7 @@ MEASURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "first-load": measure_first_load,
     "same-dtype": measure_same_dtype,
     "tensors": measure_tensors,
+    "keys": measure_keys,
     "small": measure_small,
     "decode": measure_decode,
     "floors": measure_floors,

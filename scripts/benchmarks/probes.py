@@ -116,43 +116,6 @@ def _kib(text: str, key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-# Many tensors -------------------------------------------------------------------------------------
-
-
-def many_tensors(*paths: str) -> Numbers:
-    """Load checkpoints of many tensors; a result's name begins with the file's stem.
-
-    Returns:
-        For each file, each a median of three: `cast_s` to bfloat16, `same_s` without a cast,
-        `keep_s` into a resident segment, `attach_s` of that segment, `plan_s` of `plan`, and
-        `load_file_s` of safetensors.
-    """
-    import safetensors.torch
-
-    import shmload
-
-    def keep(path: str) -> tuple[float, float]:
-        """Time the making of a segment, then attaching it."""
-        timed = partial(shmload.load_state_dict, path, keep=True)
-        times = _time(timed), _time(timed)
-        shmload.evict(path)
-        return times
-
-    found: Numbers = {}
-    for path in (paths[0], *paths):  # the first file twice: its first round pays for imports
-        calls: dict[str, Callable[[], object]] = {
-            "plan_s": partial(shmload.plan, path, dtype="bfloat16"),
-            "cast_s": partial(shmload.load_state_dict, path, "bfloat16"),
-            "same_s": partial(shmload.load_state_dict, path),
-            "load_file_s": partial(safetensors.torch.load_file, path),
-        }
-        times = {name: [_time(call) for _ in range(3)] for name, call in calls.items()}
-        kept = [keep(path) for _ in range(3)]
-        times |= {"keep_s": [each for each, _ in kept], "attach_s": [each for _, each in kept]}
-        found |= {f"{Path(path).stem} {name}": statistics.median(t) for name, t in times.items()}
-    return found
-
-
 def _time(call: Callable[[], object]) -> float:
     """Return how long a call takes, in seconds; drop its result after the clock stops."""
     began = time.perf_counter()
@@ -302,8 +265,7 @@ def _rate(call: Callable[[], object]) -> float:
 
 
 _PROBES: dict[str, Callable[..., Numbers]] = {
-    probe.__name__: probe
-    for probe in (attach, repeat, many_tensors, plain_loop, warm, memory_floors)
+    probe.__name__: probe for probe in (attach, repeat, plain_loop, warm, memory_floors)
 }
 
 if __name__ == "__main__":

@@ -85,6 +85,11 @@ class Sources:
     def flux_small(self) -> Path:
         return self._directory("flux-small")
 
+    @property
+    def keys(self) -> Path:
+        """The same, with a hundred times as many blocks as Flux has, and tiny ones."""
+        return self._directory("flux-keys")
+
     def tensor_file(self, count: int) -> Path:
         return self.tensors / f"{count}.safetensors"
 
@@ -142,6 +147,7 @@ class Sources:
             self.gguf_whole: (_GGUF, "whole"),
             self.gguf_small: (_GGUF, "small"),
             self.flux_small: (_FLUX, "small"),
+            self.keys: (_FLUX, "keys"),
             self.flux_fp32: (_FLUX, "float32", *blocks),
             self.flux_bf16: (_FLUX, "bfloat16", *blocks),
         }

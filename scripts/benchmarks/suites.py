@@ -95,7 +95,14 @@ def suite_of(name: str, sources: Sources, only: Collection[str] = ()) -> Suite:
         )
     return Suite(
         measures=MEASURES if name == "load" else SERVICE_MEASURES,
-        sources=(sources.small, sources.tensors, sources.fp32, sources.bf16),
+        sources=(
+            sources.small,
+            sources.tensors,
+            sources.flux_small,
+            sources.keys,
+            sources.fp32,
+            sources.bf16,
+        ),
         disk_nbytes=9e9,
         shm_nbytes=3e9,
         memory_nbytes=13e9,
