@@ -1,6 +1,5 @@
 """Checkpoints of many tensors: the time that each one takes."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -86,14 +85,17 @@ def measure_tensors(bench: Bench) -> list[Figure]:
 
 def measure_keys(bench: Bench) -> list[Figure]:
     """`load_model` of a resident model with as many keys as the largest models have."""
-    small, source = (
-        each / "transformer" for each in (bench.sources.flux_small, bench.sources.keys)
-    )
-    probe = bench.processes.of(_PROBES).probe
-    ways: dict[str, Callable[[], Result]] = {
-        "shmload": partial(probe, "model", "shmload", small, source, SHMLOAD_SKELETONS="1"),
-        "without": partial(probe, "model", "shmload", small, source),
-        "diffusers": partial(probe, "model", "diffusers", small, source),
+    small = bench.sources.flux_small / "transformer"
+    source = bench.sources.keys / "transformer"
+
+    def load(way: str, **variables: str) -> Result:
+        probe = bench.processes.of(_PROBES).probe
+        return probe("model", way, small, source, **variables)
+
+    ways = {
+        "shmload": partial(load, "shmload", SHMLOAD_SKELETONS="1"),
+        "without": partial(load, "shmload"),
+        "diffusers": partial(load, "diffusers"),
     }
     count = int(ways["shmload"]()["keys"])  # the first load asks for the skeleton
     bench.processes.wait_for_skeletons()

@@ -250,10 +250,11 @@ def plan(
     with Progress(None, wanted.title) as progress:
         found, rules = find_with_rules(wanted, progress.steps, pipeline_class=pipeline_class)
     shards = []
-    for checkpoint in found.checkpoints:
-        for shard in open_checkpoint(checkpoint, rules[checkpoint.component], keep=keep):
-            with shard:
-                shards.append(shard.plan)
+    with paused_gc():
+        for checkpoint in found.checkpoints:
+            for shard in open_checkpoint(checkpoint, rules[checkpoint.component], keep=keep):
+                with shard:
+                    shards.append(shard.plan)
     placement = None
     if (device_map, max_memory, inventory) != (None, None, None):
         with paused_gc():
