@@ -26,6 +26,8 @@ _MAX_THREADS = 16
 # With 16 MiB a thread's slots leave the caches: it copies half as fast. With smaller ones than this
 # the fixed cost of each copy to the device counts more.
 _SLOT_NBYTES = 4 << 20
+# One being filled, two being copied.
+_SLOTS_OF_A_THREAD = 3
 
 
 class Extent(NamedTuple):
@@ -69,10 +71,12 @@ def upload(allocations: Sequence[Allocation], shape: RingShape, ring: PinnedRing
         torch.OutOfMemoryError: a device is full.
         RuntimeError: a driver failed.
     """
-    if allocations:
-        threads = min(filler_count(), shape.slots)
+    nbytes = sum(there.used_nbytes for there in allocations)
+    if nbytes:
+        needed = -(-nbytes // shape.slot_nbytes)
+        threads = min(filler_count(), shape.slots, needed)
         offsets = [number * shape.slot_nbytes for number in range(shape.slots)]
-        slots = [offsets[lane::threads] for lane in range(threads)]
+        slots = [offsets[lane::threads][:_SLOTS_OF_A_THREAD] for lane in range(threads)]
         _Upload(allocations, shape.slot_nbytes, ring, slots).run()
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shmload._decoding.ring import Ring, RingShape
+from shmload.integrations._devices import upload as upload_module
 from shmload.integrations._devices.moves import Moves
 from shmload.integrations._devices.pinned import PinnedRing
 from shmload.integrations._devices.upload import batches, upload
@@ -116,6 +117,17 @@ def test_failure_in_the_middle_leaves_nothing_under_way(fails_at, sizes):
     assert device.pending == 0
     assert not device.registered
     assert all(tensor is before[name] for name, tensor in module.named_buffers())
+
+
+@pytest.mark.parametrize(("nbytes", "lanes"), [(4096, 1), (3 * 65536, 3), (640_000, 4)])
+def test_small_uploads_take_few_threads_and_each_thread_few_slots(monkeypatch, nbytes, lanes):
+    monkeypatch.setattr(upload_module, "filler_count", lambda: 4)
+    device = LateDevice()
+    moves = Moves([(module_of(nbytes), lambda path: device)])
+    device.calls.clear()
+    send(moves, RingShape(64, 65536), device)
+    assert device.calls.count("follow") == lanes
+    assert device.calls.count("register") <= 3 * lanes
 
 
 def test_lanes_follow_what_the_device_does_before_each_upload():
