@@ -5,6 +5,11 @@ from bisect import bisect_right
 from shmload._placement.dividing import Divided
 from shmload._placement.spots import Packed, Rooms, Spot, packed
 
+# So many components are moved at most.
+_MAX_MOVES = 3
+# So many first blocks of the second device are tried; with more the blocks are small.
+_MAX_STARTS = 64
+
 
 def improve(found: Packed, rooms: Rooms) -> Packed:
     """Move one whole component after the other to the device where it is best, as long as it helps.
@@ -16,7 +21,7 @@ def improve(found: Packed, rooms: Rooms) -> Packed:
     Returns:
         A placement with no more cuts, in which no device is fuller than the fullest one was.
     """
-    while True:
+    for _ in range(_MAX_MOVES):
         moved = min(
             (
                 even_out(
@@ -30,13 +35,14 @@ def improve(found: Packed, rooms: Rooms) -> Packed:
             default=found,
         )
         if moved.rank >= found.rank:
-            return found
+            break
         found = moved
+    return found
 
 
 def _elsewhere(spot: Spot, rooms: Rooms) -> list[Spot]:
-    count = len(spot.block_devices)
-    return [Spot(spot.item, d, [d] * count) for d in rooms if d != spot.main]
+    count = len(spot.item.blocks)
+    return [Spot(spot.item, device, ((device, count),)) for device in rooms if device != spot.main]
 
 
 def even_out(found: Packed, rooms: Rooms) -> Packed:
@@ -45,7 +51,7 @@ def even_out(found: Packed, rooms: Rooms) -> Packed:
     One component after the other; each keeps its two devices.
     """
     for number, spot in enumerate(found.spots):
-        devices = {spot.main, *spot.block_devices}
+        devices = spot.used
         if len(devices) != 2:
             continue
         before, after = found.spots[:number], found.spots[number + 1 :]
@@ -76,7 +82,7 @@ def _most_even(item: Divided, main: str, second: str, free: Rooms, rooms: Rooms)
     # With this much on the second device both are filled to the same share.
     wanted = (least * rooms[second] - taken * rooms[main]) / max(1, rooms[main] + rooms[second])
     found = []
-    for start in range(count):
+    for start in range(0, count, 1 + count // _MAX_STARTS):
         end = bisect_right(ends, ends[start] + wanted, start + 1, count + 1)
         for stop in {end - 1, min(end, count)}:
             nbytes = ends[stop] - ends[start]
@@ -85,5 +91,4 @@ def _most_even(item: Divided, main: str, second: str, free: Rooms, rooms: Rooms)
             )
             found.append((share, stop < count, start, stop))
     _, _, start, stop = min(found)
-    inside = [second if start <= number < stop else main for number in range(count)]
-    return Spot(item, main, inside)
+    return Spot(item, main, ((main, start), (second, stop), (main, count)))

@@ -5,12 +5,12 @@ at every cut. How well components fit depends on the order in which they choose 
 packing tries the orders of the large ones, and then lowers the level to which devices are filled.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
-from shmload._placement.device_map import Devices
-from shmload._placement.dividing import Divided, fill_in_order, fill_in_part
+from shmload._placement.dividing import Divided
 from shmload._placement.evening import even_out, improve
+from shmload._placement.filling import in_order, in_part
 from shmload._placement.spots import Packed, Rooms, Spot, packed
 
 Choice = Callable[[Rooms, Rooms], str]
@@ -33,7 +33,7 @@ def tightest(free: Rooms, rooms: Rooms) -> str:
     return min(free, key=lambda device: free[device])
 
 
-def pack(items: Sequence[Divided], rooms: Rooms) -> Devices | None:
+def pack(items: Sequence[Divided], rooms: Rooms) -> tuple[Spot, ...] | None:
     """Place every component, with the fewest cuts found, and then with the emptiest fullest device.
 
     Args:
@@ -41,20 +41,21 @@ def pack(items: Sequence[Divided], rooms: Rooms) -> Devices | None:
         rooms: what may be used of each device.
 
     Returns:
-        The device of every unit; None if they do not fit.
+        The spot of each; None if they do not fit.
     """
     lowest = sum(item.nbytes for item in items) / max(1, sum(rooms.values()))
     if lowest > 1:
         return None
     ways = [(order, choose) for order in _orders(items) for choose in (emptiest, tightest)]
-    found = [each for way in ways if (each := _pack_once(*way, rooms, 1.0))]
+    found = [each for way in ways if (each := _pack_once(*way, rooms))] or [
+        each for way in ways if (each := _pack_once(*way, rooms, may_scatter=True))
+    ]
     best = min(found, key=lambda each: each.rank, default=None)
     if best is None:
         return None
     for way in ways:
         best = _lower(*way, rooms, best, lowest)
-    best = improve(best, rooms)
-    return {path: device for spot in best.spots for path, device in spot.devices.items()}
+    return improve(best, rooms).spots
 
 
 def _orders(items: Sequence[Divided]) -> Iterator[tuple[Divided, ...]]:
@@ -85,7 +86,12 @@ def _lower(
 
 
 def _pack_once(
-    order: Sequence[Divided], choose: Choice, rooms: Rooms, level: float
+    order: Sequence[Divided],
+    choose: Choice,
+    rooms: Rooms,
+    level: float = 1.0,
+    *,
+    may_scatter: bool = False,
 ) -> Packed | None:
     """Place one component after the other, each device filled up to a share; None if one is left.
 
@@ -94,7 +100,7 @@ def _pack_once(
     free = {device: int(room * level) for device, room in rooms.items()}
     spots = []
     for item in order:
-        spot = put(item, free, rooms, choose)
+        spot = put(item, free, rooms, choose, may_scatter=may_scatter)
         if spot is None:
             return None
         free = spot.left(free)
@@ -102,46 +108,31 @@ def _pack_once(
     return even_out(packed(spots, rooms), rooms)
 
 
-def put(item: Divided, free: Rooms, rooms: Rooms, choose: Choice) -> Spot | None:
-    """Place one component: whole, or else over as few devices as hold it; None if none do."""
+def put(
+    item: Divided, free: Rooms, rooms: Rooms, choose: Choice, *, may_scatter: bool
+) -> Spot | None:
+    """Place one component: whole, or else over as few devices as hold it; None if none do.
+
+    Args:
+        item: the component.
+        free: what is left of each device.
+        rooms: what there is of each.
+        choose: chooses the device of one that fits whole.
+        may_scatter: whether a device may get blocks that are not consecutive, at the price of cuts.
+    """
     fitting = {device: left for device, left in free.items() if left >= item.nbytes}
     if fitting:
         device = choose(fitting, rooms)
-        return Spot(item, device, [device] * len(item.blocks))
+        return Spot(item, device, ((device, len(item.blocks)),))
     by_free = sorted(free, key=lambda device: -free[device])
     for count in range(2, len(free) + 1 if item.blocks else 0):
         chosen = {device: free[device] for device in by_free[:count]}
         if sum(chosen.values()) >= item.nbytes:
-            # Consecutive blocks, or else, at the price of cuts, those that fill the devices best.
-            found = list(_in_order(item, chosen)) or [
-                spot for spot in in_part(item, chosen, chosen) if all(spot.block_devices)
-            ]
+            found = list(in_order(item, chosen))
+            if not found and may_scatter:
+                ways = (spot for main in chosen for spot in in_part(item, main, chosen))
+                found = [spot for spot in ways if not spot.waiting]
             if found:
                 # Devices are full but for the last one: the more is left there, the better.
                 return min(found, key=lambda spot: (spot.cuts, -max(spot.left(free).values())))
     return None
-
-
-def _in_order(item: Divided, free: Rooms) -> Iterator[Spot]:
-    """Yield the ways to divide a component over devices, one full before the next is used."""
-    for main in free:
-        for is_reversed in (False, True):
-            order = {main: free[main], **free}
-            block_devices = fill_in_order(item, order, is_reversed=is_reversed)
-            if block_devices:
-                yield Spot(item, main, block_devices)
-
-
-def in_part(item: Divided, free: Rooms, mains: Iterable[str]) -> Iterator[Spot]:
-    """Yield the ways to fill devices with as much of a component as they hold.
-
-    Args:
-        item: the component.
-        free: what may be used of each device.
-        mains: the devices that may have its rest.
-    """
-    for main in mains:
-        others = {device: left for device, left in free.items() if device != main}
-        for order in ({main: free[main]} | others, others | {main: free[main]}):
-            if free[main] >= item.rest_nbytes:
-                yield Spot(item, main, fill_in_part(item, main, order))

@@ -16,7 +16,7 @@ from shmload._placement.dividing import divide
 from shmload._placement.inventory import CPU, Inventory
 from shmload._placement.modules import Component, join
 from shmload._placement.packing import pack
-from shmload._placement.spots import Rooms
+from shmload._placement.spots import Rooms, devices_of
 from shmload._placement.waiting import keep_most, spill
 
 ComponentDevices = dict[str, str]
@@ -83,11 +83,11 @@ def place_auto(components: Sequence[Component], inventory: Inventory) -> Devices
     """
     rooms = rooms_of(inventory)
     items = [divide(component) for component in _with_core(components)]
-    devices = pack(items, rooms)
-    if devices is not None:
-        return devices
-    devices = keep_most(items, rooms)
-    return None if devices is None else spill(items, devices, inventory)
+    spots = pack(items, rooms)
+    if spots is not None:
+        return devices_of(spots)
+    spots = keep_most(items, rooms)
+    return None if spots is None else spill(items, devices_of(spots), inventory)
 
 
 def _with_core(components: Sequence[Component]) -> Sequence[Component]:

@@ -10,18 +10,17 @@ from itertools import combinations, permutations, product
 
 import msgspec
 
-from shmload._placement.cost import cost_of
+from shmload._placement.cost import Cost
 from shmload._placement.device_map import Devices
 from shmload._placement.dividing import Divided, divide
+from shmload._placement.filling import in_part
 from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory
 from shmload._placement.modules import Component, Module
-from shmload._placement.packing import in_part, pack, put, tightest
+from shmload._placement.packing import pack, put, tightest
 from shmload._placement.spots import Rooms, Spot
 
 # Each subset of at most this many components is tried as the ones that wait.
 _MAX_SPILLABLE = 8
-# The name of what stands for the room that is kept free.
-_PASSING = "passing"
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -38,7 +37,7 @@ class _Choice(msgspec.Struct, frozen=True):
         return self.step_nbytes, sum(item.nbytes for item in self.waiting)
 
 
-def keep_most(items: Sequence[Divided], rooms: Rooms) -> Devices | None:
+def keep_most(items: Sequence[Divided], rooms: Rooms) -> tuple[Spot, ...] | None:
     """Place components of which some have to wait.
 
     Args:
@@ -46,19 +45,39 @@ def keep_most(items: Sequence[Divided], rooms: Rooms) -> Devices | None:
         rooms: what may be used of each device.
 
     Returns:
-        The device of every unit that does not wait; None if there is no room for weights to pass.
+        The spots of those that do not wait whole; None if there is no room for weights to pass.
     """
-    components = [item.component for item in items]
     step = [item for item in items if item.component.runs_each_step]
-    best: tuple[tuple[float, ...], Devices] | None = None
+    best: tuple[Cost, tuple[Spot, ...]] | None = None
     for choice in _choices(items, rooms):
         if best and choice.floor > best[0][:2]:
             break
-        for devices in _place(step, choice, rooms):
-            cost = cost_of(components, devices, rooms)
+        for spots in _place(step, choice, rooms):
+            cost = _cost_of(items, spots, rooms)
             if cost.fullest <= 1 and (best is None or cost < best[0]):
-                best = cost, devices
+                best = cost, spots
     return best and best[1]
+
+
+def _cost_of(items: Sequence[Divided], spots: Sequence[Spot], rooms: Rooms) -> Cost:
+    """Return what `cost_of` returns, in a time that does not grow with the number of modules."""
+    free = dict(rooms)
+    passing = dict.fromkeys(rooms, 0)
+    waiting = {True: 0, False: 0}
+    for spot in spots:
+        free = spot.left(free)
+        blocks = [spot.item.blocks[at] for at in spot.waiting]
+        waiting[spot.item.component.runs_each_step] += sum(block.nbytes for block in blocks)
+        largest = max((block.leaf_nbytes for block in blocks), default=0)
+        passing[spot.main] = max(passing[spot.main], largest)
+    placed = [spot.item for spot in spots]
+    homeless = [item for item in items if item not in placed]
+    for item in homeless:
+        waiting[item.component.runs_each_step] += item.nbytes
+    emptiest = max(free, key=lambda device: free[device])
+    passing[emptiest] = max(passing[emptiest], _leaf_nbytes(homeless))
+    fullest = max(1 - (free[d] - passing[d]) / max(1, room) for d, room in rooms.items())
+    return Cost(waiting[True], waiting[False], sum(spot.cuts for spot in spots), fullest)
 
 
 def _choices(items: Sequence[Divided], rooms: Rooms) -> list[_Choice]:
@@ -75,14 +94,14 @@ def _choices(items: Sequence[Divided], rooms: Rooms) -> list[_Choice]:
     return sorted(found, key=lambda choice: choice.floor)
 
 
-def _place(step: Sequence[Divided], choice: _Choice, rooms: Rooms) -> Iterator[Devices]:
+def _place(step: Sequence[Divided], choice: _Choice, rooms: Rooms) -> Iterator[tuple[Spot, ...]]:
     """Yield placements in which these components wait, and as little else as possible."""
     leaf_nbytes = _leaf_nbytes(choice.waiting)
     if not choice.step_nbytes:
-        devices = pack([*step, *choice.kept, _reserve(leaf_nbytes)], rooms)
-        if devices is not None:
-            del devices[_PASSING]
-            yield devices
+        reserve = _reserve(leaf_nbytes)
+        spots = pack([*step, *choice.kept, reserve], rooms)
+        if spots is not None:
+            yield tuple(spot for spot in spots if spot.item is not reserve)
             return
     blocks = [max((b.leaf_nbytes for b in item.blocks), default=0) for item in step]
     whole = [item.component.module.largest_leaf_nbytes for item in step]
@@ -111,7 +130,7 @@ def _reserves(
 
 def _fill(
     order: Sequence[Divided], rooms: Rooms, main: str, reserved: Mapping[str, int]
-) -> Devices:
+) -> tuple[Spot, ...]:
     """Place one component after the other, as long as they fit.
 
     Of a component that runs at every step, place as many blocks as fit, and the rest on `main`.
@@ -123,20 +142,17 @@ def _fill(
         reserved: what stays free of some devices, in bytes.
     """
     free = {device: room - reserved.get(device, 0) for device, room in rooms.items()}
-    devices: Devices = {}
+    spots = []
     for item in order:
-        spot = put(item, free, rooms, tightest)
+        spot = put(item, free, rooms, tightest, may_scatter=True)
         if not spot and item.component.runs_each_step:
-            spot = max(in_part(item, free, [main]), key=_placed_nbytes, default=None)
+            # As much as possible, with few cuts.
+            ways = in_part(item, main, free)
+            spot = min(ways, key=lambda way: (sum(way.left(free).values()), way.cuts), default=None)
         if spot:
             free = spot.left(free)
-            devices |= spot.devices
-    return devices
-
-
-def _placed_nbytes(spot: Spot) -> tuple[int, int]:
-    blocks = zip(spot.item.blocks, spot.block_devices, strict=True)
-    return sum(block.nbytes for block, device in blocks if device), -spot.cuts
+            spots.append(spot)
+    return tuple(spots)
 
 
 def _leaf_nbytes(items: Sequence[Divided]) -> int:
@@ -145,7 +161,8 @@ def _leaf_nbytes(items: Sequence[Divided]) -> int:
 
 
 def _reserve(nbytes: int) -> Divided:
-    return divide(Component(name=_PASSING, module=Module(name="", nbytes=nbytes)))
+    """Return a component that stands for room that is kept free."""
+    return divide(Component(name="", module=Module(name="", nbytes=nbytes)))
 
 
 def spill(items: Sequence[Divided], devices: Devices, inventory: Inventory) -> Devices | None:

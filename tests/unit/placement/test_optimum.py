@@ -1,5 +1,8 @@
 """The planner beside the best placement there is, where every one can be tried."""
 
+import cProfile
+import random
+
 import pytest
 from optimum import least_cost
 from placing import UNIT, block, blocks, leaf, model
@@ -114,3 +117,37 @@ def test_blocks_of_two_sizes_fill_a_device():
     pipeline = (model("transformer", leaf("in", 1), row),)
     # 35 = 1 for the rest, 4 for what passes, 30 = 3 * 7 + 3 * 3.
     assert _cost(pipeline, [35 * UNIT]).step_nbytes == 16 * UNIT
+
+
+# How long it takes --------------------------------------------------------------------------------
+
+
+def _count_modules(module):
+    return 1 + sum(_count_modules(child) for child in module.children)
+
+
+@pytest.mark.parametrize("share", [0.4, 0.95, 1.15, 2])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("sizes", [(4,), (4, 9), tuple(range(2, 40))])
+def test_plan_of_3000_modules_takes_few_calls(sizes, count, share):
+    """Calls are counted, since a time depends on the machine: 110,000 take less than 0.1 s."""
+    rng = random.Random(1)
+
+    def row(number):
+        made = (block(str(n), rng.choice(sizes)) for n in range(number))
+        return parent_of("blocks", tuple(made))
+
+    pipeline = (
+        model("text_encoder", leaf("in", 30), blocks("layers", 24, 12)),
+        model("text_encoder_2", leaf("in", 30), blocks("layers", 24, 7)),
+        model("transformer", leaf("in", 9), row(700)),
+        model("transformer_2", leaf("in", 9), row(250)),
+        model("vae", leaf("x", 50)),
+    )
+    assert sum(_count_modules(component.module) for component in pipeline) >= 3000
+    room = int(sum(component.nbytes for component in pipeline) * share / count)
+    inventory = limit_inventory(dict.fromkeys(range(count), room))
+    profile = cProfile.Profile(builtins=False)
+    devices = profile.runcall(place_auto, pipeline, inventory)
+    assert devices is not None
+    assert sum(entry.callcount for entry in profile.getstats()) < 200_000
