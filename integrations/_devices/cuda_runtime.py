@@ -42,7 +42,7 @@ class CudaRuntime:
 
     def reserve(self, sizes: Sequence[int]) -> None:
         nbytes = sum(_rounded(size) for size in sizes if size > _SMALL_NBYTES)
-        if not nbytes or not _cuts_large_blocks():
+        if not nbytes or not _cuts_large_blocks() or self._unused_nbytes() >= nbytes:
             return
         with contextlib.suppress(torch.OutOfMemoryError):  # `empty` says what does not fit
             self.empty(nbytes)  # freed at once; the allocator keeps it for what comes next
@@ -103,6 +103,11 @@ class CudaRuntime:
             stream.wait_stream(self._consumer)
             self._streams[lane] = stream
         return self._streams[lane]
+
+    def _unused_nbytes(self) -> int:
+        """Return how much torch's allocator has for this device that is not in use, in bytes."""
+        allocated = torch.cuda.memory_allocated(self.device)
+        return torch.cuda.memory_reserved(self.device) - allocated
 
     def _clear_error(self) -> None:
         """Take the last error from the runtime, or the next kernel would be blamed for it."""

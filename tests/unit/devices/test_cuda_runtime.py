@@ -168,6 +168,8 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(CudaRuntime, "empty", empty)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: (1 << 30) + (1 << 20))
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     return sizes
@@ -179,6 +181,12 @@ def test_memory_for_large_tensors_is_taken_at_once(runtime_on, asked):
     assert asked == [(8 << 20) + 512]
     runtime.reserve([1 << 20, 256])
     assert len(asked) == 1
+
+
+def test_memory_that_torch_has_already_is_used_first(runtime_on, asked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 << 30)
+    runtime_on(Driver()).reserve([5 << 20])
+    assert asked == []
 
 
 def test_full_device_is_no_error_yet(runtime_on, asked):
