@@ -13,7 +13,6 @@ from torch import nn
 from shmload._decoding.ring import Ring, RingShape
 from shmload._host.collector import paused_gc
 from shmload._host.linux import Inode, inode_of
-from shmload._host.procfs import mappings
 from shmload._loading.load import Load
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD
 from shmload._placement.placement import Placement, place
@@ -21,7 +20,7 @@ from shmload._placement.table import WAITING
 from shmload.integrations._building.mapped import Spans
 from shmload.integrations._building.module_trees import component_of
 from shmload.integrations._building.pipeline_maker import components_by_name
-from shmload.integrations._devices.arrivals import Arrivals
+from shmload.integrations._devices.arrivals import copy_arriving
 from shmload.integrations._devices.calibration import choose_way
 from shmload.integrations._devices.destination import Destination, parse_max_host_memory
 from shmload.integrations._devices.hooks import Blocks, attach_hooks, device_at, note_devices
@@ -31,7 +30,6 @@ from shmload.integrations._devices.runtime import Runtime
 from shmload.integrations._devices.runtimes import runtime_of
 from shmload.integrations._devices.upload import upload_shape
 from shmload.integrations._devices.waiting import Waiting
-from shmload.integrations._devices.way import Copier
 from shmload.integrations._devices.ways import Pin
 
 if TYPE_CHECKING:
@@ -150,25 +148,19 @@ def place_models(
     runtime_at = functools.cache(lambda name: runtime_of(torch.device(name)))
     _copy(models, devices, destination, runtime_at, load, ring)
     used = {device for where in devices.values() for device in where.values()}
-    waiting = functools.cache(lambda name: Waiting(runtime_at(name)))
+    waiting_at = functools.cache(lambda name: Waiting(runtime_at(name)))
     segments = Segments(_files_to_pin(destination, load) if OFFLOAD in used else ())
-    for name, model in models.items():
+    for component, (name, model) in zip(components, models.items(), strict=True):
         _empty(model, devices[name])
-        computing = placement.execution_devices[name]
         if len(used) == 1 and used.isdisjoint(WAITING):
             note_devices(model, devices[name])
             continue
+        computing = placement.execution_devices[name]
         blocks = None
         if OFFLOAD in devices[name].values() and computing != CPU:
-            paths = [path for path, _ in component_of(name, model).module.units()]
-            blocks = Blocks(waiting(computing), paths, segments)
-        attach_hooks(
-            model,
-            devices[name],
-            computing,
-            destination.offload_folder,
-            blocks=blocks,
-        )
+            paths = [path for path, _ in component.module.units()]
+            blocks = Blocks(waiting_at(computing), paths, segments)
+        attach_hooks(model, devices[name], computing, destination.offload_folder, blocks=blocks)
     return placement
 
 
@@ -217,7 +209,7 @@ def _copy(
             copier.stream(moves, load.holdings.hollow)
         left: Sequence[Allocation] = moves.staged
         if load and not is_streamed:
-            left = _copy_arriving(moves.staged, load, copier)
+            left = copy_arriving(moves.staged, load, copier)
         if load:
             load.wait()
         files = load.holdings.open_files() if load else ()
@@ -225,30 +217,6 @@ def _copy(
         copier.copy(left, [(inode_of(os.fstat(fd)), fd) for _, fd in files])
         chosen.note(time.perf_counter() - began)
     moves.commit()
-
-
-def _copy_arriving(
-    allocations: Sequence[Allocation], load: Load, copier: Copier
-) -> Sequence[Allocation]:
-    """Copy allocations while the load decodes, each as soon as its bytes are there.
-
-    Returns:
-        The allocations that are still to be copied: all, if the load has decoded before.
-    """
-    unfinished = load.holdings.unfinished_inodes()
-    if not unfinished:
-        return allocations
-    spans = mappings(unfinished)
-    arrivals = Arrivals(allocations, [(there.start, there.end) for there in spans])
-    copier.copy(arrivals.ready, ())
-    while (filled := load.filled.get()) is not None:
-        complete = []
-        for there in spans:
-            if there.inode == filled.inode:
-                base = there.start - there.offset
-                complete += arrivals.note(base + filled.begin, base + filled.end)
-        copier.copy(complete, ())
-    return arrivals.rest
 
 
 def _shape_for(moves: Moves, destination: Destination) -> RingShape:

@@ -5,7 +5,41 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from shmload._host.procfs import mappings
+from shmload._loading.load import Load
 from shmload.integrations._devices.moves import Allocation, Move
+from shmload.integrations._devices.way import Copier
+
+
+def copy_arriving(
+    allocations: Sequence[Allocation], load: Load, copier: Copier
+) -> Sequence[Allocation]:
+    """Copy allocations while a load decodes, each as soon as its bytes are there.
+
+    It ends with the decode, also if that fails: `load.wait` tells.
+
+    Args:
+        allocations: to be copied.
+        load: fills the segments that they lie in.
+        copier: copies them.
+
+    Returns:
+        The allocations that are still to be copied: all, if the load has decoded before.
+    """
+    unfinished = load.holdings.unfinished_inodes()
+    if not unfinished:
+        return allocations
+    spans = mappings(unfinished)
+    arrivals = Arrivals(allocations, [(there.start, there.end) for there in spans])
+    copier.copy(arrivals.ready, ())
+    while (filled := load.filled.get()) is not None:
+        complete = []
+        for there in spans:
+            if there.inode == filled.inode:
+                base = there.start - there.offset
+                complete += arrivals.note(base + filled.begin, base + filled.end)
+        copier.copy(complete, ())
+    return arrivals.rest
 
 
 class Arrivals:

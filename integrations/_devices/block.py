@@ -48,6 +48,11 @@ class Block:
             if tensor is not None and tensor.is_cpu
         ]
 
+    def unpin(self) -> None:
+        """Unpin the pages of its weights; no copy from there may be under way."""
+        for origin in self.origins:
+            origin.unpin()
+
 
 class Layout:
     """Where the weights of a block lie in a buffer: those that are in pinned pages.

@@ -4,6 +4,7 @@ The weights are on their devices before. Those that wait on the host come to the
 computes by `waiting`; accelerate brings those that wait on a disk.
 """
 
+import logging
 import os
 import shutil
 import tempfile
@@ -18,9 +19,12 @@ from torch import nn
 
 from shmload._placement.inventory import CPU, DISK, OFFLOAD
 from shmload._placement.table import WAITING
+from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError
 from shmload.integrations._devices.origin import Segments
 from shmload.integrations._devices.waiting import Waiting
+
+logger = logging.getLogger(__name__)
 
 
 class Blocks(NamedTuple):
@@ -140,13 +144,24 @@ def _roots(
     """Note the blocks that wait; returns the block of each module in one."""
     modules = dict(model.named_modules(remove_duplicate=False))
     roots: dict[nn.Module, nn.Module] = {}
+    elsewhere = 0
     for path in blocks.paths:
         root = modules.get(path)
         if root is None or root in roots or device_at(devices, path, "") != OFFLOAD:
             continue
         for module in root.modules():
             roots.setdefault(module, root)
-        blocks.waiting.add(root, blocks.segments.origins(root.parameters()))
+        origins = blocks.segments.origins(root.parameters())
+        blocks.waiting.add(root, origins)
+        here = (p for p in root.parameters() if p.is_cpu)
+        elsewhere += sum(p.nbytes for p in here if not any(o.holds(p) for o in origins))
+    if elsewhere:
+        logger.info(
+            "%s: %s of weights wait in no segment and are copied unpinned; load_pipeline and "
+            "load_model make segments of all weights with keep=True",
+            type(model).__name__,
+            format_nbytes(elsewhere),
+        )
     return roots
 
 

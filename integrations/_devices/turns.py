@@ -27,6 +27,11 @@ class Turns:
         """Return the buffer that holds a block."""
         return self._held.index(block) if block in self._held else None
 
+    def find_or_take(self, block: int) -> int | None:
+        """Return the buffer that holds a block, or else one that `take` gives it."""
+        found = self.find(block)
+        return self.take(block) if found is None else found
+
     def take(self, block: int) -> int | None:
         """Give a block the buffer without users whose turn it is; return None if all have users.
 

@@ -33,8 +33,7 @@ from shmload.integrations._devices.turns import Turns
 logger = logging.getLogger(__name__)
 
 _BUFFERS = 2
-# Not the lanes that uploads use.
-_LANES = itertools.count(64)
+_LANES = itertools.count(64)  # not those that uploads use
 
 
 class Waiting:
@@ -55,8 +54,7 @@ class Waiting:
         self._memory: list[torch.Tensor | None] = [None] * _BUFFERS
         self._loaded: list[Layout | None] = [None] * _BUFFERS
         self._buffer_nbytes = 0
-        # Buffers that the device has no room for; never free until `release`.
-        self._lacking: list[int] = []
+        self._lacking: list[int] = []  # buffers without room on the device, until `release`
         self._gone: list[int] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -78,8 +76,7 @@ class Waiting:
         with self._lock:
             if self._blocks:
                 self._turns.expect(next(reversed(self._blocks)), id(root))
-            block = self._note(root, origins)
-            layout = Layout(block.weights(), origins)
+            layout = Layout(self._note(root, origins).weights(), origins)
             self._buffer_nbytes = max(self._buffer_nbytes, layout.nbytes)
 
     @contextlib.contextmanager
@@ -110,8 +107,7 @@ class Waiting:
             drain([self.runtime], self._lane)
             for key, block in self._blocks.items():
                 self._turns.drop(key)
-                for origin in block.origins:
-                    origin.unpin()
+                block.unpin()
             self._memory = [None] * _BUFFERS
             self._loaded = [None] * _BUFFERS
             while self._lacking:
@@ -175,11 +171,7 @@ class Waiting:
 
     def _bring(self, key: int, block: Block, layout: Layout) -> torch.Tensor:
         """Return memory of the device with a block's weights: the copy was started at least."""
-        buffer = None
-        if not torch.is_grad_enabled():
-            buffer = self._turns.find(key)
-            if buffer is None:
-                buffer = self._turns.take(key)
+        buffer = None if torch.is_grad_enabled() else self._turns.find_or_take(key)
         if buffer is None:  # all are in use, or autograd may keep it
             memory = self._allocate(layout.nbytes)
             self._copy(layout, memory)
@@ -246,8 +238,7 @@ class Waiting:
                 del self._blocks[key]
                 self._turns.forget(key)
                 drain([self.runtime], self._lane)
-                for origin in block.origins:
-                    origin.unpin()
+                block.unpin()
 
     # A module's death ends here, in any thread and with or without the lock.
     def _forget(self, key: int) -> None:

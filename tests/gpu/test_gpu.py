@@ -1,15 +1,22 @@
 """Pipelines on a device have the library's bits, and a load leaves nothing behind."""
 
+import mmap
+import os
+
+import numpy as np
 import pytest
 import torch
 from comparing import reference
-from pipelines import FAMILIES, save_with_large_tensors
+from pipelines import FAMILIES, run, save_with_large_tensors
 from runtime_contract import RuntimeContract
 from torch import nn
 
 import shmload
 from shmload._decoding.ring import Ring, RingShape
+from shmload._host.linux import inode_of
+from shmload.integrations._devices.origin import Segments
 from shmload.integrations._devices.pinned import PinnedRing
+from shmload.integrations._devices.waiting import Waiting
 from shmload.integrations._devices.ways import WAYS
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -100,6 +107,46 @@ def test_weights_that_wait_on_the_cpu(saved, device):
     with torch.no_grad():
         assert torch.allclose(got(tokens)[0], wanted(tokens)[0], atol=1e-2)
     assert got.encoder.block[1].layer[0].SelfAttention.q.weight.is_cpu
+
+
+def test_generation_with_weights_that_wait(saved, device, evicts):
+    source = saved("flux")
+    got = load(source, {"": "offload"}, keep=True)
+    wanted = run(reference(source, torch.bfloat16).to(device.tensor_device))
+    for _ in range(2):
+        assert np.allclose(run(got), wanted, atol=0.05)
+    got.reset_device_map()
+
+
+def test_blocks_that_wait_are_there_in_time(device):
+    """Copies that come too late, or over a block that still computes, change some output."""
+    size, count = 1024, 6
+    fd = os.memfd_create("segment", os.MFD_CLOEXEC)
+    try:
+        stored = torch.randn(count, size, size) / size**0.5
+        os.pwrite(fd, stored.numpy().tobytes(), 0)
+        content = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+        flat = torch.frombuffer(content, dtype=torch.float32).view(count, size, size)
+        blocks = [nn.Linear(size, size, bias=False) for _ in range(count)]
+        waiting = Waiting(device.runtime())
+        segments = Segments([(inode_of(os.fstat(fd)), fd)])
+        for block, weight in zip(blocks, flat, strict=True):
+            block.weight = nn.Parameter(weight)
+            waiting.add(block, segments.origins(block.parameters()))
+    finally:
+        os.close(fd)
+    here = stored.to(device.tensor_device)
+    inputs = torch.randn(64, size, device=device.tensor_device)
+    with torch.no_grad():
+        for _ in range(20):
+            output = wanted = inputs
+            for block in blocks:
+                with waiting.using(block):
+                    output = block(output)
+            for weight in here:
+                wanted = nn.functional.linear(wanted, weight)
+            assert torch.equal(output, wanted)
+    waiting.release()
 
 
 def test_two_loads_leave_nothing_on_the_device(saved, base_line):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import logging
 import pickle
 
 import numpy as np
@@ -189,6 +190,15 @@ def test_full_device_is_an_error_and_the_next_call_works(saved, device):
         flux(got)
     device.room = None
     assert torch.equal(flux(got), flux(reference(saved("flux"), torch.bfloat16)))
+
+
+def test_weights_in_no_segment_say_so(accelerators, caplog):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with caplog.at_level(logging.INFO, "shmload.integrations._devices.hooks"):
+        shmload.to_device(model, {"0": 0, "1": "offload"})
+    (record,) = caplog.records
+    assert record.message.startswith("Sequential: 80 B of weights wait in no segment")
+    assert model(torch.ones(1, 4)).shape == (1, 4)
 
 
 def test_weights_with_a_class_of_their_own_wait_under_accelerates_hooks():

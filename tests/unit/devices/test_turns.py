@@ -9,9 +9,7 @@ def use(turns, *blocks, caller="a thread"):
     """Use some blocks one after the other; returns the buffer of each."""
     taken = []
     for block in blocks:
-        buffer = turns.find(block)
-        if buffer is None:
-            buffer = turns.take(block)
+        buffer = turns.find_or_take(block)
         turns.enter(buffer)
         turns.follow(block, caller)
         turns.leave(buffer)
