@@ -82,7 +82,7 @@ def fill(raw, target, piece_nbytes=2048):
         read = []
         for piece in layout.pieces:
             filler.fill(Source(source), part, piece, read.append)
-        assert sum(read) == layout.read_nbytes == header.data_nbytes
+        assert sum(read) == header.data_nbytes
         found = read_segment(part, "segment")
         return {
             spec.name: (spec, os.pread(part, spec.nbytes, found.data_offset + spec.begin))
