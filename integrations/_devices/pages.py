@@ -66,7 +66,7 @@ class Pages:
         if self._is_closed_to_drivers:
             return False
         address, nbytes = self.content.data_ptr() + begin, end - begin
-        # Also where the driver would fault the pages in: its call may keep others waiting.
+        # The driver would fault the pages in one by one, which takes twice as long.
         populate(address, nbytes)
         is_registered = self._pin(address, nbytes)
         if is_registered:

@@ -11,6 +11,7 @@ from typing import Self
 import torch
 
 from shmload._decoding.ring import Ring
+from shmload._host.linux import populate
 from shmload.integrations._devices.runtime import Runtime
 
 
@@ -79,6 +80,8 @@ class PinnedRing:
     def _register(self, runtime: Runtime, memory: torch.Tensor) -> None:
         if self._is_refused:
             return
+        # Pages that a worker has filled are not in this process's page table yet.
+        populate(memory.data_ptr(), memory.numel())
         if runtime.register(memory.data_ptr(), memory.numel(), read_only=False):
             self._registered.append(memory.data_ptr())
         else:

@@ -71,7 +71,7 @@ def test_device_that_torch_feeds_by_generic_streams_gets_every_byte(
     source = saved("flux")
     got = load(source, max_host_memory=limit)
     assert len(streams) == (limit is not None)
-    assert calls.count("synchronize") >= 2
+    assert calls[-1] == "synchronize"  # no copy is under way
     assert_as_on_the_host(got, reference(source, torch.bfloat16))
 
 
