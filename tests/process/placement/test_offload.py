@@ -19,6 +19,7 @@ from torch import nn
 import shmload
 from shmload._host.linux import shm_names
 from shmload._host.procfs import mappings
+from shmload._segments.page_locks import page_locks
 from shmload._segments.segment import attach
 from shmload.integrations import placing
 from shmload.integrations._devices.hooks import _are_plain
@@ -111,6 +112,20 @@ def test_pages_are_the_segments_own(saved, device, evicts):
     shared = {(there.start, there.end) for there in found}
     pinned = {(start, -(-(start + n) // 4096) * 4096) for start, n in device.registered.items()}
     assert pinned == shared
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_driver_that_wants_writable_pages_pins_them(saved, device, evicts, is_known, keep):
+    device._refuses_read_only = True
+    device.registers_read_only = not is_known
+    got = load(saved("flux"), device_map=_PIPELINE, keep=keep)
+    assert torch.equal(flux(got), flux(reference(saved("flux"), torch.bfloat16)))
+    assert device.registered
+    with open("/proc/self/maps") as lines:
+        assert not [line for line in lines if "rw-s" in line and "/shmload-" in line]
+    # Blocks that lie beside each other in a segment share a page, which counts once.
+    assert 0 < page_locks().nbytes <= sum(n + 4095 for n in device.registered.values())
 
 
 def test_pin_off_pins_nothing(saved, device):
