@@ -4,7 +4,7 @@ They are accelerate's hooks, so the libraries find, heed and remove them as such
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,32 @@ class ActivationsHook(AlignDevicesHook):  # type: ignore[misc] # accelerate has 
         return module
 
 
+class ModelHook(ActivationsHook):
+    """For a model with blocks that wait: adapters that came into no block go to its device.
+
+    An adapter on a module without submodules stands around it, and so outside of its block.
+    """
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for holder, name, tensor in _strays(module):
+            moved = tensor.detach().to(self.execution_device)
+            holder._parameters[name] = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        return super().pre_forward(module, *args, **kwargs)
+
+
+def _strays(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield the parameters on the host that are in no block, each with its module and name."""
+    hook = vars(module).get("_hf_hook")
+    hooks = getattr(hook, "hooks", (hook,))
+    if any(isinstance(each, WaitingHook) and each.is_for_block(module) for each in hooks):
+        return
+    for name, tensor in module._parameters.items():
+        if tensor is not None and tensor.is_cpu:
+            yield module, name, tensor
+    for child in module.children():
+        yield from _strays(child)
+
+
 class WaitingHook(ActivationsHook):
     """Has a block's weights on the device while a module of the block computes.
 
@@ -42,6 +68,10 @@ class WaitingHook(ActivationsHook):
         super().__init__(device, **others)
         self._waiting = waiting
         self._root = root
+
+    def is_for_block(self, module: nn.Module) -> bool:
+        """Tell whether a module is the whole block."""
+        return module is self._root
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         # Not in `pre_forward`: what that begins would not end if `forward` raises.

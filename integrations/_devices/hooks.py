@@ -109,7 +109,12 @@ def _align(
         waiting: brings the weights of blocks; None if there are none.
         roots: the block of each module that is in one.
     """
-    from shmload.integrations._devices.aligning import ActivationsHook, WaitingHook, add_hook
+    from shmload.integrations._devices.aligning import (
+        ActivationsHook,
+        ModelHook,
+        WaitingHook,
+        add_hook,
+    )
 
     skip_keys = _skip_keys(model)
     for path, module in _with_tensors(model):
@@ -122,6 +127,8 @@ def _align(
         root = roots.get(module)
         if waiting and root is not None and (root is module or module._parameters):
             add_hook(module, WaitingHook(device, waiting, root, **others))
+        elif waiting and not path and CPU not in devices.values():
+            add_hook(module, ModelHook(device, **others))
         else:
             add_hook(module, ActivationsHook(device, **others))
         if name == OFFLOAD:
