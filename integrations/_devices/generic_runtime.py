@@ -93,7 +93,7 @@ class GenericRuntime:
 
 
 class _GenericEvent:
-    def __init__(self, event: torch.Event) -> None:
+    def __init__(self, event: "torch.Event") -> None:
         self._event = event
 
     def wait(self) -> None:
