@@ -157,9 +157,9 @@ def test_shm_that_fills_up_before_a_worker_writes(tmp_path, in_small_shm, config
     code = (
         "from shmload._decoding.coordinator import Coordinator\n"
         "decode = Coordinator.decode\n"
-        "def fill_and_decode(*args):\n"
+        "def fill_and_decode(*args, **kwargs):\n"
         "    report(0, 0)\n"
-        "    return decode(*args)\n"
+        "    return decode(*args, **kwargs)\n"
         "Coordinator.decode = fill_and_decode\n"
     )
     code = TRY.replace("try:\n    shmload.warm", f"{code}try:\n    shmload.warm")
