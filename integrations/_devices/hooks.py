@@ -6,13 +6,9 @@ computes by `waiting`; accelerate brings those that wait on a disk.
 
 import logging
 import os
-import shutil
-import tempfile
-import warnings
-import weakref
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +16,7 @@ from torch import nn
 from shmload._placement.inventory import CPU, DISK, OFFLOAD
 from shmload._placement.table import WAITING
 from shmload._wording import format_nbytes
-from shmload.errors import ArgumentError
+from shmload.integrations._devices.dispatch import dispatch, skip_keys_of
 from shmload.integrations._devices.origin import Segments
 from shmload.integrations._devices.waiting import Waiting
 
@@ -66,7 +62,7 @@ def attach_hooks(
         roots = _roots(model, devices, blocks)
         _align(model, devices, execution_device, blocks.waiting, roots)
     else:
-        _dispatch(model, devices, execution_device, offload_folder)
+        dispatch(model, devices, execution_device, offload_folder)
     note_devices(model, devices)
 
 
@@ -116,7 +112,7 @@ def _align(
         add_hook,
     )
 
-    skip_keys = _skip_keys(model)
+    skip_keys = skip_keys_of(model)
     for path, module in _with_tensors(model):
         name = device_at(devices, path, execution_device)
         if waiting and name in (OFFLOAD, execution_device):
@@ -177,60 +173,6 @@ def _are_plain(model: nn.Module) -> bool:
     return all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
-def _dispatch(
-    model: nn.Module,
-    devices: Mapping[str, str],
-    execution_device: str,
-    offload_folder: str | os.PathLike[str] | None,
-) -> None:
-    from accelerate import dispatch_model
-
-    if DISK in devices.values() and offload_folder is None:
-        raise ArgumentError("some weights wait on a disk; give `offload_folder`")
-    if execution_device != CPU and CPU in devices.values():
-        raise ArgumentError(
-            "accelerate cannot compute some modules of a model on the CPU and others on an "
-            "accelerator while weights wait; use 'offload' instead of 'cpu' for its modules"
-        )
-    with warnings.catch_warnings():
-        # It wants a device for each name of a tied module, and warns of all names but the first.
-        warnings.filterwarnings("ignore", "The following device_map keys do not match")
-        dispatch_model(
-            model,
-            _as_accelerate(model, devices, execution_device),
-            main_device=execution_device,
-            offload_dir=_own_folder(model, offload_folder) if DISK in devices.values() else None,
-            skip_keys=_skip_keys(model),
-            force_hooks=True,
-        )
-
-
-def _as_accelerate(
-    model: nn.Module, devices: Mapping[str, str], execution_device: str
-) -> dict[str, str]:
-    """Return a device map as accelerate wants it.
-
-    There weights wait on `cpu`, and a model that waits whole is named by its children.
-    """
-    renamed = dict(devices)
-    if renamed.get("") in WAITING:
-        own = dict.fromkeys((*model._parameters, *model._buffers), execution_device)
-        renamed = own | dict.fromkeys((name for name, _ in model.named_children()), renamed[""])
-    return {path: CPU if device == OFFLOAD else device for path, device in renamed.items()}
-
-
-def _own_folder(model: nn.Module, parent: str | os.PathLike[str] | None) -> str:
-    """Make a folder that is removed with the model.
-
-    Each model needs its own: accelerate writes no weights into a folder that has some.
-    """
-    if parent is not None:
-        os.makedirs(parent, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix="shmload-offload-", dir=parent)
-    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
 def _with_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that have a tensor in or below them, each with its path."""
     paths = {""}
@@ -243,9 +185,3 @@ def _with_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 paths.add(path)
                 path = path.rpartition(".")[0]
     return ((path, module) for path, module in model.named_modules() if path in paths)
-
-
-def _skip_keys(model: nn.Module) -> Any:
-    """Return the names of arguments that are not moved; the libraries have two names for this."""
-    keys = getattr(model, "_skip_keys", None)
-    return keys or getattr(model, "_skip_keys_device_placement", None)
