@@ -130,9 +130,9 @@ Snapshot._walk = lambda *_: None
 """
 
 
-def judge(new_child, sources, dtype):
-    """Load some pipelines in one process, and judge the loads in another one."""
-    new_child(_ASK_AND_JUDGE, dtype, *map(str, sources)).expect("LOADED")
+def judge(child, new_child, sources, dtype):
+    """Load some pipelines in one process, and judge the loads in another one, a new Python."""
+    child(_ASK_AND_JUDGE, dtype, *map(str, sources)).expect("LOADED")
     new_child(_WITHOUT_LOOKING + _JUDGE).expect("JUDGED")
 
 
@@ -177,7 +177,7 @@ def test_process_with_other_hashes_that_built_no_model_gets_the_same(
         json.dumps({"do_sample": False, "temperature": 0.3})
     )
     sources = [*map(str, sources), str(sampled)]
-    judge(new_child, sources, "bfloat16")
+    judge(child, new_child, sources, "bfloat16")
     monkeypatch.setenv("PYTHONHASHSEED", "77")
     support = Path(__file__).parents[2] / "support"
     other = child(_RUN_AND_COMPARE, support, json.dumps(sources))
@@ -213,16 +213,16 @@ print("JUDGED", flush=True)
 """
 
 
-def test_process_that_loads_once_remembers_for_the_next(saved, new_child, configure, tmp_path):
+def test_process_that_loads_once_remembers_for_the_next(saved, child, configure, tmp_path):
     configure(skeletons=1, cache_dir=tmp_path / "own")
     source = saved("stable-diffusion")
-    first = new_child(_LOAD, source)
+    first = child(_LOAD, source)
     first.expect("BUILDS")
     first.expect("LOADED")
-    new_child(_JUDGE).expect("JUDGED")
+    child(_JUDGE).expect("JUDGED")
     (found,) = skeletons_of(str(source))
     assert found.reason == ""
-    new_child(_LOAD, source).expect("LOADED")
+    child(_LOAD, source).expect("LOADED")
 
 
 # A load that fails --------------------------------------------------------------------------------
