@@ -27,7 +27,7 @@ _MODULES = ("accelerate", "diffusers.schedulers", "ml_dtypes", "msgspec", "xxhas
 
 def serve():
     """Fork and reap the programs asked for on stdin; in each fork, run the program."""
-    _import_libraries()
+    import_libraries()
     assert "shmload" not in sys.modules
     gc.freeze()  # else a program that collects garbage copies the pages of all these objects
     channel = socket.socket(fileno=os.dup(0))
@@ -46,7 +46,7 @@ def serve():
         channel.send(json.dumps(answer).encode())
 
 
-def _import_libraries():
+def import_libraries():
     """Import what the tests' pipelines consist of."""
     import diffusers
     import transformers
