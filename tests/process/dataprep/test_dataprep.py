@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from comparing import reference
+from light_jobs import write_server
 from mappings import copied_nbytes
 
 import shmload
@@ -315,8 +316,9 @@ def double(pipe, item):
 def helped(item):
     return 2 * item
 
-def run(source):
-    print(*dataprep.map(double, range(3), source=source, components=["vae"], procs=1), flush=True)
+def run(source, python):
+    sys.executable = python
+    print(*dataprep.map(double, range(3), source=source, procs=1), flush=True)
 
 if __name__ == "__main__":
     spawn = multiprocessing.get_context("spawn")
@@ -326,8 +328,8 @@ if __name__ == "__main__":
 """
 
 
-def test_function_of_a_spawned_program_goes_by_value(source, tmp_path, warm_python):
+def test_function_of_a_spawned_program_goes_by_value(pipeline, tmp_path, warm_python):
     program = tmp_path / "program.py"
     program.write_text(SPAWNED)
-    done = warm_python.run(program, source)
+    done = warm_python.run(program, pipeline, write_server(tmp_path / "server"))
     assert done.stdout == "0 2 4\n", done.stderr
