@@ -32,6 +32,7 @@ from hub_caches import HubCache
 from serving import service  # noqa: F401 a fixture for all
 from warm_python import WarmPython
 
+from shmload._host.collector import freeze_imports
 from shmload._settings import settings
 
 # Their asserts say what was compared only if pytest knows the modules before they are imported.
@@ -106,6 +107,12 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Its thread would look like one that a test left behind.
     tqdm.tqdm.monitor_interval = 0
+
+
+def pytest_collection_finish() -> None:
+    # Else each collection of garbage, here and in forked children, visits all modules and tests.
+    gc.collect()
+    freeze_imports()
 
 
 def _take_own_shared_memory() -> None:

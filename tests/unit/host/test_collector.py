@@ -5,6 +5,7 @@ import gc
 
 import pytest
 
+from shmload._host import collector
 from shmload._host.collector import paused_gc
 
 
@@ -36,3 +37,27 @@ def test_collector_is_on_again_after_an_error():
     with pytest.raises(ZeroDivisionError), paused_gc():
         raise ZeroDivisionError
     assert gc.isenabled()
+
+
+@pytest.fixture
+def unfrozen(monkeypatch):
+    """Undo what the tests have frozen."""
+    monkeypatch.setattr(collector, "_has_frozen", False)
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_nothing_is_frozen_after_a_pause():
+    with paused_gc():
+        pass
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_what_a_program_has_frozen_stays():
+    gc.freeze()
+    with paused_gc():
+        pass
+    assert gc.get_freeze_count() > 0
