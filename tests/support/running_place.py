@@ -7,7 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
+
+from shmload._templates import look
+
+_DEADLINE_S = 60.0
+_LOOK_AGAIN_S = 0.02  # nothing tells that a template has changed
 
 
 class Running:
@@ -40,6 +48,19 @@ class Running:
             stdin=options.pop("stdin", subprocess.DEVNULL),
             **options,
         )
+
+    def wait_for_templates(self, holds):
+        """Look at the templates of this place until something holds of them; return them.
+
+        Each look is a call: a process of the command line for each would keep a core busy.
+        """
+        deadline = time.monotonic() + _DEADLINE_S
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_RUNTIME_DIR", self.environment["XDG_RUNTIME_DIR"])
+            while not holds(found := list(look.templates())):
+                assert time.monotonic() < deadline, found
+                time.sleep(_LOOK_AGAIN_S)
+        return found
 
     def close(self):
         """End the templates, and remove the directory."""

@@ -117,15 +117,7 @@ def evict_all():
 
 def wait_until_loaded(running):
     """Wait until the copy for the next program has done its work; return the template."""
-    deadline = time.monotonic() + _DEADLINE_S
-    while not (found := template_of(running))["ahead"]:
-        assert time.monotonic() < deadline, found
-    return found
-
-
-def template_of(running):
-    listed = json.loads(running.shmload("template", "ls", "--json").stdout)
-    return listed["templates"][0]
+    return running.wait_for_templates(lambda found: found[0].ahead)[0]
 
 
 def run_until(holds, program, **given):
@@ -157,7 +149,7 @@ def test_second_run_in_a_row_has_it_loaded_ahead(running, program, source):
     assert not run("--no-prepare")
     assert not run()
     assert not run()
-    assert wait_until_loaded(running)["ahead"] == [str(source)]
+    assert wait_until_loaded(running).ahead == (str(source),)
     assert run()
 
 

@@ -111,15 +111,15 @@ def test_service_holds_a_template_ready(running, template):
     try:
         os.kill(template, signal.SIGKILL)
         wait_until_gone(template)
+        found = running.wait_for_templates(bool)
+        assert [each["pid"] for each in listed(running)] == [found[0].pid]
         deadline = time.monotonic() + _DEADLINE_S
-        while not (found := listed(running)):
-            assert time.monotonic() < deadline
         # In a new environment the first imports write bytecode, and it becomes another one.
         while running.shmload("run", "-v", "-c", "pass").stderr:
             assert time.monotonic() < deadline
         status = json.loads(running.shmload("status", "--json").stdout)
-        assert found[0]["pid"] in [each["pid"] for each in status["templates"]]
-        assert f"process {found[0]['pid']}, ready" in running.shmload("status").stdout
+        assert found[0].pid in [each["pid"] for each in status["templates"]]
+        assert f"process {found[0].pid}, ready" in running.shmload("status").stdout
     finally:
         service.terminate()
         service.wait(_DEADLINE_S)
@@ -219,11 +219,14 @@ def test_template_that_lacks_imports_of_a_server_makes_way_while_that_runs(place
     ) as caller:  # fmt: skip
         assert caller.stdout.readline() == "up\n", caller.stderr.read()
         program = int(caller.stdout.readline())
-        deadline = time.monotonic() + _DEADLINE_S
-        while len(found := {each["state"]: each["pid"] for each in listed(place)}) != 2:
-            assert time.monotonic() < deadline, found
-            for each in listed(place):
-                look.keep(each["socket"])  # as a service does that holds it ready
+
+        def both_are_there(templates):
+            for each in templates:
+                look.keep(each.socket)  # as a service does that holds it ready
+            return len({each.state for each in templates}) == 2
+
+        place.wait_for_templates(both_are_there)
+        found = {each["state"]: each["pid"] for each in listed(place)}
         assert found["draining"] == first
         second = found["ready"]
         lists = (place.folder / "shmload/templates").glob("modules-*")
