@@ -32,7 +32,7 @@ class Suite:
     """Memory for the page cache, the segments or a private copy of them, and the rest."""
 
 
-SUITES = ("load", "ready", "service", "many", "formats", "cold", "gpu", "plan")
+SUITES = ("load", "ready", "service", "many", "formats", "cold", "gpu")
 
 
 def suite_of(name: str, sources: Sources, only: Collection[str] = ()) -> Suite:
