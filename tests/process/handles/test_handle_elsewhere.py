@@ -45,7 +45,8 @@ class Looks(torch.utils.data.Dataset):
 
 def in_pool(handle, method):
     context = multiprocessing.get_context(method)
-    with context.Pool(2, attach, (handle,)) as pool:
+    number = {"forkserver": 2, "spawn": 1}[method]  # each imports the libraries
+    with context.Pool(number, attach, (handle,)) as pool:
         return pool.starmap(look, [(handle, number) for number in range(8)], chunksize=2)
 
 def in_executor(handle, method):
