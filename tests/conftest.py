@@ -32,7 +32,7 @@ from hub_caches import HubCache
 from serving import service  # noqa: F401 a fixture for all
 from warm_python import WarmPython
 
-from shmload._host.collector import freeze_imports
+from shmload._host import collector
 from shmload._settings import settings
 
 # Their asserts say what was compared only if pytest knows the modules before they are imported.
@@ -112,7 +112,7 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     # Else each collection of garbage, here and in forked children, visits all modules and tests.
     gc.collect()
-    freeze_imports()
+    collector.freeze_imports()
 
 
 def _take_own_shared_memory() -> None:
@@ -166,6 +166,15 @@ def configure(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     yield change
     settings.cache_clear()
+
+
+@pytest.fixture
+def unfrozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what `pytest_collection_finish` has frozen, for one test."""
+    monkeypatch.setattr(collector, "_has_frozen", False)
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 # Leaks --------------------------------------------------------------------------------------------

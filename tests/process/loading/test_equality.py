@@ -94,6 +94,7 @@ def test_comparison_sees_ties_and_non_persistent_buffers(saved):
     assert set(tensors_of(transformer)) > set(transformer.state_dict())
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_garbage_collector_is_left_as_it_was(saved):
     assert gc.isenabled()
     shmload.load_pipeline(saved("flux"), torch_dtype=torch.bfloat16)

@@ -5,7 +5,6 @@ import gc
 
 import pytest
 
-from shmload._host import collector
 from shmload._host.collector import paused_gc
 
 
@@ -37,15 +36,6 @@ def test_collector_is_on_again_after_an_error():
     with pytest.raises(ZeroDivisionError), paused_gc():
         raise ZeroDivisionError
     assert gc.isenabled()
-
-
-@pytest.fixture
-def unfrozen(monkeypatch):
-    """Undo what the tests have frozen."""
-    monkeypatch.setattr(collector, "_has_frozen", False)
-    gc.unfreeze()
-    yield
-    gc.freeze()
 
 
 @pytest.mark.usefixtures("unfrozen")
