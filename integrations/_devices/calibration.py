@@ -55,8 +55,8 @@ class Choice:
     """A way that was chosen for one copy."""
 
     way: Way
-    note: Callable[[float], None]
-    """To be called with the seconds that the copy took."""
+    note: Callable[[float, int], None]
+    """To be called with the seconds that the copy took, and how many bytes had to take the ring."""
 
 
 def choose_way(pin: Pin, runtime: Runtime, nbytes: int) -> Choice:
@@ -77,17 +77,19 @@ def choose_way(pin: Pin, runtime: Runtime, nbytes: int) -> Choice:
     if way is None:
         way = WAYS[max(rates, key=lambda name: rates[name].bytes_per_s, default=DEFAULT)]()
 
-    def note(elapsed_s: float) -> None:
+    def note(elapsed_s: float, other_nbytes: int) -> None:
         _noted.add(path)
         if is_measured:
+            # Small tensors always take the ring; if most bytes did, it is the ring's rate.
+            name = way.name if other_nbytes <= nbytes // 2 else DEFAULT
             rate = _Rate(nbytes / elapsed_s, time.time())
-            logger.info("%s: %s, %.1f GB/s", runtime.name, way.name, rate.bytes_per_s / 1e9)
-            _remember(path, way.name, rate, is_first=is_first)
+            logger.info("%s: %s, %.1f GB/s", runtime.name, name, rate.bytes_per_s / 1e9)
+            _remember(path, name, rate, is_first=is_first)
 
     return Choice(way, note)
 
 
-def _forget(elapsed_s: float) -> None:
+def _forget(elapsed_s: float, other_nbytes: int) -> None:
     """Note nothing: the way was asked for."""
 
 

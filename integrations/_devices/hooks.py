@@ -18,6 +18,7 @@ from shmload._placement.table import WAITING
 from shmload._wording import format_nbytes
 from shmload.integrations._devices.dispatch import dispatch, skip_keys_of
 from shmload.integrations._devices.origin import Segments
+from shmload.integrations._devices.parameters import put
 from shmload.integrations._devices.waiting import Waiting
 
 logger = logging.getLogger(__name__)
@@ -136,9 +137,9 @@ def _bring_rest(module: nn.Module, device: torch.device, *, is_in_block: bool) -
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = buffer.to(device)
-    for parameter in () if is_in_block else module._parameters.values():
+    for name, parameter in () if is_in_block else list(module._parameters.items()):
         if parameter is not None:
-            parameter.data = parameter.data.to(device)
+            put(module, name, parameter.data.to(device), {})
 
 
 def _roots(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shmload.integrations._devices.hollow import BytesNeeded
+from shmload.integrations._devices.parameters import put
 from shmload.integrations._devices.runtime import ALIGNMENT_NBYTES, Runtime
 
 # Smaller tensors share an allocation of this size: thousands of them would cost more to allocate
@@ -157,10 +158,10 @@ class Moves:
             for tensor in (*holder._parameters.values(), *holder._buffers.values()):
                 if tensor is not None and id(tensor) in devices:
                     _by_torch(tensor, devices, copies)
+        made: dict[int, nn.Parameter] = {}
         for held, target in self._plain:
             if held.is_parameter:
-                # As `Module.to` does: the parameter stays the same object, so ties and hooks stay.
-                held.tensor.data = target
+                put(held.holder, held.name, target, made)
             else:
                 held.holder._buffers[held.name] = target
         for holder, devices in self._others.items():

@@ -52,8 +52,12 @@ class RingCopier:
         return ()
 
     def _staging(self) -> PinnedRing:
-        """Return the memory for bytes of this process: the ring, if the device can register it."""
-        if self._own is None and self._runtime:
+        """Return the memory for bytes of this process.
+
+        That is the ring, if the device can register it, or if workers have filled it: a second one
+        would take the host's memory twice.
+        """
+        if self._own is None and self._pinned is None and self._runtime:
             memory = self._runtime.pinned(self._ring.shape.nbytes)
             if memory is not None:
                 self._own = PinnedRing(self._ring, self._runtime, memory)

@@ -22,8 +22,8 @@ def accelerator_names() -> tuple[str, ...]:
 def current_index() -> int:
     """Return the index of the accelerator that a name without an index means, such as `cuda`.
 
-    That is the process's current device. If nothing has set one, it is the device of the local rank
-    that a launcher gives, such as torchrun or MPI, if there are so many.
+    That is the process's current device. If that is the first one, set or not, it is the device of
+    the local rank that a launcher gives, such as torchrun or MPI, if there are so many.
     """
     kind = _kind()
     if not kind:

@@ -26,10 +26,10 @@ def new_process(monkeypatch):
     return lambda: monkeypatch.setattr(calibration, "_noted", set())
 
 
-def copy(elapsed_s, device=None, nbytes=LARGE):
+def copy(elapsed_s, device=None, nbytes=LARGE, other_nbytes=0):
     """Choose a way for a copy that takes some time, and note that; return the way's name."""
     choice = choose_way("auto", device or LateDevice(), nbytes)
-    choice.note(elapsed_s)
+    choice.note(elapsed_s, other_nbytes)
     return choice.way.name
 
 
@@ -37,10 +37,25 @@ def copy(elapsed_s, device=None, nbytes=LARGE):
 def test_what_is_asked_for_is_not_measured(memory, pin):
     device = LateDevice()
     choice = choose_way(pin, device, LARGE)
-    choice.note(1.0)
+    choice.note(1.0, 0)
     assert choice.way.name == pin
     assert device.calls == []
     assert not memory.exists()
+
+
+def test_rate_is_that_of_the_way_that_most_bytes_took(memory, new_process):
+    assert copy(1.0) == "ring"
+    new_process()
+    # Nothing could be registered, so this was no measurement of it.
+    assert copy(0.5, other_nbytes=LARGE) == "register"
+    new_process()
+    assert copy(0.5, other_nbytes=LARGE // 8) == "register"
+    new_process()
+    rates = msgspec.json.decode(next(memory.iterdir()).read_bytes())["first"]
+    assert {name: rate["bytes_per_s"] for name, rate in rates.items()} == {
+        "ring": LARGE / 0.5,
+        "register": LARGE / 0.5,
+    }
 
 
 def test_small_copies_take_the_ring_and_are_not_measured(memory):

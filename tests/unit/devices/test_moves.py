@@ -213,3 +213,25 @@ def test_dtypes(dtype):
     assert module.b is not before
     assert module.b.dtype == dtype
     assert torch.equal(module.b.view(torch.uint8), before.view(torch.uint8))
+
+
+class ForeignDevice(LateDevice):
+    """Its memory cannot be exchanged for the CPU's: as devices that a package adds to torch."""
+
+    def empty(self, nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+
+def test_new_parameters_take_the_place_of_those_that_cannot_be_moved():
+    model = Model()
+    model.tied = nn.Linear(512, 1024)
+    model.tied.weight = model.large.weight
+    buffers = {name for name, _ in model.named_buffers()}
+    device = ForeignDevice()
+    Moves([(model, lambda path: device)]).commit()
+    assert model.tied.weight is model.large.weight
+    assert type(model.tied.weight) is nn.Parameter
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+    assert not model.scale.requires_grad
+    assert model.large.weight.requires_grad
+    assert {name for name, _ in model.named_buffers()} == buffers

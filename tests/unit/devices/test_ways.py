@@ -79,6 +79,6 @@ def test_fourth_way_is_named_and_measured(toy):
     for _ in measured_ways():
         choice = choose_way("auto", LateDevice(), 1 << 30)
         names.append(choice.way.name)
-        choice.note(1.0)
+        choice.note(1.0, 0)
         calibration._noted.clear()
     assert names == [way.name for way in measured_ways()]
