@@ -58,4 +58,6 @@ def _parse(_context: click.Context, _option: click.Parameter, text: str | None) 
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError) as exc:
-        raise DeviceMapMalformed(f"it cannot be read as a dict ({exc})") from exc
+        raise DeviceMapMalformed(
+            'it cannot be read as a dict; quote the names, as in {"vae": "cuda:1"}'
+        ) from exc

@@ -26,6 +26,7 @@ _KINDS = ("cuda", "xpu", "mps", "npu", "mlu", "musa", "hpu", "mtia", "xla", "pri
 _NAMES = (*_KINDS, *_WITHOUT_INDEX)
 _USUAL = f"an index, cuda:0, {', '.join(_WITHOUT_INDEX)}"
 _NAME = re.compile(r"([a-z][a-z_]*)(?::(\d+))?")
+_BARE = re.compile(r"0*[1-9]\d{0,5}")
 _COUNTED = re.compile(r"(\d+)\s*x\s*(.+)")
 
 
@@ -143,6 +144,8 @@ def parse_inventory(text: str) -> Inventory:
             for name, size in _named_sizes(item.strip(), len(found)):
                 if name in found:
                     raise ArgumentError(f"{text!r} has {name} twice")
+                if _BARE.fullmatch(size.strip()):  # bytes, less than one MB of them
+                    raise ArgumentError(f"{size.strip()!r} has no unit; write {size.strip()}GiB")
                 found[name] = _nbytes(size, "24GiB, 2x24GiB or cuda:1=24GiB")
     except ArgumentError as exc:
         raise ArgumentError(f"inventory: {exc}") from None
@@ -219,14 +222,14 @@ def parse_max_memory(
 
 
 def choose_inventory(
-    inventory: str | Inventory | None,
+    inventory: object,
     max_memory: Mapping[Any, object] | None,
     needed: Collection[object] | None = None,
 ) -> Inventory:
     """Return the devices to plan for: the given ones, or else this machine's.
 
     Args:
-        inventory: a value, or a text for `parse_inventory`.
+        inventory: an `Inventory`, a text for `parse_inventory`, or None.
         max_memory: for `limit_inventory`; without an inventory, the accelerators that it names are
             the only ones.
         needed: as for `machine_inventory`.
@@ -237,6 +240,10 @@ def choose_inventory(
     """
     if isinstance(inventory, str):
         inventory = parse_inventory(inventory)
+    if inventory is not None and not isinstance(inventory, Inventory):
+        raise ArgumentError(
+            f"inventory is {inventory!r}; write it as '2x24GiB' or 'cuda:0=24GiB,cpu=64GiB'"
+        )
     if inventory is not None:
         return inventory if max_memory is None else limit_inventory(max_memory, inventory)
     if max_memory is None:

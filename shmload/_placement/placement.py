@@ -135,12 +135,12 @@ def _misfit(
     components: Sequence[Component],
     inventory: Inventory,
 ) -> DoesNotFit:
-    """Return an error with the nearest device map that fits."""
+    """Return an error with the device map of `auto`, if that fits."""
     devices = place_auto(components, inventory)
     if devices is None:
         return DoesNotFit(needed, available, device, what, _MORE)
-    nearest = _describe(components, devices, inventory).device_map
-    return DoesNotFit(needed, available, device, what, "the nearest that fits is", nearest)
+    proposed = _describe(components, devices, inventory).device_map
+    return DoesNotFit(needed, available, device, what, "'auto' would take", proposed)
 
 
 def _with_size(component: Component) -> str:

@@ -81,6 +81,8 @@ def test_inventory_is_read(text, sizes):
         ("offload=1GiB", "cpu's"),
         ("-1=1GiB", "not a device"),
         ("0x24GiB", "inventory: '0x24GiB' is no device; write 1x24GiB"),
+        ("2x24", "inventory: '24' has no unit; write 24GiB"),
+        ("cuda:0=24GiB,cpu= 64", "inventory: '64' has no unit; write 64GiB"),
         ("gpu=24GiB", "did you mean 'cuda'"),
         ("cud:0=24GiB", "did you mean 'cuda'"),
     ],
@@ -141,3 +143,8 @@ def test_what_is_wrong_with_a_limit_is_said_of_the_limit(max_memory):
 def test_max_memory_takes_sizes_only(size):
     with pytest.raises(ArgumentError, match="not the size"):
         limit_inventory({0: size})
+
+
+def test_inventory_that_is_neither_text_nor_value_is_refused():
+    with pytest.raises(ArgumentError, match=r"inventory is .*write it as '2x24GiB'"):
+        choose_inventory({0: "24GiB"}, None)
