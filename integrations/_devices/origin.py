@@ -4,6 +4,8 @@ The pages that a device fetches from are the segment's own: processes that pin t
 share them. What this process writes to its weights is not in these pages.
 """
 
+import functools
+import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator
@@ -14,9 +16,12 @@ from shmload._host.descriptors import Descriptor
 from shmload._host.limits import allow_descriptors
 from shmload._host.linux import PAGE_NBYTES, Inode, reopen
 from shmload._host.procfs import Mapping, has_own_pages, mappings
+from shmload.errors import ShmloadError
 from shmload.integrations._devices.budget import own_budget
 from shmload.integrations._devices.pages import Pages
 from shmload.integrations._devices.runtime import Runtime
+
+logger = logging.getLogger(__name__)
 
 # Tensors that are no further apart are pinned together.
 _GAP_NBYTES = 64 << 10
@@ -73,13 +78,20 @@ class Origin:
     def pin(self, runtime: Runtime) -> bool:
         """Pin the pages unless they are; return whether they are pinned.
 
-        What a driver refused is not tried again. What this process's budget lacks room for is.
+        What a driver or the system refused is not tried again. What this process's budget lacks
+        room for is.
         """
-        if self._pages is None and not self._is_refused and own_budget().take(self._nbytes):
-            self._pages = self._register(runtime)
-            if self._pages is None:
+        budget = own_budget()
+        if self._pages is None and not self._is_refused and budget.take(self._nbytes):
+            try:
+                self._pages = self._register(runtime)
+                self._is_refused = self._pages is None
+            except (OSError, ShmloadError) as exc:
                 self._is_refused = True
-                own_budget().give_back(self._nbytes)
+                _say_once(str(exc))
+            finally:
+                if self._pages is None:
+                    budget.give_back(self._nbytes)
         return self._pages is not None
 
     def _register(self, runtime: Runtime) -> Pages | None:
@@ -151,3 +163,8 @@ def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         end = max(end, high)
     if end:
         yield begin, end
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.warning("weights that wait are not pinned, and copied more slowly: %s", reason)

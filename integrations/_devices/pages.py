@@ -85,9 +85,17 @@ class Pages:
             return self._runtime.register(address, nbytes, read_only=True)
         protect(address, nbytes, writable=True)
         try:
-            return self._runtime.register(address, nbytes, read_only=False)
-        finally:
+            is_registered = self._runtime.register(address, nbytes, read_only=False)
+        except BaseException:
             protect(address, nbytes, writable=False)
+            raise
+        try:
+            protect(address, nbytes, writable=False)
+        except BaseException:
+            if is_registered:
+                self._runtime.unregister(address)
+            raise
+        return is_registered
 
 
 def why_not_register(runtime: Runtime) -> str | None:

@@ -13,8 +13,10 @@ import torch
 from devices import LateDevice
 from torch import nn
 
+from shmload._host import linux
 from shmload._host.linux import inode_of
-from shmload.integrations._devices import origin
+from shmload.errors import SegmentTimeout
+from shmload.integrations._devices import origin, pages
 from shmload.integrations._devices.budget import Budget
 from shmload.integrations._devices.origin import Segments
 from shmload.integrations._devices.waiting import Waiting
@@ -56,6 +58,14 @@ def device():
     yield device
     assert not device.registered
     assert device.pending == 0
+
+
+@pytest.fixture
+def budget(monkeypatch):
+    """A budget of this test's own."""
+    budget = Budget(1 << 30)
+    monkeypatch.setattr(origin, "own_budget", lambda: budget)
+    return budget
 
 
 @pytest.fixture
@@ -316,9 +326,7 @@ def test_what_the_budget_lacks_room_for_is_copied_without(make, device, monkeypa
     assert budget.taken_nbytes == 0
 
 
-def test_pages_that_the_driver_refuses_take_nothing_of_the_budget(make, device, monkeypatch):
-    budget = Budget(1 << 30)
-    monkeypatch.setattr(origin, "own_budget", lambda: budget)
+def test_pages_that_the_driver_refuses_take_nothing_of_the_budget(make, device, budget):
     device._registers = False
     model, waiting = make(device)
     with torch.no_grad():
@@ -351,6 +359,48 @@ def test_pages_that_are_refused_are_copied_without(make, device):
             assert torch.equal(run(model, waiting), plain(model))
     assert device.calls.count("register") == _BLOCKS  # what was refused is not tried again
     assert "copy" not in device.calls
+
+
+@pytest.mark.parametrize("error", [OSError(12, "no memory"), SegmentTimeout("a", 10.0, "pinned")])
+@pytest.mark.parametrize("fails_at", ["open_to_map", "_map", "protect"])
+def test_pages_that_cannot_be_mapped_are_copied_without(
+    make, monkeypatch, budget, caplog, error, fails_at
+):
+    def fail(*args, writable=False):
+        # The window is registered before it becomes read-only again.
+        if fails_at != "protect" or not writable:
+            raise error
+        protect(*args, writable=writable)
+
+    protect = pages.protect
+    origin._say_once.cache_clear()
+    monkeypatch.setattr(pages, "open_to_map", linux.reopen_to_map)
+    monkeypatch.setattr(pages, fails_at, fail)
+    device = LateDevice(read_only="no")
+    model, waiting = make(device)
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(run(model, waiting), plain(model))
+    assert budget.taken_nbytes == 0
+    assert device.registered == {}
+    (record,) = caplog.records
+    assert str(error) in record.message
+
+
+def test_interrupted_pin_takes_nothing_of_the_budget(made, device, monkeypatch, budget):
+    model, waiting = made
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(pages, "populate", interrupt)
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            run(model, waiting)
+    assert budget.taken_nbytes == 0
+    with torch.no_grad():
+        run(model, waiting)
+    assert len(device.registered) == _BLOCKS
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("fails_at", range(3))
