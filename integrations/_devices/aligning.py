@@ -4,7 +4,7 @@ They are accelerate's hooks, so the libraries find, heed and remove them as such
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,13 @@ class ActivationsHook(AlignDevicesHook):  # type: ignore[misc] # accelerate has 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module
 
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        moved_args, moved_kwargs = super().pre_forward(module, *args, **kwargs)
+        # Accelerate copies each list. Some modules tell their callers something by a list: the VAE
+        # of Wan counts its layers in one.
+        own = {name: _own_unless_moved(kwargs[name], moved) for name, moved in moved_kwargs.items()}
+        return tuple(map(_own_unless_moved, args, moved_args)), own
+
 
 class ModelHook(ActivationsHook):
     """For a model with blocks that wait: adapters that came into no block go to its device.
@@ -37,6 +44,19 @@ class ModelHook(ActivationsHook):
             moved = tensor.detach().to(self.execution_device)
             holder._parameters[name] = nn.Parameter(moved, requires_grad=tensor.requires_grad)
         return super().pre_forward(module, *args, **kwargs)
+
+
+def _own_unless_moved(given: Any, moved: Any) -> Any:
+    return given if _is_same(given, moved) else moved
+
+
+def _is_same(given: Any, moved: Any) -> bool:
+    """Tell whether an argument and its copy by accelerate hold the same objects."""
+    if isinstance(given, list | tuple):
+        return all(map(_is_same, given, moved))
+    if isinstance(given, Mapping):
+        return all(_is_same(value, moved[key]) for key, value in given.items())
+    return given is moved
 
 
 def _strays(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

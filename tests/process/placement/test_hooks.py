@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 import shmload
+from shmload.integrations._devices.aligning import ActivationsHook, add_hook
 
 pytestmark = pytest.mark.libraries
 
@@ -232,3 +233,18 @@ def test_unknown_module_is_named():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(shmload.UnknownModule, match="2"):
         shmload.to_device(module, {"": "cpu", "2": "meta"})
+
+
+def test_list_that_a_module_writes_to_stays_the_callers():
+    class Counter(nn.Linear):
+        def forward(self, x, count, *, seen):
+            count[0] += 1
+            seen["x"] = x
+            return super().forward(x)
+
+    module = Counter(2, 2)
+    add_hook(module, ActivationsHook(torch.device("cpu")))
+    count, seen = [0], {}
+    module(torch.ones(2), count, seen=seen)
+    assert count == [1]
+    assert torch.equal(seen["x"], torch.ones(2))
