@@ -25,7 +25,8 @@ class Budget:
         self.limit_nbytes = limit_nbytes
         self.taken_nbytes = 0
         """What is taken now."""
-        self._lock = threading.Lock()
+        # A finalizer may give back at any point of a thread that has the lock.
+        self._lock = threading.RLock()
         self._has_said = False
 
     def take(self, nbytes: int) -> bool:

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -17,7 +17,7 @@ from shmload._host.limits import allow_descriptors
 from shmload._host.linux import PAGE_NBYTES, Inode, reopen
 from shmload._host.procfs import Mapping, has_own_pages, mappings
 from shmload.errors import ShmloadError
-from shmload.integrations._devices.budget import own_budget
+from shmload.integrations._devices.budget import Budget, own_budget
 from shmload.integrations._devices.pages import Pages
 from shmload.integrations._devices.runtime import Runtime
 
@@ -28,7 +28,7 @@ _GAP_NBYTES = 64 << 10
 
 
 class Origin:
-    """The part of one segment that some weights lie in; pinned from its first use on.
+    """The part of one segment that some weights lie in; pinned from its first use to its own end.
 
     Args:
         file: the segment.
@@ -53,6 +53,7 @@ class Origin:
         self._end = end
         self._pages: Pages | None = None
         self._is_refused = False
+        self._release: Callable[[], object] = lambda: None
 
     @property
     def _nbytes(self) -> int:
@@ -86,6 +87,10 @@ class Origin:
             try:
                 self._pages = self._register(runtime)
                 self._is_refused = self._pages is None
+                if self._pages:
+                    release = weakref.finalize(self, _unpin, self._pages, budget, self._nbytes)
+                    release.atexit = False  # the end of the process unpins
+                    self._release = release
             except (OSError, ShmloadError) as exc:
                 self._is_refused = True
                 _say_once(str(exc))
@@ -109,10 +114,8 @@ class Origin:
 
     def unpin(self) -> None:
         """Unpin the pages if they are pinned; no copy from there may be under way."""
-        pages, self._pages = self._pages, None
-        if pages:
-            pages.release(0)
-            own_budget().give_back(self._nbytes)
+        self._pages = None
+        self._release()
 
 
 class Segments:
@@ -142,6 +145,13 @@ class Segments:
                 found.append(Origin(self._files[there.inode], offset, begin, end, storage))
         allow_descriptors(len(found))  # Python's mmap has one each
         return found
+
+
+def _unpin(pages: Pages, budget: Budget, nbytes: int) -> None:
+    try:
+        pages.release(0)
+    finally:
+        budget.give_back(nbytes)
 
 
 def _lies_in(tensor: torch.Tensor, mapping: Mapping) -> bool:

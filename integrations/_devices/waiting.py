@@ -73,7 +73,7 @@ class Waiting:
             root: the module. A block that is used without this has none.
             origins: that hold weights of it; unpinned when the module dies.
         """
-        with self._lock:
+        with self._locked():
             if self._blocks:
                 self._turns.expect(next(reversed(self._blocks)), id(root))
             layout = Layout(self._note(root, origins).weights(), origins)
@@ -88,22 +88,22 @@ class Waiting:
             RuntimeError: a driver failed.
         """
         caller = threading.get_ident()
-        with self._lock:
+        with self._locked():
             block = self._enter(root)
             block.calls[caller] += 1
         try:
             if block.calls[caller] == 1:
-                with self._lock:
+                with self._locked():
                     self.runtime.join(self._lane)
                     self._look_ahead(id(root), caller)
             yield
         finally:
-            with self._lock:
+            with self._locked():
                 self._leave(block, caller)
 
     def release(self) -> None:
         """Free the buffers and unpin all pages; they are taken again when a block is used."""
-        with self._lock:
+        with self._locked():
             drain([self.runtime], self._lane)
             for key, block in self._blocks.items():
                 self._turns.drop(key)
@@ -240,11 +240,28 @@ class Waiting:
                 drain([self.runtime], self._lane)
                 block.unpin()
 
+    # Without the lock -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock; blocks whose modules die meanwhile are forgotten afterwards."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._forget_gone()
+
     # A module's death ends here, in any thread and with or without the lock.
     def _forget(self, key: int) -> None:
         self._gone.append(key)
-        if self._lock.acquire(blocking=False):  # else it is done by the next to enter
+        self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        # Whoever holds the lock now does it after releasing it.
+        while self._gone and self._lock.acquire(blocking=False):
             try:
                 self._sweep()
+            except RuntimeError as exc:  # the next copy fails in the same way, and there it is seen
+                logger.warning("%s: %s", self.runtime.name, exc)
             finally:
                 self._lock.release()

@@ -348,6 +348,35 @@ def test_pages_are_unpinned_with_their_block(made, device):
         assert device.registered
 
 
+def test_blocks_that_die_while_another_computes_are_forgotten_then(made, device, budget):
+    model, waiting = made
+    with torch.no_grad():
+        run(model, waiting)
+    dying = [model.blocks.pop(0) for _ in range(2)]
+
+    def follow(lane):  # called with the lock held
+        dying.clear()
+        gc.collect()
+        assert len(device.registered) == _BLOCKS
+
+    with torch.no_grad(), waiting.using(model.blocks[0]):
+        device.follow = follow
+    assert len(device.registered) == _BLOCKS - 2
+    assert budget.taken_nbytes == 2 * _SIZE * _SIZE * 4
+
+
+def test_pages_are_unpinned_with_what_pinned_them(segment, device, budget):
+    model = Model(segment)
+    segments = Segments([(inode_of(os.fstat(segment)), segment)])
+    origins = segments.origins(model.parameters())
+    assert all(each.pin(device) for each in origins)
+    assert budget.taken_nbytes == _BLOCKS * _SIZE * _SIZE * 4
+    del origins
+    gc.collect()
+    assert device.registered == {}
+    assert budget.taken_nbytes == 0
+
+
 # Errors of the device -----------------------------------------------------------------------------
 
 
