@@ -56,6 +56,7 @@ class Waiting:
         self._buffer_nbytes = 0
         self._lacking: list[int] = []  # buffers without room on the device, until `release`
         self._gone: list[int] = []
+        self._is_holding = False  # pages or buffers, since the last `release`
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
@@ -94,7 +95,7 @@ class Waiting:
         try:
             if block.calls[caller] == 1:
                 with self._locked():
-                    self.runtime.join(self._lane)
+                    self._join()
                     self._look_ahead(id(root), caller)
             yield
         finally:
@@ -104,6 +105,8 @@ class Waiting:
     def release(self) -> None:
         """Free the buffers and unpin all pages; they are taken again when a block is used."""
         with self._locked():
+            if not self._is_holding:  # each hook of a model calls this when it is removed
+                return
             drain([self.runtime], self._lane)
             for key, block in self._blocks.items():
                 self._turns.drop(key)
@@ -112,6 +115,7 @@ class Waiting:
             self._loaded = [None] * _BUFFERS
             while self._lacking:
                 self._turns.leave(self._lacking.pop())
+            self._is_holding = False
 
     # With the lock held ---------------------------------------------------------------------------
 
@@ -127,6 +131,13 @@ class Waiting:
             self._bind(id(root), block)
         return block
 
+    def _join(self) -> None:
+        try:
+            self.runtime.join(self._lane)
+        except BaseException:  # the memory is freed now, and no copy may reach it then
+            drain([self.runtime], self._lane)
+            raise
+
     def _leave(self, block: Block, caller: int) -> None:
         block.calls[caller] -= 1
         if block.calls[caller]:
@@ -140,12 +151,11 @@ class Waiting:
     def _bind(self, key: int, block: Block) -> None:
         """Put parameters on the device in the place of a block's own."""
         weights = block.weights()
-        pinned = (origin for origin in block.origins if origin.pin(self.runtime))
-        clean = [origin for origin in pinned if origin.is_clean]
+        clean = [origin for origin in self._pinned(block) if origin.is_clean]
         layout = Layout(weights, clean)
-        memory = self._bring(key, block, layout) if layout.offsets else None
         made: dict[int, nn.Parameter] = {}
         try:
+            memory = self._bring(key, block, layout) if layout.offsets else None
             for weight in weights:
                 tensor = weight.tensor
                 if id(tensor) not in made:
@@ -154,11 +164,20 @@ class Waiting:
                         there = tensor.detach().to(self.runtime.device)
                     made[id(tensor)] = nn.Parameter(there, requires_grad=tensor.requires_grad)
         except BaseException:
-            self._unbind(block)
+            # Copies that have begun end before their memory is freed: it may be in no buffer.
+            try:
+                drain([self.runtime], self._lane)
+            finally:
+                self._unbind(block)
             raise
         for weight in weights:
             weight.holder._parameters[weight.name] = made[id(weight.tensor)]
             block.bound.append((weight, made[id(weight.tensor)]))
+
+    def _pinned(self, block: Block) -> list[Origin]:
+        """Pin a block's origins; returns those that are pinned."""
+        self._is_holding = True
+        return [origin for origin in block.origins if origin.pin(self.runtime)]
 
     def _unbind(self, block: Block) -> None:
         for weight, stand_in in block.bound:
@@ -187,7 +206,7 @@ class Waiting:
         block = None if key is None else self._blocks.get(key)
         if key is None or not block or torch.is_grad_enabled() or self._turns.find(key) is not None:
             return
-        layout = Layout(block.weights(), [o for o in block.origins if o.pin(self.runtime)])
+        layout = Layout(block.weights(), self._pinned(block))
         buffer = self._turns.take(key) if layout.offsets else None
         if buffer is None:
             return

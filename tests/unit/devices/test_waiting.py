@@ -17,6 +17,7 @@ from shmload._host import linux
 from shmload._host.linux import inode_of
 from shmload.errors import SegmentTimeout
 from shmload.integrations._devices import origin, pages
+from shmload.integrations._devices.block import Block
 from shmload.integrations._devices.budget import Budget
 from shmload.integrations._devices.origin import Segments
 from shmload.integrations._devices.waiting import Waiting
@@ -348,6 +349,19 @@ def test_pages_are_unpinned_with_their_block(made, device):
         assert device.registered
 
 
+def test_release_walks_the_blocks_only_if_something_is_held(made, device, monkeypatch):
+    model, waiting = made
+    walks, unpin = [], Block.unpin
+    monkeypatch.setattr(Block, "unpin", lambda block: [walks.append(block), unpin(block)])
+    with torch.no_grad():
+        for _ in range(2):
+            run(model, waiting)
+            for _ in range(3):
+                waiting.release()
+            assert not device.registered
+    assert len(walks) == 2 * _BLOCKS
+
+
 def test_blocks_that_die_while_another_computes_are_forgotten_then(made, device, budget):
     model, waiting = made
     with torch.no_grad():
@@ -452,6 +466,38 @@ def test_copy_that_fails_is_tried_anew_in_the_next_pass(make, device, monkeypatc
             run(model, waiting)
         assert all(parameter is own[name] for name, parameter in model.named_parameters())
         assert torch.equal(run(model, waiting), plain(model))
+
+
+@pytest.mark.parametrize("fails", ["copy", "to", "join"])
+def test_copies_end_before_their_memory_is_freed(segment, device, monkeypatch, fails):
+    """With gradients on, where each pass has memory of its own."""
+
+    def fail(*args):
+        nonlocal pending
+        pending = max(pending, device.pending)
+        raise error
+
+    def copy_or_fail(*args):
+        return fail() if device.pending else start(*args)
+
+    model, waiting = Model(segment), Waiting(device)
+    segments = Segments([(inode_of(os.fstat(segment)), segment)])
+    waiting.add(model, segments.origins(model.parameters()))
+    model.other = nn.Linear(1, 1)  # in no segment: it goes by `to`
+    error, pending, start = torch.OutOfMemoryError("full"), 0, device.copy
+    with monkeypatch.context() as failing:
+        if fails == "copy":
+            failing.setattr(device, "copy", copy_or_fail)
+        elif fails == "to":
+            failing.setattr(torch.Tensor, "to", fail)
+        else:
+            failing.setattr(device, "join", fail)
+        with pytest.raises(torch.OutOfMemoryError), waiting.using(model):
+            pytest.fail("it is not entered")
+    assert pending
+    assert device.pending == 0
+    assert all(parameter.is_leaf for parameter in model.parameters())
+    waiting.release()
 
 
 def test_device_with_room_for_one_buffer_does_without_the_other(make, device):
