@@ -55,7 +55,7 @@ class Block:
 
 
 class Layout:
-    """Where the weights of a block lie in a buffer: those that are in pinned pages.
+    """Where the weights of a block lie in a buffer; weights outside of pinned pages have no place.
 
     Args:
         weights: of the block.

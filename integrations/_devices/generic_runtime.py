@@ -1,6 +1,6 @@
 """Devices of any kind that torch knows, by the streams and events that it has for all of them.
 
-Intel's GPUs (`xpu`) are such devices, and those that a package adds to torch: `npu`, `mlu`, `musa`.
+Such devices are Intel's GPUs (`xpu`), and what a package adds to torch (`npu`, `mlu`, `musa`).
 Torch has no call that pins memory which exists already. So the ring that this process fills is
 allocated pinned, and the one that workers fill is not.
 """

@@ -1,7 +1,7 @@
 """Hooks on a model: they move activations between the devices of one pipeline.
 
-The weights are on their devices before. Those that wait on the host come to the device that
-computes by `waiting`; accelerate brings those that wait on a disk.
+Weights that stay on a device are there before. `waiting` brings those that wait on the host, and
+accelerate those that wait on a disk.
 """
 
 import logging

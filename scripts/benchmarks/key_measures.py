@@ -1,11 +1,14 @@
 """Checkpoints of many tensors: the time that each one takes."""
 
+import functools
+import operator
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks.bench import Bench
 from benchmarks.figures import Figure, Line, Target
-from benchmarks.samples import Result, Sample
+from benchmarks.samples import Result, Rounds, Sample
 from benchmarks.sources import TENSOR_COUNTS
 
 _PROBES = Path(__file__).with_name("key_probes.py")
@@ -15,72 +18,100 @@ def measure_tensors(bench: Bench) -> list[Figure]:
     """The time per tensor, with tensors too small for their bytes to matter."""
     files = [bench.sources.tensor_file(count) for count in TENSOR_COUNTS]
     ways = {"tensors": partial(bench.processes.of(_PROBES).probe, "tensors", *files)}
-    rounds = bench.measure(ways, bench.sources.tensors)
+    timed = _Timed(bench.measure(ways, bench.sources.tensors))
     least, many, most = TENSOR_COUNTS
+    cast, same, attached = ("cast_s",), ("same_s",), ("plan_s", "attach_s")
+    of_many = f"load_state_dict of {many:,} tensors of 1 KiB"
+    return [
+        timed.figure(
+            "tensors-cast", f"{of_many}, fp32 to bf16", many, cast, 1, {"plan() alone": "plan_s"}
+        ),
+        timed.figure(
+            "tensors-same",
+            f"{of_many}, without a cast",
+            many,
+            same,
+            1,
+            {
+                "into a resident segment": "keep_s",
+                "attach of that segment": "attach_s",
+                "safetensors' load_file": "load_file_s",
+            },
+        ),
+        timed.linear("tensors-linear", "the cast", least, most, cast),
+        timed.figure(
+            "keys",
+            f"{most:,} resident tensors: plan, and load_state_dict by their keys",
+            most,
+            attached,
+            1.5,
+            {"plan() alone": "plan_s", "safetensors' load_file": "load_file_s"},
+        ),
+        timed.linear("keys-linear", "the same", least, most, attached),
+    ]
 
-    def sample(count: int, name: str) -> Sample:
-        return rounds.sample("tensors", f"{count} {name}")
 
-    def line(label: str, name: str, count: int = many) -> Line:
-        return Line(label=label, sample=sample(count, name), unit="s")
+class _Timed:
+    """The times of the probe `tensors`, by their names and the number of tensors.
 
-    def attached(count: int) -> Sample:
-        return sample(count, "plan_s") + sample(count, "attach_s")
+    Args:
+        rounds: of the way `tensors`.
+    """
 
-    def lines(values: dict[int, Sample]) -> tuple[Line, ...]:
-        """Return the time per tensor for each number of tensors."""
-        return tuple(
-            Line(label=f"{count:,}, each", sample=value.scaled(1e6 / count), unit="us")
-            for count, value in values.items()
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+
+    def sum(self, count: int, names: Sequence[str]) -> Sample:
+        """Return the sum of some times with a number of tensors, in seconds."""
+        found = [self._rounds.sample("tensors", f"{count} {name}") for name in names]
+        return functools.reduce(operator.add, found)
+
+    def figure(
+        self,
+        name: str,
+        what: str,
+        count: int,
+        names: Sequence[str],
+        limit_s: float,
+        beside: Mapping[str, str],
+    ) -> Figure:
+        """Return the figure of a sum; beside it the time per tensor for each number of them.
+
+        Args:
+            name: of the figure.
+            what: its words.
+            count: how many tensors.
+            names: of the times.
+            limit_s: what the sum may be at most, in seconds.
+            beside: names of further times, by their words.
+        """
+        each = (
+            Line(label=f"{n:,}, each", sample=self.sum(n, names).scaled(1e6 / n), unit="us")
+            for n in TENSOR_COUNTS
         )
-
-    def figure(name: str, dtypes: str, measured: str, *beside: Line) -> Figure:
+        others = (
+            Line(label=label, sample=self.sum(count, (other,)), unit="s")
+            for label, other in beside.items()
+        )
         return Figure(
             name=name,
-            what=f"load_state_dict of {many:,} tensors of 1 KiB, {dtypes}",
-            sample=sample(many, measured),
+            what=what,
+            sample=self.sum(count, names),
             unit="s",
-            target=Target(1),
-            beside=(
-                *lines({count: sample(count, measured) for count in TENSOR_COUNTS}),
-                *beside,
-            ),
+            target=Target(limit_s),
+            beside=(*each, *others),
         )
 
-    def linear(name: str, what: str, few: Sample, more: Sample) -> Figure:
+    def linear(self, name: str, what: str, few: int, many: int, names: Sequence[str]) -> Figure:
+        """Return the time per tensor with many tensors, as a multiple of that with few."""
+        ratio = self.sum(many, names) / self.sum(few, names)
         return Figure(
             name=name,
-            what=f"{what}: time per tensor with {most:,} tensors, against {least:,}",
-            sample=(more / few).scaled(least / most),
+            what=f"{what}: time per tensor with {many:,} tensors, against {few:,}",
+            sample=ratio.scaled(few / many),
             unit="x",
             target=Target(1.25),
         )
-
-    return [
-        figure("tensors-cast", "fp32 to bf16", "cast_s", line("plan() alone", "plan_s")),
-        figure(
-            "tensors-same",
-            "without a cast",
-            "same_s",
-            line("into a resident segment", "keep_s"),
-            line("attach of that segment", "attach_s"),
-            line("safetensors' load_file", "load_file_s"),
-        ),
-        linear("tensors-linear", "the cast", sample(least, "cast_s"), sample(most, "cast_s")),
-        Figure(
-            name="keys",
-            what=f"{most:,} resident tensors: plan, and load_state_dict by their keys",
-            sample=attached(most),
-            unit="s",
-            target=Target(1.5),
-            beside=(
-                *lines({count: attached(count) for count in TENSOR_COUNTS}),
-                line("plan() alone", "plan_s", most),
-                line("safetensors' load_file", "load_file_s", most),
-            ),
-        ),
-        linear("keys-linear", "the same", attached(least), attached(most)),
-    ]
 
 
 def measure_keys(bench: Bench) -> list[Figure]:
