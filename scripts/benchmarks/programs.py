@@ -45,11 +45,13 @@ class Programs:
         """Run a command and time it from outside.
 
         Args:
-            command: prints the line `READY` once it is ready.
+            command: prints the line `READY` once it is ready, and then lines of a name and a
+                number if it likes.
             variables: environment variables in addition to `environment`.
 
         Returns:
-            `ready_s`, from the start of the command to the line, and `wall_s`, to its end.
+            `ready_s`, from the start of the command to the line, and `wall_s`, to its end; and
+            the numbers that it printed, by their names.
 
         Raises:
             ProbeFailed: it failed, wrote to standard error that it ran in the ordinary way, or
@@ -66,8 +68,10 @@ class Programs:
                 stderr=errors,
             )
             try:
-                line = _read_line(process)
+                line, rest = _read_line(process)
                 ready_s = time.perf_counter() - began
+                # Its end closes this. `Popen.wait` with a timeout looks only every 50 ms.
+                rest += process.stdout.read() if process.stdout else b""
                 code = process.wait(_TIMEOUT_S)
             except BaseException:
                 process.kill()
@@ -81,7 +85,9 @@ class Programs:
             said = errors.read()
         if code or line != READY or "in the ordinary way" in said:
             raise ProbeFailed(f"{' '.join(command)[:200]} exited with {code}, {line!r}:\n{said}")
-        return {"ready_s": ready_s, "wall_s": wall_s}
+        pairs = (text.split() for text in rest.decode().splitlines())
+        numbers = {name: float(value) for name, value in pairs}
+        return {"ready_s": ready_s, "wall_s": wall_s} | numbers
 
     @property
     def environment(self) -> dict[str, str]:
@@ -121,8 +127,8 @@ def programs_of(processes: Processes) -> Iterator[Programs]:
             programs.stop_templates()
 
 
-def _read_line(process: "subprocess.Popen[bytes]") -> str:
-    """Return the first line that a process prints, without its end."""
+def _read_line(process: "subprocess.Popen[bytes]") -> tuple[str, bytes]:
+    """Return the first line that a process prints, without its end, and what came with it."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     poll = select.poll()
@@ -136,4 +142,5 @@ def _read_line(process: "subprocess.Popen[bytes]") -> str:
         if not piece:
             break
         found += piece
-    return found.partition(b"\n")[0].decode()
+    line, _, rest = found.partition(b"\n")
+    return line.decode(), rest

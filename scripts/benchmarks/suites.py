@@ -13,6 +13,7 @@ from benchmarks.many_measures import MANY_MEASURES, PROCESSES
 from benchmarks.measures import MEASURES
 from benchmarks.ready_measures import READY_MEASURES
 from benchmarks.service_measures import SERVICE_MEASURES
+from benchmarks.several_measures import SEVERAL_MEASURES
 from benchmarks.sources import Sources
 
 
@@ -67,9 +68,17 @@ def suite_of(name: str, sources: Sources, only: Collection[str] = ()) -> Suite:
             # diffusers alone needs a copy of the weights and an interpreter per process.
             memory_nbytes=PROCESSES * (2.14e9 + 0.4e9),
         )
-    if name in ("ready", "cold"):
+    if name == "ready":
         return Suite(
-            measures=READY_MEASURES if name == "ready" else COLD_MEASURES,
+            measures=READY_MEASURES | SEVERAL_MEASURES,
+            sources=(sources.fp32, sources.bf16),
+            disk_nbytes=9e9,
+            shm_nbytes=6e9,
+            memory_nbytes=16e9,
+        )
+    if name == "cold":
+        return Suite(
+            measures=COLD_MEASURES,
             sources=(sources.fp32,),
             disk_nbytes=6e9,
             shm_nbytes=3e9,
