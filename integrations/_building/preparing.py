@@ -13,6 +13,7 @@ from typing import Any
 import diffusers
 import torch
 
+from shmload._host.fingerprint import files_below
 from shmload._loading.verbs import plan
 from shmload._segments.parking import park
 from shmload._segments.view import remove_dead_views
@@ -38,12 +39,14 @@ def prepare(request: Request, load_pipeline: Callable[..., Any]) -> set[int]:
         is_kept = request.keep is True
         if plan(request.source, dtype=request.dtype, keep=is_kept).decode_nbytes:
             return set()
+        folder = os.path.abspath(request.source)
+        files = files_below(folder)
         state = torch.get_rng_state()
         source = Path(request.source) if request.is_path else request.source
         pipeline = load_pipeline(source, **_arguments_of(request))
         if not torch.equal(state, torch.get_rng_state()):
             raise ValueError("the load has drawn random numbers")
-        facts = Facts(os.path.abspath(request.source), [pipeline, *pipeline.components.values()])
+        facts = Facts(folder, files, [pipeline, *pipeline.components.values()])
     finally:
         os.chdir(here)
         # A copy that was in the midst of this was ended, if its program came too early.

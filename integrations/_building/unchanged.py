@@ -6,11 +6,12 @@ It compares; it reads no file and runs no code of a library.
 import os
 import sys
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from types import FunctionType, ModuleType
 
 import torch
 
+from shmload._host.fingerprint import Fingerprint, files_below
 from shmload.integrations._building.effects import hears_details
 from shmload.integrations._building.inside import what_is_behind
 
@@ -24,12 +25,15 @@ class Facts:
 
     Args:
         folder: of the source.
+        files: those below it, as they were before the build.
         built: what was built; its classes count, those of modules in it, and of configurations.
     """
 
-    def __init__(self, folder: str, built: list[object]) -> None:
+    def __init__(
+        self, folder: str, files: Mapping[str, Fingerprint | None], built: list[object]
+    ) -> None:
         self._folder = folder
-        self._files = files_below(folder)
+        self._files = files
         self._settings = settings_now()
         self._code = [(home, owner, _code_in(owner)) for home, owner in _owners(built)]
 
@@ -55,20 +59,6 @@ class Facts:
                 if _bare(now.get(name)) is not _bare(value):
                     return f"{owner.__name__}.{name} was replaced"
         return None
-
-
-def files_below(folder: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Return each file below a directory with what changes when it is written or replaced."""
-    found: list[tuple[str, tuple[int, ...]]] = []
-    for parent, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            path = os.path.join(parent, name)
-            stat = os.stat(path)
-            found.append(
-                (path, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
-            )
-    return found
 
 
 def settings_now() -> tuple[object, ...]:

@@ -1,6 +1,7 @@
 """Pipelines that are loaded ahead: what a program gets is what it would load itself."""
 
 import json
+import os
 import shutil
 import time
 
@@ -174,6 +175,41 @@ def test_patched_library_and_changed_source_are_noticed(program, source):
         return any("has changed" in text for text in found["why"])
 
     run_until(notices_a_change, program)
+
+
+def test_weights_and_configuration_behind_a_linked_folder_are_noticed(program, source, tmp_path):
+    unet = source / "unet"
+    shutil.move(unet, tmp_path / "unet")
+    unet.symlink_to(tmp_path / "unet")
+    (weights,) = unet.glob("*.safetensors")
+    config = unet / "config.json"
+    seen = []
+
+    def rewrite(path, content):
+        before = path.stat()
+        path.write_bytes(content)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as `rsync -a` does
+
+    def changes_weights(found):
+        assert found["sees"]["models"]["unet"] not in seen
+        seen.append(found["sees"]["models"]["unet"])
+        content = weights.read_bytes()
+        rewrite(weights, content[:-1] + bytes([content[-1] ^ 1]))
+        return any("has changed" in text for text in found["why"])
+
+    def changes_configuration(found):
+        assert found["sees"]["configs"]["unet"] not in seen
+        seen.append(found["sees"]["configs"]["unet"])
+        content = json.loads(config.read_text())
+        rewrite(config, json.dumps(content | {"sample_size": len(seen)}).encode())
+        return any("has changed" in text for text in found["why"])
+
+    try:
+        run_until(changes_weights, program)
+        run_until(changes_configuration, program)
+    finally:
+        unet.unlink()
+        shutil.move(tmp_path / "unet", unet)
 
 
 def test_waiting_pipeline_holds_no_segment(program):

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+from shmload._host.fingerprint import files_below
 from shmload.integrations._building.unchanged import Facts
 
 
@@ -14,7 +15,7 @@ def facts(tmp_path):
     (tmp_path / "model_index.json").write_text("{}")
     with warnings.catch_warnings():
         warnings.resetwarnings()  # those of pytest
-        yield Facts(str(tmp_path), [torch.nn.Linear(1, 1)])
+        yield Facts(str(tmp_path), files_below(tmp_path), [torch.nn.Linear(1, 1)])
 
 
 def test_nothing_has_changed(facts):

@@ -1,0 +1,62 @@
+"""Whether a file is still what it was.
+
+Guarantee: a file that was written to or replaced since has another fingerprint, whatever size and
+times it was given: no program sets the time at which the kernel has changed an inode. Links are
+followed, as loads follow them. Templates import this module, so it imports little.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple, Self
+
+
+class Fingerprint(NamedTuple):
+    """What stat says of a file, as far as a change of the file changes it."""
+
+    device: int
+    inode: int
+    nbytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> Self:
+        """Return the fingerprint in what stat has said of a file."""
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    @property
+    def lasting(self) -> tuple[int, int, int, int]:
+        """The fingerprint without the device, whose number changes with each boot or mount."""
+        return self[1:]
+
+
+def fingerprint(path: str | os.PathLike[str]) -> Fingerprint | None:
+    """Return the fingerprint of what a path leads to; None if there is nothing."""
+    try:
+        return Fingerprint.of(os.stat(path))
+    except OSError:
+        return None
+
+
+def files_below(folder: str | os.PathLike[str]) -> dict[str, Fingerprint | None]:
+    """Return the fingerprint of each file below a folder, by its path.
+
+    Folders that are links are entered, too, each folder once: a further name of it stands in the
+    result itself. So does a link to nothing, with None.
+    """
+    return dict(_walk(os.fspath(folder), set()))
+
+
+def _walk(folder: str, entered: set[tuple[int, int]]) -> Iterator[tuple[str, Fingerprint | None]]:
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return
+    for name in names:
+        path = os.path.join(folder, name)
+        found = fingerprint(path)
+        if found and found[:2] not in entered and os.path.isdir(path):
+            entered.add(found[:2])
+            yield from _walk(path, entered)
+        else:
+            yield path, found
