@@ -10,6 +10,8 @@ import ctypes
 import os
 import sys
 
+from shmload._host.fingerprint import Fingerprint, fingerprint
+
 _MASK = 0x2 | 0x4 | 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
 """IN_MODIFY, ATTRIB, MOVED_FROM, MOVED_TO, CREATE, DELETE, DELETE_SELF, MOVE_SELF: inotify(7)."""
 # File systems on which every change comes through this kernel.
@@ -23,13 +25,13 @@ class Freshness:
         self._files = _files()
         # The watch begins first: no change is missed between the two.
         self._watch = _watch({os.path.dirname(file) for file in self._files})
-        self._before = _modified(self._files)
+        self._before = _fingerprints(self._files)
 
     def is_lost(self) -> bool:
         """Tell whether a file has changed since."""
         if self._watch is not None and not _has_told(self._watch):
             return False
-        return _modified(self._files) != self._before
+        return _fingerprints(self._files) != self._before
 
 
 def _files() -> set[str]:
@@ -41,13 +43,8 @@ def _files() -> set[str]:
     return {file for file in found if isinstance(file, str) and os.path.isabs(file)}
 
 
-def _modified(files: set[str]) -> dict[str, int]:
-    """Return when each of these files was last modified, in nanoseconds; 0 for none."""
-    found = dict.fromkeys(files, 0)
-    for file in found:
-        with contextlib.suppress(OSError):
-            found[file] = os.stat(file).st_mtime_ns
-    return found
+def _fingerprints(files: set[str]) -> dict[str, Fingerprint | None]:
+    return {file: fingerprint(file) for file in files}
 
 
 def _watch(folders: set[str]) -> int | None:

@@ -45,3 +45,15 @@ def test_own_program_which_each_start_of_a_template_writes_is_not_compared(modul
         assert not is_lost_after_rewriting(path)
     finally:
         del sys.modules["__mp_main__"]
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_module_of_another_size_under_its_old_time_is_noticed(module, monkeypatch, is_watched):
+    if not is_watched:
+        monkeypatch.setattr("shmload._templates.freshness._LOCAL", set())
+    path = module("some_module")
+    freshness = Freshness()
+    found = path.stat()
+    path.write_text("value = 2")
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))  # as `cp -p` and `rsync -a` do
+    assert freshness.is_lost()
