@@ -5,7 +5,8 @@
                             +------------- the next start takes over -------+
 
 Guarantee: at most one service per directory, by a lock that the kernel releases when its process
-ends; and no connection to or from another user, whatever is at the path.
+ends; and no connection to or from another user, whatever is at the path. The directory is held by a
+descriptor: another user who can exchange it by its path changes nothing.
 """
 
 import contextlib
@@ -16,14 +17,23 @@ import struct
 import time
 from pathlib import Path
 
+from shmload._host.descriptors import Descriptor
 from shmload._host.linux import inode_of, try_lock
+from shmload._host.own_folder import open_private, path_in
 from shmload._host.procfs import lock_holders
-from shmload._service.folder import default_path, make_private_folder, why_closed, why_unusable
+from shmload._service.folder import default_path, open_folder, why_unusable
 from shmload._settings import settings
-from shmload.errors import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
+from shmload.errors import (
+    PeerRefused,
+    ServiceError,
+    ServiceRunning,
+    ServiceUnavailable,
+    SocketUnusable,
+)
 from shmload.errors.service import OWN_DIRECTORY
 
 _LOCK_NAME = "service.lock"
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # sd_listen_fds(3): the first descriptor that systemd passes.
 _FIRST_LISTEN_FD = 3
 # struct ucred in socket(7): pid, uid, gid.
@@ -64,41 +74,44 @@ class Endpoint:
     def __init__(self, path: Path) -> None:
         inherited = _inherited_socket()
         self.path = path = _path_of(inherited, path)
-        self._lock_fd = -1
+        self._folder = self._lock = Descriptor(-1)
         if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
             raise SocketUnusable(path, f"the path is longer than {_MAX_PATH_NBYTES} bytes")
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            make_private_folder(path)
-            if path.is_dir():
-                raise SocketUnusable(path, "it is a directory")
-            self._lock_fd = os.open(lock_path(path), flags, 0o600)
-        except OSError as exc:
-            raise SocketUnusable(path, f"{exc.filename}: {exc.strerror}") from exc
-        try:
-            if not stat.S_ISREG(os.fstat(self._lock_fd).st_mode):
-                raise SocketUnusable(path, f"{lock_path(path)} is not a regular file; remove it")
-            os.fchmod(self._lock_fd, 0o600)  # whatever the umask
-            if not try_lock(self._lock_fd, exclusive=True):
-                pid = os.pread(self._lock_fd, 20, 0).decode("ascii", "replace")
-                raise ServiceRunning(path, pid, is_there=_is_listening(path))
-            os.ftruncate(self._lock_fd, 0)
-            os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
+            self._folder = open_folder(path)
+            self._lock = Descriptor(os.open(_LOCK_NAME, _LOCK_FLAGS, 0o600, dir_fd=self._folder.fd))
+            self._take_lock()
             self._is_inherited = inherited is not None
-            self.listener = inherited or _bind(path)
+            self.listener = inherited or _bind(path, self._folder.fd)
             self.listener.setblocking(False)  # a client may have left before accept
-        except BaseException:
-            os.close(self._lock_fd)
+        except BaseException as exc:
+            self._lock.close()
+            self._folder.close()
+            if isinstance(exc, OSError) and not isinstance(exc, ServiceError):
+                where = f"{exc.filename}: " if exc.filename else ""
+                raise SocketUnusable(path, f"{where}{exc.strerror or exc}") from exc
             raise
+
+    def _take_lock(self) -> None:
+        fd, path = self._lock.fd, self.path
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise SocketUnusable(path, f"{lock_path(path)} is not a regular file; remove it")
+        os.fchmod(fd, 0o600)  # whatever the umask
+        if not try_lock(fd, exclusive=True):
+            pid = os.pread(fd, 20, 0).decode("ascii", "replace")
+            raise ServiceRunning(path, pid, is_there=_is_listening(path.name, self._folder.fd))
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
 
     def close(self) -> None:
         """Stop listening and release the lock; a second call is fine."""
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
+        if self._lock.fd >= 0:
             self.listener.close()
             if not self._is_inherited:
-                self.path.unlink(missing_ok=True)
-            os.close(fd)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.path.name, dir_fd=self._folder.fd)
+        self._lock.close()
+        self._folder.close()
 
 
 def connect(path: Path, timeout_s: float) -> socket.socket:
@@ -111,26 +124,25 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         client.settimeout(timeout_s)
-        _connect_patiently(client, path, timeout_s)
+        with Descriptor(open_private(str(path.parent))) as folder:
+            _connect_patiently(client, path_in(folder.fd, path.name), timeout_s)
         _require_own_service(client, path)
     except BaseException as exc:
         client.close()
         if isinstance(exc, OSError) and not isinstance(exc, PeerRefused):
-            is_closed = isinstance(exc, PermissionError)
-            reason = why_closed(path) if is_closed else why_unusable(path)
-            if reason:
+            if reason := why_unusable(path):
                 raise ServiceUnavailable(path, reason, OWN_DIRECTORY) from exc
             raise ServiceUnavailable(path, exc.strerror or str(exc)) from exc
         raise
     return client
 
 
-def _connect_patiently(client: socket.socket, path: Path, timeout_s: float) -> None:
+def _connect_patiently(client: socket.socket, path: str, timeout_s: float) -> None:
     """Connect, retrying while the queue is full: the kernel then fails at once with EAGAIN."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return client.connect(str(path))
+            return client.connect(path)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
@@ -174,26 +186,30 @@ def require_same_user(connection: socket.socket) -> None:
         raise PeerRefused(f"process {pid} of user {uid} is at the other end of the socket")
 
 
-def _is_listening(path: Path) -> bool:
+def _is_listening(name: str, folder_fd: int) -> bool:
     """Tell whether a service listens there, or is starting and has no socket yet."""
-    sockets = [entry for entry in path.parent.iterdir() if entry.is_socket()]
-    return path in sockets or not sockets
+    with os.scandir(path_in(folder_fd, ".")) as entries:
+        modes = {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in entries}
+    sockets = [each for each, mode in modes.items() if stat.S_ISSOCK(mode)]
+    return name in sockets or not sockets
 
 
-def _bind(path: Path) -> socket.socket:
+def _bind(path: Path, folder_fd: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    at = path_in(folder_fd, path.name)
     try:
         with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            found = os.lstat(at).st_mode
+            if stat.S_ISDIR(found):
+                raise SocketUnusable(path, "it is a directory")
+            if not stat.S_ISSOCK(found):
                 raise SocketUnusable(path, "what lies there is not a socket")
-        path.unlink(missing_ok=True)  # left by a dead service: this process has the lock
-        listener.bind(str(path))
-        path.chmod(0o600)
+            os.unlink(at)  # left by a dead service: this process has the lock
+        listener.bind(at)
+        os.chmod(at, 0o600)
         listener.listen(_BACKLOG)
-    except BaseException as exc:
+    except BaseException:
         listener.close()
-        if isinstance(exc, OSError):
-            raise SocketUnusable(path, exc.strerror or str(exc)) from exc
         raise
     return listener
 

@@ -2,9 +2,10 @@
 
 import contextlib
 import os
-import stat
 from pathlib import Path
 
+from shmload._host.descriptors import Descriptor
+from shmload._host.own_folder import FolderUnsafe, open_private, runtime_folder
 from shmload.errors import SocketUnusable
 
 _SOCKET_NAME = "service.sock"
@@ -12,54 +13,42 @@ _SOCKET_NAME = "service.sock"
 
 def default_path() -> Path:
     """Return the path of this user's socket if the settings name none."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime) / "shmload" if runtime else Path(f"/tmp/shmload-{os.geteuid()}")
-    return folder / _SOCKET_NAME
+    return Path(runtime_folder()) / _SOCKET_NAME
 
 
-def make_private_folder(path: Path) -> None:
-    """Make the directory of a socket, or check that only this user can enter it.
+def open_folder(path: Path) -> Descriptor:
+    """Open the directory of a socket, or make it.
 
     Raises:
         SocketUnusable: it is no directory, or another user's, or open to others.
         OSError: it cannot be made.
     """
-    folder = path.parent
-    for each in (*reversed(folder.parents), folder):
-        with contextlib.suppress(FileExistsError):
-            each.mkdir(mode=0o700)
-            each.chmod(0o700)  # whatever the umask
-    reason = _why_not_private(path, os.lstat(folder))
-    if reason:
-        raise SocketUnusable(path, reason)
+    try:
+        return Descriptor(open_private(str(path.parent), makes=True))
+    except FolderUnsafe as exc:
+        raise SocketUnusable(path, _advise(path, exc)) from exc
 
 
 def why_unusable(path: Path) -> str:
     """Say why no service of this user can listen at a path; empty if its directory may be made."""
     try:
-        return _why_not_private(path, os.lstat(path.parent))
+        os.close(open_private(str(path.parent)))
     except FileNotFoundError:
         return ""
+    except FolderUnsafe as exc:
+        return _advise(path, exc)
     except OSError:
-        return why_closed(path)
-
-
-def _why_not_private(path: Path, found: os.stat_result) -> str:
-    folder = path.parent
-    if not stat.S_ISDIR(found.st_mode):
-        return f"{folder} is not a directory"
-    if found.st_uid != os.geteuid():
-        return f"{folder} belongs to user {found.st_uid}"
-    if found.st_mode & 0o700 != 0o700:
-        return f"{folder} is closed to its owner (`chmod 700 {folder}` opens it)"
-    if found.st_mode & 0o077:
-        # Advise chmod only for the default directory, which nothing else uses.
-        advice = f" (`chmod 700 {folder}` closes it)" if path == default_path() else ""
-        return f"{folder} lets others in{advice}"
+        return _why_closed(path)
     return ""
 
 
-def why_closed(path: Path) -> str:
+def _advise(path: Path, exc: FolderUnsafe) -> str:
+    # Advise chmod only for the default directory, which nothing else uses.
+    is_ours = path == default_path() and str(exc).endswith("lets others in")
+    return f"{exc} (`chmod 700 {path.parent}` closes it)" if is_ours else str(exc)
+
+
+def _why_closed(path: Path) -> str:
     """Say why this user may not connect to a socket."""
     for each in (path, *path.parents):
         with contextlib.suppress(OSError):  # hidden by a directory above

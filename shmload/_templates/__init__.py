@@ -10,7 +10,7 @@ A template has imported the libraries once. It forks a spare ahead, and the next
 takes that. The caller stands for the program: it passes signals on, and ends as the program ends.
 
 Guarantee: a program sees what it would see under `python`, but for what docs/run.md lists. Where
-that is in doubt, the caller becomes an ordinary Python. May import `errors`, `_wording` and
-`_host.fingerprint` only; it names `integrations` as something to import in a template, or for
-`--redirect`.
+that is in doubt, the caller becomes an ordinary Python. May import `errors`, `_wording`, and of
+`_host` what imports next to nothing (`fingerprint`, `own_folder`); it names `integrations` as
+something to import in a template, or for `--redirect`.
 """

@@ -1,13 +1,16 @@
 """Where templates are met: a directory of this user, with a socket for each template.
 
-Guarantee: the directory belongs to this user and is closed to others, or nothing in it is used.
+Guarantee: the directory belongs to this user, is closed to others, and no other user can exchange
+it; or nothing in it is used.
 """
 
 import errno
 import fcntl
 import os
 import time
-from stat import S_ISDIR, S_ISSOCK
+from stat import S_ISSOCK
+
+from shmload._host.own_folder import private_path, runtime_folder
 
 _MAX_SOCKET_PATH = 107  # sun_path, see unix(7)
 _FAILURE_S = 600.0
@@ -21,20 +24,13 @@ def folder() -> str:
     """Return the directory of this user's templates; make it if it does not exist.
 
     Raises:
-        PlaceUnsafe: another user could write there, or it cannot be made.
+        PlaceUnsafe: another user can write there or exchange it, or it cannot be made.
     """
-    base = os.environ.get("XDG_RUNTIME_DIR") or ""
-    if base.startswith("/") and os.path.isdir(base):
-        parts = [f"{base}/shmload", f"{base}/shmload/templates"]
-    else:
-        base = f"/tmp/shmload-{os.geteuid()}"
-        parts = [base, f"{base}/templates"]
+    path = f"{runtime_folder()}/templates"
     try:
-        for part in parts:
-            _make_private(part)
+        return private_path(path)
     except OSError as exc:
-        raise PlaceUnsafe(f"{parts[-1]} cannot be used: {exc}") from exc
-    return parts[-1]
+        raise PlaceUnsafe(f"{path} cannot be used: {exc}") from exc
 
 
 def socket_of(key: str) -> str:
@@ -154,16 +150,3 @@ def remove_note(key: str, name: str) -> None:
         os.unlink(f"{socket_of(key)}.{name}")
     except (OSError, PlaceUnsafe):
         return
-
-
-def _make_private(path: str) -> None:
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        try:
-            os.mkdir(path, 0o700)
-        except FileExistsError:  # made by another process just now
-            return _make_private(path)
-        found = os.lstat(path)
-    if not S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{path} is not a directory of this user alone")

@@ -19,17 +19,20 @@ def closed_runtime_dir(tmp_path, monkeypatch):
     folder.chmod(0)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     with no_privileges():
-        yield
+        yield folder
     folder.chmod(0o700)
 
 
-@pytest.mark.usefixtures("closed_runtime_dir")
-def test_directory_of_another_user_is_no_service(configure):
+def test_directory_of_another_user_is_no_service(configure, closed_runtime_dir):
+    path = closed_runtime_dir / "shmload" / "service.sock"
     configure(service="auto", socket="")
     with pytest.raises(PermissionError):
-        os.stat(os.path.join(os.environ["XDG_RUNTIME_DIR"], "shmload"))
+        os.stat(path.parent)
     assert find_service() is None
     configure(service="require")
+    with pytest.raises(ServiceUnavailable, match=f"/shmload-{os.geteuid()}/service.sock: "):
+        find_service()
+    configure(socket=path)
     with pytest.raises(ServiceUnavailable, match=r"belongs to user 0|closed to its owner"):
         find_service()
 

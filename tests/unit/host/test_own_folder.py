@@ -1,0 +1,125 @@
+"""Directories that decide who is talked to: only this user's own, which no other can exchange."""
+
+import os
+
+import pytest
+from privileges import no_privileges
+
+from shmload._host import own_folder
+from shmload._host.own_folder import (
+    FolderUnsafe,
+    open_private,
+    path_in,
+    private_path,
+    runtime_folder,
+)
+from shmload._service import folder as service_folder
+from shmload._templates import place
+
+_OTHER = 65534
+needs_another_user = pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """What /tmp is to this test; returns this user's directory in it."""
+    shared = tmp_path / "tmp"
+    shared.mkdir(mode=0o700)
+    monkeypatch.setattr(own_folder, "_ELSE", str(shared))
+    return str(shared / f"shmload-{os.geteuid()}")
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch, elsewhere):
+    base = tmp_path / "above" / "runtime"
+    base.mkdir(mode=0o700, parents=True)
+    base.parent.chmod(0o755)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    return base
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_runtime_directory_of_this_user_is_taken(runtime, mode):
+    runtime.chmod(mode)
+    assert runtime_folder() == f"{runtime}/shmload"
+
+
+def test_runtime_directory_behind_a_link_is_named_without_it(runtime, monkeypatch):
+    (runtime.parent / "link").symlink_to("runtime")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", f"{runtime.parent}/link")
+    assert runtime_folder() == f"{runtime}/shmload"
+
+
+_FOREIGN = {
+    "of another user": lambda base: os.chown(base, _OTHER, -1),
+    "as /tmp": lambda base: base.chmod(0o1777),
+    "of a group": lambda base: base.chmod(0o770),
+    "below one of another user": lambda base: os.chown(base.parent, _OTHER, -1),
+    "below one that others write to": lambda base: base.parent.chmod(0o777),
+    "a file": lambda base: (base.rmdir(), base.touch()),
+    "missing": lambda base: base.rmdir(),
+}
+
+
+@needs_another_user
+@pytest.mark.parametrize("how", _FOREIGN)
+def test_runtime_directory_that_another_user_could_exchange_is_left(runtime, elsewhere, how):
+    _FOREIGN[how](runtime)
+    assert runtime_folder() == elsewhere
+    # Each directory that decides who is talked to, and whose code runs.
+    assert str(service_folder.default_path()) == f"{elsewhere}/service.sock"
+    assert place.folder() == f"{elsewhere}/templates"
+    assert oct(os.stat(elsewhere).st_mode & 0o777) == "0o700"
+    assert not (runtime / "shmload").exists()
+
+
+def test_relative_runtime_directory_is_left(runtime, elsewhere, monkeypatch):
+    monkeypatch.chdir(runtime.parent)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "runtime")
+    assert runtime_folder() == elsewhere
+
+
+def test_runtime_directory_that_is_closed_to_this_user_is_left(runtime, elsewhere):
+    runtime.parent.chmod(0)
+    with no_privileges():
+        assert runtime_folder() != f"{runtime}/shmload"
+    runtime.parent.chmod(0o700)
+
+
+@needs_another_user
+def test_path_is_of_a_directory_that_stays(runtime):
+    wanted = f"{runtime}/shmload/templates"
+    assert private_path(wanted) == private_path(wanted) == wanted
+    os.chown(runtime, _OTHER, -1)
+    with pytest.raises(FolderUnsafe, match=f"^{runtime} belongs to user {_OTHER}$"):
+        private_path(wanted)
+    os.chown(runtime, 0, -1)
+    runtime.chmod(0o1777)
+    assert private_path(wanted) == wanted
+    runtime.chmod(0o777)
+    with pytest.raises(FolderUnsafe, match=r"lets other users rename .*`chmod \+t"):
+        private_path(wanted)
+
+
+def test_planted_link_is_not_followed(runtime, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (runtime / "shmload").symlink_to(tmp_path / "mine")
+    with pytest.raises(FolderUnsafe, match=f"^{runtime}/shmload is not a directory$"):
+        private_path(f"{runtime}/shmload/templates")
+    assert os.listdir(tmp_path / "mine") == []
+    with pytest.raises(FolderUnsafe, match="is not a directory"):
+        open_private(f"{runtime}/shmload", makes=True)
+
+
+def test_exchanging_an_open_directory_changes_nothing(runtime):
+    path = runtime / "shmload"
+    fd = open_private(str(path), makes=True)
+    try:
+        moved = path.rename(runtime / "moved")
+        path.mkdir()
+        with open(path_in(fd, "a file"), "w"):
+            pass
+    finally:
+        os.close(fd)
+    assert os.listdir(moved) == ["a file"]
+    assert os.listdir(path) == []
