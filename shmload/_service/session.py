@@ -6,6 +6,7 @@ a deadline, its session ends and its decode is cancelled.
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -98,6 +99,7 @@ class Session:
         """Wait for the next request: without a deadline, but a request once begun has one."""
         if self._inbox.fds and self._inbox.is_empty:
             raise ProtocolError("descriptors came with a request that takes none")
+        deadline = math.inf
         while (frame := self._inbox.next_frame()) is None:
             try:
                 if not self._inbox.receive():
@@ -105,6 +107,11 @@ class Session:
             except TimeoutError:
                 if not self._inbox.is_empty:
                     raise
+            if self._inbox.is_empty:
+                continue
+            deadline = min(deadline, time.monotonic() + settings().service_timeout_s)
+            if time.monotonic() > deadline:
+                raise TimeoutError("a client did not finish its request")
         return decode_request(frame)
 
     def _serve(self, request: Request) -> None:

@@ -5,17 +5,21 @@
     /readyz    200 once workers answer and the preload list is done; else 503, with the reasons
     any other  404
 
-Guarantee: a client that is slow, silent or gone delays no other one.
+Guarantee: a client that is slow, silent or gone delays no other one, and all clients together take
+no more than `_MAX_CLIENTS` descriptors and threads from the service, each for `_TIMEOUT_S` at most.
 """
 
+import contextlib
 import io
 import logging
+import math
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
@@ -28,8 +32,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a client may take for its request, and to read the answer.
+# How long a connection may last, from its begin to the last byte of the answer.
 _TIMEOUT_S = 10.0
+# Any user of the machine may connect; the service's own clients need the other descriptors.
+_MAX_CLIENTS = 32
+_RETRY_S = 0.1
 _METHODS = ("GET", "HEAD")
 
 Reasons = Callable[[], Sequence[str]]
@@ -96,11 +103,15 @@ def serve_http(host: str, port: int, app: "WSGIApplication") -> int:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Serves each connection in a thread of its own."""
+    """Serves each connection in a thread of its own; one too many ends the oldest."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, host: str, port: int) -> None:
+        self._changed = threading.Condition()
+        self._deadlines: dict[socket.socket, float] = {}
+        """Of the connections that are being served; infinite for one that was told to end."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, *_, address = found[0]
         super().__init__((str(address[0]), int(address[1])), _Handler)
@@ -114,15 +125,51 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.server_port = int(self.server_address[1])
         self.setup_environ()
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; if that is not possible now, fail after `_RETRY_S`, not at once."""
+        with self._changed:
+            if not self._has_room():
+                self._end_oldest()
+                if not self._changed.wait_for(self._has_room, _RETRY_S):
+                    raise BlockingIOError
+            try:
+                connection, address = super().get_request()
+            except OSError:  # no descriptor is left, or the client has left
+                self._changed.wait(_RETRY_S)
+                raise
+            self._deadlines[connection] = time.monotonic() + _TIMEOUT_S
+        return connection, address
+
+    def service_actions(self) -> None:
+        """End the connections whose time is over; called after each, and twice a second."""
+        with self._changed:
+            while min(self._deadlines.values(), default=math.inf) <= time.monotonic():
+                self._end_oldest()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._changed:  # so that none is ended whose number another file has by now
+            del self._deadlines[request]
+            super().shutdown_request(request)
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return len(self._deadlines) < _MAX_CLIENTS
+
+    def _end_oldest(self) -> None:
+        """Have the thread of the oldest connection find its end; the caller has the lock."""
+        connection = min(self._deadlines, key=self._deadlines.__getitem__)
+        self._deadlines[connection] = math.inf
+        with contextlib.suppress(OSError):  # the client has ended it
+            connection.shutdown(socket.SHUT_RDWR)
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Log an error of a connection; most often the client has left."""
         logger.debug("a request over HTTP failed: %s", sys.exception())
 
 
 class _Handler(WSGIRequestHandler):
-    """Reads a request within a deadline, and logs none."""
-
-    timeout = _TIMEOUT_S
+    """Answers a request, and logs none."""
 
     def get_stderr(self) -> TextIO:
         """Drop what wsgiref says of a client that left or does not read."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import socket
 import time
@@ -68,6 +69,18 @@ def test_service_with_too_many_clients_waits_until_one_leaves(service):
         assert main_thread_ns(process) - used < (time.monotonic_ns() - began) / 4
         clients[1].close()
         assert clients[-1].recv(100)
+
+
+def test_strangers_who_ask_for_metrics_take_few_descriptors(service):
+    process = service("--metrics", "127.0.0.1:0")
+    (port,) = re.findall(r"metrics at http://127.0.0.1:([0-9]+)/", process.errors)
+    before, _ = held_by(process)
+    with contextlib.ExitStack() as closing:
+        for _ in range(300):
+            client = closing.enter_context(socket.create_connection(("127.0.0.1", int(port))))
+            client.sendall(b"GET /")
+        assert status().pid == process.pid
+        assert held_by(process)[0] <= before + 40
 
 
 def main_thread_ns(process):

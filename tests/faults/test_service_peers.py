@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from serving import wait_until
+from serving import drip, wait_until
 from weight import assert_right
 
 import shmload
@@ -63,6 +63,13 @@ def test_half_a_request_has_a_deadline(service, configure):
     with raw_client() as client:
         client.sendall(to_frame(GetStatus())[:-1])
         read_to_the_end(client)
+
+
+def test_request_that_comes_byte_by_byte_has_a_deadline(service, configure):
+    configure(service_timeout_s=0.3)
+    service()
+    with raw_client() as client:
+        drip(client, (1 << 25).to_bytes(4, "big"))
 
 
 def test_client_that_reads_nothing_does_not_hold_up_others(service, shard):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import socket
 from pathlib import Path
@@ -91,6 +92,14 @@ def read_to_the_end(client):
     with contextlib.suppress(ConnectionResetError):
         while client.recv(1 << 16):
             pass
+
+
+def drip(client, head):
+    """Send a request, of which this is the begin, byte by byte until the other end closes."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        client.sendall(head)
+        while not (select.select([client], [], [], 0.01)[0] and client.recv(1 << 16) == b""):
+            client.sendall(b"x")
 
 
 def held_by(process):

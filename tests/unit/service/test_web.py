@@ -1,12 +1,18 @@
 """The pages over HTTP: metrics in the format, health, readiness, and 404 for all else."""
 
+import contextlib
+import socket
+import threading
+import urllib.request
 from wsgiref.util import setup_testing_defaults
 from wsgiref.validate import validator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from serving import drip
 
 from shmload._segments.roots import Root
+from shmload._service import web
 from shmload._service.metrics import ServiceCollector
 from shmload._service.readiness import Preloading
 from shmload._service.usage import BUCKETS_S, MAX_MODELS
@@ -136,3 +142,51 @@ def test_only_questions_are_answered(ask):
     assert ask("/healthz", "HEAD") == (200, "")
     assert ask("/metrics", "HEAD") == (200, "")
     assert ask("/healthz", "POST")[0] == 405
+
+
+@pytest.fixture
+def listening(state):
+    """A server that runs in a thread; returns its address."""
+    server = web._Server("127.0.0.1", 0)
+    server.daemon_threads = False  # closing it waits for them
+    server.set_app(
+        make_app(ServiceCollector(state), unhealthy=state.reasons_unhealthy, unready=list)
+    )
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server.server_address
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def is_healthy(address):
+    with urllib.request.urlopen("http://{}:{}/healthz".format(*address), timeout=60) as answer:
+        return answer.read() == b"ok\n"
+
+
+def test_request_that_comes_byte_by_byte_has_a_deadline(listening, monkeypatch):
+    monkeypatch.setattr(web, "_TIMEOUT_S", 0.3)
+    with socket.create_connection(listening) as client:
+        drip(client, b"GET /")
+    assert is_healthy(listening)
+
+
+def test_answer_that_is_not_read_has_a_deadline(listening, state, monkeypatch):
+    monkeypatch.setattr(web, "_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(state, "reasons_unhealthy", lambda: ["x" * (1 << 24)])
+    before = threading.active_count()
+    with socket.create_connection(listening) as client:
+        client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        while client.recv(1 << 16, socket.MSG_PEEK) and threading.active_count() > before:
+            pass
+
+
+def test_many_silent_clients_take_few_threads_and_keep_no_other_away(listening):
+    before = threading.active_count()
+    with contextlib.ExitStack() as closing:
+        for _ in range(5 * web._MAX_CLIENTS):
+            client = closing.enter_context(socket.create_connection(listening))
+            client.sendall(b"GET /")
+        assert is_healthy(listening)
+        assert threading.active_count() <= before + web._MAX_CLIENTS
