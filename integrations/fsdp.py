@@ -24,6 +24,8 @@ from shmload.integrations.diffusers import load_pipeline
 try:
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 except ImportError as exc:
+    if exc.name != "torch.distributed.fsdp":  # it is there, and cannot be imported
+        raise
     raise LibraryTooOld("torch", torch.__version__, "2.6", "fully_shard") from exc
 
 from shmload.integrations._sharding.dtensors import fill

@@ -15,6 +15,8 @@ import msgspec
 try:
     import ray
 except ModuleNotFoundError as exc:
+    if exc.name != "ray":  # installed, and broken
+        raise
     raise ModuleNotFoundError(
         "shmload.integrations.ray needs Ray: pip install 'shmload[ray]'", name="ray"
     ) from exc

@@ -22,7 +22,7 @@ from shmload._host.descriptors import Descriptor
 from shmload._host.linux import inode_of, open_source
 from shmload._loading.state_dict import wrap
 from shmload._wording import format_nbytes
-from shmload.errors import LibraryMissing
+from shmload.errors.libraries import needing
 from shmload.integrations._building.single_file import SingleFileMaker
 
 logger = logging.getLogger(__name__)
@@ -123,12 +123,10 @@ class BlocksMaker(SingleFileMaker):
         Raises:
             ValueError: as there, of a kind that it does not know.
         """
-        try:
+        with needing("gguf", f"a quantised model of {self._path}", "gguf"):
             import gguf
-            from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFParameter
-        except ImportError as exc:
-            raise LibraryMissing(f"a quantised model of {self._path}", ["gguf"]) from exc
         import torch
+        from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFParameter
 
         stored = wrap(fd, os.fspath(self._path))
         found = {}

@@ -177,6 +177,8 @@ def import_library(module: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as exc:
+        if exc.name != module.partition(".")[0]:  # installed, and broken
+            raise
         raise _missing(module.partition(".")[0], name) from exc
 
 

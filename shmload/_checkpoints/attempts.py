@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmload._checkpoints.remote import FetchError, ObjectMissing
-from shmload.errors import LibraryMissing
+from shmload.errors.libraries import needing
 
 _FIRST_PAUSE_S = 0.1
 _MOST_PAUSE_S = 5.0
@@ -103,9 +103,8 @@ def obstore() -> Any:
     Raises:
         LibraryMissing: it is not installed.
     """
-    try:
+    with needing("obstore", "a source in a bucket", "shmload[cloud]"):
         import obstore as found
-        import obstore.exceptions
-    except ImportError as exc:
-        raise LibraryMissing("a source in a bucket", ["shmload[cloud]"]) from exc
+    import obstore.exceptions
+
     return found

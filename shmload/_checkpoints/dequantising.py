@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 
 from shmload._checkpoints.blocks import BLOCKS
 from shmload._checkpoints.header import TensorSpec
-from shmload.errors import KindNotDequantised, LibraryMissing
+from shmload.errors import KindNotDequantised
+from shmload.errors.libraries import needing
 
 
 def require_dequantised(
@@ -36,11 +37,10 @@ def require_dequantised(
 
 
 def _is_dequantised(path: str | os.PathLike[str], kind: str) -> bool:
-    try:
+    with needing("gguf", f"dequantising {path}", "gguf"):
         import gguf
-        import numpy as np
-    except ImportError:
-        raise LibraryMissing(f"dequantising {path}", ["gguf"]) from None
+    import numpy as np
+
     block = np.zeros((1, BLOCKS[kind][1]), np.uint8)
     try:
         gguf.dequantize(block, gguf.GGMLQuantizationType[kind])

@@ -7,10 +7,12 @@ asked. No other module of the core names `integrations`.
 
 import contextlib
 import importlib
+import re
 import sys
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from shmload._host.tracebacks import chain_of
 from shmload.errors import ImportCutShort, ShmloadError
 
 if TYPE_CHECKING:
@@ -50,38 +52,52 @@ class Library(Protocol):
 
 # Those of the model libraries that are imported in parts, beside torch.
 _PACKAGES = ("accelerate", "diffusers", "huggingface_hub", "safetensors", "transformers")
+_HALF_THERE = re.compile(r"partially initialized module '([\w.]+)'")
+"""In Python's words for a module whose import has begun and not ended."""
 
 
 @contextlib.contextmanager
 def whole_libraries() -> Iterator[None]:
-    """Refuse to import or use a library whose import was cut short, as by Ctrl-C.
+    """Refuse to import or use a library whose import was cut short before, as by Ctrl-C.
 
     Python forgets a package whose import fails, and not the modules in it. Torch's extension cannot
     be loaded a second time: that raises odd errors, or ends the process. Of the other libraries
     some can be imported again, and some cannot: only the attempt tells.
 
     Raises:
-        ImportCutShort: that was so before the block, or the block failed because of it.
+        ImportCutShort: that was so before the block. Of a library beside torch only if the block
+            failed, and Python says that it met a module of this library that is half there. Every
+            other error stays as it is: a broken package leaves the same traces in `sys.modules`.
     """
-    _require_whole(("torch",), None)
+    _require_whole_torch()
+    cut = _cut_packages(_PACKAGES)
     try:
         yield
     except ShmloadError:
         raise
     except Exception as exc:
-        _require_whole(("torch",), exc)
-        # transformers raises its own error for a module that it cannot import.
-        if isinstance(exc, ImportError | AttributeError | RuntimeError):
-            _require_whole(_PACKAGES, exc)
+        # Around Python's error stands another one: transformers raises its own.
+        said = " ".join(map(str, chain_of(exc)))
+        for module in _HALF_THERE.findall(said):
+            if package := cut.get(module.partition(".")[0]):
+                raise ImportCutShort(package) from exc
         raise
 
 
-def _require_whole(packages: Collection[str], cause: Exception | None) -> None:
-    """Raise ImportCutShort if modules of a package are here, and the one above them is not."""
-    for name in list(sys.modules):
-        parent = name.rpartition(".")[0]
-        if parent and parent not in sys.modules and name.partition(".")[0] in packages:
-            raise ImportCutShort(parent) from cause
+def _cut_packages(packages: Collection[str]) -> dict[str, str]:
+    """Return the libraries of which modules are here whose own package is not, with its name."""
+    return {
+        name.partition(".")[0]: parent
+        for name in list(sys.modules)
+        if (parent := name.rpartition(".")[0])
+        and parent not in sys.modules
+        and name.partition(".")[0] in packages
+    }
+
+
+def _require_whole_torch() -> None:
+    for package in _cut_packages(("torch",)).values():
+        raise ImportCutShort(package)
 
 
 def library() -> Library:
@@ -90,5 +106,5 @@ def library() -> Library:
     Raises:
         ImportCutShort: as `whole_libraries`.
     """
-    _require_whole(("torch",), None)
+    _require_whole_torch()
     return cast("Library", importlib.import_module("shmload.integrations.library"))

@@ -10,6 +10,7 @@ import os
 import resource
 from collections.abc import Iterator
 
+from shmload._host.tracebacks import chain_of
 from shmload._wording import format_nbytes
 from shmload.errors import CapacityError, MemoryLimitExceeded, ProcessLimitExceeded, ShmloadError
 
@@ -145,11 +146,7 @@ def says_no_memory(text: str) -> bool:
 
 def is_lack_of_memory(exc: BaseException | None) -> bool:
     """Tell whether an error, or one that it came from, says that the kernel gave no memory."""
-    while exc is not None:
-        if isinstance(exc, MemoryError) or says_no_memory(str(exc)):
-            return True
-        exc = exc.__cause__ or exc.__context__
-    return False
+    return any(isinstance(e, MemoryError) or says_no_memory(str(e)) for e in chain_of(exc))
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
     except posix_ipc.ExistentialError:
         return None
     except posix_ipc.PermissionsError as exc:
-        raise SegmentUntrusted(name, "it belongs to another user") from exc
+        raise SegmentUntrusted(name, _why_forbidden(name, exc)) from exc
     except ValueError as exc:  # posix_ipc's answer to EISDIR
         raise SegmentUntrusted(name, "it is not a regular file") from exc
     except OSError as exc:
@@ -96,6 +96,14 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
         os.close(opened.fd)
         raise SegmentUntrusted(name, reason)
     return int(opened.fd)
+
+
+def _why_forbidden(name: str, error: Exception) -> str:
+    with contextlib.suppress(OSError):
+        owner = os.lstat(SHM_DIR / name).st_uid
+        if owner != os.geteuid():
+            return f"it belongs to user {owner}"
+    return f"it cannot be opened: {error}"
 
 
 def shm_names() -> list[str]:

@@ -1,6 +1,18 @@
-"""What an error keeps alive: the locals of the functions that it passed through."""
+"""The errors that led to an error, and the locals that all of them keep alive."""
 
 import traceback
+from collections.abc import Iterator
+
+_MAX_ERRORS = 20  # of one chain; they can be cyclic
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and then those that it came from; 20 at most."""
+    for _ in range(_MAX_ERRORS):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def forget_locals(error: BaseException, before: BaseException | None) -> None:

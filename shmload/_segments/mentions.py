@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-_MAX_ERRORS = 20  # of one chain; they can be cyclic
+from shmload._host.tracebacks import chain_of
 
 
 def repair_errors(error: BaseException | None, repair: Callable[[str], str]) -> None:
@@ -12,10 +12,7 @@ def repair_errors(error: BaseException | None, repair: Callable[[str], str]) -> 
         error: changed in place.
         repair: returns a text with the right paths.
     """
-    for _ in range(_MAX_ERRORS):
-        if error is None:
-            return
-        error.args = tuple(repair(each) if isinstance(each, str) else each for each in error.args)
-        if isinstance(error, OSError) and isinstance(error.filename, str):
-            error.filename = repair(error.filename)
-        error = error.__cause__ or error.__context__
+    for found in chain_of(error):
+        found.args = tuple(repair(each) if isinstance(each, str) else each for each in found.args)
+        if isinstance(found, OSError) and isinstance(found.filename, str):
+            found.filename = repair(found.filename)

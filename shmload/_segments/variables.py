@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from shmload._host.linux import SHM_DIR, inode_of
 from shmload._host.procfs import mappings, mappings_below
+from shmload._host.tracebacks import chain_of
 from shmload._segments.names import name_prefix
 
 _PACKAGE = __name__.partition(".")[0]
@@ -23,7 +24,6 @@ _DEPTH = 2
 _LAST_OUTPUTS = ("_", "__", "___")
 _FORGET_HIDDEN = "get_ipython().user_ns_hidden.update(_='', __='', ___='')"
 _MAX_PARTS = 10_000  # of a list or dict
-_MAX_ERRORS = 20  # of one chain; they can be cyclic
 _Spans = list[tuple[int, int]]
 
 
@@ -148,16 +148,13 @@ def _is_users(frame: FrameType) -> bool:
 def _last_error(spans: _Spans, torch: Any, known: Collection[Any]) -> str:
     """Return the type of the last error that was shown, if its traceback alone holds something."""
     ids = {id(value) for value in known}
-    error = last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    for _ in range(_MAX_ERRORS):
-        if error is None:
-            return ""
+    last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    for error in chain_of(last):
         for frame in _frames_of(error.__traceback__):
             # The functions have ended: what reads their variables keeps nothing alive for longer.
             values = [] if frame.f_locals is frame.f_globals else list(frame.f_locals.values())
             if any(id(each) not in ids and _lies_in(each, spans, torch) for each in values):
                 return type(last).__name__
-        error = error.__cause__ or error.__context__
     return ""
 
 

@@ -1,6 +1,7 @@
 """The errors of libraries that are installed, or are not."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from shmload.errors.base import ShmloadError
 
@@ -35,8 +36,30 @@ class LibraryMissing(ShmloadError, ImportError):
         )
 
 
+@contextlib.contextmanager
+def needing(package: str, user: str, install: str) -> Iterator[None]:
+    """Import a package that need not be installed.
+
+    A package that is installed and broken raises its own error.
+
+    Args:
+        package: as it is imported inside the block.
+        user: what needs it.
+        install: what pip calls it.
+
+    Raises:
+        LibraryMissing: it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        if exc.name != package:
+            raise
+        raise LibraryMissing(user, [install]) from exc
+
+
 class ImportCutShort(ShmloadError, ImportError):
-    """The import of a library was interrupted in this process, which cannot import it again.
+    """The import of a library ended halfway in this process, which cannot import it again.
 
     Attributes:
         package: what is only half there.
@@ -45,8 +68,8 @@ class ImportCutShort(ShmloadError, ImportError):
     def __init__(self, package: str) -> None:
         self.package = package
         super().__init__(
-            f"an import of {package} was cut short in this process, as by Ctrl-C, and cannot be "
-            "repeated; restart the process (in a notebook, the kernel)"
+            f"an import of {package} ended halfway in this process, by its own error or by Ctrl-C, "
+            "and cannot be repeated; restart the process (in a notebook, the kernel)"
         )
 
 

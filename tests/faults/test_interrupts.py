@@ -182,5 +182,10 @@ def test_error_beside_a_library_that_can_be_imported_again_is_itself(monkeypatch
     for error in (KeyError("mine"), FileNotFoundError("mine")):
         with pytest.raises(type(error), match="mine"), whole_libraries():
             raise error
+    half = "cannot import name 'a' from partially initialized module '{}' (most likely due to a)"
     with pytest.raises(shmload.ImportCutShort, match=r"transformers\.odd"), whole_libraries():
-        raise ImportError("partially initialized")
+        raise RuntimeError("Failed to import") from ImportError(half.format("transformers.odd.b"))
+    for text in ("no such thing", half.format("diffusers.odd")):
+        with pytest.raises(ImportError, match=text[:9]) as caught, whole_libraries():
+            raise ImportError(text)
+        assert type(caught.value) is ImportError
