@@ -26,34 +26,41 @@ _PASSED_TO_MODELS: dict[str, tuple[type, ...]] = {
     "output_loading_info": (bool,),
     "subfolder": (str, _NONE),
 }
-# Arguments that change nothing if they have this value, which is the default; without it they do.
-_DEFAULTS: dict[str, object] = {
-    "custom_pipeline": None,
-    "custom_revision": None,
-    "device_map": None,
-    "disable_mmap": False,
-    "force_download": False,
-    "ignore_mismatched_sizes": False,
-    "load_connected_pipeline": False,
-    "low_cpu_mem_usage": True,
-    "max_memory": None,
-    "offload_folder": None,
-    "offload_state_dict": None,
-    "output_loading_info": False,
-    "proxies": None,
-    "quantization_config": None,
-    "trust_remote_code": False,
-    "use_flashpack": False,
-    "use_onnx": None,
-    "weights_only": True,
+# Arguments that change nothing if they have one of these values: the default, and what the
+# libraries' own functions pass, such as `transformers.pipeline`. With another one they do.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "adapter_kwargs": (None,),
+    "code_revision": (None,),
+    "config": (None,),
+    "custom_pipeline": (None,),
+    "custom_revision": (None,),
+    "device_map": (None,),
+    "disable_mmap": (False,),
+    "force_download": (False,),
+    "ignore_mismatched_sizes": (False,),
+    "load_connected_pipeline": (False,),
+    "low_cpu_mem_usage": (True,),
+    "max_memory": (None,),
+    "offload_folder": (None,),
+    "offload_state_dict": (None,),
+    "output_loading_info": (False,),
+    "proxies": (None,),
+    "quantization_config": (None,),
+    "trust_remote_code": (False, None),
+    "use_flashpack": (False,),
+    "use_onnx": (None,),
+    "weights_only": (True,),
 }
+# What `transformers.pipeline` tells: its task, for the hub's statistics; in transformers 4 also the
+# commit in which it found the configuration.
+_HINTS = ("_from_pipeline", "_commit_hash")
 _ATTENTIONS = ("eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa")
 _TRANSFORMERS_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _DTYPES = ("dtype", "torch_dtype")
 # Arguments of shmload's functions, which mean nothing to the libraries.
 _OWN = frozenset(
     (named_arguments(load_pipeline) | named_arguments(load_model))
-    - {*_PASSED, *_PASSED_TO_MODELS, *_DEFAULTS, *_DTYPES}
+    - {*_PASSED, *_PASSED_TO_MODELS, *_NEUTRAL, *_DTYPES}
 )
 _OF_LIBRARIES = LIBRARY_KEYWORDS | MODEL_KEYWORDS | frozenset(BYPASSING_KWARGS)
 
@@ -89,7 +96,7 @@ def read_call(
     Raises:
         InDoubt: an argument is left to the library.
     """
-    left = dict(kwargs)
+    left = {name: _resolved(value) for name, value in kwargs.items()}
     if args and path_argument not in left:
         left[path_argument] = args[0]
         args = args[1:]
@@ -117,9 +124,13 @@ def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> 
     if name == "use_safetensors" and name in known:
         if value is None or value is True:
             return value is True
-    elif name in _DEFAULTS and name in known:
-        default = _DEFAULTS[name]
-        if type(value) is type(default) and value == default:
+    elif name in _NEUTRAL and name in known and any(value is each for each in _NEUTRAL[name]):
+        return False
+    elif kind == "transformers model" and name == "config" and name in known:
+        if _is_plain_config(value):
+            return True
+    elif kind == "transformers model" and name in _HINTS and name in known:
+        if value is None or type(value) is str:
             return False
     elif name == "attn_implementation" and kind == "transformers model":
         if type(value) is str and value in _ATTENTIONS:
@@ -127,6 +138,22 @@ def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> 
     elif kind == "pipeline" and name not in _OWN and name not in _OF_LIBRARIES:
         return True  # a component or an argument of the class; `load_pipeline` refuses others
     raise InDoubt(f"{name}={_short(value)}")
+
+
+def _resolved(value: Any) -> Any:
+    """Return the commit that a revision of huggingface_hub's own type stands for, or the value."""
+    is_hubs = type(value).__module__.partition(".")[0] == "huggingface_hub"
+    return getattr(value, "resolved", value) if is_hubs and isinstance(value, str) else value
+
+
+def _is_plain_config(value: object) -> bool:
+    """Tell whether a configuration is of a class of transformers, and quantises nothing."""
+    return (
+        type(value).__module__.partition(".")[0] == "transformers"
+        and hasattr(value, "model_type")
+        and not getattr(value, "quantization_config", None)
+        and not getattr(value, "auto_map", None)
+    )
 
 
 def _read_dtype(kind: Kind, known: Collection[str], left: dict[str, Any]) -> Any:

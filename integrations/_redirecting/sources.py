@@ -44,6 +44,9 @@ def require_known_source(kind: Kind, call: Call) -> None:
         raise InDoubt(f"it takes no weights from files that shmload reads{of_variant}")
     for checkpoint in found.checkpoints:
         _require_plain(checkpoint)
+        given = getattr(call.kwargs.get("config"), "model_type", None)
+        if given not in (None, checkpoint.config.get("model_type")):
+            raise InDoubt(f"config={given!r} is of another kind of model")
 
 
 def _find_folder(kind: Kind, call: Call) -> Path:

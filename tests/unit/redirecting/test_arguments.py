@@ -33,6 +33,25 @@ def test_defaults_are_dropped(kind):
     assert read(kind, "a", use_safetensors=None, **given).kwargs == {}
 
 
+def test_values_that_the_libraries_own_functions_pass_are_neutral():
+    given = {"trust_remote_code": None, "code_revision": None, "config": None}
+    known = _KNOWN | {"code_revision", "config", "_from_pipeline", "_commit_hash"}
+    found = read_call("transformers model", known, "path", ("a",), given)
+    assert found.kwargs == {}
+    revision = type("Revision", (str,), {"__module__": "huggingface_hub.any"})("main")
+    revision.resolved = "c" * 40
+    found = read_call(
+        *("transformers model", known, "path", ("a",)),
+        {**given, "_from_pipeline": "fill-mask", "_commit_hash": "c", "revision": revision},
+    )
+    assert found.kwargs == {"revision": "c" * 40}
+    for other in ({"config": {}}, {"_from_pipeline": 1}, {"code_revision": "main"}):
+        with pytest.raises(InDoubt, match=next(iter(other))):
+            read_call("transformers model", known, "path", ("a",), other)
+    with pytest.raises(InDoubt, match="_from_pipeline"):
+        read_call("diffusers model", known, "path", ("a",), {"_from_pipeline": "fill-mask"})
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [

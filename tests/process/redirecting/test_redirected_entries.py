@@ -1,0 +1,213 @@
+"""The libraries' own functions that end in a load: shared under `redirect`, or it says why not."""
+
+import types
+
+import accelerate
+import diffusers
+import peft
+import pytest
+import torch
+import transformers
+from diffusers.pipelines import pipeline_utils
+from redirecting import assert_same
+
+import shmload
+
+pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
+
+_IS_NEW = hasattr(pipeline_utils, "_resolve_dtype")
+_BF16 = torch.bfloat16
+_SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def sources(saved, tmp_path_factory):
+    """Directories of models: `bert`, `llama`, `adapter` (of llama), `clip`, `tokens`, `sd`."""
+    root = tmp_path_factory.mktemp("entries")
+    torch.manual_seed(0)
+    small = _SMALL | {"num_attention_heads": 2, "vocab_size": 600}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
+    models = {
+        "bert": transformers.BertForMaskedLM(transformers.BertConfig(**small)),
+        "llama": llama,
+        "adapter": peft.get_peft_model(
+            transformers.LlamaForCausalLM(llama.config),
+            peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        ),
+    }
+    models["adapter"].peft_config["default"].base_model_name_or_path = str(root / "llama")
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+    sd = saved("stable-diffusion")
+    return types.SimpleNamespace(
+        **{name: str(root / name) for name in models},
+        clip=str(sd / "text_encoder"),
+        tokens=str(sd / "tokenizer"),
+        sd=str(sd),
+        flux=str(saved("flux")),
+    )
+
+
+def _pipeline(task, model, tokens, **given):
+    return transformers.pipeline(task, model=model, tokenizer=tokens, **given).model
+
+
+def _two_towers(at):
+    return transformers.EncoderDecoderModel.from_encoder_decoder_pretrained(at.bert, at.bert)
+
+
+def _dispatched(at):
+    with accelerate.init_empty_weights():
+        model = transformers.BertForMaskedLM(transformers.BertConfig.from_pretrained(at.bert))
+    model.tie_weights()
+    return accelerate.load_checkpoint_and_dispatch(model, at.bert, device_map={"": "cpu"})
+
+
+def _modular(at):
+    if not _IS_NEW:
+        pytest.skip("it reads no ordinary pipelines")
+    pipe = diffusers.ModularPipeline.from_pretrained(at.flux)
+    pipe.load_components(torch_dtype=_BF16)
+    return pipe.transformer
+
+
+def _component(at):
+    if not _IS_NEW:
+        pytest.skip("it has other names")
+    spec = diffusers.ComponentSpec(
+        name="vae",
+        type_hint=diffusers.AutoencoderKL,
+        pretrained_model_name_or_path=at.sd,
+        subfolder="vae",
+    )
+    return spec.load(torch_dtype=_BF16)
+
+
+def _image_to_image(at):
+    pipe = diffusers.DiffusionPipeline.from_pretrained(at.sd, torch_dtype=_BF16)
+    return diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
+
+
+_S, _L = "shmload", "library"
+ENTRIES = [
+    # name, a function that loads, the way of each call that it ends in
+    ("pipeline", lambda at: _pipeline("feature-extraction", at.clip, at.tokens), [_S]),
+    (
+        "pipeline in bf16",
+        lambda at: _pipeline("feature-extraction", at.clip, at.tokens, dtype=_BF16, device=-1),
+        [_S],
+    ),
+    (
+        "pipeline with attention",
+        lambda at: _pipeline(
+            "fill-mask", at.bert, at.tokens, model_kwargs={"attn_implementation": "eager"}
+        ),
+        [_S],
+    ),
+    (
+        "pipeline, revision",
+        lambda at: _pipeline("text-generation", at.llama, at.tokens, revision="main", token=None),
+        [_S],
+    ),
+    (
+        "pipeline, map",
+        lambda at: _pipeline("text-generation", at.llama, at.tokens, device_map="auto"),
+        [_L],
+    ),
+    (
+        "pipeline of an adapter",
+        lambda at: _pipeline("text-generation", at.adapter, at.tokens),
+        [_L],
+    ),
+    ("encoder and decoder", _two_towers, [_S, _S]),
+    (
+        "peft over a model",
+        lambda at: peft.PeftModel.from_pretrained(
+            transformers.AutoModelForCausalLM.from_pretrained(at.llama), at.adapter
+        ),
+        [_S],
+    ),
+    (
+        "peft, automatic",
+        lambda at: peft.AutoPeftModelForCausalLM.from_pretrained(at.adapter, dtype=_BF16),
+        [_S],
+    ),
+    ("from_pipe", _image_to_image, [_S]),
+    ("modular", _modular, [_S] * 4),
+    ("component", _component, [_S]),
+    (
+        "controlnets",
+        lambda at: diffusers.MultiControlNetModel.from_pretrained(at.sd + "/unet").nets[0],
+        [_S],
+    ),
+    # These call no `from_pretrained`: docs/redirect.md names them.
+    ("load_checkpoint_and_dispatch", _dispatched, []),
+]
+
+
+@pytest.mark.parametrize(
+    ("load", "wanted"), [each[1:] for each in ENTRIES], ids=[e[0] for e in ENTRIES]
+)
+def test_entry_of_the_libraries(sources, ways, load, wanted):
+    assert_same(lambda: load(sources).eval(), ways, are_texts_same=False)
+    assert ways.taken == wanted, ways.lines
+
+
+def test_verbose_line_of_each_call_of_an_entry(sources, capfd):
+    with shmload.redirect(verbose=True):
+        _pipeline("feature-extraction", sources.clip, sources.tokens)
+        _pipeline("text-generation", sources.llama, sources.tokens, device_map="auto")
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("shmload: ")]
+    assert len(said) == 2, said
+    assert "through shmload" in said[0]
+    assert said[1].endswith("by the library: device_map='auto'")
+
+
+@pytest.mark.parametrize("revision", [None, "main", "a" * 40])
+def test_pipeline_of_a_hub_id(saved, hub_cache, ways, sources, revision):
+    hub_cache.add("me/encoder", saved("stable-diffusion") / "text_encoder")
+    given = {"revision": revision, "model_kwargs": {"cache_dir": hub_cache.root}}
+    assert_same(
+        lambda: _pipeline("feature-extraction", "me/encoder", sources.tokens, **given),
+        ways,
+        are_texts_same=False,
+    )
+    assert ways.taken == [_S], ways.lines
+
+
+def test_configuration_of_another_kind_is_left_to_the_library(sources, ways):
+    config = transformers.LlamaConfig.from_pretrained(sources.llama)
+    assert_same(lambda: transformers.AutoModel.from_pretrained(sources.bert, config=config), ways)
+    assert ways.taken == [_L]
+    config = transformers.BertConfig.from_pretrained(sources.bert)
+    config.quantization_config = {"quant_method": "no such"}
+    assert_same(lambda: transformers.BertModel.from_pretrained(sources.bert, config=config), ways)
+    assert ways.taken == [_L, _L]
+
+
+def test_changed_configuration_counts_and_stays_as_it_was(sources, ways):
+    config = transformers.BertConfig.from_pretrained(sources.bert, num_hidden_layers=1)
+    before = config.to_dict()
+    for dtype in (None, _BF16):
+        made = assert_same(
+            lambda dtype=dtype: transformers.BertModel.from_pretrained(
+                sources.bert, config=config, dtype=dtype
+            ),
+            ways,
+        )
+        assert len(made.encoder.layer) == 1
+    assert ways.taken == [_S, _S], ways.lines
+    assert config.to_dict() == before
+
+
+def test_sentence_transformers(sources, ways):
+    module = pytest.importorskip("sentence_transformers", reason="it is not in constraints.txt")
+    for given in ({}, {"model_kwargs": {"dtype": _BF16}}):
+        assert_same(
+            lambda given=given: module.SentenceTransformer(
+                sources.bert, device="cpu", **given
+            ).eval(),
+            ways,
+            are_texts_same=False,
+        )
+    assert ways.taken == [_S, _S], ways.lines
