@@ -130,7 +130,7 @@ def _prepare(*, quick: bool) -> None:
     import diffusers
     import transformers
 
-    from shmload.integrations._building import build, effects, examining, judging, skeletons
+    from shmload.integrations._building import build, examining, judging, skeletons, snapshot
     from shmload.integrations._building.rules import import_libraries
 
     import_libraries()
@@ -144,7 +144,7 @@ def _prepare(*, quick: bool) -> None:
 
     build.ask = judge
     if quick:
-        effects.Snapshot._walk = lambda *_: None  # type: ignore[method-assign]
+        snapshot.Snapshot._walk = lambda *_: None  # type: ignore[method-assign]
 
 
 def _load(source: Path) -> None:

@@ -16,7 +16,7 @@ from shmload._segments.names import name_prefix
 from shmload.integrations._building.build import Build
 from shmload.integrations._building.conditions import Trace, conditions_of, without_unmet
 from shmload.integrations._building.draws import CannotRepeat, Draw, Draws
-from shmload.integrations._building.effects import Effects, Message, Snapshot, Watch, is_memo
+from shmload.integrations._building.effects import Effects, Message, Watch
 from shmload.integrations._building.hooks import next_number, renumber
 from shmload.integrations._building.mapped import Spans, plain_tensors
 from shmload.integrations._building.model_maker import ModelMaker
@@ -25,6 +25,7 @@ from shmload.integrations._building.pipeline_maker import PipelineMaker
 from shmload.integrations._building.requests import Request
 from shmload.integrations._building.sameness import Comparison, Different
 from shmload.integrations._building.skeletons import Skeleton
+from shmload.integrations._building.snapshot import Snapshot, is_memo
 from shmload.integrations._building.stand_ins import StandIns
 
 _REPEATS = 2

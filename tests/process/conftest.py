@@ -20,8 +20,8 @@ from shmload._placement.inventory import parse_inventory
 from shmload.integrations import placing
 from shmload.integrations._building import build, judging
 from shmload.integrations._building.build import Build
-from shmload.integrations._building.effects import Snapshot
 from shmload.integrations._building.skeletons import read_skeleton, write_skeleton
+from shmload.integrations._building.snapshot import Snapshot
 from shmload.integrations._devices.stream import Stream
 from shmload.workers.fill import Filler
 

@@ -6,7 +6,7 @@ import diffusers
 import pytest
 
 import shmload
-from shmload.integrations._building import build, effects, examining, judging
+from shmload.integrations._building import build, examining, judging, snapshot
 
 _HOME = sys.modules[diffusers.AutoencoderKL.__module__]
 # Each is run by the constructor of a model; the name is what the reason must mention.
@@ -44,8 +44,8 @@ def request_of_a_load(saved, configure, tmp_path, monkeypatch):
     shmload.load_model(
         "AutoencoderKL", saved("stable-diffusion"), subfolder="vae", dtype="bfloat16"
     )
-    snapshot = effects.Snapshot
-    monkeypatch.setattr(examining, "Snapshot", lambda: snapshot({_HOME.__name__: _HOME}))
+    look = snapshot.Snapshot
+    monkeypatch.setattr(examining, "Snapshot", lambda: look({_HOME.__name__: _HOME}))
     return asked[0]
 
 

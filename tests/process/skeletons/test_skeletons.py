@@ -125,7 +125,7 @@ print("LOADED", flush=True)
 
 # To look at all objects of the process takes seconds for each request.
 _WITHOUT_LOOKING = """
-from shmload.integrations._building.effects import Snapshot
+from shmload.integrations._building.snapshot import Snapshot
 Snapshot._walk = lambda *_: None
 """
 

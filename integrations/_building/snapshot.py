@@ -1,0 +1,385 @@
+"""A snapshot: every object that can be reached from a module, and what it held.
+
+Globals, class dictionaries, registries, what functions keep. Compared later, it tells which of them
+changed, in words that are the same in every process. What C code keeps to itself is not seen.
+
+Some 240,000 objects are looked at each time. So what depends on an object's class alone is found
+out once for the class, and how an object was reached is put in words only if it has changed.
+"""
+
+import collections
+import functools
+import itertools
+import logging
+import operator
+import re
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type(Ellipsis), torch.dtype)
+# What holds nothing that a program could register in, or changes by itself.
+_CLOSED = (
+    types.CodeType,
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.FrameType,
+    types.ModuleType,
+    types.TracebackType,
+    functools._lru_cache_wrapper,
+    re.Pattern,
+    np.ndarray,
+    np.generic,
+    weakref.ReferenceType,
+    threading.Thread,
+)
+_LEAVES = frozenset({*_PLAIN, *_CLOSED})
+# Modules that keep caches of what they were asked, and the machinery that looks on.
+_PRIVATE = frozenset(
+    {
+        "__main__",
+        "__mp_main__",
+        "_pytest",
+        "abc",
+        "dis",
+        "encodings",
+        "gc",
+        "importlib",
+        "inspect",
+        "linecache",
+        "multiprocessing",
+        "opcode",
+        "pytest",
+        "re",
+        "shmload",
+        "threading",
+        "tokenize",
+        "zipimport",
+    }
+)
+_MEMOS = re.compile(r"_cached?(_|\b|')|cache_|__slotnames__|__dynamo_disable|__warningregistry__")
+_MAX_DEPTH = 6
+ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
+"""What differs in each process in the words for an object."""
+
+
+class Snapshot:
+    """The state of all modules; `changes` tells what is no longer as it was, and notes it anew.
+
+    Args:
+        modules: where to begin, by name; None for all that are imported.
+    """
+
+    def __init__(self, modules: Mapping[str, object] | None = None) -> None:
+        # By id: the object, its content then, and how it was reached first. The content keeps all
+        # alive, so that no id is used twice.
+        self._known: dict[int, tuple[Any, list[Any], _Reached]] = {}
+        waiting: collections.deque[_Reached] = collections.deque()
+        for name, module in list((sys.modules if modules is None else modules).items()):
+            if isinstance(module, types.ModuleType) and name.partition(".")[0] not in _PRIVATE:
+                waiting.append(_Reached(vars(module), 0, name))
+        self._walk(waiting)
+
+    def changes(self) -> Iterator[str]:
+        """Yield a line for each change since the snapshot or the last call."""
+        found: collections.deque[_Reached] = collections.deque()
+        for number, (known, before, how) in list(self._known.items()):
+            after = _kind_of(known).content(known)
+            if len(after) == len(before) and all(map(operator.is_, after, before)):
+                continue
+            self._known[number] = (known, after, how)
+            yield from _differences(self._path(how), known, before, after)
+            found.extend(_children(known, after))
+        self._walk(found)
+
+    def _walk(self, waiting: collections.deque["_Reached"]) -> None:
+        known = self._known
+        while waiting:
+            how = waiting.popleft()
+            value = how[0]
+            if id(value) in known:
+                continue
+            kind = _kind_of(value)
+            if kind.is_open and not (kind.is_class and _is_private(value)):
+                content = kind.content(value)
+                known[id(value)] = (value, content, how)
+                waiting.extend(_children(value, content))
+
+    def _path(self, how: "_Reached") -> str:
+        if not how.holder:
+            return str(how.name)
+        holder, _, above = self._known[how.holder]
+        if isinstance(holder, type):
+            return f"{holder.__module__}.{holder.__qualname__}.{how.name}"
+        if isinstance(holder, dict):
+            text = _text(how.value if how.is_key else how.name, 1)
+            return self._path(above) + (f"<{text}>" if how.is_key else f"[{text}]")
+        name = f"[{how.name}]" if isinstance(how.name, int) else how.name
+        return f"{self._path(above)}{name}"
+
+
+class _Reached(NamedTuple):
+    """An object, and how it was reached."""
+
+    value: Any
+    holder: int
+    """Id of the object that holds it; 0 for the globals of a module."""
+    name: Any
+    """Its key, number or attribute there."""
+    is_key: bool = False
+    """Whether it is itself a key."""
+
+
+class _Kind(NamedTuple):
+    """How the objects of one class are read."""
+
+    kind: type
+    is_open: bool
+    """Whether what they hold is looked at."""
+    is_class: bool
+    content: Callable[[Any], list[Any]]
+    """What one holds, to compare by identity."""
+    read: Callable[[Any], list[tuple[str, Any]]] | None
+    """What one holds that is no container, by name; None for all its attributes."""
+    slots: list[tuple[str, Any]]
+    """Their attributes that are in no dictionary: name and descriptor."""
+
+
+_kinds: dict[int, _Kind] = {}
+
+
+def _kind_of(value: object) -> _Kind:
+    # Not isinstance: some objects make what they stand for, or warn, when asked for their class.
+    kind = type(value)
+    found = _kinds.get(id(kind))  # not by the class, which may have a hash of its own
+    if found is None:
+        is_class = issubclass(kind, type)
+        is_own = not is_class and str(kind.__module__).startswith(("shmload", "_thread"))
+        found = _kinds[id(kind)] = _Kind(
+            kind,
+            not (is_own or issubclass(kind, (*_PLAIN, *_CLOSED))),
+            is_class,
+            _first(_CONTENTS, kind) or _values,
+            _first(_READERS, kind),
+            list(_slots(kind)),
+        )
+    return found
+
+
+def _first(table: "_Table", kind: type) -> Any:
+    return next((read for base, read in table if issubclass(kind, base)), None)
+
+
+def _is_private(kind: type) -> bool:
+    return str(kind.__module__).partition(".")[0] in _PRIVATE
+
+
+def _slots(kind: type) -> Iterator[tuple[str, Any]]:
+    for base in type.__dict__["__mro__"].__get__(kind):
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            slot = base.__dict__.get(name)
+            if isinstance(slot, types.MemberDescriptorType):
+                yield f".{name}", slot
+
+
+def _held_by_class(value: type) -> list[Any]:
+    held = type.__dict__["__dict__"].__get__(value)
+    return [*held.keys(), *held.values()]
+
+
+def _held_by_function(value: types.FunctionType) -> list[Any]:
+    # Three of four have an empty dictionary, which is made when it is asked for.
+    own = [value.__code__, value.__defaults__, value.__kwdefaults__, value.__dict__ or None]
+    return own + [_cell(each) for each in value.__closure__] if value.__closure__ else own
+
+
+def _values(value: Any) -> list[Any]:
+    return [each for _, each in _attributes(value)]
+
+
+_Table = tuple[tuple[type | tuple[type, ...], Callable[[Any], list[Any]]], ...]
+_CONTENTS: _Table = (
+    (dict, lambda value: [*dict.keys(value), *dict.values(value)]),
+    ((list, tuple, collections.deque), list),
+    ((set, frozenset), lambda value: sorted(value, key=id)),
+    (type, _held_by_class),
+    (types.FunctionType, _held_by_function),
+)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """Return name and value of what an object holds that is neither a container nor a class."""
+    kind = _kind_of(value)
+    if kind.read:
+        return kind.read(value)
+    found: list[tuple[str, Any]] = []
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError, RuntimeError):
+        attributes = None
+    if isinstance(attributes, dict):
+        found.append((".", attributes))
+    for name, slot in kind.slots:
+        try:
+            found.append((name, slot.__get__(value)))
+        except AttributeError:
+            continue
+    return found
+
+
+def _of_function(value: types.FunctionType) -> list[tuple[str, Any]]:
+    names = (f"<{name}>" for name in value.__code__.co_freevars)
+    own = (".code", ".defaults", ".kwdefaults", ".dict")
+    return list(zip((*own, *names), _held_by_function(value), strict=False))
+
+
+_READERS: _Table = (
+    (types.FunctionType, _of_function),
+    ((classmethod, staticmethod), lambda value: [(".function", value.__func__)]),
+    (
+        types.MethodType,
+        lambda value: [(".function", value.__func__), (".self", value.__self__)],
+    ),
+    (
+        property,
+        lambda value: [(".get", value.fget), (".set", value.fset), (".del", value.fdel)],
+    ),
+    (types.MappingProxyType, lambda value: []),
+    (
+        functools.partial,
+        lambda value: [
+            (".func", value.func),
+            (".args", value.args),
+            (".keywords", value.keywords),
+        ],
+    ),
+    (
+        torch.Tensor,
+        lambda value: [(".version", None if value.is_inference() else value._version)],
+    ),
+    (  # but for its cache of levels
+        logging.Logger,
+        lambda value: [
+            (f".{name}", each) for name, each in vars(value).items() if name != "_cache"
+        ],
+    ),
+    (itertools.count, lambda value: [(".next", sys.intern(repr(value)))]),
+)
+
+
+def _children(value: Any, content: list[Any]) -> Iterator[_Reached]:
+    """Yield what an object holds, other than values that hold nothing."""
+    number = id(value)
+    if isinstance(value, dict):
+        half = len(content) // 2
+        for key, each in zip(content[:half], content[half:], strict=True):
+            if type(key) not in _LEAVES and not isinstance(key, _PLAIN):
+                yield _Reached(key, number, None, is_key=True)
+            if type(each) not in _LEAVES:
+                yield _Reached(each, number, key)
+        return
+    names: Any = itertools.count()
+    if isinstance(value, type):
+        names, content = content[: len(content) // 2], content[len(content) // 2 :]
+    elif not isinstance(value, (list, tuple, collections.deque, set, frozenset)):
+        names = [name for name, _ in _attributes(value)]
+    for name, each in zip(names, content, strict=False):
+        if type(each) not in _LEAVES:
+            yield _Reached(each, number, name)
+
+
+def _differences(path: str, known: Any, before: list[Any], after: list[Any]) -> Iterator[str]:
+    if isinstance(known, (dict, type)):
+        old, new = (
+            dict(zip(map(_Same, half[: len(half) // 2]), half[len(half) // 2 :], strict=True))
+            for half in (before, after)
+        )
+        where = f"{known.__module__}.{known.__qualname__}" if isinstance(known, type) else path
+        for key in new.keys() - old.keys():
+            yield f"{where}[{_text(key.value, 1)}] = {_text(new[key])}"
+        for key in old.keys() - new.keys():
+            yield f"{where}[{_text(key.value, 1)}] was removed"
+        for key in old.keys() & new.keys():
+            if old[key] is not new[key] and not _is_equal(old[key], new[key]):
+                yield f"{where}[{_text(key.value, 1)}] = {_text(new[key])}"
+        return
+    if len(before) == len(after) and all(map(_is_equal, before, after)):
+        return
+    if isinstance(known, types.FunctionType) and before[3] is None and after[3] is not None:
+        yield from _differences(f"{path}.dict", {}, [], _kind_of(after[3]).content(after[3]))
+        before = [*before[:3], after[3], *before[4:]]
+        yield from _differences(path, known, before, after)
+        return
+    lost = len(before) - len(after)
+    yield f"{path} has {len(after)} items, {max(lost, 0)} fewer: {_text(after[-3:])}"
+
+
+class _Same:
+    """A key of a dict: plain ones by value, others by identity."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._key = value if isinstance(value, _PLAIN) else id(value)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and bool(self._key == other._key)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    return type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other)
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _text(value: Any, depth: int = 0) -> str:
+    """Describe a value in words that are the same in every process."""
+    if isinstance(value, _PLAIN):
+        return ADDRESS.sub("0x", repr(value)[:400])
+    name = getattr(value, "__qualname__", None)
+    if isinstance(name, str):
+        return f"{getattr(value, '__module__', '')}.{name}"
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if depth >= _MAX_DEPTH or isinstance(value, _CLOSED):
+        return kind
+    if isinstance(value, dict):
+        items = itertools.islice(dict.items(value), 200)
+        inner = (f"{_text(k, depth + 1)}: {_text(v, depth + 1)}" for k, v in items)
+        return f"{kind}{{{', '.join(inner)}}} of {len(value)}"
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        texts = [_text(each, depth + 1) for each in itertools.islice(value, 200)]
+        texts = sorted(texts) if isinstance(value, (set, frozenset)) else texts
+        return f"{kind}({', '.join(texts)}) of {len(value)}"
+    if isinstance(value, torch.Tensor):
+        return f"{kind} of {tuple(value.shape)}, {value.dtype}"
+    held = ", ".join(f"{k}{_text(v, depth + 1)}" for k, v in _attributes(value))
+    return f"{kind}({held})"
+
+
+def is_memo(change: str) -> bool:
+    """Tell whether a change is what a library keeps to be quicker the next time.
+
+    Such a memory fills when it is first needed, after a skeleton as well. Torch's private modules
+    keep what they need to compile.
+    """
+    return bool(_MEMOS.search(change.partition(" = ")[0])) or change.startswith("torch._")
