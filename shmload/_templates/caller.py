@@ -99,14 +99,17 @@ def _hand_over(program: Program, name: str) -> None:
         call = Call(program, facts, environ, descriptors, group, own_standing())
         channel = _connect(kind.key_of(facts))
         from shmload._templates.stand_in import StandIn
+        from shmload._templates.witness import Witness
 
         waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:  # no descriptors, no /proc
         raise Doubt(str(exc)) from exc
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    witness = None
     try:
         answer = _ask(channel, call)
-        stand_in = StandIn(answer.pid, channel, waking, woken)
+        witness = None if group else Witness()
+        stand_in = StandIn(answer.pid, channel, waking, woken, witness)
         if group:  # signals to the group that it leaves reach the program only
             os.setpgid(0, answer.group)
         stand_in.let_go()
@@ -114,6 +117,8 @@ def _hand_over(program: Program, name: str) -> None:
         if group:
             os.setpgid(0, group)
         wire.close((waking, woken))
+        if witness:
+            witness.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         channel.close()
         if isinstance(exc, Replaceable):

@@ -16,6 +16,8 @@ _INFO_NBYTES = 64
 _PIDFD_GET_INFO = 3 << 30 | _INFO_NBYTES << 16 | 0xFF << 8 | 11
 # Some first processes look for the dead every few seconds only.
 _REAPED_TIMEOUT_S = 5.0
+_EXIT_CODE = -1
+"""Where it is in /proc/PID/stat."""
 
 
 def end_as(status: int) -> "NoReturn":
@@ -32,13 +34,18 @@ def end_as(status: int) -> "NoReturn":
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
-def status_of_ended(pidfd: int) -> int | None:
+def status_of_ended(pid: int, pidfd: int) -> int | None:
     """Return the status of a process that has ended, or None where the kernel does not say it.
 
-    It says it once the process is reaped, by whichever process has inherited it.
+    Args:
+        pid: its process id, which may be another's once it is reaped.
+        pidfd: holds the process itself.
     """
     deadline = time.monotonic() + _REAPED_TIMEOUT_S
     while time.monotonic() < deadline:
+        status = _status_before_reaped(pid, pidfd)
+        if status is not None:
+            return status
         info = bytearray(_PIDFD_INFO_EXIT.to_bytes(8, "little") + bytes(_INFO_NBYTES - 8))
         try:
             fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
@@ -50,3 +57,15 @@ def status_of_ended(pidfd: int) -> int | None:
             return None
         time.sleep(0.005)
     return None
+
+
+def _status_before_reaped(pid: int, pidfd: int) -> int | None:
+    """Return the status of a process that has ended and that its parent has not asked for."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            status = int(file.read().split()[_EXIT_CODE])
+        with open(f"/proc/self/fdinfo/{pidfd}", "rb", buffering=0) as file:
+            is_there = b"\nPid:\t%d\n" % pid in file.read()
+    except OSError:
+        return None
+    return status if is_there else None

@@ -40,12 +40,23 @@ def end_without_destructors() -> None:
         libc.on_exit(ctypes.cast(getattr(libc, name), ctypes.c_void_p), None)
 
 
-def die_with(channel: wire.Socket) -> None:
-    """Have the kernel kill this process when the caller's end of the socket closes."""
-    fcntl.fcntl(channel, fcntl.F_SETOWN, os.getpid())
+def die_with(channel: wire.Socket, *, with_group: bool) -> None:
+    """Have the kernel kill this process when the caller's end of the socket closes.
+
+    Args:
+        channel: the socket.
+        with_group: kill all processes of this one's group too.
+    """
+    fcntl.fcntl(channel, fcntl.F_SETOWN, -os.getpgrp() if with_group else os.getpid())
     fcntl.fcntl(channel, _F_SETSIG, signal.SIGKILL)
     flags = fcntl.fcntl(channel, fcntl.F_GETFL)
     fcntl.fcntl(channel, fcntl.F_SETFL, flags | os.O_ASYNC)
+
+
+def live_without(channel: wire.Socket) -> None:
+    """Undo `die_with`, in any process that has the socket."""
+    flags = fcntl.fcntl(channel, fcntl.F_GETFL)
+    fcntl.fcntl(channel, fcntl.F_SETFL, flags & ~os.O_ASYNC)
 
 
 def begin(channel: wire.Socket, had: Collection[str], events: Events) -> None:
@@ -70,8 +81,7 @@ def leave() -> None:
     is_plain = not isinstance(exc, KeyboardInterrupt) and abs(code) < 1 << 31
     with contextlib.suppress(Exception):  # the program may have closed or replaced anything
         if _channel and _program == (os.getpid(), os.fstat(_channel.fileno()).st_ino):
-            flags = fcntl.fcntl(_channel, fcntl.F_GETFL)
-            fcntl.fcntl(_channel, fcntl.F_SETFL, flags & ~os.O_ASYNC)
+            live_without(_channel)
             messages.send(_channel, Leaves(code & 0xFF))
             note_modules()
             # Python ends with SIGINT after KeyboardInterrupt, and asks for commands if told so.

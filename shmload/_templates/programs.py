@@ -6,7 +6,7 @@ import select
 import signal
 from dataclasses import dataclass
 
-from shmload._templates import messages, wire
+from shmload._templates import leaving, messages, wire
 from shmload._templates.messages import Ended, Message, Stopped
 from shmload._templates.rights import Peer
 
@@ -65,6 +65,7 @@ class Programs:
             with contextlib.suppress(ProcessLookupError):  # its caller has stopped with it
                 signal.pidfd_send_signal(program.peer.fd, signal.SIGCONT)
         else:
+            leaving.live_without(program.channel)  # what it has started goes on
             _tell(program, Ended(status))
             self._forget(pid)
 
@@ -73,8 +74,9 @@ class Programs:
         for pid, program in list(self._running.items()):
             # The number may be that of another caller since.
             if program.channel.fileno() == fd and _is_gone(fd):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)  # a child that is not reaped yet
+                os.kill(pid, signal.SIGKILL)  # a child that is not reaped yet
+                with contextlib.suppress(ProcessLookupError):  # it is in its caller's group
+                    os.killpg(pid, signal.SIGKILL)
                 self._forget(pid)
 
     def _forget(self, pid: int) -> None:

@@ -138,7 +138,7 @@ class Spare:
             begin(redirect, self._stash.hidden)
         if run.func is RUN_MODULE:
             __import__("runpy")  # Python too has it then, and what it needs
-        leaving.die_with(self._caller)
+        leaving.die_with(self._caller, with_group=not call.group)
         leaving.begin(self._caller, self._stash.names, self._events)
         gc.enable()
         self._events.has_trace = False  # all this was not the program's

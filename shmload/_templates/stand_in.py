@@ -5,6 +5,7 @@ Signals that reach it go to the program. The program's end, or its stop, becomes
 
 import os
 import select
+import time
 
 from shmload._templates import messages
 from shmload._templates.ending import end_as, status_of_ended
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from shmload._templates.wire import Socket
+    from shmload._templates.witness import Witness
+
+# A template says at once how a program has ended, or is stopped.
+_TEMPLATE_TIMEOUT_S = 1.0
 
 
 class StandIn:
@@ -27,14 +32,19 @@ class StandIn:
         channel: to the template and to the program.
         waking: becomes readable when a signal has come.
         woken: the other end of `waking`.
+        witness: tells which signals the group of this process has got; None if the program is in
+            that group itself.
 
     Raises:
         OSError: this process has no descriptor left, or the program is gone.
     """
 
-    def __init__(self, pid: int, channel: "Socket", waking: int, woken: int) -> None:
+    def __init__(
+        self, pid: int, channel: "Socket", waking: int, woken: int, witness: "Witness | None"
+    ) -> None:
         self._pid = pid
         self._channel = channel
+        self._witness = witness
         self._waking, self._woken = waking, woken
         self._code: int | None = None
         self._fd = os.pidfd_open(pid)
@@ -71,27 +81,23 @@ class StandIn:
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         poll = select.poll()
-        for fd in (self._channel.fileno(), self._waking, self._template):
+        for fd in (self._channel.fileno(), self._waking, self._fd):
             poll.register(fd, select.POLLIN)
         while True:
             for fd, _ in poll.poll():
                 if fd == self._waking:
                     self._pass_signals_on()
-                elif fd == self._template:
-                    # It was killed. From now on only the program's end is to be seen.
-                    for gone in (self._template, self._channel.fileno()):
-                        poll.unregister(gone)
-                    poll.register(self._fd, select.POLLIN)
                 elif fd == self._fd:
-                    self._end_without_template()
-                else:
-                    self._listen()
+                    self._end()
+                elif not self._listen():
+                    poll.unregister(fd)
 
     def _give_up_streams(self) -> None:
         """Close what the program has: the ends of pipes are its own now."""
         for fd in range(3):
             os.dup2(self._null, fd)
-        kept = sorted({self._fd, self._template, self._channel.fileno(), self._waking, self._woken})
+        used = {self._fd, self._template, self._channel.fileno(), self._waking, self._woken}
+        kept = sorted(used | ({self._witness.fileno()} if self._witness else set()))
         for low, high in zip([2, *kept], [*kept, 1 << 20], strict=True):
             os.closerange(low + 1, high)
 
@@ -104,7 +110,10 @@ class StandIn:
             if number == signal.SIGCONT and not self._is_stopped():
                 continue  # this process was to continue, with its program
             try:
-                signal.pidfd_send_signal(self._fd, number)
+                if self._witness and self._witness.has_got(number):
+                    os.killpg(self._pid, number)
+                else:
+                    signal.pidfd_send_signal(self._fd, number)
             except ProcessLookupError:  # it has ended; what tells of that comes
                 return
 
@@ -115,38 +124,30 @@ class StandIn:
         except OSError:
             return False
 
-    def _listen(self) -> None:
+    def _listen(self) -> bool:
+        """Take one message; tell whether more may come."""
         try:
             found = messages.receive(self._channel, Leaves, Stopped, Ended)
         except ValueError:
-            return  # the program can write what it likes there; the template tells of its end
+            return True  # the program can write what it likes there; the template tells of its end
         match found:
-            case None:
-                select.select([self._fd], [], [])
-                self._end_without_template()
             case [Leaves() as leaves, _]:
                 self._code = leaves.code
             case [Stopped(), _]:
                 os.kill(os.getpid(), signal.SIGSTOP)  # the template continues it
             case [Ended() as ended, _]:
                 end_as(ended.status)
+        return found is not None
 
-    def _end_without_template(self) -> "NoReturn":
-        """End as the program has ended, as far as that is known without its template."""
-        self._channel.setblocking(False)
-        while True:
-            try:
-                found = messages.receive(self._channel, Leaves, Stopped, Ended)
-            except (OSError, ValueError):
+    def _end(self) -> "NoReturn":
+        """End as the program has ended: as the template says, or else the kernel."""
+        channel = self._channel.fileno()
+        deadline = time.monotonic() + _TEMPLATE_TIMEOUT_S
+        while (left := deadline - time.monotonic()) > 0:
+            found, _, _ = select.select([channel, self._template], [], [], left)
+            if channel not in found or not self._listen():
                 break
-            match found:
-                case None:
-                    break
-                case [Leaves() as leaves, _]:
-                    self._code = leaves.code
-                case [Ended() as ended, _]:
-                    end_as(ended.status)
-        status = status_of_ended(self._fd)
+        status = status_of_ended(self._pid, self._fd)
         if status is not None:
             end_as(status)
         os._exit(255 if self._code is None else self._code)

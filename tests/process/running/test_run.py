@@ -214,6 +214,17 @@ def test_program_goes_on_without_its_template(start, template):
     assert caller.returncode == 5
 
 
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(5)", 5), ("os.kill(os.getpid(), 9)", -9)])
+def test_program_ends_though_its_template_is_stopped(start, template, end, code):
+    caller = start(f"import os, sys; {_WAITS}; {end}")
+    os.kill(template, signal.SIGSTOP)
+    try:
+        caller.communicate("go on\n", timeout=_DEADLINE_S)
+    finally:
+        os.kill(template, signal.SIGCONT)
+    assert caller.returncode == code
+
+
 def test_stopped_template_costs_a_second(running, template):
     os.kill(template, signal.SIGSTOP)
     try:
