@@ -5,20 +5,16 @@ first way and the next one the second; each notes its rate. What a process's fir
 what later ones cost is remembered apart: the first one pays for what happens once.
 """
 
-import contextlib
-import hashlib
 import logging
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import torch
 
-from shmload._host.files import replacing
-from shmload._settings import settings
+from shmload._host.memo import Memo
 from shmload.integrations._devices.runtime import Runtime
 from shmload.integrations._devices.way import Way
 from shmload.integrations._devices.ways import DEFAULT, WAYS, Pin, measured_ways
@@ -29,8 +25,8 @@ logger = logging.getLogger(__name__)
 _MIN_NBYTES = 512 << 20
 _EXPIRES_S = 30 * 24 * 3600.0
 
-_noted: set[Path] = set()
-"""Of the devices that this process has copied to, by where their rates are remembered."""
+_noted: set[str] = set()
+"""Of the devices that this process has copied to, by the keys of their rates."""
 
 
 class _Rate(msgspec.Struct, frozen=True):
@@ -41,7 +37,7 @@ class _Rate(msgspec.Struct, frozen=True):
     """When, in seconds since 1970."""
 
 
-class _Memory(msgspec.Struct, frozen=True):
+class _Rates(msgspec.Struct, frozen=True):
     """What is remembered of a device: rates by the name of a way."""
 
     first: dict[str, _Rate] = {}
@@ -69,22 +65,22 @@ def choose_way(pin: Pin, runtime: Runtime, nbytes: int) -> Choice:
     """
     if pin != "auto":
         return Choice(WAYS[pin](), _forget)
-    path = _memory_path(runtime)
-    is_first = path not in _noted
-    rates = _recall(path, is_first=is_first)
+    memo = _memo(runtime)
+    is_first = memo.key not in _noted
+    rates = _recall(memo, is_first=is_first)
     is_measured = nbytes >= _MIN_NBYTES
     way = _untried(rates, runtime) if is_measured else None
     if way is None:
         way = WAYS[max(rates, key=lambda name: rates[name].bytes_per_s, default=DEFAULT)]()
 
     def note(elapsed_s: float, other_nbytes: int) -> None:
-        _noted.add(path)
+        _noted.add(memo.key)
         if is_measured:
             # Small tensors always take the ring; if most bytes did, it is the ring's rate.
             name = way.name if other_nbytes <= nbytes // 2 else DEFAULT
             rate = _Rate(nbytes / elapsed_s, time.time())
             logger.info("%s: %s, %.1f GB/s", runtime.name, name, rate.bytes_per_s / 1e9)
-            _remember(path, name, rate, is_first=is_first)
+            _remember(memo, name, rate, is_first=is_first)
 
     return Choice(way, note)
 
@@ -104,37 +100,23 @@ def _untried(rates: dict[str, _Rate], runtime: Runtime) -> Way | None:
     return None
 
 
-def _memory_path(runtime: Runtime) -> Path:
-    facts = (
-        f"{runtime.name}, driver {runtime.driver}, Linux {platform.release()}, "
-        f"torch {torch.__version__}"
-    )
-    digest = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-    return settings().cache_dir / "pins" / digest
+def _memo(runtime: Runtime) -> Memo[_Rates]:
+    facts = (runtime.name, runtime.driver, platform.release(), torch.__version__)
+    return Memo("pins", _Rates, facts)
 
 
-def _recall(path: Path, *, is_first: bool) -> dict[str, _Rate]:
+def _recall(memo: Memo[_Rates], *, is_first: bool) -> dict[str, _Rate]:
     """Return the rates that are not too old, of ways that there are."""
-    memory = _read(path)
+    known = memo.read() or _Rates()
     now = time.time()
     return {
         name: rate
-        for name, rate in (memory.first if is_first else memory.later).items()
+        for name, rate in (known.first if is_first else known.later).items()
         if name in WAYS and 0 <= now - rate.at < _EXPIRES_S
     }
 
 
-def _remember(path: Path, name: str, rate: _Rate, *, is_first: bool) -> None:
-    """Write a rate in one step; a file that cannot be written is no error."""
-    memory = _read(path)
-    (memory.first if is_first else memory.later)[name] = rate
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(msgspec.json.encode(memory))
-
-
-def _read(path: Path) -> _Memory:
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(path.read_bytes(), type=_Memory)
-    return _Memory()
+def _remember(memo: Memo[_Rates], name: str, rate: _Rate, *, is_first: bool) -> None:
+    known = memo.read() or _Rates()
+    (known.first if is_first else known.later)[name] = rate
+    memo.write(known)

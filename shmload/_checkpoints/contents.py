@@ -4,20 +4,15 @@ Guarantee: a digest is used only for a file that has not changed since it was re
 of the file's blob in a hub cache, so a copy also shares what was decoded from there.
 """
 
-import contextlib
 import hashlib
 import os
-import re
-from pathlib import Path
 
 import msgspec
 
 from shmload._checkpoints.identity import Identity, identify
-from shmload._host.files import replacing
-from shmload._settings import settings
+from shmload._host.memo import Memo
 
 _BLOCK_NBYTES = 1 << 20
-_SHA256 = re.compile(rb"[0-9a-f]{64}")
 _STAMP = "sha256="
 
 
@@ -37,13 +32,13 @@ def content_identity(identity: Identity, fd: int, *, may_read: bool) -> Identity
     """
     if identity.stamp.startswith(_STAMP):
         return identity
-    memory = _memory_path(identity)
-    digest = _remembered(memory)
+    memo = _memo(identity)
+    digest = memo.read()
     if digest is None and may_read:
         digest = _digest(fd)
         if identify(identity.path, os.fstat(fd)).key != identity.key:
             return identity
-        _remember(memory, digest)
+        memo.write(digest)
     return identity if digest is None else _with_digest(identity, digest)
 
 
@@ -55,7 +50,7 @@ def known_content(identity: Identity) -> Identity:
     """
     if identity.stamp.startswith(_STAMP):
         return identity
-    digest = _remembered(_memory_path(identity))
+    digest = _memo(identity).read()
     return identity if digest is None else _with_digest(identity, digest)
 
 
@@ -72,22 +67,5 @@ def _digest(fd: int) -> str:
     return found.hexdigest()
 
 
-def _memory_path(identity: Identity) -> Path:
-    """Return the file that remembers a digest; its name has size, inode and both change times."""
-    return settings().cache_dir / "contents" / identity.key.replace(":", "-")
-
-
-def _remembered(memory: Path) -> str | None:
-    try:
-        content = memory.read_bytes()
-    except OSError:
-        return None
-    return content.decode() if _SHA256.fullmatch(content) else None
-
-
-def _remember(memory: Path, digest: str) -> None:
-    """Write a digest's file in one step; if that fails, the next load reads the file again."""
-    with contextlib.suppress(OSError):
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(memory) as file:
-            file.write(digest.encode())
+def _memo(identity: Identity) -> Memo[str]:
+    return Memo("contents", str, identity.key)

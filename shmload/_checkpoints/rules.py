@@ -4,31 +4,22 @@
 the libraries; so it is remembered.
 """
 
-import contextlib
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 
-import msgspec
-
-from shmload._checkpoints.dtypes import FLOATS, parse_dtype
+from shmload._checkpoints.dtypes import parse_dtype
 from shmload._checkpoints.library import library
 from shmload._checkpoints.quantised import says_quantised
 from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import RAW, Rule
-from shmload._host.files import replacing
-from shmload._settings import settings
+from shmload._host.memo import Memo
 
 # To be increased whenever `shmload.integrations._building.rules` derives other rules than before.
 _RULES_VERSION = 1
 _LIBRARIES = ("torch", "diffusers", "transformers")
-
-_ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
 def wanted_dtype(dtype: object, component: str) -> str | None:
@@ -84,18 +75,13 @@ def _known_rule(checkpoint: Checkpoint, target: str | None) -> Rule | None:
         return RAW
     if not checkpoint.class_name:
         return Rule(target=target)
-    try:
-        rule = msgspec.json.decode(_memory_path(checkpoint, target).read_bytes(), type=Rule)
-    except (OSError, msgspec.DecodeError):
-        return None
-    # A damaged file is replaced by the rule that is derived then.
-    return rule if rule.target is None or rule.target in FLOATS else None
+    return _memo(checkpoint, target).read()
 
 
 def _ask_class(checkpoint: Checkpoint, target: str | None) -> Rule:
     """Have the rule derived from the model's class, and remember it."""
     rule = library().derive_rule(checkpoint, target)
-    _remember(_memory_path(checkpoint, target), rule)
+    _memo(checkpoint, target).write(rule)
     return rule
 
 
@@ -108,11 +94,10 @@ def _most_common_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
 def forget_rule(checkpoint: Checkpoint, dtype: object) -> None:
     """Drop a remembered rule that a loaded model contradicts."""
     target = wanted_dtype(dtype, checkpoint.component)
-    _memory_path(checkpoint, target).unlink(missing_ok=True)
+    _memo(checkpoint, target).forget()
 
 
-def _memory_path(checkpoint: Checkpoint, target: str | None) -> Path:
-    """Return the file that remembers a rule; its name digests everything the rule depends on."""
+def _memo(checkpoint: Checkpoint, target: str | None) -> Memo[Rule]:
     facts = (
         _RULES_VERSION,
         library_versions(),
@@ -121,11 +106,7 @@ def _memory_path(checkpoint: Checkpoint, target: str | None) -> Path:
         checkpoint.config,
         target,
     )
-    # Not msgspec, which cannot write half a surrogate; a configuration may hold one.
-    known = json.dumps(facts, sort_keys=True)
-    return (
-        settings().cache_dir / "rules" / hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
-    )
+    return Memo("rules", Rule, facts)
 
 
 @cache
@@ -136,11 +117,3 @@ def library_versions() -> tuple[str, ...]:
         spec = importlib.util.find_spec(name)
         found.append(f"{importlib.metadata.version(name)} {spec.origin if spec else ''}")
     return tuple(found)
-
-
-def _remember(path: Path, rule: Rule) -> None:
-    """Write a rule's file in one step; if that fails, the next load derives the rule again."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(_ENCODER.encode(rule))

@@ -12,7 +12,6 @@ import re
 import time
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
@@ -28,9 +27,9 @@ from shmload._checkpoints.formats.unpickling import (
 from shmload._checkpoints.header import Header
 from shmload._checkpoints.identity import Identity, identify
 from shmload._host.descriptors import Descriptor
-from shmload._host.files import replacing
 from shmload._host.linux import wait_lock
-from shmload._settings import settings
+from shmload._host.memo import Memo
+from shmload._host.owned import open_folder
 from shmload.errors import ProtocolError, ShmloadError
 
 # To be increased with every change of what is taken from a file, or of how it is written.
@@ -52,9 +51,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why it was refused."""
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Outcome)
-# By the name of the file that would remember them.
+# By the key of the memo that would remember them.
 _failed: dict[str, tuple[str, float]] = {}
 _unwritten: dict[str, Outcome] = {}
 
@@ -77,29 +74,34 @@ def header_by_torch(fd: int, path: str | os.PathLike[str], wish: Wish) -> Outcom
         since = ".".join(map(str, _SAFE_SINCE))
         return Outcome(why=f"torch {since} or later is needed to unpickle it without a risk")
     identity = identify(path, os.fstat(fd))
-    memory = _memory_path(identity, wish)
-    return _recall(memory) or _ask(fd, path, wish, identity, memory)
+    memo = _memo(identity, wish)
+    return _recall(memo) or _ask(fd, path, wish, identity, memo)
 
 
 def _ask(
-    fd: int, path: str | os.PathLike[str], wish: Wish, identity: Identity, memory: Path
+    fd: int,
+    path: str | os.PathLike[str],
+    wish: Wish,
+    identity: Identity,
+    memo: Memo[Outcome],
 ) -> Outcome:
-    why, at = _failed.get(memory.name, ("", 0.0))
+    why, at = _failed.get(memo.key, ("", 0.0))
     if why and time.monotonic() < at + _ASK_AGAIN_S:
         return Outcome(why=why)
     try:
-        with _turn(memory, fd):
-            outcome = _recall(memory)  # another process has just asked
+        with _turn(memo, fd):
+            outcome = _recall(memo)  # another process has just asked
             if outcome:
                 return outcome
             outcome = _describe(fd, path, wish)
     except (Lost, _ProcessFailed, ProtocolError, OSError) as exc:
-        _failed[memory.name] = (str(exc), time.monotonic())
+        _failed[memo.key] = (str(exc), time.monotonic())
         return Outcome(why=str(exc))
     if identify(path, os.fstat(fd)).key != identity.key:
         return Outcome(why="it changed while it was unpickled")
-    _failed.pop(memory.name, None)
-    _keep(memory, outcome)
+    _failed.pop(memo.key, None)
+    if not memo.write(outcome):
+        _unwritten[memo.key] = outcome
     return outcome
 
 
@@ -108,16 +110,17 @@ class _ProcessFailed(Exception):
 
 
 @contextlib.contextmanager
-def _turn(memory: Path, fd: int) -> Iterator[None]:
+def _turn(memo: Memo[Outcome], fd: int) -> Iterator[None]:
     """Let one process at a time ask for a file: the others find its answer.
 
     Raises:
         _ProcessFailed: another process asks for longer than it may.
     """
     try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        lock = memory.with_name(f"lock-{zlib.crc32(memory.name.encode()) % _LOCKS:02}")
-        lock_fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with open_folder(memo.folder, make=True) as folder:
+            lock = f"lock-{zlib.crc32(memo.key.encode()) % _LOCKS:02}"
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            lock_fd = os.open(lock, flags, 0o600, dir_fd=folder.fd)
     except OSError:  # a cache that cannot be written to
         yield
         return
@@ -145,28 +148,12 @@ def _describe(fd: int, path: str | os.PathLike[str], wish: Wish) -> Outcome:
     return Outcome(msgspec.structs.replace(header, metadata=None, is_unpickled=True))
 
 
-def _memory_path(identity: Identity, wish: Wish) -> Path:
-    """Return the file that remembers an outcome; its name has the file, torch, and the wish."""
-    flags = f"{wish.may_be_nested:d}{wish.may_be_strided:d}{wish.may_be_odd:d}"
-    name = f"{identity.key}-{torch_version()}-{_VERSION}{flags}"
-    return settings().cache_dir / "unpickled" / re.sub(r"[^\w.=+-]", "-", name)
+def _memo(identity: Identity, wish: Wish) -> Memo[Outcome]:
+    return Memo("unpickled", Outcome, (_VERSION, identity.key, torch_version(), wish))
 
 
-def _recall(memory: Path) -> Outcome | None:
-    try:
-        return _DECODER.decode(memory.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return _unwritten.get(memory.name)
-
-
-def _keep(memory: Path, outcome: Outcome) -> None:
-    """Write an outcome's file in one step; if that fails, only this process remembers it."""
-    try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(memory) as file:
-            file.write(_ENCODER.encode(outcome))
-    except OSError:
-        _unwritten[memory.name] = outcome
+def _recall(memo: Memo[Outcome]) -> Outcome | None:
+    return memo.read() or _unwritten.get(memo.key)
 
 
 @functools.cache

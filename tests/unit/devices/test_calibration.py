@@ -2,10 +2,10 @@
 
 import time
 
-import msgspec
 import pytest
 from devices import LateDevice
 
+from shmload._host.memo import Memo
 from shmload.integrations._devices import calibration
 from shmload.integrations._devices.calibration import choose_way
 from shmload.integrations._devices.ways import WAYS, measured_ways
@@ -33,6 +33,11 @@ def copy(elapsed_s, device=None, nbytes=LARGE, other_nbytes=0):
     return choice.way.name
 
 
+def remembered(memory):
+    (file,) = memory.iterdir()
+    return Memo.of_key("pins", calibration._Rates, file.name).read()
+
+
 @pytest.mark.parametrize("pin", list(WAYS))
 def test_what_is_asked_for_is_not_measured(memory, pin):
     device = LateDevice()
@@ -51,8 +56,8 @@ def test_rate_is_that_of_the_way_that_most_bytes_took(memory, new_process):
     new_process()
     assert copy(0.5, other_nbytes=LARGE // 8) == "register"
     new_process()
-    rates = msgspec.json.decode(next(memory.iterdir()).read_bytes())["first"]
-    assert {name: rate["bytes_per_s"] for name, rate in rates.items()} == {
+    rates = remembered(memory).first
+    assert {name: rate.bytes_per_s for name, rate in rates.items()} == {
         "ring": LARGE / 0.5,
         "register": LARGE / 0.5,
     }
@@ -136,11 +141,11 @@ def test_way_that_is_impossible_is_not_tried(memory, new_process):
 @pytest.mark.parametrize("content", [b"ring", b"", b"{}", b'{"first": {"old way": [1, 2]}}'])
 def test_memory_that_makes_no_sense_is_forgotten(memory, content):
     copy(1.0)
-    (remembered,) = memory.iterdir()
-    remembered.write_bytes(content)
+    (file,) = memory.iterdir()
+    file.write_bytes(content)
     calibration._noted.clear()
     assert copy(1.0) == "ring"
-    assert msgspec.json.decode(remembered.read_bytes())["first"].keys() == {"ring"}
+    assert remembered(memory).first.keys() == {"ring"}
 
 
 def test_memory_that_cannot_be_written_is_no_error(memory, configure):
