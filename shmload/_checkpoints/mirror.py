@@ -25,7 +25,7 @@ from shmload._checkpoints.remote import (
     mirror_home,
     plain_url,
 )
-from shmload._checkpoints.trees import last_tree, write_tree
+from shmload._checkpoints.trees import last_tree, remove_foreign, write_tree
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.web_server import Sought, is_below, probe
 from shmload._wording import format_nbytes
@@ -60,6 +60,10 @@ def mirror(wanted: Wanted) -> Path:
     sought = Sought.of(wanted) if is_on_web_server(url) else Sought()
     key = hashlib.sha256(msgspec.json.encode(sought)).hexdigest()[:20]
     home, name = mirror_home(url), posixpath.basename(url)
+    try:
+        remove_foreign(home)
+    except OSError as exc:
+        raise SourceNotFound(given, f"its mirror {home} is not used: {exc}") from exc
     if wanted.hub.local_files_only:
         root = last_tree(home, key, name)
         if not root.exists():
@@ -72,7 +76,9 @@ def mirror(wanted: Wanted) -> Path:
     except FetchError as exc:
         raise SourceNotFound(given, str(exc)) from exc
     except OSError as exc:
-        raise SourceNotFound(given, f"its mirror {home} cannot be written: {exc}") from exc
+        raise SourceNotFound(
+            given, f"its mirror {home} cannot be written: {exc}; set SHMLOAD_CACHE_DIR"
+        ) from exc
 
 
 def _find(url: str, sought: Sought, deadline: float) -> Found:

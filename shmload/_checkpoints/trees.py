@@ -24,6 +24,7 @@ from shmload._checkpoints.formats.known import has_known_suffix
 from shmload._checkpoints.objects import fetch
 from shmload._checkpoints.remote import FRONT, REQUESTS, Found, RemoteObject, write_pointer
 from shmload._host.files import replacing
+from shmload._host.owned import is_own, open_folder, require_own
 
 # Longer than any load: one that began before a list changed goes on with its tree.
 _KEPT_S = 24 * 3600.0
@@ -34,6 +35,23 @@ def last_tree(home: Path, key: str, name: str) -> Path:
     with contextlib.suppress(OSError):
         return home / "trees" / os.path.basename(os.readlink(home / f"last-{key}")) / name
     return home / "trees" / "none" / name
+
+
+def remove_foreign(home: Path) -> None:
+    """Remove a source's trees and blobs if other users could have written there.
+
+    Raises:
+        OSError: they cannot be removed.
+    """
+    try:
+        for folder in (home, home / "blobs", home / "trees"):
+            require_own(os.lstat(folder), folder)
+    except FileNotFoundError:
+        return
+    except PermissionError:
+        removed = home.with_name(f".{home.name}.{os.urandom(4).hex()}")
+        home.rename(removed)  # what is another user's, only they may remove
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def write_tree(home: Path, key: str, name: str, objects: Found, deadline: float) -> Path:
@@ -54,8 +72,8 @@ def write_tree(home: Path, key: str, name: str, objects: Found, deadline: float)
         OSError: the tree cannot be written.
     """
     blobs, trees = home / "blobs", home / "trees"
-    for folder in (blobs, trees):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (home.parent, home, blobs, trees):
+        open_folder(folder, make=True).close()
     with ThreadPoolExecutor(REQUESTS) as pool:
         written = pool.map(lambda each: _blob(blobs, each, deadline), objects.values())
         links = dict(zip(objects, written, strict=True))
@@ -73,7 +91,7 @@ def _blob(blobs: Path, wanted: RemoteObject, deadline: float) -> str:
     facts = f"{wanted.url}\n{wanted.tag}\n{wanted.nbytes}"
     name = hashlib.sha256(facts.encode()).hexdigest()
     path = blobs / name
-    if _touch(path):
+    if is_own(path, wanted.nbytes) and _touch(path):
         return name
     if has_known_suffix(wanted.url):
         write_pointer(path, wanted)

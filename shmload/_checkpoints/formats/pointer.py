@@ -29,6 +29,7 @@ from shmload._checkpoints.remote import (
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import replacing
 from shmload._host.linux import open_source
+from shmload._host.owned import is_own, require_own
 from shmload.errors import ShardChanged, ShardMalformed, ShardUnreadable, WrongFormat
 
 _LENGTH_NBYTES = 8
@@ -54,12 +55,12 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
             "only safetensors are read from a bucket or a web server; download the file first",
         )
     real = os.path.realpath(path)
-    if not real.startswith(f"{os.path.realpath(mirrors_folder())}{os.sep}"):
-        # It may have come with somebody else's model, and would use this user's credentials.
-        raise ShardMalformed(path, "it points to an object, and is not in shmload's cache")
+    # It may have come with somebody else's model, and would use this user's credentials.
+    if why := _why_not_own(real):
+        raise ShardMalformed(path, f"it points to an object, and {why}")
     front = Path(f"{real}{FRONT}")
     try:
-        if not front.exists():
+        if not is_own(front, wanted.nbytes):
             _fetch_front(wanted, front)
     except ObjectChanged as exc:
         raise ShardChanged(wanted.url) from exc
@@ -67,6 +68,20 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         raise ShardUnreadable(wanted.url, str(exc)) from exc
     with Descriptor(open_source(front)) as opened:
         return safetensors.SAFETENSORS.read_header(opened.fd, wanted.url)
+
+
+def _why_not_own(path: str) -> str | None:
+    """Return why a pointer may not be this user's own; None if it is."""
+    mirrors = os.path.realpath(mirrors_folder())
+    if not path.startswith(f"{mirrors}{os.sep}"):
+        return "is not in shmload's cache"
+    try:
+        while path.startswith(mirrors):
+            require_own(os.lstat(path), path)
+            path = os.path.dirname(path)
+    except OSError as exc:
+        return str(exc)
+    return None
 
 
 def _fetch_front(wanted: RemoteObject, front: Path) -> None:

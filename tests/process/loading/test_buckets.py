@@ -497,6 +497,56 @@ def test_what_no_list_has_had_for_a_day_is_removed(server):
     assert (new / "vae/diffusion_pytorch_model.safetensors").exists()
 
 
+def give_away(path):
+    os.chown(path, 65534, 65534, follow_symlinks=False)
+
+
+@pytest.mark.parametrize(
+    ("what", "harm"),
+    [
+        ("", lambda path: path.chmod(0o770)),
+        ("blobs", lambda path: path.chmod(0o707)),
+        ("trees", lambda path: path.chmod(0o770)),
+        ("", give_away),
+        ("blobs", give_away),
+        ("trees", give_away),
+        ("blobs/*", give_away),
+        ("blobs/*", lambda path: path.chmod(0o606)),
+        ("blobs/*", lambda path: os.truncate(path, 3)),
+        ("blobs/*", lambda path: path.unlink()),
+    ],
+)
+def test_mirror_that_others_could_have_written_is_made_anew(server, saved, what, harm):
+    if harm is give_away and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    shmload.load_pipeline(URL, dtype="bfloat16")
+    for path in list(mirror_home(URL).glob(what)) if what else [mirror_home(URL)]:
+        harm(path)
+    planted = set(mirror_home(URL).rglob("*.json"))
+    server.asked.clear()
+    got = shmload.load_pipeline(URL, dtype="bfloat16")
+    assert_models_equal(got, reference(saved("stable-diffusion"), torch.bfloat16))
+    assert planted
+    assert server.asked["sd/unet/config.json"] == 1  # what was there is not believed
+    home = mirror_home(URL)
+    for path in (home, home / "blobs", home / "trees", *home.glob("blobs/*")):
+        found = path.stat()
+        assert (found.st_uid, found.st_mode & 0o077) == (os.geteuid(), 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+@pytest.mark.parametrize("what", ["", "blobs", "trees"])
+def test_mirror_of_another_user_is_not_taken_offline_either(server, what):
+    shmload.warm(URL)
+    pointer = mirror(Wanted(source=URL)) / "vae" / "diffusion_pytorch_model.safetensors"
+    give_away(mirror_home(URL) / what)
+    if what != "trees":
+        with pytest.raises(shmload.ShardMalformed, match="belongs to another user"):
+            shmload.load_state_dict(pointer)
+    with pytest.raises(shmload.SourceNotFound, match="local_files_only"):
+        shmload.plan(URL, local_files_only=True)
+
+
 def test_objects_that_stand_for_folders_are_left_out(server, saved):
     """The S3 console and others write such, without a byte."""
     for name in ("sd/", "sd/unet/", "sd/vae"):
