@@ -16,6 +16,7 @@ import msgspec
 
 from shmload._host.files import replacing
 from shmload._host.linux import inode_of, try_lock
+from shmload._host.owned import open_folder, read_own
 from shmload._settings import settings
 from shmload._wording import printable
 from shmload.errors import ViewBusy, ViewUnwritable
@@ -110,7 +111,7 @@ def write_entry(entry: ViewEntry) -> None:
         if entry == ViewEntry(directory=entry.directory):
             path.unlink(missing_ok=True)
             return
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        open_folder(path.parent, make=True).close()
         with replacing(path, durable=True, mode=0o600) as file:
             file.write(msgspec.json.encode(entry))
     except OSError as exc:
@@ -160,7 +161,7 @@ def _locked(key: str, what: str, timeout_s: float) -> Iterator[None]:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            open_folder(path.parent, make=True).close()
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             raise _unwritable(path, exc) from exc
@@ -188,8 +189,9 @@ def _leads_to(path: Path, fd: int) -> bool:
 
 def _read(path: Path) -> ViewEntry | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=ViewEntry)
-    except FileNotFoundError:
+        with open_folder(path.parent) as folder:
+            return msgspec.json.decode(read_own(path.name, folder), type=ViewEntry)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.MsgspecError) as exc:
         logger.warning("%s is left alone, as it cannot be read: %s", printable(str(path)), exc)

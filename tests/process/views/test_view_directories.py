@@ -13,6 +13,8 @@ from shmload._segments.view_folder import MARKER
 
 pytestmark = pytest.mark.fast
 
+_AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+
 
 @pytest.fixture(autouse=True)
 def state(configure, tmp_path):
@@ -355,3 +357,27 @@ def test_components_that_are_left_out_lead_to_their_files(pipeline, place):
     original = pipeline / "unet" / "diffusion_pytorch_model.safetensors"
     assert links_in(place)["unet/diffusion_pytorch_model.safetensors"] == str(original)
     assert links_in(place)["vae/diffusion_pytorch_model.safetensors"] == "/dev/shm/"
+
+
+def give_away(path):
+    os.chown(path, 65534, 65534)
+
+
+@pytest.mark.parametrize(
+    ("what", "harm"),
+    [
+        ("*.json", lambda path: path.chmod(0o660)),
+        pytest.param("*.json", give_away, marks=_AS_ROOT),
+        pytest.param("", give_away, marks=_AS_ROOT),
+    ],
+)
+def test_entry_that_others_could_have_written_is_left_alone(checkpoint, place, state, what, harm):
+    shmload.view_directory(checkpoint, place)
+    register = state / "views"
+    assert register.stat().st_mode & 0o777 == 0o700
+    assert len(shmload.view_directories()) == 1
+    for path in list(register.glob(what)) if what else [register]:
+        harm(path)
+    assert shmload.view_directories() == []
+    shmload.collect_garbage()
+    assert weights_of(place)
