@@ -44,6 +44,8 @@ _UNITS = {
     86400: ("d", "day", "days"),
 }
 _SECONDS = {unit: seconds for seconds, units in _UNITS.items() for unit in units}
+# Where nothing can be read or written: the directories of a user without a home.
+_NO_HOME = Path("/dev/null/no-home")
 ServiceUse = Literal["auto", "off", "require"]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
@@ -108,10 +110,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The most bytes of waiting weights that a process keeps pinned; None for half of the memory
     of the machine, or of the process's control groups."""
 
-    cache_dir: Path = msgspec.field(default_factory=lambda: _user_cache_dir() / "shmload")
+    cache_dir: Path = msgspec.field(default_factory=lambda: _base_dir("XDG_CACHE_HOME", "~/.cache"))
     """Where dtype rules of model classes, and skeletons, are cached."""
 
-    state_dir: Path = msgspec.field(default_factory=lambda: _user_state_dir() / "shmload")
+    state_dir: Path = msgspec.field(
+        default_factory=lambda: _base_dir("XDG_STATE_HOME", "~/.local/state")
+    )
     """Where view directories are recorded."""
 
 
@@ -135,7 +139,13 @@ def settings() -> Settings:
 def _parse(variable: str, kind: object) -> Any:
     text = os.environ[variable]
     if kind in (Path, Path | None):
-        return Path(text).expanduser()
+        try:
+            return Path(text).expanduser()
+        except RuntimeError as exc:
+            raise ArgumentError(
+                f"the environment variable {variable} is {text!r}, but no such home directory is "
+                "known; give the whole path"
+            ) from exc
     if kind == Size | None:
         try:
             return parse_budget(text)
@@ -242,14 +252,12 @@ def _first_number(variables: Iterable[str]) -> int | None:
     return None
 
 
-def _user_cache_dir() -> Path:
-    """Return the directory of the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-
-
-def _user_state_dir() -> Path:
-    """Return the directory of the XDG base directory specification."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+def _base_dir(variable: str, below_home: str) -> Path:
+    """Return a directory of the XDG base directory specification."""
+    try:
+        return Path(os.environ.get(variable) or below_home).expanduser() / "shmload"
+    except RuntimeError:  # HOME is not set, and the user has no entry in passwd
+        return _NO_HOME
 
 
 def worker_count(*, parent_is_busy: bool) -> int:

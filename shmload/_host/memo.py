@@ -69,7 +69,7 @@ class Memo(Generic[_T]):
                 if is_use:
                     with contextlib.suppress(OSError):  # root's, or on a file system to read from
                         os.utime(self.key, dir_fd=folder.fd)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as exc:
             _say_once("not used", exc)

@@ -1,0 +1,93 @@
+"""A user without a home: containers with any user id, units of systemd."""
+
+import pwd
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import shmload
+from shmload._cli.main import main
+from shmload._host import memo
+from shmload._settings import settings
+from shmload.errors import ArgumentError
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """Let this process have no home directory, and no directory for shmload's own files."""
+
+    def no_entry(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "SHMLOAD_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SHMLOAD_STATE_DIR", raising=False)
+    settings.cache_clear()
+    memo._say.cache_clear()
+    yield
+    settings.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["warm", "{}"],
+        ["warm", "--dtype", "bfloat16", "{}"],
+        ["plan", "{}"],
+        ["ls"],
+        ["ls", "--json"],
+        ["pin", "{}"],
+        ["unpin", "{}"],
+        ["verify"],
+        ["gc"],
+        ["doctor"],
+        ["doctor", "{}"],
+        ["view", "--list"],
+        ["rm", "--all"],
+        ["template", "ls"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.usefixtures("homeless", "evicts")
+def test_commands_work(checkpoint, words, capsys):
+    shmload.warm(checkpoint)
+    with pytest.raises(SystemExit) as ended:
+        main([word.format(checkpoint) for word in words])
+    assert ended.value.code in (0, None), capsys.readouterr()
+
+
+@pytest.mark.usefixtures("homeless", "evicts")
+def test_view_directory_needs_a_place_and_the_error_says_how_to_choose_one(checkpoint, tmp_path):
+    with pytest.raises(shmload.ViewUnwritable, match="SHMLOAD_STATE_DIR"):
+        shmload.view_directory(checkpoint, tmp_path / "view")
+
+
+@pytest.mark.libraries
+@pytest.mark.usefixtures("homeless", "evicts")
+def test_loads_work_and_the_log_says_once_that_nothing_is_remembered(
+    checkpoint, saved, tmp_path, caplog
+):
+    caplog.set_level("INFO", "shmload")
+    stored = load_file(checkpoint)
+    for dtype in ("float16", "bfloat16"):
+        got = shmload.load_state_dict(checkpoint, dtype)
+        wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.items()}
+        assert all(
+            torch.equal(got[name], wanted[name])
+            for name in wanted
+            if wanted[name].is_floating_point()
+        )
+    for dtype in ("float16", "bfloat16"):
+        pipe = shmload.load_pipeline(saved("stable-diffusion"), dtype=dtype)
+        assert pipe.unet.dtype is getattr(torch, dtype)
+    (said,) = (text for text in caplog.messages if "remembered" in text)
+    assert "is not written" in said
+    assert "SHMLOAD_CACHE_DIR" in said
+
+
+def test_directory_in_an_unknown_home_is_refused_by_name(homeless, monkeypatch):
+    monkeypatch.setenv("SHMLOAD_CACHE_DIR", "~/cache")
+    with pytest.raises(ArgumentError, match=r"SHMLOAD_CACHE_DIR is '~/cache', but no such home"):
+        settings()
