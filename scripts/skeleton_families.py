@@ -137,10 +137,9 @@ def _prepare(*, quick: bool) -> None:
     importlib.import_module(examining.__name__)
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
-    folder = Path(os.environ["SHMLOAD_CACHE_DIR"], "skeletons")
 
     def judge(request: Any) -> None:
-        skeletons.write_skeleton(folder / request.key, judging.examine(request))
+        skeletons.skeleton_memo(request.key).write(judging.examine(request))
 
     build.ask = judge
     if quick:

@@ -36,7 +36,7 @@ from shmload.integrations._building.paths import PathRepair
 from shmload.integrations._building.pickling import Models
 from shmload.integrations._building.requests import ask, make_request
 from shmload.integrations._building.rules import libraries
-from shmload.integrations._building.skeletons import Skeleton, skeleton_path, use_skeleton
+from shmload.integrations._building.skeletons import Skeleton, skeleton_key, skeleton_memo
 from shmload.integrations._building.stand_ins import StandIns
 from shmload.integrations._devices.hollow import BytesNeeded
 
@@ -107,15 +107,15 @@ class Build:
         Raises:
             BytesNeeded: that is not possible, and the load has stand-ins, which get no bytes.
         """
-        path = self.skeleton_path()
-        found = use_skeleton(path) if path else None
+        key = self.skeleton_key()
+        found = skeleton_memo(key).read(is_use=True) if key else None
         pipe = self._build_around(found) if found else None
         if pipe is not None:
             self._finish(pipe, verify=verify)
             return pipe
         pipe, is_foreseen = self._build_models(verify=verify)
-        if path and is_foreseen and (found is None or found.should_be_made_again):
-            self._ask(path)
+        if key and is_foreseen and (found is None or found.should_be_made_again):
+            self._ask(key)
         return pipe
 
     def build_ordinarily(self) -> Any:
@@ -134,8 +134,8 @@ class Build:
             models = skeleton.build(self._load.holdings.open_files())
         return self._from_view(models, messages=skeleton.messages)
 
-    def skeleton_path(self) -> Path | None:
-        """Return the path of the models' skeleton, if these arguments allow one."""
+    def skeleton_key(self) -> str | None:
+        """Return the key of the models' skeleton, if these arguments allow one."""
         named = {key for key, value in self._kwargs.items() if value is not None}
         if not (settings().skeletons and named <= _NEUTRAL_KWARGS and self._is_of_libraries()):
             return None
@@ -145,7 +145,7 @@ class Build:
             return None
         plans = self._load.holdings.plans
         maker = (self._maker.name, self._maker.takes_path)
-        return skeleton_path(self._source, plans, self._torch_dtype, self._root, maker)
+        return skeleton_key(self._source, plans, self._torch_dtype, self._root, maker)
 
     def models_of(self, pipe: Any) -> Models:
         """Return the models whose weights this load decodes."""
@@ -185,10 +185,10 @@ class Build:
         made = {checkpoint.library for checkpoint in self._source.checkpoints}
         return self._maker.name is not None and made <= {"diffusers", "transformers"} and bool(made)
 
-    def _ask(self, path: Path) -> None:
+    def _ask(self, key: str) -> None:
         """Ask for the skeleton that this load would have used."""
         request = make_request(
-            path.name,
+            key,
             self._source,
             maker="pipeline" if self._maker.is_of_pipelines else "model",
             wanted=self._maker.name,

@@ -54,8 +54,7 @@ class Examination:
         rules = {each.component: maker.rule(each, dtype) for each in source.checkpoints}
         self._stand_ins = StandIns(source, rules)
         self._build = Build(source, maker, rules, self._stand_ins, dtype, dict(request.kwargs))
-        path = self._build.skeleton_path()
-        if path is None or path.name != request.key:
+        if self._build.skeleton_key() != request.key:
             raise Refused("the judge found something else than the load")
         self._snapshot: Snapshot | None = None
 

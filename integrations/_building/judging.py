@@ -27,7 +27,6 @@ import msgspec
 from shmload._host.forks import limit_inherited_threads
 from shmload._host.linux import die_with_parent
 from shmload._segments.view import remove_dead_views
-from shmload._settings import settings
 from shmload.integrations._building.requests import (
     Request,
     judging,
@@ -77,9 +76,7 @@ def judge(path: Path) -> None:
 
         code = os.waitstatus_to_exitcode(status)
         why = "it took too long" if code == -signal.SIGALRM else f"the judge ended with {code}"
-        path = settings().cache_dir / "skeletons" / request.key
-        with contextlib.suppress(OSError):
-            skeletons.write_skeleton(path, refused(request, why, is_final=False))
+        skeletons.skeleton_memo(request.key).write(refused(request, why, is_final=False))
 
 
 def _examine_within(request: Request) -> None:
@@ -89,7 +86,7 @@ def _examine_within(request: Request) -> None:
     from shmload.integrations._building import skeletons
 
     made = examine(request)
-    skeletons.write_skeleton(settings().cache_dir / "skeletons" / request.key, made)
+    skeletons.skeleton_memo(request.key).write(made)
 
 
 def refused(request: Request, reason: str, *, is_final: bool = True) -> Any:

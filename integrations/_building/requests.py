@@ -19,8 +19,8 @@ import torch
 
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._host.files import TEMPORARY_SUFFIX, replacing
+from shmload._host.owned import open_folder, read_own
 from shmload._settings import settings
-from shmload.integrations._building.skeletons import read_own
 
 logger = logging.getLogger(__name__)
 
@@ -162,10 +162,10 @@ def requests_folder() -> Path:
     """Return the folder of the requests; make it if it is missing.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made, or another user could write to it.
     """
     folder = settings().cache_dir / _FOLDER
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    open_folder(folder, make=True).close()
     return folder
 
 
@@ -198,7 +198,8 @@ def read_request(path: Path) -> Request:
         OSError: another user could have written it.
         msgspec.DecodeError: it is damaged.
     """
-    return msgspec.json.decode(read_own(path), type=Request)
+    with open_folder(path.parent) as folder:
+        return msgspec.json.decode(read_own(path.name, folder), type=Request)
 
 
 def _start() -> None:

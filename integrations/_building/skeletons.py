@@ -10,34 +10,28 @@ builds the same models in the ordinary way and from the skeleton, and compares t
 either way left in the process. If they differ, the file says why, and the libraries go on building.
 A load that finds other code or settings than the judge (`conditions`) builds in the ordinary way.
 
-A skeleton is trusted like a `.pyc` file: it lies in a directory of the user, and is not read if
-another user could have written it. Nothing else protects from its content.
+A skeleton is trusted like a `.pyc` file: it is not read if another user could have written it
+(`Memo`). Nothing else protects from its content.
 """
 
-import contextlib
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
 import platform
-import stat
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 import msgspec
 import torch
-import xxhash
 
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._host.files import TEMPORARY_SUFFIX, replacing
+from shmload._host.memo import Memo, all_remembered
 from shmload._loading.plan import ShardPlan
-from shmload._settings import settings
 from shmload.integrations._building.conditions import Conditions, is_changed_on_disk, why_unmet
 from shmload.integrations._building.draws import Draw, repeat
 from shmload.integrations._building.effects import Message
@@ -47,7 +41,7 @@ from shmload.integrations._building.pickling import Files, Models, PickledModels
 logger = logging.getLogger(__name__)
 
 # Increment it when skeletons are written or read in another way.
-_VERSION = 7
+_VERSION = 8
 # Settings of the libraries that can change what they build.
 _ENVIRONMENT = ("DIFFUSERS_", "TRANSFORMERS_")
 _FOLDER = "skeletons"
@@ -55,7 +49,6 @@ _LIBRARIES = ("accelerate", "diffusers", "transformers", "torch")
 _MAX_SKELETONS = 256
 # An attempt that was not finished is made again after this many seconds.
 _RETRY_S = 3600.0
-_DIGEST_NBYTES = 16
 
 
 class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,19 +124,19 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
         return not self.is_final and time.time() > self.made_at + _RETRY_S
 
 
-def skeleton_path(
+def skeleton_key(
     source: Source,
     plans: Iterable[ShardPlan],
     torch_dtype: object,
     root: str,
     maker: tuple[str | None, bool],
-) -> Path | None:
-    """Return the path of the skeleton of a pipeline's models.
+) -> str | None:
+    """Return the key of the skeleton of a pipeline's models.
 
     None if torch's default device is not the CPU, or if a library is an editable install.
 
-    The file's name is a digest of everything that the models may depend on, other than the code
-    that runs in this process.
+    It is a digest of everything that the models may depend on, other than the code that runs in
+    this process.
 
     Args:
         source: the pipeline or model.
@@ -170,44 +163,16 @@ def skeleton_path(
         [(c.component, c.library, c.class_name, _files_of(c)) for c in source.checkpoints],
         [(s.component, identify(s.path, os.stat(s.path)).key, s.conversion) for s in plans],
     )
-    name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-    return settings().cache_dir / _FOLDER / name
+    return Memo(_FOLDER, Skeleton, facts).key
 
 
-def use_skeleton(path: Path) -> Skeleton | None:
-    """As `read_skeleton`, and note the use: the least recently used ones are removed first."""
-    found = read_skeleton(path)
-    if found:
-        with contextlib.suppress(OSError):
-            os.utime(path)
-    return found
+def skeleton_memo(key: str) -> Memo[Skeleton]:
+    """Return what remembers a skeleton.
 
-
-def read_skeleton(path: Path) -> Skeleton | None:
-    """Read a skeleton; return None if there is none, or if it cannot be read or trusted."""
-    try:
-        content = read_own(path)
-    except OSError:
-        return None
-    encoded = content[_DIGEST_NBYTES:]
-    if xxhash.xxh3_128_digest(encoded) != content[:_DIGEST_NBYTES]:
-        logger.info("skeleton %s is damaged", path.name)
-        return None
-    try:
-        return msgspec.msgpack.decode(encoded, type=Skeleton)
-    except msgspec.DecodeError as exc:
-        logger.info("skeleton %s cannot be read: %s", path.name, exc)
-        return None
-
-
-def write_skeleton(path: Path, skeleton: Skeleton) -> None:
-    """Write a skeleton.
-
-    Raises:
-        OSError: it cannot be written.
+    Args:
+        key: from `skeleton_key`.
     """
-    encoded = msgspec.msgpack.encode(skeleton)
-    _write(path, xxhash.xxh3_128_digest(encoded) + encoded)
+    return Memo.of_key(_FOLDER, Skeleton, key, most=_MAX_SKELETONS)
 
 
 def skeletons_of(given: str) -> list[Skeleton]:
@@ -216,14 +181,12 @@ def skeletons_of(given: str) -> list[Skeleton]:
     Args:
         given: the source as a user names it; a folder by any of its names.
     """
-    found = []
     wanted = _names(os.path.abspath(given)) | {given} if os.path.isdir(given) else {given}
-    with contextlib.suppress(OSError):
-        for path in sorted((settings().cache_dir / _FOLDER).iterdir()):
-            skeleton = read_skeleton(path)
-            if skeleton and wanted & (_names(skeleton.source) | _names(skeleton.root)):
-                found.append(skeleton)
-    return found
+    return [
+        skeleton
+        for skeleton in all_remembered(_FOLDER, Skeleton)
+        if wanted & (_names(skeleton.source) | _names(skeleton.root))
+    ]
 
 
 def _names(source: str) -> set[str]:
@@ -255,30 +218,3 @@ def _files_of(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """Return name and identity of each file in a component's directory: its configuration."""
     with os.scandir(checkpoint.folder) as entries:
         return sorted((e.name, identify(e.path, e.stat()).key) for e in entries if e.is_file())
-
-
-def read_own(path: Path) -> bytes:
-    """Read a file that only this user can have written.
-
-    Raises:
-        PermissionError: another user could have written it.
-        OSError: it cannot be read.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        for found in (os.fstat(fd), path.parent.stat()):
-            if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise PermissionError(path)
-        return file.read()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees all of it or nothing; remove the oldest of too many."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with replacing(path, mode=0o600) as file:
-        file.write(content)
-    with contextlib.suppress(FileNotFoundError):  # another process does the same
-        entries = (each for each in path.parent.iterdir() if each.suffix != TEMPORARY_SUFFIX)
-        oldest_first = sorted(entries, key=lambda entry: entry.stat().st_mtime_ns)
-        for entry in oldest_first[:-_MAX_SKELETONS]:
-            entry.unlink(missing_ok=True)

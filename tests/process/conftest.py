@@ -20,7 +20,7 @@ from shmload._placement.inventory import parse_inventory
 from shmload.integrations import placing
 from shmload.integrations._building import build, judging
 from shmload.integrations._building.build import Build
-from shmload.integrations._building.skeletons import read_skeleton, write_skeleton
+from shmload.integrations._building.skeletons import skeleton_memo
 from shmload.integrations._building.snapshot import Snapshot
 from shmload.integrations._devices.stream import Stream
 from shmload.workers.fill import Filler
@@ -141,10 +141,10 @@ def skeletons(configure, tmp_path, monkeypatch):
     monkeypatch.setattr(Snapshot, "_walk", lambda *_: None)
 
     def judge(request):
-        write_skeleton(folder / request.key, judging.examine(request))
+        skeleton_memo(request.key).write(judging.examine(request))
 
     def made():
-        found = {path: read_skeleton(path) for path in sorted(folder.glob("*"))}
+        found = {path: skeleton_memo(path.name).read() for path in sorted(folder.glob("*"))}
         return [path for path, skeleton in found.items() if skeleton and skeleton.models]
 
     monkeypatch.setattr(build, "ask", judge)

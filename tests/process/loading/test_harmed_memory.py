@@ -1,0 +1,98 @@
+"""Whatever happens to what is remembered on disk, loads go on, and give what the library gives."""
+
+import os
+import shutil
+
+import diffusers
+import pytest
+import torch
+from devices import LateDevice
+
+import shmload
+from shmload._host.memo import Memo
+from shmload._settings import settings
+from shmload.integrations._devices import calibration
+
+pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("skeletons")]
+
+_STORES = {"classes", "contents", "pins", "rules", "skeletons", "unpickled"}
+
+
+@pytest.fixture
+def load(saved, configure, tmp_path, monkeypatch, evicts):
+    """Return what makes loads that use every store, and compares what they give."""
+    source = saved("stable-diffusion")
+    place = {"cache_dir": tmp_path / "cache"}
+    vae = {"subfolder": "vae", "torch_dtype": torch.bfloat16}
+    wanted = diffusers.AutoencoderKL.from_pretrained(source, **vae).state_dict()
+    tensors = {"a": torch.rand(3, 5)}
+    older = tmp_path / "older.bin"
+    torch.save(tensors, older, _use_new_zipfile_serialization=False)
+
+    def load_all(**given):
+        monkeypatch.setattr(calibration, "_noted", set())
+        configure(skeletons=1, share_copies=1, **(place | given))
+        got = shmload.load_model("AutoencoderKL", source, **vae).state_dict()
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+        configure(skeletons=0, share_copies=1, **(place | given))
+        pipe = shmload.load_pipeline(
+            source, dtype="bfloat16", pipeline_class="StableDiffusionPipeline"
+        )
+        got = pipe.vae.state_dict()
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+        assert torch.equal(shmload.load_state_dict(older)["a"], tensors["a"])
+        choice = calibration.choose_way("auto", LateDevice(), 1 << 30)
+        choice.note(1.0, 0)
+
+    return load_all
+
+
+def give_away(path):
+    os.chown(path, 65534, 65534)
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def open_folder(path):
+    path.parent.chmod(0o770)
+
+
+def remembered():
+    """Return all files in the cache, but for locks."""
+    files = [path for path in settings().cache_dir.rglob("*") if path.is_file()]
+    return {path for path in files if not path.name.startswith("lock")}
+
+
+@pytest.mark.parametrize("harm", [give_away, truncate, open_folder])
+def test_harmed_stores_are_not_believed_and_are_written_anew(load, harm):
+    if harm is give_away and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    load()
+    assert {path.parent.name for path in remembered()} == _STORES
+    before = {path: path.stat().st_ino for path in remembered()}
+    for path in before:
+        harm(path)
+    load()
+    for path, inode in before.items():
+        found = path.stat()
+        assert (found.st_uid, found.st_mode & 0o777) == (os.geteuid(), 0o600)
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        assert found.st_ino != inode or harm is open_folder, path
+
+
+def test_loads_go_on_while_everything_is_removed_again_and_again(load, monkeypatch):
+    read = Memo.read
+
+    def read_and_remove(memo, **given):
+        found = read(memo, **given)
+        shutil.rmtree(settings().cache_dir, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(Memo, "read", read_and_remove)
+    load()
+
+
+def test_loads_go_on_where_nothing_can_be_written(load):
+    load(cache_dir="/proc/nowhere")
