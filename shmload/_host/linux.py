@@ -172,11 +172,16 @@ def shm_rename(old: str, new: str) -> None:
 
     Raises:
         SegmentRemoved: there is no object of the old name.
+        SegmentUntrusted: another user has taken the new one.
     """
     try:
         (SHM_DIR / old).rename(SHM_DIR / new)
     except FileNotFoundError as exc:
         raise SegmentRemoved(old) from exc
+    except PermissionError as exc:  # /dev/shm is sticky
+        raise SegmentUntrusted(new, "it belongs to another user") from exc
+    except IsADirectoryError as exc:
+        raise SegmentUntrusted(new, "it is not a regular file") from exc
 
 
 def is_named(fd: int, name: str) -> bool:

@@ -23,7 +23,7 @@ from shmload._segments.part import Hollow, Part
 from shmload._segments.removal import give_back, remove_idle
 from shmload._segments.segment import Segment, Stay, attach
 from shmload._segments.view import descriptor_path
-from shmload.errors import SegmentRemoved
+from shmload.errors import SegmentRemoved, SegmentUntrusted
 
 if TYPE_CHECKING:
     from shmload._checkpoints.header import Header
@@ -130,8 +130,11 @@ class Holdings:
 
     def _acquire(self, name: str) -> Held:
         if self._is_hollow:
-            return attach(name) or Hollow(name)
-        return (self._lend(name) if self._lend else None) or acquire(name)
+            with contextlib.suppress(SegmentUntrusted):  # the bytes go elsewhere
+                return attach(name) or Hollow(name)
+            return Hollow(name)
+        needs_name = self._stay is not Stay.PRIVATE
+        return (self._lend(name) if self._lend else None) or acquire(name, needs_name=needs_name)
 
     def make_parts(
         self,
@@ -202,14 +205,17 @@ class Holdings:
             stay: how long this segment stays.
 
         Raises:
-            SegmentRemoved: its name was removed from outside, and the load was to leave it.
+            SegmentRemoved, SegmentUntrusted: its name was removed from outside, or taken by another
+                user, and the load was to leave it.
         """
         name = shard.plan.segment
         part = self._part(shard)
         assert isinstance(part, Part)
+        if not part.has_name:
+            stay = Stay.PRIVATE
         try:
             self._held[name] = part.publish(digest, stay)
-        except SegmentRemoved as exc:
+        except (SegmentRemoved, SegmentUntrusted) as exc:
             if self._stay is not Stay.PRIVATE:
                 raise
             logger.warning("%s; this load goes on with what it has", exc)  # a service keeps it

@@ -1,5 +1,6 @@
 """How a process gets a segment: attach it, build it, or wait for the process that builds it."""
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from shmload._segments.names import part_name
 from shmload._segments.part import Hollow, Part
 from shmload._segments.pids import holders
 from shmload._segments.segment import Segment, attach
-from shmload.errors import SegmentTimeout, ShmloadError
+from shmload.errors import SegmentTimeout, SegmentUntrusted, ShmloadError
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.01
 
@@ -23,9 +26,10 @@ class Awaited(Descriptor):
     Owns a descriptor of the part; it leads to the segment even if that never gets a name.
     """
 
-    def __init__(self, name: str, fd: int) -> None:
+    def __init__(self, name: str, fd: int, *, needs_name: bool) -> None:
         super().__init__(fd)
         self.name = name
+        self._needs_name = needs_name
 
     def wait(self, timeout_s: float, is_cancelled: Callable[[], bool] = bool) -> Segment | Part:
         """Attach the segment once it is complete, or become its builder if the other process dies.
@@ -41,7 +45,7 @@ class Awaited(Descriptor):
                 if not is_part and _is_complete(self.fd, self.name):
                     return Segment(self.name, self.take())
                 unlock(self.fd)  # or our own lock would keep us from taking over
-                found = acquire(self.name)
+                found = acquire(self.name, needs_name=self._needs_name)
                 self.close()
                 if not isinstance(found, Awaited):
                     return found
@@ -58,15 +62,30 @@ Held = Opened | Awaited
 """A load holds one of these for each segment."""
 
 
-def acquire(name: str) -> Segment | Part | Awaited:
+def acquire(name: str, *, needs_name: bool = True) -> Segment | Part | Awaited:
     """Attach a segment, become its builder, or find that another process is.
 
     Does not wait for another builder. Waits at most 1 s for a segment that is being evicted.
 
+    Args:
+        name: of the segment.
+        needs_name: other processes are to find it. If not, and another user has taken its name or
+            its part's, it is built without a name.
+
     Raises:
-        SegmentUntrusted: the name belongs to another user.
+        SegmentUntrusted: the name belongs to another user, and the segment needs it.
         SharedMemoryFull: /dev/shm has no inodes left.
     """
+    try:
+        return _acquire(name, needs_name=needs_name)
+    except SegmentUntrusted as exc:
+        if needs_name:
+            raise
+        logger.warning("%s; this process decodes for itself alone", exc)
+        return Part(name, None)
+
+
+def _acquire(name: str, *, needs_name: bool) -> Segment | Part | Awaited:
     while True:
         segment = attach(name)
         if segment:
@@ -79,7 +98,7 @@ def acquire(name: str) -> Segment | Part | Awaited:
             os.close(fd)
             continue
         if not is_mine:
-            return Awaited(name, fd)
+            return Awaited(name, fd, needs_name=needs_name)
         part = Part(name, fd)
         try:
             os.ftruncate(fd, 0)  # a dead builder's bytes take room and must not be read as data

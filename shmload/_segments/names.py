@@ -2,7 +2,7 @@
 
 shmload-UID-KEY             a segment; KEY is 30 hexadecimal digits
 shmload-UID-KEY.part        its part, while the segment is being built
-shmload-UID-KEY.new.part    a part that is about to replace that one
+shmload-UID-KEY.RANDOM.part a part that is about to replace that one
 shmload-UID-room.part       empty; locked by the load that looks for room in SHMLOAD_BUDGET
 shmload-UID-mode.part       empty; locked by the process that changes a segment's mode
 shmload-UID-view-RANDOM     a view: a directory that looks like a checkpoint
@@ -49,8 +49,8 @@ def part_name(segment: str) -> str:
 
 
 def new_part_name(segment: str) -> str:
-    """Return the name of a part until it replaces the segment's present one."""
-    return f"{segment}.new{_PART_SUFFIX}"
+    """Return a random name for a part until it replaces the segment's present one."""
+    return f"{segment}.{secrets.token_hex(8)}{_PART_SUFFIX}"
 
 
 def room_lock_name() -> str:

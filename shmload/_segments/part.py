@@ -31,11 +31,16 @@ class Part(Descriptor):
     """A segment that this process builds: it holds the exclusive lock.
 
     Owns one descriptor, until `publish` makes it the segment's or `close` removes the part.
+
+    Args:
+        name: of the segment.
+        fd: of the part, locked; None for one without a name in /dev/shm, which stays private.
     """
 
-    def __init__(self, name: str, fd: int) -> None:
-        super().__init__(fd)
+    def __init__(self, name: str, fd: int | None) -> None:
+        super().__init__(_make_nameless(name) if fd is None else fd)
         self.name = name
+        self.has_name = fd is not None
         self._digest_offset = 0
         self._is_published = False
 
@@ -47,7 +52,7 @@ class Part(Descriptor):
 
     def renew(self) -> None:
         """Start over in a new inode, which no service has; drop the old one's bytes."""
-        fd = self._create_another()
+        fd = self._create_another() if self.has_name else _make_nameless(self.name)
         old, self.fd = self.fd, fd
         os.ftruncate(old, 0)
         unlock(old)  # the service's descriptor shares the lock; processes that wait start over
@@ -84,6 +89,7 @@ class Part(Descriptor):
 
         Raises:
             SegmentRemoved: the part's name was removed from outside, and the segment needs one.
+            SegmentUntrusted: the segment's name belongs to another user, likewise.
         """
         # Another load may have begun a part of that name since, which must not be renamed.
         is_mine = is_named(self.fd, part_name(self.name))
@@ -125,7 +131,7 @@ class Hollow(Descriptor):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(os.memfd_create(name, os.MFD_CLOEXEC))
+        super().__init__(_make_nameless(name))
         self.name = name
         self._data_offset = 0
 
@@ -146,6 +152,14 @@ class Hollow(Descriptor):
         first = {(self._data_offset + tensor.begin) // PAGE_NBYTES for tensor in header.tensors}
         pages = itertools.chain.from_iterable(_pages_made(self.fd, self._data_offset))
         return not first.issuperset(pages)
+
+
+def _make_nameless(name: str) -> int:
+    """Make a file in memory that only its descriptor leads to; it is shown by the name."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
+    try_lock(fd, exclusive=True)
+    return fd
 
 
 def _pages_made(fd: int, begin: int) -> Iterator[range]:

@@ -2,8 +2,10 @@
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
+from weight import assert_right
 
 import shmload
 from shmload._checkpoints.hub import find_source
@@ -57,6 +59,17 @@ def test_what_it_writes_later_reaches_no_segment(service, shard, evicts):
     shmload.warm(shard, torch_dtype="bfloat16")
     service.write()
     assert len(shmload.verify()) == 1
+
+
+def test_part_without_a_name_is_replaced_too(service, shard):
+    (planned,) = shmload.plan(shard, dtype="bfloat16", keep=True).shards
+    taken = Path("/dev/shm", planned.segment)
+    taken.symlink_to("nowhere")
+    service.may_go.set()
+    state = shmload.load_state_dict(shard, "bfloat16")
+    service.write()
+    assert_right(state)
+    taken.unlink()
 
 
 def test_loader_that_waits_for_the_part_gets_the_segment(service, shard, evicts, shm_names):

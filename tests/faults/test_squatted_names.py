@@ -1,11 +1,15 @@
 """Names in /dev/shm taken by another user are not trusted, followed or removed."""
 
+import contextlib
+import gc
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from doors import refusal, state_dict, view
+from doors import refusal
+from safetensors.torch import load_file
+from weight import assert_right
 
 import shmload
 
@@ -35,9 +39,7 @@ def squat_as_somebody_else(path, victim):
     os.chown(path, 65534, 65534)
 
 
-@pytest.mark.timeout(20)  # opening a FIFO can block forever
-@pytest.mark.parametrize("suffix", ["", ".part"])
-@pytest.mark.parametrize(
+every_squat = pytest.mark.parametrize(
     "squat",
     [
         squat_link,
@@ -50,28 +52,92 @@ def squat_as_somebody_else(path, victim):
         ),
     ],
 )
-def test_squatted_name(checkpoint, evicts, shm_names, squat, suffix):
-    (planned,) = shmload.plan(checkpoint, torch_dtype=torch.bfloat16, keep=True).shards
-    victim = checkpoint.parent / "victim"
-    victim.write_bytes(b"precious")
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A file that a planted link leads to, and that stays as it is."""
+    path = tmp_path / "victim"
+    path.write_bytes(b"precious")
+    yield path
+    assert path.read_bytes() == b"precious"
+
+
+@pytest.fixture
+def planned(checkpoint):
+    return shmload.plan(checkpoint, torch_dtype=torch.bfloat16, keep=True).shards[0]
+
+
+@pytest.fixture
+def untouched(shm_names):
+    """Check that the names which a test has planted are there, unchanged, and no other."""
+
+    @contextlib.contextmanager
+    def check(*names):
+        before = [facts(name) for name in names]
+        yield
+        assert [facts(name) for name in names] == before
+        assert shm_names() == sorted(names)
+
+    return check
+
+
+def facts(name):
+    found = os.lstat(SHM / name)
+    return found.st_ino, found.st_mode, found.st_size
+
+
+@pytest.mark.timeout(20)  # opening a FIFO can block forever
+@pytest.mark.parametrize("suffix", ["", ".part"])
+@every_squat
+def test_load_that_needs_a_squatted_name_is_refused(
+    checkpoint, planned, evicts, victim, untouched, squat, suffix
+):
     name = planned.segment + suffix
     squat(SHM / name, victim)
-    before = os.lstat(SHM / name)
-    for door in (shmload.warm, view, state_dict):
+    with untouched(name):
         refusal(
-            door,
+            shmload.warm,
             checkpoint,
             shmload.SegmentUntrusted,
             f"/dev/shm/{name}",
             "ask its owner to remove it",
             torch_dtype=torch.bfloat16,
         )
-    assert victim.read_bytes() == b"precious"
-    after = os.lstat(SHM / name)
-    assert (after.st_ino, after.st_mode, after.st_size) == (
-        before.st_ino,
-        before.st_mode,
-        before.st_size,
-    )
-    assert shmload.segments() == shmload.collect_garbage() == []
-    assert shm_names() == [name]
+        assert shmload.segments() == shmload.collect_garbage() == []
+
+
+@pytest.mark.timeout(20)
+@every_squat
+def test_private_load_does_without_squatted_names(
+    checkpoint, planned, evicts, victim, untouched, squat, caplog
+):
+    names = [planned.segment, planned.segment + ".part"]
+    for name in names:
+        squat(SHM / name, victim)
+    expected = load_file(checkpoint)["a"].bfloat16()
+    with untouched(*names):
+        state = shmload.load_state_dict(checkpoint, "bfloat16")
+        assert torch.equal(state["a"], expected)
+        with shmload.view(checkpoint, dtype="bfloat16") as path:
+            assert torch.equal(load_file(path)["a"], expected)
+        del state
+        gc.collect()
+    assert "this process decodes for itself alone" in caplog.text
+
+
+def test_private_load_whose_name_is_taken_while_a_service_decodes_it(
+    service, shard, evicts, shm_names, monkeypatch, caplog
+):
+    service()
+    name = shmload.plan(shard, dtype="bfloat16", keep=True).shards[0].segment
+
+    def refuse(old, new):
+        raise shmload.SegmentUntrusted(new, "it belongs to another user")
+
+    monkeypatch.setattr("shmload._segments.part.shm_rename", refuse)
+    assert_right(shmload.load_state_dict(shard, "bfloat16"))
+    assert f"/dev/shm/{name} is not trusted" in caplog.text
+    with pytest.raises(shmload.SegmentUntrusted):
+        shmload.warm(shard, dtype="bfloat16")
+    assert shm_names() == []

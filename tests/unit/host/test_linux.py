@@ -11,6 +11,7 @@ import sys
 
 import numpy as np
 import pytest
+from privileges import no_privileges
 
 from shmload._host.linux import (
     PAGE_NBYTES,
@@ -127,6 +128,20 @@ def test_planted_name_is_not_trusted(name, plant, kwargs):
     with pytest.raises(SegmentUntrusted, match=rf"/dev/shm/{name} is not trusted: .* remove it"):
         shm_open(name, **kwargs)
     assert os.path.lexists(SHM_DIR / name)
+
+
+@_NEEDS_ROOT
+def test_name_that_another_user_has_is_not_replaced(name):
+    new = name[:-1] + ("0" if name[-1] != "0" else "1")
+    plant_anothers_file(SHM_DIR / new)
+    os.chown(SHM_DIR / new, 1, 1)
+    with no_privileges():
+        os.close(shm_open(name, create=True, writable=True))
+        with pytest.raises(SegmentUntrusted, match=f"/dev/shm/{new} is not trusted"):
+            shm_rename(name, new)
+        shm_unlink(name)
+    assert (SHM_DIR / new).read_bytes() == b"evil"
+    shm_unlink(new)
 
 
 def test_name_can_go_twice(fd, name):
