@@ -11,7 +11,7 @@ import os
 from shmload._templates import wire
 from shmload._templates.signals import signal
 
-_ANSWER_TIMEOUT_S = 0.2  # it may be stopped
+_ANSWER_TIMEOUT_S = 1.0  # it may be stopped; a later answer would be taken for another one
 
 
 class Witness:
@@ -49,6 +49,7 @@ class Witness:
             self._channel.send(bytes((number,)))
             return self._channel.recv(1) == b"\1"
         except OSError:
+            self._channel.close()
             return False
 
     def close(self) -> None:
