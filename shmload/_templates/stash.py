@@ -189,7 +189,10 @@ class Stash(MetaPathFinder, Loader):
         found = PathFinder.find_spec(name, path)
         module = self._modules.get(name) or sys.modules.get(name)
         own = getattr(module, "__spec__", None)
-        return found is not None and (own is None or own.origin != found.origin)
+        if found is None or own is None:
+            return found is not None
+        # A directory without `__init__.py` ranks behind all entries of the path, but joins others.
+        return own.origin != found.origin if found.loader else own.origin is None
 
     # As a finder and loader ----------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,25 @@ def test_variable_of_the_caller_that_differs_starts_python(running):
         del running.environment["OWN_SETTING"]
     assert ended.stdout == "other\n"
     assert "in the ordinary way: OWN_SETTING is not what" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("made", "is_found"), [("own_library/part.py", False), ("own_library.py", True)]
+)
+@pytest.mark.usefixtures("template")
+def test_folder_beside_the_script_counts_as_for_python(running, made, is_found):
+    """A folder without `__init__.py` ranks behind an installed package, a module before."""
+    folder = running.folder / "beside"
+    (folder / made).parent.mkdir(parents=True)
+    (folder / made).write_text("VALUE = 'beside'\n")
+    script = folder / "app.py"
+    script.write_text("import own_library; print(own_library.VALUE)")
+    seen = run(running, str(script))
+    wanted = subprocess.run([sys.executable, script], cwd=running.work, env=running.environment,
+                            capture_output=True, text=True, check=True)  # fmt: skip
+    shutil.rmtree(folder)
+    assert seen.stdout == wanted.stdout == ("beside\n" if is_found else "unset\n")
+    assert ("has a own_library of its own" in seen.stderr) == is_found
 
 
 def test_changed_package_ends_the_template(running, template, library):
