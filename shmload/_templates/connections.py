@@ -131,7 +131,8 @@ class Connections:
                 wire.close(found[1])
                 if peer.user != os.geteuid():
                     raise PeerDiffers("it is another user's")
-                peer.require_equal(self._own)
+                if isinstance(found[0], Call):
+                    peer.require_equal(self._own)
                 question = Question(found[0], channel, peer)
         except BlockingIOError:
             if len(self._silent) < _MAX_SILENT:

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -293,6 +294,24 @@ def test_confined_process_gets_no_template_outside(running, template, name):
     ended = lie(running, template, confine)
     assert f"it differs from the template in {field}" in ended.stdout, ended.stderr
     assert running.shmload("run", "-v", "-c", "pass").stderr == ""
+
+
+@pytest.mark.parametrize("confine", ["unshare --mount", "setpriv --no-new-privs"])
+@_needs_root
+def test_process_with_other_rights_sees_a_template_and_ends_it(running, template, confine):
+    """It needs the same user: what it may do otherwise matters to programs only."""
+    if not shutil.which(confine.split()[0]):
+        pytest.skip(f"there is no {confine}")
+
+    def confined(*words):
+        command = [*confine.split(), sys.executable, "-m", "shmload", "template", *words]
+        given = {"cwd": running.work, "env": running.environment, "timeout": _DEADLINE_S}
+        return subprocess.run(command, capture_output=True, check=True, text=True, **given).stdout
+
+    found = json.loads(confined("ls", "--json"))["templates"]
+    assert template in [each["pid"] for each in found]
+    assert template in json.loads(confined("stop", "--json"))["stopped"]
+    wait_until_gone(template)
 
 
 def test_process_that_is_not_confined_is_served(running, template):
