@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
+import sys
 
 import click
 
 from shmload._cli.output import as_json_option, print_json, print_table
 from shmload._templates import kind, look, place
 from shmload._templates.command import main as run_program
-from shmload._templates.modules import unfit
 from shmload._wording import count_of, format_age, format_nbytes
 from shmload.errors import TemplateUnavailable
 
@@ -28,13 +28,12 @@ def template_group() -> None:
 @template_group.command("ls")
 @as_json_option
 def ls_command(as_json: bool) -> None:
-    """List the templates that run, and the modules that none can import."""
+    """List the templates that run, and the modules that they leave out."""
     found = list(look.templates())
     starting = len(place.importing())
-    left_out = [{"module": name, "reason": reason} for name, reason in unfit()]
     if as_json:
         listed = [dataclasses.asdict(template) for template in found]
-        print_json("template ls", templates=listed, starting=starting, unfit=left_out)
+        print_json("template ls", templates=listed, starting=starting)
         return
     if starting:
         click.echo(f"{count_of(starting, 'template')} starting; ready in some seconds")
@@ -57,8 +56,8 @@ def ls_command(as_json: bool) -> None:
             ],
             right=(1, 3, 4, 5),
         )
-    for module in left_out:
-        click.echo(f"left out: {module['module']}: {module['reason']}")
+    for left_out in dict.fromkeys(each for template in found for each in template.left_out):
+        click.echo(f"left out: {left_out}")
 
 
 @template_group.command("warm")
@@ -81,6 +80,10 @@ def warm_command(name: str, modules: tuple[str, ...], as_json: bool) -> None:
         print_json("template warm", template=dataclasses.asdict(found))
     else:
         click.echo(f"template {name}: process {found.pid}")
+    for left_out in found.left_out:
+        click.echo(f"left out: {left_out}", err=True)
+    if modules and found.left_out:
+        sys.exit(1)
 
 
 @template_group.command("stop")

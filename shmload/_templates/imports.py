@@ -1,27 +1,27 @@
-"""The imports of a template: what they are, what they write, and whether it is fit afterwards."""
+"""The imports of a template: what they are, what they write, and whether it is fit afterwards.
 
+The libraries are known to be neutral: a test says so. What the user names besides is tried in a
+copy of the template first, and imported only if that leaves all else as it was.
+"""
+
+import contextlib
 import importlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from typing import Self
 
-from shmload._templates import modules, place
+from shmload._templates import place
+from shmload._templates.copies import Unfit, in_copy, require_one_thread
+from shmload._templates.neutral import Snapshot
 from shmload._templates.recorder import Recorder
+from shmload._templates.start import MODULES
 
-# A module that is not imported by then never will be; its process is ended by SIGALRM.
+# A library that is not imported by then never will be; its process is ended by SIGALRM.
 _IMPORT_TIMEOUT_S = 600
-_THREADS_TIMEOUT_S = 2.0
-
-
-class Unfit(Exception):
-    """A process cannot be a template; str says why."""
-
-
-class UnfitModule(Unfit):
-    """A module that only some programs need makes it so. It is noted, and left out next time."""
+_MAX_SHOWN = 5
+_TRUSTED = sys.stdlib_module_names | {name.partition(".")[0] for name in MODULES}
 
 
 class Imports:
@@ -35,53 +35,34 @@ class Imports:
     def __init__(self, key: str, recorder: Recorder) -> None:
         self._key = key
         self._recorder = recorder
-        self.remembered: list[str] = []
-        """The modules that programs import besides, as noted when this began."""
         self.descriptors: set[int] = set()
         """What the modules have opened."""
+        self.left_out: list[str] = []
+        """The modules that were named and are not imported, each with the reason."""
 
     def make(self, wanted: Sequence[str]) -> None:
-        """Import modules, and then those that programs import besides.
+        """Import modules; leave out what is not neutral, unless it is one of the libraries.
 
         Raises:
             Unfit: this process cannot be a template any more.
-            BaseException: a module has raised it.
+            BaseException: a library has raised it.
         """
-        self._blame_for_crash(wanted)
-        self.remembered = modules.remembered()
         signal.alarm(_IMPORT_TIMEOUT_S)
         with _Output(self._key) as output:
             self._recorder.drain = output.drain
             before = _descriptors()
             for name in wanted:
                 place.write_note(self._key, "importing", name)
+                if name not in MODULES:
+                    signal.alarm(0)
+                    if reason := why_not_neutral(name, self._recorder):
+                        self.left_out.append(f"{name}: {reason}")
+                        continue
                 importlib.import_module(name)
             require_fitness(wanted)
-            for name in self.remembered:
-                self._import_besides(name)
             self._recorder.stop()
             self.descriptors = _descriptors() - before
         signal.alarm(0)
-        place.remove_note(self._key, "importing")
-
-    def _import_besides(self, name: str) -> None:
-        place.write_note(self._key, "importing", name)
-        try:
-            importlib.import_module(name)
-            require_fitness([name])
-        except ImportError:
-            return  # it may have been removed since
-        except BaseException as exc:  # a module may raise anything
-            known = isinstance(exc, Unfit)
-            modules.write_unfit(name, str(exc) if known else f"{type(exc).__name__}: {exc}")
-            place.remove_note(self._key, "importing")
-            raise UnfitModule(name) from exc
-
-    def _blame_for_crash(self, wanted: Sequence[str]) -> None:
-        """Leave out a module in whose import the last template of this key has ended."""
-        name = place.read_note(self._key, "importing")
-        if name and name not in wanted:
-            modules.write_unfit(name, how_it_crashed(self._key) or "")
         place.remove_note(self._key, "importing")
 
 
@@ -104,23 +85,57 @@ def require_fitness(names: Sequence[str]) -> None:
         Unfit: it has more than one thread, or has touched a GPU.
     """
     who = f"the import of {', '.join(names)}"
-    if len(os.listdir("/proc/self/task")) > 1:
-        _end_idle_threads(who)
+    require_one_thread(who)
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
         raise Unfit(f"{who} has touched the GPU")
 
 
-def _end_idle_threads(who: str) -> None:
-    pid = os.fork()  # OpenBLAS ends its threads before a fork, and starts them when it needs them
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    deadline = time.monotonic() + _THREADS_TIMEOUT_S
-    while len(os.listdir("/proc/self/task")) > 1:
-        if time.monotonic() > deadline:
-            raise Unfit(f"{who} has left threads running")
-        time.sleep(0.001)
+def why_not_neutral(name: str, recorder: Recorder) -> str:
+    """Import a module in a copy of this process; return why it must not be imported here, or "".
+
+    What it needs is imported before it, one package after the other: so each is compared with all
+    that it could have changed, and blamed for nothing that another has done.
+    """
+
+    def learn() -> str:
+        importlib.import_module(name)
+        require_fitness([name])
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            if children := file.read().split():
+                for child in children:
+                    os.kill(int(child), signal.SIGKILL)
+                raise Unfit(f"the import of {name} has started a process")
+        return "\n".join(recorder.ended[known:])
+
+    def judge() -> str:
+        for package, members in _by_package(ended):
+            before = None if package in _TRUSTED else Snapshot()
+            for each in members:
+                with contextlib.suppress(Exception):  # it needs the ones that come later
+                    importlib.import_module(each)
+            if before and (changes := before.changes()):
+                who = "" if package == name.partition(".")[0] else f"{package}, which it needs, "
+                more = len(changes) - _MAX_SHOWN
+                shown = "; ".join(changes[:_MAX_SHOWN]) + (f"; {more} more" if more > 0 else "")
+                return f"{who}changes what other programs see: {shown}"
+        return ""
+
+    known = len(recorder.ended)
+    try:
+        ended = in_copy(learn).split()
+        return in_copy(judge) if ended else ""
+    except Unfit as exc:
+        return str(exc)
+
+
+def _by_package(names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return modules by package: first those that are trusted, and the last one's last."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.partition(".")[0], []).append(name)
+    last = names[-1].partition(".")[0]
+    return sorted(found.items(), key=lambda each: (each[0] not in _TRUSTED, each[0] == last))
 
 
 class _Output:

@@ -6,13 +6,10 @@ import fcntl
 import os
 import signal
 import sys
-import sysconfig
-from collections.abc import Collection
 
 from shmload._templates import messages, wire
 from shmload._templates.events import Events
 from shmload._templates.messages import Leaves
-from shmload._templates.modules import remember
 
 # F_SETSIG is not in the module fcntl.
 _F_SETSIG = 10
@@ -22,8 +19,6 @@ _MEASURED = {"LD_PRELOAD", "PYTHONDUMPREFS", "PYTHONINSPECT", "PYTHONMALLOCSTATS
 _channel: wire.Socket | None = None
 _program: tuple[int, int] = (0, 0)
 """The program's process, and the inode of the channel; its descriptor may be another's by then."""
-_had: Collection[str] = ()
-"""Modules of the template."""
 _events: Events | None = None
 
 
@@ -59,16 +54,15 @@ def live_without(channel: wire.Socket) -> None:
     fcntl.fcntl(channel, fcntl.F_SETFL, flags & ~os.O_ASYNC)
 
 
-def begin(channel: wire.Socket, had: Collection[str], events: Events) -> None:
+def begin(channel: wire.Socket, events: Events) -> None:
     """Note that this process is a program from now on.
 
     Args:
         channel: to its caller.
-        had: the modules of its template.
         events: watches this process.
     """
-    global _channel, _had, _program, _events
-    _channel, _had, _events = channel, had, events
+    global _channel, _program, _events
+    _channel, _events = channel, events
     _program = (os.getpid(), os.fstat(channel.fileno()).st_ino)
 
 
@@ -83,29 +77,6 @@ def leave() -> None:
         if _channel and _program == (os.getpid(), os.fstat(_channel.fileno()).st_ino):
             live_without(_channel)
             messages.send(_channel, Leaves(code & 0xFF))
-            note_modules()
             # Python ends with SIGINT after KeyboardInterrupt, and asks for commands if told so.
             if _events and is_plain and not _MEASURED & os.environ.keys():
                 _events.end_early(code & 0xFF)
-
-
-def note_modules() -> None:
-    """Note what this program has imported, for the templates that start later.
-
-    At its end, and before where a program may never come to its end: a server dies by SIGTERM.
-    """
-    remember(_new_modules())
-
-
-def _new_modules() -> list[str]:
-    """Return the modules of packages that the program has imported and its template has not."""
-    folders = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("purelib", "platlib"))
-    return [
-        name
-        for name, module in list(sys.modules.items())
-        if name not in _had
-        and (
-            name.startswith("shmload.")  # wherever it lies
-            or (getattr(module, "__file__", None) or "").startswith(folders)
-        )
-    ]

@@ -34,6 +34,7 @@ class Template:
         memory_nbytes: its share of memory (PSS), with its copy that waits for the next program,
             in bytes.
         ahead: the sources of the pipelines that this copy has loaded.
+        left_out: the modules that it was to import and has not, each with the reason.
         socket: the path of its socket.
     """
 
@@ -44,6 +45,7 @@ class Template:
     idle_s: float
     memory_nbytes: int
     ahead: tuple[str, ...]
+    left_out: tuple[str, ...]
     socket: str
 
 
@@ -72,6 +74,7 @@ def template_at(path: str) -> Template | None:
         idle_s=answer.idle_ms / 1000,
         memory_nbytes=sum(map(_memory_of, filter(None, (answer.pid, answer.spare)))),
         ahead=tuple(answer.ahead),
+        left_out=tuple(answer.left_out),
         socket=path,
     )
 

@@ -26,7 +26,7 @@ else:
         return lambda kind: kind
 
 
-VERSION = 5
+VERSION = 6
 """Changes with any message. A template of another version is not spoken with."""
 
 
@@ -204,9 +204,10 @@ class About(Message):
         is_draining: 1 if it takes no more programs.
         spare: process id of the copy that waits for the next program; 0 if there is none.
         ahead: the sources of pipelines that this copy has loaded.
+        left_out: the modules that it was to import and has not, each with the reason.
     """
 
-    __slots__ = ("ahead", "idle_ms", "is_draining", "name", "pid", "programs", "spare")
+    __slots__ = ("ahead", "idle_ms", "is_draining", "left_out", "name", "pid", "programs", "spare")
     pid: int
     name: str
     programs: int
@@ -214,6 +215,7 @@ class About(Message):
     is_draining: int
     spare: int
     ahead: list[str]
+    left_out: list[str]
 
 
 class End(Message):

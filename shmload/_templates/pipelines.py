@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shmload._templates import leaving, place
+from shmload._templates import place
 from shmload._templates.messages import Program
 from shmload._templates.stash import Stash
 
@@ -122,7 +122,6 @@ class Pipelines:
 
     def _note(self, request: Any) -> None:
         """Note what a program has loaded, if that is a request; this runs in the program."""
-        leaving.note_modules()
         if request is None:
             return
         if not self._requests:

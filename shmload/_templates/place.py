@@ -99,15 +99,6 @@ def is_taken(key: str) -> bool:
     return False
 
 
-def has_draining(key: str) -> bool:
-    """Tell whether a template of this key lives on for its last programs."""
-    for entry in os.scandir(folder()):
-        before, _, pid = entry.name.rpartition(".")
-        if before == key and pid.isdigit() and os.path.exists(f"/proc/{pid}"):
-            return True
-    return False
-
-
 # Why there is none ------------------------------------------------------------------------------
 
 

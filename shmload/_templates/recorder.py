@@ -44,6 +44,8 @@ class Recorder:
         self.needs: dict[str, set[str]] = {}
         """By module, in the order in which their imports began: the modules that were imported
         meanwhile, or were there already."""
+        self.ended: list[str] = []
+        """The modules whose imports have ended, in that order."""
         self.events: list[Event] = []
         self.variables: dict[str, str | None] = {}
         """Environment variables that Python code has read, with what it found."""
@@ -125,7 +127,7 @@ class Recorder:
 
     def _leave(self) -> None:
         self._settle()
-        self._stack.pop()
+        self.ended.append(self._stack.pop())
 
     def _settle(self) -> None:
         """Charge what has happened since the last step to the module that is being imported."""

@@ -139,7 +139,7 @@ class Spare:
         if run.func is RUN_MODULE:
             __import__("runpy")  # Python too has it then, and what it needs
         leaving.die_with(self._caller, with_group=not call.group)
-        leaving.begin(self._caller, self._stash.names, self._events)
+        leaving.begin(self._caller, self._events)
         gc.enable()
         self._events.has_trace = False  # all this was not the program's
         take_mask(call.standing.blocked)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shmload._templates import messages, wire
-from shmload._templates.imports import Unfit
+from shmload._templates.copies import Unfit
 from shmload._templates.messages import Call
 
 _MAX_LOST = 3

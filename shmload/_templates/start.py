@@ -20,7 +20,8 @@ MODULES = (
     "shmload.integrations.redirect",
     "shmload.integrations._redirecting.calls",
 )
-"""What a template imports."""
+"""The libraries: what a template imports."""
+_NAMED = "SHMLOAD_RUN_IMPORTS"
 
 _PR_GET_CHILD_SUBREAPER = 37
 
@@ -77,7 +78,8 @@ def start_template(name: str, key: str, modules: tuple[str, ...] = ()) -> int:
     Args:
         name: of the template.
         key: see `kind`.
-        modules: what it imports; none for what the last one of this key did, or else `MODULES`.
+        modules: what it imports; none for what the last one of this key did, or else `MODULES`. It
+            also imports what a variable names.
 
     Returns:
         Its process id.
@@ -92,7 +94,9 @@ def start_template(name: str, key: str, modules: tuple[str, ...] = ()) -> int:
     os.replace(f"{path}.{os.getpid()}", path)
     recorder = os.path.join(os.path.dirname(__file__), "recorder.py")
     last = (place.read_note(key, "imports") or "").split()
-    orders = json.dumps({"modules": [name, *(modules or last or MODULES)], "key": key})
+    named = os.environ.get(_NAMED, "").replace(",", " ").split()
+    wanted = dict.fromkeys((*(modules or last or MODULES), *named))
+    orders = json.dumps({"modules": [name, *wanted], "key": key})
     flags = plain.flags_of_this_process()
     command = [sys.executable, *flags, path, recorder, orders]
     environment = first_environment()

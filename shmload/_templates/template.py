@@ -27,10 +27,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from shmload._templates import ahead, cgroups, kind, leaving, messages, modules, place
+from shmload._templates import ahead, cgroups, kind, leaving, messages, place
 from shmload._templates.connections import Connections, Question, refuse
 from shmload._templates.freshness import Freshness
-from shmload._templates.imports import Imports, UnfitModule
+from shmload._templates.imports import Imports
 from shmload._templates.messages import About, Call, End, Keep
 from shmload._templates.pipelines import PIPELINES, Pipelines
 from shmload._templates.programs import Programs, Running
@@ -43,8 +43,8 @@ from shmload._templates.stash import Stash
 IDLE_S = 1800.0
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN,
             signal.SIGTTOU, signal.SIGPIPE, signal.SIGXFSZ)  # fmt: skip
-# A template makes way for one that imports more only when no program came or ended for this long.
-_QUIET_S = 10.0
+# It looks this often whether it is alone in its control group, and ends if so.
+_LOOK_AROUND_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,6 @@ def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     facts = kind.facts_of_this_process(name)
-    modules.choose_lists()
     del sys.path[: 0 if sys.flags.safe_path else 1]
     recorder.fresh["path"] = list(sys.path)
     lock = place.take_lock(key)
@@ -79,8 +78,6 @@ def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
     imports = Imports(key, recorder)
     try:
         imports.make(wanted)
-    except UnfitModule:
-        _start_again()  # without it
     except BaseException as exc:  # a module may raise anything
         place.write_failure(key, f"there can be no template: {type(exc).__name__}: {exc}")
         place.remove_note(key, "importing")
@@ -125,12 +122,10 @@ class Template:
         self._renewal = Renewal()
         self._stash = Stash(recorder, known)
         self._keep = imports.descriptors
-        self._remembered = imports.remembered
+        self._left_out = imports.left_out
         self._is_draining = False
         self._is_told_to_end = False
         self._used = time.monotonic()
-        self._quiet_since = self._used
-        """When a program last came or ended; `_used` is later if something keeps the template."""
 
     def run(self) -> NoReturn:
         """Serve; end this process, or raise `Born` in a copy."""
@@ -162,7 +157,6 @@ class Template:
         self._spares = Spares(self._become_program, self._pipelines.work)
         self._spares.fork()  # before the socket is there: the first caller finds it ready
         self._connections = Connections(place.socket_of(self._identity.key), self._poll)
-        self._reap()  # what it had forked before it started again
         while True:
             self._tend()
             for fd, _ in self._poll.poll(self._wait_ms()):
@@ -180,7 +174,7 @@ class Template:
                         self._answer(question)
 
     def _wait_ms(self) -> float:
-        times = [_QUIET_S, self._connections.wait_s(), self._spares.wait_s()]
+        times = [_LOOK_AROUND_S, self._connections.wait_s(), self._spares.wait_s()]
         return 1000 * min(found for found in times if found is not None)
 
     def _tend(self) -> None:
@@ -189,10 +183,9 @@ class Template:
         if self._is_told_to_end:
             self._drain()
         may_end = not self._programs and not self._is_draining
-        if may_end and (idle > IDLE_S or (idle > _QUIET_S and cgroups.is_alone_in(self._group))):
+        is_lonely = idle > _LOOK_AROUND_S and cgroups.is_alone_in(self._group)
+        if may_end and (idle > IDLE_S or is_lonely):
             self._drain()
-        if not self._is_draining and time.monotonic() - self._quiet_since > _QUIET_S:
-            self._import_more()
         if self._is_draining and not self._programs:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._connections.path)
@@ -200,26 +193,6 @@ class Template:
         self._connections.tend()
         if not self._is_draining:
             self._spares.tend()
-
-    def _import_more(self) -> None:
-        """Make way for a template that imports what programs have imported since.
-
-        A server may run for weeks, so this does not wait for the programs to end: a new process
-        takes the place then. At most one template of a key drains for that, so that programs which
-        run for long do not each keep a template.
-        """
-        if modules.remembered() == self._remembered:
-            return
-        if self._programs:
-            if not place.has_draining(self._identity.key):
-                self._drain()
-                _start_successor()
-            return
-        os.unlink(self._connections.path)
-        self._spares.end()
-        # It has the lock too, and takes a moment to die.
-        place.give_lock_back(self._lock)
-        _start_again()
 
     def _become_program(self, orders: Any, works_ahead: bool) -> Callable[[], Any]:
         """Become a spare, in a copy of this process, and then its program."""
@@ -242,7 +215,8 @@ class Template:
                 if self._spares.has_worked():
                     ahead = self._pipelines.sources()
                 about = About(os.getpid(), self._identity.name, len(self._programs), idle_ms,
-                              int(self._is_draining), self._spares.pid, ahead)  # fmt: skip
+                              int(self._is_draining), self._spares.pid, ahead,
+                              self._left_out)  # fmt: skip
                 if isinstance(question.message, Keep):
                     self._used = time.monotonic()
                 with contextlib.suppress(OSError):
@@ -251,7 +225,7 @@ class Template:
 
     def _start(self, call: Call, question: Question) -> None:
         """Hand a program to the spare, or refuse it."""
-        self._used = self._quiet_since = time.monotonic()
+        self._used = time.monotonic()
         refusal = self._refusal(call)
         pid = 0
         if not refusal:
@@ -292,7 +266,7 @@ class Template:
             self._programs.child_has_changed(pid, status)
             if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
                 self._spares.has_ended(pid)
-        self._used = self._quiet_since = time.monotonic()
+        self._used = time.monotonic()
 
     def _end_soon(self, *_: object) -> None:
         self._is_told_to_end = True
@@ -306,26 +280,3 @@ class Template:
             self._connections.move(f"{self._connections.path}.{os.getpid()}")
         self._spares.end()
         place.give_lock_back(self._lock)
-
-
-def _start_again() -> NoReturn:
-    """Become a template that has imported what programs have imported since, but nothing unfit."""
-    command = [sys.executable, *sys.orig_argv[1:]]
-    os.execve(sys.executable, command, kind.first_environment())
-
-
-def _start_successor() -> None:
-    """Start a template in this one's place, as no child of it; call this when it drains."""
-    try:
-        pid = os.fork()
-    except OSError:  # too many processes, or no memory: the next program starts one
-        return
-    if pid == 0:
-        try:
-            if os.fork() == 0:
-                # With a terminal it stays in its session, so that programs can join groups there.
-                os.setpgid(0, 0) if kind.session_and_terminal()[1] else os.setsid()
-                _start_again()
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)

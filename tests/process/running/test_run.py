@@ -160,11 +160,9 @@ def test_changed_package_ends_the_template(running, template, library):
 def test_module_that_a_template_cannot_import_is_named(running):
     ended = running.shmload("template", "warm", "--name", "odd", "--import=no_such_module")
     assert ended.returncode == 1
-    assert "the template odd cannot be started" in ended.stderr
-    assert "No module named 'no_such_module'" in ended.stderr
+    assert "left out: no_such_module: ModuleNotFoundError: No module named" in ended.stderr
     ended = running.shmload("run", "-v", "--template", "odd", "-c", "print(1)")
-    assert ended.stdout == "1\n"
-    assert "No module named 'no_such_module'" in ended.stderr
+    assert (ended.stdout, ended.stderr) == ("1\n", "")
 
 
 _LOGS = """

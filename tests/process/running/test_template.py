@@ -1,6 +1,7 @@
 """Templates: how they end, whom they serve, and what they cost where the system has no room."""
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from running_place import Running
 
-from shmload._templates import look, messages, wire
+from shmload._templates import messages, wire
 
 _DEADLINE_S = 60.0
 _WAITS = "print('up', flush=True); input()"
@@ -131,7 +132,9 @@ def test_service_holds_a_template_ready(running, template):
 _UNFIT = {
     "threads": ("import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), "
                 "daemon=True).start()", "has left threads running"),
-    "crashes": ("import os; os.abort()", "it ended while it imported crashes"),
+    "crashes": ("import os, sys; print('last words', file=sys.stderr, flush=True); os.abort()",
+                "it ends the process: last words"),
+    "starts": ("import subprocess; subprocess.Popen(['sleep', '999'])", "has started a process"),
     "raises": ("raise ValueError('no, thanks')", "no, thanks"),
 }  # fmt: skip
 
@@ -150,9 +153,10 @@ def place():
 
 
 def test_template_that_still_imports_is_shown(place):
-    gate = place.folder / "gate"
-    os.mkfifo(gate)
-    (place.packages / "slow.py").write_text(f"open({str(gate)!r}).close()")
+    gate = (place.folder / "gate").open("w")
+    fcntl.flock(gate, fcntl.LOCK_EX)
+    waits = f"import fcntl; fcntl.flock(open({gate.name!r}), fcntl.LOCK_SH)"
+    (place.packages / "slow.py").write_text(waits)
     command = [sys.executable, "-m", "shmload", "template", "warm", "--import=slow"]
     warm = subprocess.Popen(command, env=place.environment, cwd=place.work)
 
@@ -165,78 +169,22 @@ def test_template_that_still_imports_is_shown(place):
     assert ls() == "1 template starting; ready in some seconds\n"
     said = place.shmload("template", "stop").stdout
     assert said == "ended 0 templates\n1 template still starting: stop again in some seconds\n"
-    gate.open("w").close()
+    gate.close()
     assert warm.wait(_DEADLINE_S) == 0
     found = json.loads(ls("--json"))
     assert (len(found["templates"]), found["starting"]) == (1, 0)
 
 
 @pytest.mark.parametrize("name", _UNFIT)
-def test_template_that_cannot_import_a_module_says_so_at_once(place, name):
+def test_module_that_no_template_can_import_is_left_out_by_name(place, name):
     (place.packages / f"{name}.py").write_text(_UNFIT[name][0])
-    ended = place.shmload("template", "warm", f"--import={name}")
-    assert ended.returncode == 1
-    assert _UNFIT[name][1] in ended.stderr
-
-
-@pytest.mark.parametrize("name", _UNFIT)
-def test_module_of_programs_that_no_template_can_import_is_left_out(place, name):
-    (place.packages / f"{name}.py").write_text(_UNFIT[name][0])
-    note = f"from shmload._templates.modules import remember; remember(['json.tool', '{name}'])"
-    subprocess.run([sys.executable, "-c", note], env=place.environment, cwd=place.work, check=True,
-                   timeout=_DEADLINE_S)  # fmt: skip
-    if name == "crashes":  # it takes the template with it once
-        ended = place.shmload("template", "warm", "--import=json")
-        assert "it ended while it imported crashes" in ended.stderr
-    place.start_template(["json"])
-
-    def unfit():
-        ended = place.shmload("template", "ls", "--json")
-        return [module["module"] for module in json.loads(ended.stdout)["unfit"]]
-
-    assert unfit() == [name]
-    (place.packages / f"{name}.py").write_text("")
-    assert unfit() == []
-
-
-# As a server that has loaded a pipeline, and is ended by a signal.
-_SERVER = """
-import os
-import shmload._tables
-from shmload.integrations._building import prepared
-prepared.note(None, [])  # as after a load that cannot be made ahead
-print("up", flush=True)
-print(os.getpid(), flush=True)
-input()
-"""
-
-
-def test_template_that_lacks_imports_of_a_server_makes_way_while_that_runs(place):
-    first = place.start_template(["shmload.integrations._building.prepared"])
-    with subprocess.Popen(
-        [sys.executable, "-m", "shmload", "run", "-v", "-c", _SERVER],
-        cwd=place.work, env=place.environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as caller:  # fmt: skip
-        assert caller.stdout.readline() == "up\n", caller.stderr.read()
-        program = int(caller.stdout.readline())
-
-        def both_are_there(templates):
-            for each in templates:
-                look.keep(each.socket)  # as a service does that holds it ready
-            return len({each.state for each in templates}) == 2
-
-        place.wait_for_templates(both_are_there)
-        found = {each["state"]: each["pid"] for each in listed(place)}
-        assert found["draining"] == first
-        second = found["ready"]
-        lists = (place.folder / "shmload/templates").glob("modules-*")
-        assert any("shmload._tables" in path.read_text().split("\n") for path in lists)
-        assert place.shmload("run", "-v", "-c", "pass").stderr == ""
-        os.kill(program, signal.SIGTERM)
-        assert caller.wait(_DEADLINE_S) == -signal.SIGTERM
-    wait_until_gone(first)
-    assert [found["pid"] for found in listed(place)] == [second]
+    warm = place.shmload("template", "warm", "--import=json.tool", f"--import={name}")
+    assert warm.returncode == 1
+    assert f"left out: {name}: " in warm.stderr
+    assert _UNFIT[name][1] in warm.stderr
+    assert f"left out: {name}: " in place.shmload("template", "ls").stdout
+    ended = place.shmload("run", "-v", "-c", "import json.tool")
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 # Whom it serves ----------------------------------------------------------------------------------

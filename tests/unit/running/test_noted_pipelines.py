@@ -16,7 +16,6 @@ def door(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     for name in ("on_load", "hidden"):
         monkeypatch.setattr(prepared, name, None)
-    monkeypatch.setattr("shmload._templates.leaving.note_modules", lambda: None)
     return prepared
 
 

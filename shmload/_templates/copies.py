@@ -1,0 +1,79 @@
+"""What is tried in a copy of this process first: the copy may crash, hang, or be spoilt by it."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+
+_TIMEOUT_S = 600
+_THREADS_TIMEOUT_S = 2.0
+
+
+class Unfit(Exception):
+    """A process cannot be a template, or something cannot be done in one; str says why."""
+
+
+def in_copy(function: Callable[[], str]) -> str:
+    """Call a function in a copy of this process, which then ends; return what it returns.
+
+    Nothing that the copy writes to the standard streams is seen.
+
+    Raises:
+        Unfit: it has raised, crashed, or not returned within ten minutes.
+        OSError: no process can be started.
+    """
+    answer, said = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("answer", "said"))
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _answer(function, answer, said)
+        _, status = os.waitpid(pid, 0)
+        text = os.pread(answer, os.fstat(answer).st_size, 0).decode("utf-8", "replace")
+        if status == 0:
+            return text
+        words = os.pread(said, os.fstat(said).st_size, 0).decode("utf-8", "replace")
+        last = "".join(f": {line}" for line in words.strip().splitlines()[-1:])
+        raise Unfit(text or f"it ends the process{last}")
+    finally:
+        os.close(answer)
+        os.close(said)
+
+
+def _answer(function: Callable[[], str], answer: int, said: int) -> None:
+    """Be the copy; do not return."""
+    code = 1
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_TIMEOUT_S)
+        for fd in (1, 2):
+            os.dup2(said, fd)
+        text, code = function(), 0
+    except BaseException as exc:  # what is tried may raise anything
+        text = str(exc) if isinstance(exc, Unfit) else f"{type(exc).__name__}: {exc}"
+    finally:
+        with contextlib.suppress(Exception):
+            os.pwrite(answer, text.encode("utf-8", "replace"), 0)
+        os._exit(code)
+
+
+def require_one_thread(who: str) -> None:
+    """Check that this process has one thread, so that copies of it are sound.
+
+    Args:
+        who: what has been done here, for the error.
+
+    Raises:
+        Unfit: it has more.
+    """
+    if len(os.listdir("/proc/self/task")) == 1:
+        return
+    pid = os.fork()  # OpenBLAS ends its threads before a fork, and starts them when it needs them
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + _THREADS_TIMEOUT_S
+    while len(os.listdir("/proc/self/task")) > 1:
+        if time.monotonic() > deadline:
+            raise Unfit(f"{who} has left threads running")
+        time.sleep(0.001)
