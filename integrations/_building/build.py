@@ -34,6 +34,7 @@ from shmload.integrations._building.maker import Maker, NotToBeCast
 from shmload.integrations._building.mapped import Spans, hold_leases, plain_tensors
 from shmload.integrations._building.paths import PathRepair
 from shmload.integrations._building.pickling import Models
+from shmload.integrations._building.private import say_what_is_private
 from shmload.integrations._building.requests import ask, make_request
 from shmload.integrations._building.rules import libraries
 from shmload.integrations._building.skeletons import Skeleton, skeleton_key, skeleton_memo
@@ -295,7 +296,10 @@ class Build:
                 self._load.verify()
         if self._place:
             self._place(pipe)  # this copies bytes while others are decoded, and waits for all
-        hold_leases(self._maker.parts(pipe), self._load.holdings.segments())
+        holdings, parts = self._load.holdings, self._maker.parts(pipe)
+        spans = Spans(holdings.inodes())
+        if private := hold_leases(parts.values(), holdings.segments(), spans):
+            say_what_is_private(private, parts, self._source, self._kwargs)
 
     @property
     def _reads_at_once(self) -> bool:

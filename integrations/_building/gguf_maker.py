@@ -5,7 +5,6 @@ read from the file, but mapped from the segment. So what is left for it to do is
 split.
 """
 
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,13 +18,10 @@ from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._host.descriptors import Descriptor
-from shmload._host.linux import inode_of, open_source
+from shmload._host.linux import open_source
 from shmload._loading.state_dict import wrap
-from shmload._wording import format_nbytes
 from shmload.errors.libraries import needing
 from shmload.integrations._building.single_file import SingleFileMaker
-
-logger = logging.getLogger(__name__)
 
 # diffusers has these as tensors, and all other kinds as parameters of bytes (0.35 to 0.42).
 _PLAIN_KINDS = ("F32", "F16")
@@ -113,9 +109,7 @@ class BlocksMaker(SingleFileMaker):
         with Descriptor(open_source(Path(path))) as segment:
             tensors = self._read_tensors(segment.fd)
             with Joins(segment.fd):
-                made = self._class.from_single_file(tensors, **given)
-        self._report(path, made)
-        return made
+                return self._class.from_single_file(tensors, **given)
 
     def _read_tensors(self, fd: int) -> dict[str, Any]:
         """Return what diffusers' `load_gguf_checkpoint` returns, over a segment.
@@ -143,19 +137,6 @@ class BlocksMaker(SingleFileMaker):
     def _header(self) -> Header:
         with Descriptor(open_source(self._path)) as file:
             return GGUF.read_header(file.fd, self._path)
-
-    def _report(self, path: str | os.PathLike[str], made: Any) -> None:
-        from shmload.integrations._building.mapped import Spans
-
-        spans = Spans({inode_of(os.stat(path))})
-        copies = [each for each in made.parameters() if spans.find(each) is None]
-        if copies:
-            logger.info(
-                "%s: diffusers joined or cast %d tensors; %s are private to this process",
-                self._path.name,
-                len(copies),
-                format_nbytes(sum(each.nbytes for each in copies)),
-            )
 
 
 def _dequantise(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Makers import no library before they must: workers decode while the classes are 
 """
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from shmload._checkpoints.resolve import Checkpoint, Source
@@ -82,5 +82,5 @@ class Maker(Protocol):
     def part(self, made: Any, component: str) -> Any:
         """Return a component of what was made; None if it lacks it."""
 
-    def parts(self, made: Any) -> Iterable[Any]:
-        """Return all components of what was made."""
+    def parts(self, made: Any) -> Mapping[str, Any]:
+        """Return all components of what was made by name; a model has an empty one."""

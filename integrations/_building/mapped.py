@@ -60,30 +60,42 @@ class Spans:
         return end <= begin or not is_touched(begin, end)
 
 
-def hold_leases(components: Iterable[Any], segments: Iterable[Segment]) -> None:
+def hold_leases(
+    components: Iterable[Any], segments: Iterable[Segment], spans: Spans
+) -> dict[int, int]:
     """Keep a lease on each segment as long as a tensor lies in it.
 
     Each storage in a mapping that the library made gets a finalizer; the last one closes the
     lease. A segment without a name needs no lease: no process could evict it.
+
+    Args:
+        components: the models among them are looked through.
+        segments: the complete ones.
+        spans: the mappings of the segments, and of files that were mapped in their place.
+
+    Returns:
+        The sizes of the storages on the host that lie in no such mapping, in bytes, by address.
     """
-    named = {segment.inode: segment for segment in segments if segment.has_name}
-    if not named:
-        return
     import torch  # not at the top: decoding starts before the second that this takes
 
-    leases = {inode: _Counted(Lease(segment)) for inode, segment in named.items()}
-    spans = Spans(set(named))
+    leases = {each.inode: _Counted(Lease(each)) for each in segments if each.has_name}
     seen = set()
+    private = {}
     for component in components:
         for tensor in _tensors_of(component) if isinstance(component, torch.nn.Module) else ():
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
-            mapping = spans.find_address(address) if address not in seen else None
-            if mapping:
-                seen.add(address)
-                leases[mapping.inode].add(storage)
+            if address in seen:
+                continue
+            seen.add(address)
+            mapping = spans.find_address(address)
+            if mapping is None:
+                private[address] = storage.nbytes()
+            elif lease := leases.get(mapping.inode):
+                lease.add(storage)
     for lease in leases.values():
         lease.close_if_unused()
+    return private
 
 
 def _tensors_of(model: "torch.nn.Module") -> Iterator["torch.Tensor"]:

@@ -1,7 +1,7 @@
 """Makes single models of diffusers and transformers."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +161,9 @@ class ModelMaker:
         """Return the model, whose component has an empty name."""
         return made[0] if isinstance(made, tuple) else made
 
-    def parts(self, made: Any) -> Iterable[Any]:
+    def parts(self, made: Any) -> Mapping[str, Any]:
         """Return the model alone."""
-        return [self.part(made, "")]
+        return {"": self.part(made, "")}
 
 
 def is_left_to_library(dtype: object) -> bool:

@@ -75,10 +75,6 @@ class Movement(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.computed = name
         return result
 
-    def copies_in(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of some tensors that are copies of the file's, and not mapped from it."""
-        return [each for each in tensors if each.untyped_storage().data_ptr() in self._copies]
-
     def _is_watched(self, tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
         if not self._is_mapped:  # the file is mapped at some moment within the context

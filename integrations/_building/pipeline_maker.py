@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -185,9 +185,9 @@ class PipelineMaker:
         """Return a component; None if the pipeline has none of that name."""
         return getattr(made, component, None)
 
-    def parts(self, made: "DiffusionPipeline") -> Iterable[Any]:
-        """Return all components."""
-        return components_by_name(made).values()
+    def parts(self, made: "DiffusionPipeline") -> Mapping[str, Any]:
+        """Return all components by name."""
+        return components_by_name(made)
 
 
 def without_others(source: Source, taken: Collection[str] | None) -> Source:

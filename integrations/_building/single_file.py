@@ -6,7 +6,6 @@ tensors may be cast before, as long as nothing computes with them; `Movement` wa
 """
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -26,11 +25,8 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import wanted_dtype
 from shmload._checkpoints.wanted import Hub, Wanted, named_arguments
 from shmload._checkpoints.weights import why_file_is_unread
-from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError, PickleUnread, UnknownArgument
 from shmload.integrations._building.classes import find_class_named, require_installed
-
-logger = logging.getLogger(__name__)
 
 # What `from_single_file` reads from its keywords, in 0.35 to 0.42; a test compares it with the
 # libraries' source.
@@ -232,15 +228,6 @@ class SingleFileMaker:
         with Movement(path, target or torch.float32) as movement:
             made = getattr(self._class, _METHOD)(self._weights(path), **given)
         self.computed = movement.computed
-        models = [each for each in self.parts(made) if isinstance(each, torch.nn.Module)]
-        copies = movement.copies_in(each for model in models for each in model.parameters())
-        if copies:
-            logger.info(
-                "%s: diffusers joined, split or cast %d tensors; %s are private to this process",
-                os.path.basename(path),
-                len(copies),
-                format_nbytes(sum(each.nbytes for each in copies)),
-            )
         return made
 
     def _weights(self, path: str | os.PathLike[str]) -> Any:
@@ -251,9 +238,9 @@ class SingleFileMaker:
         """Return the model, whose component has an empty name."""
         return made
 
-    def parts(self, made: Any) -> Iterable[Any]:
+    def parts(self, made: Any) -> Mapping[str, Any]:
         """Return the model alone."""
-        return [made]
+        return {"": made}
 
 
 class SinglePipelineMaker(SingleFileMaker):
@@ -278,11 +265,11 @@ class SinglePipelineMaker(SingleFileMaker):
         """Return None: which of the models come from the file is known to diffusers alone."""
         return None
 
-    def parts(self, made: Any) -> Iterable[Any]:
-        """Return all components."""
+    def parts(self, made: Any) -> Mapping[str, Any]:
+        """Return all components by name."""
         from shmload.integrations._building.pipeline_maker import components_by_name
 
-        return components_by_name(made).values()
+        return components_by_name(made)
 
 
 def _class_name_in(config: object, hub: Hub) -> str:

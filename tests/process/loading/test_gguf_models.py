@@ -14,6 +14,8 @@ from gguf_models import MODELS
 
 import shmload
 from shmload._host.linux import SHM_DIR, inode_of
+from shmload._wording import format_nbytes
+from shmload.integrations._building import private
 from shmload.integrations._building.mapped import Spans
 
 pytestmark = pytest.mark.libraries
@@ -97,7 +99,8 @@ def test_quantised_model_computes_what_that_of_diffusers_does(written, evicts):
     assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
 
 
-def test_split_tensors_stay_shared(tmp_path, caplog, evicts):
+def test_split_tensors_stay_shared(tmp_path, caplog, monkeypatch, evicts):
+    monkeypatch.setattr(private, "_LEAST_NBYTES", 1)
     name = "SD3Transformer2DModel"
     model = gguf_models.build(name)
     model.save_config(tmp_path)
@@ -112,7 +115,9 @@ def test_split_tensors_stay_shared(tmp_path, caplog, evicts):
     # diffusers exchanges the halves of some tensors. Those of these are no whole pages.
     last = "transformer_blocks.1.norm1_context.linear"
     assert private_of(got) == {f"{last}.bias", "norm_out.linear.bias"}
-    assert "joined or cast 2 tensors" in caplog.text
+    nbytes = sum(got.state_dict()[key].nbytes for key in private_of(got))
+    said = f"the model {format_nbytes(nbytes)} (made by the library with quantization_config)"
+    assert said in caplog.text
 
 
 def _of_one_kind(model, kind_of):

@@ -15,6 +15,8 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 import shmload
 from benchmarks import single_files
 from shmload._host.linux import SHM_DIR, inode_of
+from shmload._wording import format_nbytes
+from shmload.integrations._building import private
 from shmload.integrations._building.mapped import Spans
 from shmload.integrations._building.single_file import KEYWORDS
 
@@ -87,17 +89,20 @@ def test_stable_diffusion_is_shared_whole(written, dtype, evicts):
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".ckpt"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_sdxl_copies_only_what_diffusers_joins(written, suffix, dtype, caplog, evicts):
+def test_sdxl_copies_only_what_diffusers_joins(written, suffix, dtype, caplog, monkeypatch, evicts):
+    monkeypatch.setattr(private, "_LEAST_NBYTES", 1)
     config, path = written("sdxl", suffix)
     with caplog.at_level("INFO", "shmload"):
         got = shmload.load_pipeline(path, config=config, dtype=dtype, keep=True)
     wanted = library_alone(diffusers.StableDiffusionXLPipeline, path, config, dtype)
     assert_equal(got, wanted)
     # In the file its second encoder has one tensor for three projections, and one transposed.
-    private = private_nbytes(models_of(got))
+    nbytes = private_nbytes(models_of(got))
     encoder = sum(each.nbytes for each in got.text_encoder_2.state_dict().values())
-    assert 0 < private < encoder
-    assert re.search(r"joined, split or cast \d+ tensors", caplog.text)
+    assert 0 < nbytes < encoder
+    said = f"{format_nbytes(nbytes)} of its weights lie in no segment"
+    assert said in caplog.text
+    assert "text_encoder_2 " in caplog.text.partition(said)[2]
 
 
 def test_warm_makes_the_segment_that_is_attached(written, evicts):

@@ -61,11 +61,3 @@ def test_numbers_that_are_no_floats_may_be_computed_with(path):
     with Movement(path, torch.bfloat16) as movement:
         load_file(path)["ids"].add_(1)
     assert movement.computed == ""
-
-
-def test_copies_are_told_from_what_is_mapped(path):
-    with Movement(path, torch.float32) as movement:
-        tensors = load_file(path)
-        copy, view = torch.cat([tensors["a"], tensors["b"]]), tensors["a"][1:]
-    own = torch.rand(3)
-    assert [id(each) for each in movement.copies_in([view, copy, own])] == [id(copy)]
