@@ -7,7 +7,7 @@ import sys
 import click
 
 from shmload._cli.output import as_json_option, print_json, print_table
-from shmload._templates import kind, look, place
+from shmload._templates import look, place
 from shmload._templates.command import main as run_program
 from shmload._wording import count_of, format_age, format_nbytes
 from shmload.errors import TemplateUnavailable
@@ -71,9 +71,8 @@ def ls_command(as_json: bool) -> None:
 @as_json_option
 def warm_command(name: str, modules: tuple[str, ...], as_json: bool) -> None:
     """Start the template that programs of this terminal would use, and wait until it serves."""
-    key = kind.key_of(kind.facts_of_this_process(name))
     try:
-        found = look.start_and_wait(name, key, modules)
+        found = look.start_and_wait(name, modules)
     except (look.NotStarted, OSError) as exc:
         raise TemplateUnavailable(name, str(exc)) from exc
     if as_json:

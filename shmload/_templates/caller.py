@@ -8,7 +8,7 @@ import os
 import sys
 from stat import S_ISDIR, S_ISREG
 
-from shmload._templates import kind, messages, place, wire
+from shmload._templates import kind, messages, place, settings, wire
 from shmload._templates.messages import Call, Fds, Program, Ready, Refused, SendFds
 from shmload._templates.plain import run_plainly
 from shmload._templates.rights import read_status
@@ -17,6 +17,7 @@ from shmload._templates.standing import own_standing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import NoReturn
 
 # The template answers at once, or is stopped or overloaded; Python starts in about this time.
@@ -30,15 +31,25 @@ class Doubt(Exception):
 class NoTemplate(Exception):
     """No template of this kind runs."""
 
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
-
 
 class Replaceable(Doubt):
     """This template cannot run it; one that this process starts could."""
 
-    key = ""
+
+class _Wanted:
+    """The template that a program needs.
+
+    Args:
+        program: what is to run.
+        name: of the template.
+    """
+
+    def __init__(self, program: Program, name: str) -> None:
+        self.name = name
+        self.settings = settings.read_settings(program)
+        self.variables = settings.with_settings(kind.first_environment(), self.settings)
+        self.facts = kind.facts_of_this_process(name, self.variables)
+        self.key = kind.key_of(self.facts)
 
 
 def run(program: Program, name: str, is_verbose: bool) -> "NoReturn":
@@ -50,60 +61,66 @@ def run(program: Program, name: str, is_verbose: bool) -> "NoReturn":
         is_verbose: say on standard error if it is run in the ordinary way, and why.
     """
     try:
-        _hand_over(program, name)
+        wanted = _Wanted(program, name)
+        _hand_over(program, wanted, is_verbose)
     except Replaceable as exc:
         reason = str(exc)
-        _start_for_the_next(name, exc.key)
+        _end_template(wanted.key)
+        _start_for_the_next(wanted)
     except Doubt as exc:
         reason = str(exc)
-    except NoTemplate as exc:
-        reason = _start_for_the_next(name, exc.key)
+    except NoTemplate:
+        reason = _start_for_the_next(wanted)
+    except OSError as exc:  # no descriptors, no /proc
+        reason = str(exc)
     if is_verbose:
         print(f"shmload run: in the ordinary way: {reason}", file=sys.stderr)
     run_plainly(program)
 
 
-def _start_for_the_next(name: str, key: str) -> str:
-    """Start a template for later programs; return why there was none for this one."""
+def _start_for_the_next(wanted: _Wanted, modules: "Sequence[str]" = ()) -> str:
+    """Start a template for later programs; return why there was none for this one.
+
+    Args:
+        wanted: the template.
+        modules: see `start_template`.
+    """
     try:
-        found = place.read_failure(key)
+        found = place.read_failure(wanted.key)
         if found:
             return found
-        if place.is_taken(key):
+        if place.is_taken(wanted.key):
             return "the template is not ready yet"
         from shmload._templates.start import start_template, why_not_here
 
         found = why_not_here()
         if not found:
-            start_template(name, key)
+            start_template(wanted.name, wanted.key, modules, wanted.variables)
         return found or "there is no template yet"
     except (OSError, place.PlaceUnsafe) as exc:
         return f"a template cannot be started: {exc}"
 
 
-def _hand_over(program: Program, name: str) -> None:
+def _hand_over(program: Program, wanted: _Wanted, is_verbose: bool) -> None:
     """Run the program in a copy of a template; return only by an exception.
 
     Raises:
         Doubt: a template might not run it as Python would.
         NoTemplate: there is none.
+        OSError: this process has no descriptor left.
     """
-    try:
-        descriptors = _inherited_descriptors()
-        _require_ordinary(descriptors, program)
-        _, terminal = kind.session_and_terminal()
-        facts = kind.facts_of_this_process(name)
-        with open("/proc/self/environ", "rb", buffering=0) as file:
-            environ = file.read()
-        group = os.getpgrp() if terminal else 0
-        call = Call(program, facts, environ, descriptors, group, own_standing())
-        channel = _connect(kind.key_of(facts))
-        from shmload._templates.stand_in import StandIn
-        from shmload._templates.witness import Witness
+    descriptors = _inherited_descriptors()
+    _require_ordinary(descriptors, program)
+    _, terminal = kind.session_and_terminal()
+    group = os.getpgrp() if terminal else 0
+    call = Call(
+        program, wanted.facts, wanted.settings, descriptors, group, own_standing(), int(is_verbose)
+    )
+    channel = _connect(wanted.key)
+    from shmload._templates.stand_in import StandIn
+    from shmload._templates.witness import Witness
 
-        waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as exc:  # no descriptors, no /proc
-        raise Doubt(str(exc)) from exc
+    waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     witness = None
     try:
@@ -121,12 +138,20 @@ def _hand_over(program: Program, name: str) -> None:
             witness.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         channel.close()
-        if isinstance(exc, Replaceable):
-            exc.key = kind.key_of(facts)
-            _end_template(exc.key)
+        if isinstance(exc, Doubt):
             raise
         raise Doubt(str(exc)) from exc
-    stand_in.wait()
+
+    def note(found: list[list[str]]) -> None:
+        """Note what the program has set, and start a template that has it."""
+        try:
+            settings.write_settings(program, found)
+            modules = (place.read_note(wanted.key, "imports") or "").split()
+            _start_for_the_next(_Wanted(program, wanted.name), modules)
+        except (OSError, place.PlaceUnsafe):
+            return  # the next run starts over, too
+
+    stand_in.wait(note)
 
 
 def _end_template(key: str) -> None:
@@ -193,7 +218,7 @@ def _connect_to(channel: "wire.Socket", key: str) -> None:
     except TimeoutError as exc:
         raise Doubt("the template does not answer") from exc
     except OSError as exc:
-        raise NoTemplate(key) from exc
+        raise NoTemplate from exc
     if wire.peer_of(channel)[1] != os.geteuid():
         raise Doubt("the template is another user's")
 
@@ -210,7 +235,9 @@ def _ask(channel: "wire.Socket", call: Call) -> Ready:
         answer = messages.receive(channel, SendFds, Refused)
         # Only now: a stopped template would keep descriptors that wait for it open.
         if answer is not None and isinstance(answer[0], SendFds):
-            messages.send(channel, Fds(), (directory, *call.fds))
+            with open("/proc/self/environ", "rb", buffering=0) as file:
+                environ = file.read()
+            messages.send(channel, Fds(environ), (directory, *call.fds))
             answer = messages.receive(channel, Ready, Refused)
     except (OSError, ValueError) as exc:
         raise Doubt(f"the template does not answer: {exc}") from exc

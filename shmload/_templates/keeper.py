@@ -29,7 +29,6 @@ class Keeper:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._key = kind.key_of(kind.facts_of_this_process(name))
         self._is_over = threading.Event()
         self._starting: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._keep, name="template-keeper", daemon=True)
@@ -52,15 +51,16 @@ class Keeper:
 
     def _look_after(self) -> None:
         """Start a template if none is ready and none is being started."""
+        key = kind.key_of(kind.facts_of_this_process(self._name))
         if self._starting is not None:
             if self._starting.poll() is None:
                 return
             if self._starting.returncode != 0:
-                reason = place.read_failure(self._key) or how_it_crashed(self._key)
+                reason = place.read_failure(key) or how_it_crashed(key)
                 logger.warning("the template %s cannot be started: %s", self._name, reason)
                 self._is_over.wait(_PAUSE_S)
             self._starting = None
-        if look.keep(place.socket_of(self._key)) or place.is_taken(self._key):
+        if look.keep(place.socket_of(key)) or place.is_taken(key):
             return
         # A process of its own: this one has threads, and a copy of it would have their locks.
         command = [sys.executable, *plain.flags_of_this_process(), "-m", "shmload", "template"]

@@ -9,10 +9,14 @@ import os
 import sys
 import zlib
 
-from shmload._templates import rights
+from shmload._templates import place, rights
 from shmload._templates.messages import VERSION
 from shmload._templates.redirecting import without_redirect
 from shmload._version import __version__
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 # Variables that are read when Python starts or when libraries are imported. The C libraries among
 # them cannot be watched while they read; what Python code reads is, see `recorder`.
@@ -24,22 +28,27 @@ _FAMILIES = (
     "TRANSFORMERS_", "TZ", "USE_", "VECLIB_", "VIRTUAL_ENV", "XDG_",
 )  # fmt: skip
 
+_NAMES = frozenset({"LNAME", "LOGNAME", "TEMP", "TMP", "USER", "USERNAME"})
+
 # Read when a model is loaded: shmload sets it for that time.
 _READ_LATER = ("HF_DEACTIVATE_ASYNC_LOAD",)
+_NOTE = ("imports", "variables")
+"""A note of all templates: the names of other variables that imports have read."""
 
 
-def facts_of_this_process(name: str) -> str:
+def facts_of_this_process(name: str, environment: "dict[str, str] | None" = None) -> str:
     """Return everything that a template for this process's program must have in common with it.
 
     Args:
         name: of the template, as the user gave it.
+        environment: the variables that imports shall find; None for this process's first ones.
     """
     session, terminal = session_and_terminal()
     return repr(
         (
             (__version__, VERSION, name),
             _interpreter(),
-            sorted(item for item in first_environment().items() if is_of_import(item[0])),
+            sorted(read_on_import(environment or first_environment()).items()),
             # Libraries choose the size of their thread pools when they are loaded.
             sorted(os.sched_getaffinity(0)),
             _read("personality"),
@@ -84,7 +93,26 @@ def key_of(facts: str) -> str:
 
 def is_of_import(variable: str) -> bool:
     """Tell whether libraries may read a variable when they are imported."""
-    return variable.startswith(_FAMILIES) and variable not in _READ_LATER
+    is_one = variable.startswith(_FAMILIES) or variable in _NAMES
+    return is_one and variable not in _READ_LATER
+
+
+def read_on_import(environment: dict[str, str]) -> dict[str, str]:
+    """Return the variables among these that imports may read, or have read in a template."""
+    noted = _noted_variables() - {*_READ_LATER}
+    return {n: value for n, value in environment.items() if is_of_import(n) or n in noted}
+
+
+def note_variables(names: "Iterable[str]") -> None:
+    """Note variables that imports have read, for programs that start from now on."""
+    noted = _noted_variables()
+    found = noted | {name for name in names if not is_of_import(name)}
+    if found != noted:
+        place.write_note(*_NOTE, "\n".join(sorted(found)))
+
+
+def _noted_variables() -> set[str]:
+    return {*(place.read_note(*_NOTE) or "").splitlines()}
 
 
 def session_and_terminal() -> tuple[int, int]:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shmload._templates import messages, place, wire
+from shmload._templates import kind, messages, place, wire
 from shmload._templates.imports import how_it_crashed
 from shmload._templates.messages import About, End, Keep, Look, Message
 from shmload._templates.rights import has_ended
@@ -90,22 +90,27 @@ def end(template: Template) -> None:
     _ask(template.socket, End())
 
 
-def start_and_wait(name: str, key: str, modules: tuple[str, ...] = ()) -> Template:
-    """Start a template unless one runs, and wait until it serves.
+def start_and_wait(name: str, modules: tuple[str, ...] = ()) -> Template:
+    """Start a template that this process's programs use, unless one runs, and wait for it.
 
     Args:
         name: of the template.
-        key: see `kind`.
         modules: see `start_template`.
 
     Raises:
         NotStarted: it cannot serve, or has not within two minutes.
         OSError: no process can be started.
     """
-    path = place.socket_of(key)
-    found = template_at(path)
-    if found:
+    key = kind.key_of(kind.facts_of_this_process(name))
+    found = template_at(place.socket_of(key)) or _start(name, key, modules)
+    if key == kind.key_of(kind.facts_of_this_process(name)):
         return found
+    end(found)  # its imports have read variables that it did not get
+    return start_and_wait(name, modules)
+
+
+def _start(name: str, key: str, modules: tuple[str, ...]) -> Template:
+    path = place.socket_of(key)
     pidfd = os.pidfd_open(start_template(name, key, modules))
     try:
         deadline = time.monotonic() + _START_TIMEOUT_S

@@ -5,7 +5,7 @@
     caller ── Fds ───────────────────────▶  spare
     caller ◀────────────────────── Ready ── spare
     caller ── Go ────────────────────────▶  program
-    caller ◀─ Stopped, Ended ── template    program ── Leaves ──▶ caller
+    caller ◀─ Stopped, Ended ── template    program ── Sets, Leaves ──▶ caller
 
 Each is a frozen value with typed fields, and crosses as a list: version, name, fields. They are no
 dataclasses, since that module takes longer to import than a program takes to start here.
@@ -106,19 +106,21 @@ class Call(Message):
     Fields:
         program: see there.
         facts: what the template must have in common with the caller, see `kind`.
-        environ: the caller's first variables, as /proc/PID/environ has them.
+        settings: the variables that the program is going to set, see `settings`.
         fds: the numbers of the descriptors that the program inherits.
         group: the caller's process group if it has a terminal, else 0.
         standing: see there.
+        is_verbose: 1 if the caller's user is told why a program is not run here.
     """
 
-    __slots__ = ("environ", "facts", "fds", "group", "program", "standing")
+    __slots__ = ("facts", "fds", "group", "is_verbose", "program", "settings", "standing")
     program: Program
     facts: str
-    environ: bytes
+    settings: list[list[str]]
     fds: list[int]
     group: int
     standing: Standing
+    is_verbose: int
 
 
 class SendFds(Message):
@@ -128,9 +130,14 @@ class SendFds(Message):
 
 
 class Fds(Message):
-    """Carries the descriptors."""
+    """Carries the descriptors, and what the template must not know.
 
-    __slots__ = ()
+    Fields:
+        environ: the caller's first variables, as /proc/PID/environ has them.
+    """
+
+    __slots__ = ("environ",)
+    environ: bytes
 
 
 class Ready(Message):
@@ -158,6 +165,13 @@ class Refused(Message):
     __slots__ = ("is_replaceable", "reason")
     reason: str
     is_replaceable: int
+
+
+class Sets(Message):
+    """The program has set variables before its first import, see `settings`."""
+
+    __slots__ = ("settings",)
+    settings: list[list[str]]
 
 
 class Leaves(Message):

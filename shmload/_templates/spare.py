@@ -18,12 +18,13 @@ from typing import Any
 from shmload._templates import ahead, kind, leaving, messages, wire
 from shmload._templates.events import Events
 from shmload._templates.interpreter import RUN_MODULE, NotHere, prepare
-from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds
+from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds, Sets
 from shmload._templates.pipelines import PIPELINES, Pipelines
 from shmload._templates.plain import command_of, run_plainly
 from shmload._templates.redirecting import begin, variables
 from shmload._templates.renewal import Renewal
 from shmload._templates.rights import has_ended
+from shmload._templates.settings import with_settings
 from shmload._templates.shown import show
 from shmload._templates.signals import signal
 from shmload._templates.stash import Stash
@@ -98,7 +99,7 @@ class Spare:
             sent = messages.receive(self._caller, Fds)
             if sent is None:
                 os._exit(0)  # the caller has waited too long, and runs the program itself
-            return self._become(call, sent[1], process)
+            return self._become(call, *sent, process)
         except Exception as exc:  # whatever it is, the caller can run the program itself
             known = isinstance(exc, CannotTake | NotHere | DescriptorTaken)
             reason = str(exc) if known else f"{type(exc).__name__}: {exc}"
@@ -106,20 +107,29 @@ class Spare:
                 messages.send(self._caller, Refused(reason, int(isinstance(exc, CannotTake))))
             os._exit(0)
 
-    def _become(self, call: Call, fds: list[int], process: int) -> Callable[[], Any]:
+    def _become(self, call: Call, sent: Fds, fds: list[int], process: int) -> Callable[[], Any]:
         take_standing(wire.peer_of(self._caller)[0], call.standing)
         if has_ended(process):  # what was taken over may be another's
             os._exit(0)
         self._caller = take_descriptors(call.fds, fds, self._caller, self._keep)
-        environment = kind.variables_in(call.environ)
+        environment = kind.variables_in(sent.environ)
+        name = self._stash.difference_to(with_settings(self._coerced | environment, call.settings))
+        if name:
+            raise NotHere(f"{name} is not what the template has read on import")
         redirect = call.program.redirect
         self._take_environment(environment | variables(redirect, environment))
         os.setpgid(0, call.group)
         take_dispositions(call.standing.ignored)
         traces = Traces(self._events)
 
-        def start_over(reason: str) -> None:
-            if traces.is_none():
+        def start_over(reason: str, settings: list[list[str]] | None) -> None:
+            can_start_over = traces.is_none()
+            if settings is not None:
+                with contextlib.suppress(OSError):
+                    messages.send(self._caller, Sets(settings), waits=False)
+            if can_start_over:
+                if call.is_verbose:
+                    print(f"shmload run: in the ordinary way: {reason}", file=sys.stderr)
                 for number in (signal.SIGPIPE, signal.SIGXFSZ):
                     signal.signal(number, signal.SIG_DFL)
                 run_plainly(call.program, environment)
@@ -131,9 +141,9 @@ class Spare:
         renew_streams()
         self._renewal.renew_places()
         run = prepare(call.program, self._stash)
-        show(command_of(call.program), call.environ)
+        show(command_of(call.program), sent.environ)
         self._announce()
-        self._stash.begin()
+        self._stash.begin(call.settings)
         if redirect:
             begin(redirect, self._stash.hidden)
         if run.func is RUN_MODULE:

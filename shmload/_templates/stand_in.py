@@ -9,12 +9,13 @@ import time
 
 from shmload._templates import messages
 from shmload._templates.ending import end_as, status_of_ended
-from shmload._templates.messages import Ended, Go, Leaves, Stopped
+from shmload._templates.messages import Ended, Go, Leaves, Sets, Stopped
 from shmload._templates.signals import FORWARDED, signal
 from shmload._templates.wire import peer_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import NoReturn
 
     from shmload._templates.wire import Socket
@@ -68,8 +69,13 @@ class StandIn:
         self._channel.settimeout(None)
         messages.send(self._channel, Go())
 
-    def wait(self) -> "NoReturn":
-        """Pass signals on, and end as the program ends."""
+    def wait(self, note: "Callable[[list[list[str]]], None]") -> "NoReturn":
+        """Pass signals on, and end as the program ends.
+
+        Args:
+            note: called with the variables that the program has set before its imports.
+        """
+        self._note = note
         self._give_up_streams()
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         for number in FORWARDED:
@@ -127,10 +133,12 @@ class StandIn:
     def _listen(self) -> bool:
         """Take one message; tell whether more may come."""
         try:
-            found = messages.receive(self._channel, Leaves, Stopped, Ended)
+            found = messages.receive(self._channel, Sets, Leaves, Stopped, Ended)
         except ValueError:
             return True  # the program can write what it likes there; the template tells of its end
         match found:
+            case [Sets() as sets, _]:
+                self._note(sets.settings)
             case [Leaves() as leaves, _]:
                 self._code = leaves.code
             case [Stopped(), _]:

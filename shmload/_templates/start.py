@@ -9,7 +9,11 @@ import os
 import sys
 
 from shmload._templates import place, plain
-from shmload._templates.kind import first_environment
+from shmload._templates.kind import first_environment, read_on_import
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MODULES = (
     "torch",
@@ -72,7 +76,9 @@ def why_not_here() -> str | None:
     return "there is no template, and a subreaper starts none" if is_set.value else None
 
 
-def start_template(name: str, key: str, modules: tuple[str, ...] = ()) -> int:
+def start_template(
+    name: str, key: str, modules: "Sequence[str]" = (), variables: "dict[str, str] | None" = None
+) -> int:
     """Start a template that goes on when this process ends; do not wait for it.
 
     Args:
@@ -80,6 +86,8 @@ def start_template(name: str, key: str, modules: tuple[str, ...] = ()) -> int:
         key: see `kind`.
         modules: what it imports; none for what the last one of this key did, or else `MODULES`. It
             also imports what a variable names.
+        variables: those that a program has once it has set its own; None for this process's first
+            ones. The template gets those that imports read.
 
     Returns:
         Its process id.
@@ -99,7 +107,9 @@ def start_template(name: str, key: str, modules: tuple[str, ...] = ()) -> int:
     orders = json.dumps({"modules": [name, *wanted], "key": key})
     flags = plain.flags_of_this_process()
     command = [sys.executable, *flags, path, recorder, orders]
-    environment = first_environment()
+    given = variables or first_environment()
+    # It serves other programs too: they are to know nothing of this process.
+    environment = read_on_import(given) | {n: given[n] for n in ("PATH",) if n in given}
     place.remove_note(key, "failed")
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()

@@ -27,7 +27,10 @@ from shmload._templates.recorder import (
     forget_exits,
     read_state,
 )
+from shmload._templates.settings import differences as differences_of
+from shmload._templates.settings import with_settings
 
+StartOver = Callable[[str, list[list[str]] | None], None]
 # In these, diffusers, transformers and shmload list the names that they import on first use.
 _LAZY_TABLES = ("_class_to_module", "_HOMES")
 # shmload sets it for a moment, while a library that is imported builds a pipeline.
@@ -45,7 +48,7 @@ class Stash(MetaPathFinder, Loader):
     def __init__(self, recorder: Recorder, known: Collection[str]) -> None:
         self._recorder = recorder
         self._known = known
-        self._start_over: Callable[[str], None] = lambda reason: None
+        self._start_over: StartOver = lambda reason, settings: None
         self.names: frozenset[str] = frozenset()
         """All modules of the template, once they are hidden."""
         self._tops: set[str] = set()
@@ -68,7 +71,10 @@ class Stash(MetaPathFinder, Loader):
         """Held while modules are given: programs import in several threads."""
         os.register_at_fork(after_in_child=self._lock._at_fork_reinit)  # type: ignore[attr-defined]
         self._path: list[str] = []
-        self._variables: dict[str, str | None] = {}
+        self._variables: dict[str, str] = {}
+        """The variables of the libraries, as the template has read them."""
+        self._begun: dict[str, str] = {}
+        """The same, as the program has got them."""
         self._environ: dict[bytes, bytes] = {}
         """All variables, when those of the libraries were last compared."""
         self._places: dict[str, int] = {}
@@ -154,21 +160,35 @@ class Stash(MetaPathFinder, Loader):
             if not any(name in self._tops and self._is_shadowed(name) for name in wanted):
                 self._give(self._closure(wanted))
 
-    def begin(self) -> None:
-        """Give modules to the program from now on, which begins."""
+    def difference_to(self, environment: Mapping[str, str]) -> str | None:
+        """Return a variable that imports have read with another value, or None."""
+        for name, value in self._recorder.variables.items():
+            if environment.get(name) != value:
+                return name
+        return None
+
+    def begin(self, settings: list[list[str]]) -> None:
+        """Give modules to the program from now on, which begins.
+
+        Args:
+            settings: the variables that it is going to set, as the template has them.
+        """
         for name in list(sys.modules):
             if name not in self._known:
                 del sys.modules[name]  # imported since by the code that prepares the program
         self._path = list(sys.path)
-        self._environ, self._variables = _environ().copy(), self._variables_now()
+        self._begun = self._variables_now()
+        self._variables = with_settings(self._begun, settings)
+        self._environ = {} if settings else _environ().copy()
         sys.meta_path.insert(0, self)
 
-    def when_too_late(self, start_over: Callable[[str], None]) -> None:
+    def when_too_late(self, start_over: StartOver) -> None:
         """Set what is done when the program changes what libraries have read already.
 
         Args:
-            start_over: called with the reason. It runs the program again in the ordinary way, or
-                returns if that is not possible any more.
+            start_over: called with the reason, and with the variables that the program has set. It
+                runs the program again in the ordinary way, or returns if that is not possible any
+                more.
         """
         self._start_over = start_over
 
@@ -263,6 +283,8 @@ class Stash(MetaPathFinder, Loader):
             _do_again(event)
             if event.kind == "changed" and event.what[0] == "environ":
                 self._variables = self._variables_now()
+                set_here = {os.fsdecode(name) for name, _ in (*event.what[1], *event.what[2])}
+                self._begun |= {n: v for n, v in self._variables.items() if n in set_here}
 
     def _closure(self, names: Sequence[str]) -> set[str]:
         """Return the names of all hidden modules that the import of some needs, and their own."""
@@ -281,21 +303,27 @@ class Stash(MetaPathFinder, Loader):
             return
         self._environ = _environ().copy()
         now = self._variables_now()
-        changed = sorted(name for name in now if now[name] != self._variables.get(name))
+        changed = differences_of(self._variables, now)
         if changed:
             self._variables = now
-            self._start_over(f"the program set {changed[0]} before it imported a library")
+            name = changed[0][0]
+            sets = "set" if now.get(name) != self._begun.get(name) else "did not set"
+            self._start_over(
+                f"the program {sets} {name} before it imported a library",
+                differences_of(self._begun, now),
+            )
 
-    def _variables_now(self) -> dict[str, str | None]:
+    def _variables_now(self) -> dict[str, str]:
         names = {*self._recorder.variables, *self._variables, *filter(is_of_import, os.environ)}
-        return {name: os.environ.get(name) for name in names - _OF_SHMLOAD}
+        found = {name: os.environ.get(name) for name in names - _OF_SHMLOAD}
+        return {name: value for name, value in found.items() if value is not None}
 
     def _is_shadowed(self, name: str) -> bool:
         new = [entry or os.getcwd() for entry in sys.path if entry not in self._path]
         if not new or not self._is_another(name, new):
             return False
         if any(name in needs for other, needs in self._recorder.needs.items() if other != name):
-            self._start_over(f"the program has put another {name} on its path")
+            self._start_over(f"the program has put another {name} on its path", None)
         return True
 
 

@@ -78,6 +78,7 @@ def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
     imports = Imports(key, recorder)
     try:
         imports.make(wanted)
+        kind.note_variables(recorder.variables)
     except BaseException as exc:  # a module may raise anything
         place.write_failure(key, f"there can be no template: {type(exc).__name__}: {exc}")
         place.remove_note(key, "importing")
@@ -245,10 +246,6 @@ class Template:
             return "the template takes no more programs"
         if call.facts != self._identity.facts:
             return "this process differs from the template"
-        environment = self._coerced | kind.variables_in(call.environ)
-        for name, value in self._recorder.variables.items():
-            if environment.get(name) != value:
-                return f"{name} is not what the template has read on import"
         if self._freshness.is_lost():
             self._drain()
             return "stale: a package has changed"

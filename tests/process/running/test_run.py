@@ -101,9 +101,41 @@ def test_import_says_what_it_said_in_the_template(running):
 def test_variable_that_is_set_before_the_import_counts(running):
     code = "import os; os.environ['OWN_SETTING'] = 'new'; import own_library; print({})"
     ended = run(running, "-c", code.format("own_library.VALUE"))
-    assert (ended.stdout, ended.stderr) == ("new\n", "own_library is imported\n")
+    assert ended.stdout == "new\n"
+    assert ended.stderr == (
+        "shmload run: in the ordinary way: the program set OWN_SETTING before it imported a "
+        "library\nown_library is imported\n"
+    )
     late = run(running, "-c", "print(1, flush=True); " + code.format("own_library.VALUE"))
     assert "the program set OWN_SETTING before it imported a library" in late.stderr
+
+
+_SETS = """
+import os, sys
+print(os.environ.get("OWN_SETTING"))
+if sys.argv[1:] != ["no"]:
+    os.environ["OWN_SETTING"] = "new"
+import own_library
+print(own_library.VALUE)
+"""
+
+
+@pytest.mark.usefixtures("template")
+def test_program_that_sets_variables_gets_a_template_that_has_them(running):
+    def reason_of_a_run(*words):
+        ended = run(running, "-c", _SETS, *words)
+        assert ended.stdout == f"None\n{'unset' if words else 'new'}\n"
+        return ended.stderr.removesuffix("own_library is imported\n")
+
+    ordinary = "shmload run: in the ordinary way: the program"
+    late = "OWN_SETTING before it imported a library\n"
+    assert reason_of_a_run() == f"{ordinary} set {late}"
+    running.wait_for_templates(lambda found: len(found) == 2)
+    assert reason_of_a_run() == ""
+    assert reason_of_a_run("no") == f"{ordinary} did not set {late}"
+    assert reason_of_a_run("no") == ""
+    assert reason_of_a_run() == f"{ordinary} set {late}"
+    assert reason_of_a_run() == ""
 
 
 @pytest.mark.parametrize(
@@ -119,14 +151,27 @@ def test_program_that_has_left_a_trace_is_not_started_over(running, trace):
 
 
 @pytest.mark.usefixtures("template")
-def test_variable_of_the_caller_that_differs_starts_python(running):
+def test_variable_of_the_caller_that_imports_have_read_gets_another_template(running):
+    program = ("-c", "import own_library; print(own_library.VALUE)")
     running.environment["OWN_SETTING"] = "other"
     try:
-        ended = run(running, "-c", "import own_library; print(own_library.VALUE)")
+        running.start_template(["own_library", "json"])
+        ended = run(running, *program)
     finally:
         del running.environment["OWN_SETTING"]
-    assert ended.stdout == "other\n"
-    assert "in the ordinary way: OWN_SETTING is not what" in ended.stderr
+    assert (ended.stdout, ended.stderr) == ("other\n", "own_library is imported\n")
+    assert run(running, *program).stdout == "unset\n"
+
+
+def test_template_of_a_new_library_gets_the_variables_that_it_reads(running, library):
+    """Which these are is known once they are read."""
+    (library.parent / "new_library.py").write_text("import os; os.environ.get('NEW_SETTING')")
+    running.environment["NEW_SETTING"] = "1"
+    try:
+        running.start_template(["new_library"])
+        assert run(running, "-c", "pass").stderr == ""
+    finally:
+        del running.environment["NEW_SETTING"]
 
 
 @pytest.mark.parametrize(

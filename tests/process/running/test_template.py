@@ -197,7 +197,7 @@ from shmload._templates.messages import Call, Program, Refused, SendFds
 from shmload._templates.standing import own_standing
 program = Program("code", b"pass", [], [], "", 0)
 facts, standing = kind.facts_of_this_process("default"), own_standing()
-call = Call(program, facts, open("/proc/self/environ", "rb").read(), [0, 1, 2], 0, standing)
+call = Call(program, facts, [], [0, 1, 2], 0, standing, 0)
 channel = wire.open_socket()
 folder = os.open(os.path.dirname(sys.argv[1]), os.O_PATH)
 libc = ctypes.CDLL(None)

@@ -1,0 +1,57 @@
+"""What a template knows of its callers: nothing but what all of them have in common."""
+
+import contextlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_SECRET = "a-secret-of-one-caller"
+
+
+def memory_of(pid):
+    """Return what a process has written, and its first variables and command line."""
+    found = [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("environ", "cmdline")]
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            range_, rights = line.split()[:2]
+            if "w" not in rights:
+                continue
+            low, high = (int(part, 16) for part in range_.split("-"))
+            memory.seek(low)
+            with contextlib.suppress(OSError):
+                found.append(memory.read(high - low))
+    return b"".join(found)
+
+
+@pytest.fixture
+def template(running):
+    """A template that a caller with a secret has started, and that has run a program of it."""
+    running.environment["TOKEN_OF_A_CALLER"] = _SECRET
+    running.start_template(["json"])
+    ended = running.shmload("run", "-v", "-c", "import os; print(os.environ['TOKEN_OF_A_CALLER'])")
+    assert (ended.stdout, ended.stderr) == (f"{_SECRET}\n", "")
+    del running.environment["TOKEN_OF_A_CALLER"]
+    (found,) = running.wait_for_templates(lambda found: not found[0].programs)
+    return found.pid
+
+
+def test_no_secret_of_a_caller_is_in_the_template(template):
+    memory = memory_of(template)
+    assert b"PATH=" in memory
+    assert not re.search(_SECRET.encode(), memory)
+
+
+@pytest.mark.usefixtures("template")
+def test_no_secret_of_another_caller_is_in_a_program(running):
+    with subprocess.Popen(
+        [sys.executable, "-m", "shmload", "run", "-v", "-c",
+         "import os; print(os.getpid(), flush=True); input()"],
+        cwd=running.work, env=running.environment,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as caller:  # fmt: skip
+        memory = memory_of(int(caller.stdout.readline()))
+        assert caller.communicate(b"end\n")[1] == b""
+    assert not re.search(_SECRET.encode(), memory)
