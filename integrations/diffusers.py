@@ -4,6 +4,7 @@ Guarantee: what it returns equals what `from_pretrained` gives with the same arg
 raises.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Collection, Mapping
@@ -20,14 +21,15 @@ from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._checkpoints.weights import has_variant
 from shmload._loading.ahead import Ahead
 from shmload._loading.progress import Callback
-from shmload.errors import ArgumentError, SourceNotFound
+from shmload.errors import ArgumentError, CheckpointError, SourceNotFound, UnknownArgument
 from shmload.integrations._building import prepared
 from shmload.integrations._building.attempt import load
+from shmload.integrations._building.connected import connected_to
 from shmload.integrations._building.early import judge_by
 from shmload.integrations._building.gguf_maker import is_gguf
 from shmload.integrations._building.keywords import require_taken
 from shmload.integrations._building.maker import Maker
-from shmload.integrations._building.pipeline_maker import PipelineMaker
+from shmload.integrations._building.pipeline_maker import PipelineMaker, components_by_name
 from shmload.integrations._building.route import (
     CONVERTED,
     Asked,
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from shmload._loading.load import Load
     from shmload.integrations._devices.destination import Destination
 
+
+logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline", bound="DiffusionPipeline")
 
@@ -192,6 +196,10 @@ def load_pipeline(
     require_readable(asked, kwargs)
     with Ahead(stay_ahead(asked, kwargs), workers=workers, may_link=asked.may_link) as ahead:
         maker, found, dtype = choose(pipeline_class, wanted, kwargs, ahead)
+        others = {"workers": workers, "progress": progress}
+        if connected := _load_connected(maker, found, wanted.dtype, asked, kwargs, others):
+            kwargs |= connected
+            request = None  # its files are not looked at before one that is ready is taken
         pipe: DiffusionPipeline = load(
             found,
             maker,
@@ -222,6 +230,55 @@ def _choose_for_directory(
         require_taken(kwargs, found, load_pipeline, maker.find_class)
     kwargs.update(dict.fromkeys(left_out))
     return maker, found, settle_dtype(wanted.dtype, found, kwargs)
+
+
+def _load_connected(
+    maker: Maker,
+    source: Source,
+    dtype: Any,
+    asked: Asked,
+    kwargs: Mapping[str, Any],
+    others: dict[str, Any],
+) -> dict[str, Any]:
+    """Load what a combined pipeline takes from another source; return the components by name.
+
+    None in doubt, and if it fails: the library loads it then, or says what is wrong.
+
+    Args:
+        maker: of the pipeline.
+        source: the pipeline's own.
+        dtype: as given.
+        asked: the arguments about memory and devices. The components stay on the host.
+        kwargs: for `from_pretrained`.
+        others: for `load_pipeline`.
+    """
+    if not isinstance(maker, PipelineMaker) or asked.is_bounded or isinstance(dtype, Mapping):
+        return {}
+    with whole_libraries():
+        found = connected_to(source, maker, kwargs)
+    if found is None:
+        return {}
+    import torch
+
+    state = torch.get_rng_state()
+    try:
+        pipe = load_pipeline(
+            found.source,
+            dtype=dtype,
+            keep=asked.keep,
+            share=asked.share,
+            verify=asked.verify,
+            **found.kwargs,
+            **others,
+        )
+    except (CheckpointError, SourceNotFound, UnknownArgument) as exc:
+        logger.info("%s: the library loads %s: %s", source.given, found.source, str(exc))
+        return {}
+    if not torch.equal(state, torch.get_rng_state()):
+        # It has drawn weights that its files lack: the library would have done so later.
+        torch.set_rng_state(state)
+        return {}
+    return {f"{found.prefix}{name}": part for name, part in components_by_name(pipe).items()}
 
 
 def _choose_for_file(

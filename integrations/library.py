@@ -82,4 +82,6 @@ def download(repo_id: str, **kwargs: Any) -> str:
     """
     from diffusers import DiffusionPipeline
 
-    return str(DiffusionPipeline.download(repo_id, **kwargs))
+    # So the card comes, too, which names the prior of a combined pipeline.
+    given = kwargs | {"load_connected_pipeline": True}
+    return str(DiffusionPipeline.download(repo_id, **given))

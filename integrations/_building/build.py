@@ -27,6 +27,7 @@ from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._settings import settings
 from shmload.errors import LibrariesDisturbed
+from shmload.integrations._building.connected import HANDED_ON_TOO, PREFIXES
 from shmload.integrations._building.effects import Message, say
 from shmload.integrations._building.emptied import empties, is_emptied, require_undisturbed
 from shmload.integrations._building.inside import inside, said_here
@@ -334,6 +335,8 @@ class Build:
             repair = PathRepair(view.path, self._root, given, self._said)
             if models:
                 repair.silence(_PASSED)
+            if any(name.startswith(PREFIXES) for name in self._kwargs):
+                repair.silence(HANDED_ON_TOO)
             if "safety_checker" in self._maker.left_out:
                 repair.silence(_NO_CHECKER)
             with repair.in_messages():

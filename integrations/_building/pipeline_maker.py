@@ -24,6 +24,10 @@ _TASKS = {
 }
 
 
+# With one of these the base class chooses another class than the source's.
+_CHOOSE_THE_CLASS = ("custom_pipeline", "load_connected_pipeline")
+
+
 class PipelineMaker:
     """Makes a pipeline by a class that the user names, or else by the one that the source names.
 
@@ -123,6 +127,23 @@ class PipelineMaker:
             return found
         return self._wanted
 
+    def class_chosen(self, source: Source, kwargs: Mapping[str, Any]) -> Any:
+        """Return the class of the pipeline that is made; it imports diffusers.
+
+        Raises:
+            ArgumentError, LibraryMissing: as `find_class`.
+        """
+        import diffusers
+        from diffusers.pipelines import auto_pipeline
+
+        found = self.find_class(source)
+        is_base = self._wanted is None or found is diffusers.DiffusionPipeline
+        if is_base and kwargs.get("load_connected_pipeline"):
+            named = getattr(diffusers, source.class_name, None)
+            return auto_pipeline._get_connected_pipeline(named) or named
+        self._source_class = self._source_class or source.class_name
+        return self._chosen(found)
+
     def _narrow(self, source: Source) -> Source:
         """Leave out what the class does not take: the library does not load it."""
         import diffusers
@@ -154,7 +175,7 @@ class PipelineMaker:
         from shmload.integrations._building.torch_dtypes import as_torch, diffusers_keyword
 
         made_by = self._class
-        if self._wanted is None and "custom_pipeline" in kwargs:
+        if self._wanted is None and any(map(kwargs.get, _CHOOSE_THE_CLASS)):
             made_by = diffusers.DiffusionPipeline
         if "controlnet" in self.left_out:
             made_by = self._chosen(made_by)

@@ -87,7 +87,7 @@ def _read(patch: Patch, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
         known -= {"dtype"}  # what this version calls otherwise, and hands to others by this name
     call = read_call(patch.kind, known, patch.path_argument, args, kwargs)
     require_ordinary_surroundings()
-    require_known_source(patch.kind, call)
+    require_known_source(patch.kind, cls, call)
     return call
 
 

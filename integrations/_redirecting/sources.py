@@ -10,6 +10,8 @@ from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Checkpoint, resolve, resolve_model
 from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub
 from shmload.errors import ShmloadError
+from shmload.integrations._building.connected import connected_to
+from shmload.integrations._building.pipeline_maker import PipelineMaker
 from shmload.integrations._redirecting.arguments import Call, InDoubt
 from shmload.integrations._redirecting.targets import Kind
 
@@ -18,8 +20,13 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 _TIMEOUT_S = 10.0
 
 
-def require_known_source(kind: Kind, call: Call) -> None:
+def require_known_source(kind: Kind, cls: type, call: Call) -> None:
     """Check that shmload finds the files that the library would, and that they are of known kinds.
+
+    Args:
+        kind: what the class loads.
+        cls: the class.
+        call: what it is to load.
 
     Raises:
         InDoubt: they are left to the library.
@@ -34,6 +41,8 @@ def require_known_source(kind: Kind, call: Call) -> None:
         if kind == "pipeline":
             _require_known_parts(folder, call)
             found = resolve(call.source, folder, passed=call.kwargs, **asked)
+            if connected := connected_to(found, PipelineMaker(cls), call.kwargs):
+                _find_folder(kind, call._replace(source=connected.source))
         else:
             subfolder = call.kwargs.get("subfolder")
             found = resolve_model(str(call.source), folder, subfolder=subfolder, **asked)
