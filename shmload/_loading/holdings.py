@@ -263,6 +263,15 @@ class Holdings:
         return [shard.plan for shard in self._shards]
 
     @property
+    def metadata(self) -> dict[str, str]:
+        """What the headers of the shards have beside tensors; a later shard's value counts."""
+        return {
+            key: value
+            for shard in self._shards
+            for key, value in (shard.header.metadata or {}).items()
+        }
+
+    @property
     def has_pointers(self) -> bool:
         """Whether a shard is an object elsewhere, and its file only points to it."""
         return any(shard.is_pointer for shard in self._shards)

@@ -1,8 +1,10 @@
 """One checkpoint as a dict of tensors over its segments."""
 
+import logging
 import mmap
 import os
 import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from shmload._checkpoints.dtypes import AUTO, NBITS, TORCH_NAMES, parse_dtype
@@ -24,6 +26,17 @@ from shmload.errors import ArgumentError, ShardMalformed
 if TYPE_CHECKING:
     import torch
 
+    class StateDict(OrderedDict[str, torch.Tensor]):
+        """What torch calls a state dict, with the file's own metadata."""
+
+        metadata: dict[str, str]
+
+
+logger = logging.getLogger(__name__)
+
+# diffusers keeps a LoRA's scale there, which it reads from files alone.
+_LORA_METADATA = "lora_adapter_metadata"
+
 
 def load_state_dict(
     path: str | os.PathLike[str],
@@ -35,7 +48,7 @@ def load_state_dict(
     progress: Callback | bool | None = None,
     variant: str | None = None,
     **hub_kwargs: Any,
-) -> "dict[str, torch.Tensor]":
+) -> "StateDict":
     """Load one checkpoint's tensors, each a view of shared memory.
 
     Args:
@@ -56,7 +69,9 @@ def load_state_dict(
         it is aligned to 64 bytes if its size is a multiple of 64. The tensors are copy-on-write: a
         write is private to this process. Together they own the mapping, and stay valid after the
         segment is evicted. A file on a local disk that has the wanted dtypes is mapped directly,
-        unless `keep` is True.
+        unless `keep` is True. Like `Module.state_dict()` it is an `OrderedDict`, and torch saves
+        it as such. Its attribute `metadata` has what the files' headers say beside the tensors, as
+        `safe_open(path).metadata()`: texts by name, empty if there are none.
 
     Raises:
         ArgumentError: the path is a whole pipeline, or the dtype is given under both names.
@@ -86,7 +101,8 @@ def load_state_dict(
             progress=counter,
         ) as load,
     ):
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: StateDict = OrderedDict()  # type: ignore[assignment]  # pickled by this name
+        tensors.metadata = load.holdings.metadata
         shared = {segment.fd: segment for segment in load.holdings.segments() if segment.is_shared}
         for name, fd in load.holdings.open_files():
             lease = Lease(shared[fd]) if fd in shared else None
@@ -96,6 +112,12 @@ def load_state_dict(
                 if lease:
                     lease.close()
                 raise
+    if _LORA_METADATA in tensors.metadata:
+        logger.warning(
+            "%s: its metadata scales it, and load_lora_weights of diffusers reads metadata from "
+            "files alone; give it `shmload.view(...)` in place of these tensors",
+            path,
+        )
     return tensors
 
 

@@ -1,5 +1,7 @@
 """The libraries' loaders of adapters take a view, or a state dict, and give the same model."""
 
+import json
+
 import diffusers
 import peft
 import pytest
@@ -7,6 +9,7 @@ import torch
 import transformers
 from comparing import as_bytes
 from mappings import Mappings
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import shmload
@@ -112,6 +115,49 @@ def test_lora_is_that_of_the_library(saved, loras, name, dtype, caplog):
     got.load_lora_weights(shmload.load_state_dict(folder))
     assert state_of(got) == state_of(wanted)
     assert "left to the library" not in caplog.text
+
+
+def test_scale_in_the_metadata_counts(saved, tmp_path, caplog, evicts):
+    """A scale that no tensor tells: diffusers keeps it in the file's metadata."""
+    source = saved("stable-diffusion")
+    pipe = new_pipeline(source)
+    config = peft.LoraConfig(
+        r=2, lora_alpha=8, target_modules=["to_q", "to_v"], init_lora_weights=False
+    )
+    pipe.unet.add_adapter(config)
+    state = peft.get_peft_model_state_dict(pipe.unet)
+    diffusers.StableDiffusionPipeline.save_lora_weights(
+        tmp_path, unet_lora_layers=state, unet_lora_adapter_metadata=config.to_dict()
+    )
+    name = "pytorch_lora_weights.safetensors"
+    with safe_open(tmp_path / name, "pt") as file:
+        metadata = file.metadata()
+    if "lora_adapter_metadata" not in metadata:
+        pytest.skip("this diffusers keeps no metadata")
+    wanted = new_pipeline(source)
+    wanted.load_lora_weights(str(tmp_path), weight_name=name)
+    got = new_pipeline(source)
+    with shmload.view(tmp_path, dtype="bfloat16") as path:
+        got.load_lora_weights(path, weight_name=name)
+    scalings = [scalings_of(each.unet) for each in (got, wanted)]
+    assert scalings[0] == scalings[1] == {4.0}
+    for keep in (False, True):
+        for dtype in (None, "bfloat16"):
+            caplog.clear()
+            tensors = shmload.load_state_dict(tmp_path, dtype, keep=keep)
+            assert tensors.metadata == metadata
+            assert "its metadata scales it" in caplog.text
+            assert "shmload.view(" in caplog.text
+    # The way that diffusers has for a dict.
+    scales = json.loads(tensors.metadata["lora_adapter_metadata"])
+    got = new_pipeline(source)
+    got.load_lora_into_unet(tensors, None, got.unet, metadata=scales, _pipeline=got)
+    assert scalings_of(got.unet) == {4.0}
+
+
+def scalings_of(model):
+    layers = (each for each in model.modules() if hasattr(each, "scaling"))
+    return {scale for layer in layers for scale in layer.scaling.values()}
 
 
 def test_file_that_has_another_name_in_the_view_is_told(saved, loras):

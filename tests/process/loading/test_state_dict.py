@@ -423,3 +423,29 @@ def test_subfolder_that_is_not_there(tmp_path):
         shmload.load_state_dict(tmp_path, subfolder="unt")
     with pytest.raises(shmload.ArgumentError, match="subfolder is for directories"):
         shmload.load_state_dict(path, subfolder="unet")
+
+
+# Metadata -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_metadata_of_the_files_is_an_attribute(tmp_path, keep, evicts):
+    for name, metadata in (("a", {"scale": "4", "own": "a"}), ("b", {"own": "b"}), ("c", None)):
+        save_file({name: torch.ones(3)}, tmp_path / f"{name}.safetensors", metadata)
+    index = {"weight_map": {name: f"{name}.safetensors" for name in "abc"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for dtype in (None, "float16"):
+        found = shmload.load_state_dict(tmp_path, dtype, keep=keep)
+        assert found.metadata == {"scale": "4", "own": "b"}
+        alone = shmload.load_state_dict(tmp_path / "c.safetensors", dtype, keep=keep)
+        assert alone.metadata == {}
+
+
+def test_it_is_saved_and_read_like_torchs_own(tmp_path):
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors", {"scale": "4"})
+    found = shmload.load_state_dict(tmp_path / "a.safetensors")
+    torch.save(found, tmp_path / "a.pt")
+    read = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert type(read) is type(found) is type(torch.nn.Linear(1, 1).state_dict())
+    assert read.metadata == {"scale": "4"}
+    assert pickle.loads(pickle.dumps(found)).metadata == {"scale": "4"}
