@@ -1,0 +1,75 @@
+"""`shmload run -v`: whenever a program is run in the ordinary way, one line says why."""
+
+import fcntl
+import re
+import subprocess
+import sys
+
+import pytest
+
+_DEADLINE_S = 60.0
+_SUBREAPER = "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); " \
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"  # fmt: skip
+
+# By the reason: a line for the shell, where $RUN is the command.
+WAYS = {
+    "it is read from standard input": "echo 'print(1)' | $RUN -",
+    "it is not a file or directory": "echo 'print(1)' | $RUN /dev/stdin",
+    "it is interactive": "$P -i -m shmload run -v -c 'print(1)'",
+    "a standard stream is closed": "$RUN -c 'print(1)' <&-",
+    "it inherits very many descriptors":
+        "for n in {10..270}; do eval \"exec $n</dev/null\"; done; $RUN -c 'print(1)'",
+    "it is no Python program": "$RUN -c '1 +' || echo 1",
+    "it is a compiled file": "$RUN compiled.pyc",
+    "has a json of its own": "$RUN beside/app.py",
+    "the program set TZ before": "$RUN -c 'import os; os.environ[\"TZ\"] = \"UTC\"; import numpy; "
+        "print(1)'",
+    "the program has put another": "$RUN -c 'import sys; sys.path.insert(0, \"beside\"); "
+        "import json; print(1)'",
+    "limits cannot be taken over": "ulimit -v 8000000; $RUN -c 'print(1)'",
+    "Too many open files": "ulimit -n 5; $RUN -c 'print(1)'",
+    "the template does not answer": "kill -STOP $PID; $RUN -c 'print(1)'; kill -CONT $PID",
+    "the template is not ready yet": "$RUN --template cold -c 'print(1)'",
+    "a subreaper starts none":
+        "$P -c \"$SUBREAPER\" -m shmload run -v --template none -c 'print(1)'",
+    "is not a directory of this user alone": "XDG_RUNTIME_DIR=$PWD/open $RUN -c 'print(1)'",
+    "there can be no template": "$RUN --template odd -c 'print(1)'",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def variables(running):
+    """Return the variables of the shell; there is a template, and what hinders each way."""
+    work = running.work
+    (work / "beside").mkdir()
+    (work / "beside/json.py").write_text("")
+    (work / "beside/app.py").write_text("import json; print(1)")
+    (work / "open/shmload").mkdir(parents=True, mode=0o777)
+    (work / "open/shmload").chmod(0o777)
+    (work / "compile_it.py").write_text("print(1)")
+    make = "import py_compile; py_compile.compile('compile_it.py', 'compiled.pyc')"
+    subprocess.run([sys.executable, "-c", make], cwd=work, check=True, timeout=_DEADLINE_S)
+    assert running.shmload("template", "warm", "--name=odd", "--import=no_such").returncode == 1
+    given = {"P": sys.executable, "RUN": f"{sys.executable} -m shmload run -v"}
+    given["SUBREAPER"] = _SUBREAPER
+    asked = "from shmload._templates import kind, place\n"
+    asked += "print(place.socket_of(kind.key_of(kind.facts_of_this_process('cold'))))"
+    given |= running.environment
+    found = subprocess.run([sys.executable, "-c", asked], env=given, cwd=work, check=True,
+                           capture_output=True, text=True, timeout=_DEADLINE_S)  # fmt: skip
+    with open(f"{found.stdout.strip()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield given
+
+
+@pytest.mark.parametrize("reason", WAYS)
+def test_one_line_says_why_a_program_is_run_in_the_ordinary_way(running, variables, reason):
+    variables["PID"] = str(running.start_template(["json", "numpy"]))  # some end it
+    ended = subprocess.run(
+        ["bash", "-c", WAYS[reason]], env=variables, cwd=running.work, capture_output=True,
+        text=True, timeout=_DEADLINE_S, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert ended.stdout == "1\n", ended.stderr
+    said = [line for line in ended.stderr.splitlines() if line.startswith("shmload run:")]
+    assert len(said) == 1, ended.stderr
+    assert re.match(f"shmload run: in the ordinary way: .*{re.escape(reason)}", said[0])
