@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +12,7 @@ from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted
+from shmload._host.changes import add_lock
 from shmload._host.collector import paused_gc
 from shmload._host.forks import limit_inherited_threads
 from shmload._loading.ahead import Ahead
@@ -32,16 +32,7 @@ if TYPE_CHECKING:
 
 # The pipelines of this process, by their handles' text.
 _loaded: "dict[str, DiffusionPipeline]" = {}
-_loading = threading.Lock()
-
-
-def _forget_lock() -> None:
-    """Replace the lock in a forked child: a thread of the parent may have held it."""
-    global _loading
-    _loading = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_lock)
+_loading = add_lock("the pipelines of handles")
 
 
 class Handle:

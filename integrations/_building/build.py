@@ -10,7 +10,7 @@ show that the rules chose the right dtypes. If a check fails, the pipeline is bu
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Source, is_in_pickles, weight_files
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import forget_rule
+from shmload._host.changes import Change
 from shmload._host.procfs import mappings, modified_nbytes
 from shmload._loading.load import Load
 from shmload._segments.view import View
@@ -31,14 +32,18 @@ from shmload.integrations._building.connected import HANDED_ON_TOO, PREFIXES
 from shmload.integrations._building.effects import Message, say
 from shmload.integrations._building.emptied import empties, is_emptied, require_undisturbed
 from shmload.integrations._building.inside import inside, said_here
+from shmload.integrations._building.libraries import libraries
 from shmload.integrations._building.maker import Maker, NotToBeCast
 from shmload.integrations._building.mapped import Spans, hold_leases, plain_tensors
 from shmload.integrations._building.paths import PathRepair
 from shmload.integrations._building.pickling import Models
 from shmload.integrations._building.private import say_what_is_private
 from shmload.integrations._building.requests import ask, make_request
-from shmload.integrations._building.rules import libraries
-from shmload.integrations._building.skeletons import Skeleton, skeleton_key, skeleton_memo
+from shmload.integrations._building.skeletons import (
+    Skeleton,
+    skeleton_key,
+    skeleton_memo,
+)
 from shmload.integrations._building.stand_ins import StandIns
 from shmload.integrations._devices.hollow import BytesNeeded
 
@@ -132,7 +137,7 @@ class Build:
             Exception: the skeleton does not fit, or the library failed.
         """
         self._said.clear()
-        with libraries:
+        with libraries():
             models = skeleton.build(self._load.holdings.open_files())
         return self._from_view(models, messages=skeleton.messages)
 
@@ -168,7 +173,7 @@ class Build:
             return None
         generator_state = torch.get_rng_state()
         try:
-            with libraries:
+            with libraries():
                 models = skeleton.build(self._load.holdings.open_files())
         except Exception as exc:  # whatever is wrong: the libraries build the models then
             # str(exc): a handler that keeps log records must not keep the traceback's mappings.
@@ -328,7 +333,7 @@ class Build:
         """
         given = self._source.given
         # The libraries' loading is not thread-safe, nor is the repair of messages.
-        with libraries, contextlib.ExitStack() as lending:
+        with libraries(), contextlib.ExitStack() as lending:
             if not self._source.checkpoints and self._is_local:
                 return self._from_path(given, {})  # there are no other files to lend
             view = lending.enter_context(View(self._source.root, self._files(decoded=decoded)))
@@ -366,7 +371,7 @@ class Build:
         # time. In inference mode they stay: they run outside of it, and make other tensors than
         # this thread would.
         is_theirs = self._reads_at_once or torch.is_inference_mode_enabled()
-        threads = contextlib.nullcontext() if is_theirs else _no_loading_threads()
+        threads = contextlib.nullcontext() if is_theirs else _no_loading_threads.made()
         with inside(), threads:
             if models and not self._maker.is_of_pipelines:  # there is no rest
                 return next(iter(models.values()))
@@ -417,18 +422,23 @@ class Build:
         return is_wrong
 
 
-@contextlib.contextmanager
-def _no_loading_threads() -> Iterator[None]:
-    """Make transformers 5 fetch tensors in the calling thread, by an environment variable."""
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
+def _set_variable() -> None:
+    os.environ.setdefault(_VARIABLE, "1")
+
+
+def _reset_variable(before: str | None) -> None:
+    if before is None:
+        os.environ.pop(_VARIABLE, None)
+
+
+# transformers 5 fetches tensors in the calling thread then.
+_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
+_no_loading_threads = Change(
+    "the variable of loading threads",
+    lambda: os.environ.get(_VARIABLE),
+    _set_variable,
+    _reset_variable,
+)
 
 
 def _agrees(rule: Rule, module: Any) -> bool:

@@ -19,11 +19,11 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import rule_for, wanted_dtype
 from shmload._loading.headers import stored_sizes, stored_tensors
 from shmload._placement.modules import Component, Module, join, parent_of
+from shmload.integrations._building.libraries import libraries
 from shmload.integrations._building.mapped import modules_of
 from shmload.integrations._building.rules import (
     find_class,
     float32_patterns,
-    libraries,
     make_meta_model,
 )
 
@@ -156,7 +156,7 @@ def _describe(checkpoint: Checkpoint, torch_dtype: object) -> Component:
     is_known = checkpoint.class_name and checkpoint.config
     if is_known and not checkpoint.config.get("quantization_config"):
         try:
-            with libraries:
+            with libraries():
                 return _from_class(checkpoint, rule, torch_dtype)
         except Exception as exc:  # whatever went wrong: the component is placed as a whole
             logger.info("%s cannot be divided: %s", checkpoint.class_name, exc)

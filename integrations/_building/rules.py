@@ -7,7 +7,6 @@ transformers, `_load_state_dict_into_meta_model` (4.57) and `convert_and_load_st
 
 import importlib
 import logging
-import threading
 from typing import Any
 
 from packaging import version
@@ -15,11 +14,9 @@ from packaging import version
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import RAW, Rule
+from shmload.integrations._building.libraries import libraries
 
 logger = logging.getLogger(__name__)
-
-libraries = threading.RLock()
-"""Held while models are made: the libraries patch torch's classes during that time."""
 
 # Without torch_dtype parameters get the dtype of a new model, float32, but buffers may not.
 # Widening loses no bits, whatever cast follows.
@@ -28,7 +25,7 @@ _WIDENED = Rule(target="F32", is_widening=True)
 
 def import_libraries() -> None:
     """Import what `derive_rule` needs."""
-    with libraries:
+    with libraries():
         import diffusers
         import transformers
 
@@ -45,14 +42,14 @@ def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
     Returns:
         The rule; the raw one if the class is unknown or the rule cannot be derived.
     """
-    with libraries:
+    with libraries():
         model_class = find_class(checkpoint)
         return RAW if model_class is None else _derive(model_class, checkpoint, target)
 
 
 def derive_rule_of(model_class: type, checkpoint: Checkpoint, target: str | None) -> Rule:
     """Derive the rule of a class that no library has; else as `derive_rule`."""
-    with libraries:
+    with libraries():
         return _derive(model_class, checkpoint, target)
 
 

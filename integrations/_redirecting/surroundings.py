@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from shmload.integrations._building.rules import libraries
+from shmload.integrations._building.libraries import libraries_lock
 from shmload.integrations._redirecting.arguments import InDoubt
 
 _BUILD_TIMEOUT_S = 30.0
@@ -21,12 +21,12 @@ def require_ordinary_surroundings() -> None:
     Raises:
         InDoubt: a mode of torch, or of a library, is on; or the other build takes long.
     """
-    if not libraries.acquire(timeout=_BUILD_TIMEOUT_S):
+    if not libraries_lock.acquire(timeout=_BUILD_TIMEOUT_S):
         raise InDoubt("another thread builds a model")
     try:
         _require_ordinary_torch()
     finally:
-        libraries.release()
+        libraries_lock.release()
     deepspeed = sys.modules.get("transformers.integrations.deepspeed")
     if deepspeed is not None and deepspeed.is_deepspeed_zero3_enabled():
         raise InDoubt("DeepSpeed ZeRO-3 is on")

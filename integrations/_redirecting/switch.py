@@ -3,11 +3,11 @@
 import importlib
 import logging
 import sys
-import threading
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from shmload._host.changes import add_lock
 from shmload.integrations._redirecting.finder import Finder
 from shmload.integrations._redirecting.patches import Patch, Patches
 from shmload.integrations._redirecting.targets import MODULES, classes_of
@@ -24,7 +24,7 @@ class Options(NamedTuple):
     """Say on standard error how each call goes."""
 
 
-_lock = threading.RLock()
+_lock = add_lock("the switch of redirect")
 _open: dict[object, Options] = {}
 """The open redirections by their keys; the last one counts."""
 _installed: "_Installation | None" = None

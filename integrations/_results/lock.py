@@ -4,6 +4,7 @@ import os
 import weakref
 from pathlib import Path
 
+from shmload._host.changes import add_row
 from shmload._host.linux import inode_of, try_lock
 from shmload._host.procfs import lock_holders
 from shmload.errors import ResultsBusy
@@ -53,4 +54,4 @@ def _release_all() -> None:
 
 
 # A child's copy of the descriptor would keep the lock held after its parent's death.
-os.register_at_fork(after_in_child=_release_all)
+add_row("locks of folders", lambda: sum(lock.is_held for lock in list(_held)), _release_all)

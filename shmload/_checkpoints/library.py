@@ -9,9 +9,12 @@ import contextlib
 import importlib
 import re
 import sys
+import weakref
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from shmload._host.changes import Change, free
+from shmload._host.imports import free_locks, give_up_imports, modules_in_work
 from shmload._host.tracebacks import chain_of
 from shmload.errors import ImportCutShort, ShmloadError
 
@@ -72,7 +75,8 @@ def whole_libraries() -> Iterator[None]:
     _require_whole_torch()
     cut = _cut_packages(_PACKAGES)
     try:
-        yield
+        with _importing.made(), _showing_bars.made():
+            yield
     except ShmloadError:
         raise
     except Exception as exc:
@@ -82,6 +86,29 @@ def whole_libraries() -> Iterator[None]:
             if package := cut.get(module.partition(".")[0]):
                 raise ImportCutShort(package) from exc
         raise
+
+
+def _give_up_imports(_: object) -> None:
+    give_up_imports()
+    free_locks((*_PACKAGES, "filelock", "torch"))
+
+
+def _bars() -> dict[int, Any]:
+    """Return the bars that are shown now, by their ids."""
+    tqdm = sys.modules.get("tqdm.std")
+    return {id(bar): weakref.ref(bar) for bar in (tqdm.tqdm._instances if tqdm else ())}
+
+
+def _forget_bars(before: dict[int, Any]) -> None:
+    """Let a forked child show its bars where they belong, and not below those of its parent."""
+    if tqdm := sys.modules.get("tqdm.std"):
+        free(tqdm.TqdmDefaultWriteLock.th_lock)
+        for key in _bars().keys() - before:
+            tqdm.tqdm._instances.discard(_bars()[key]())
+
+
+_importing = Change("imports of the libraries", modules_in_work, None, _give_up_imports)
+_showing_bars = Change("bars of the libraries", _bars, None, _forget_bars)
 
 
 def _cut_packages(packages: Collection[str]) -> dict[str, str]:

@@ -2,13 +2,11 @@
 
 import contextlib
 import gc
-import threading
-from collections.abc import Iterator
+
+from shmload._host.changes import Change
 
 _has_frozen = False
-_lock = threading.Lock()
-_pauses = 0
-_was_enabled = False
+_is_marking = False
 
 
 def freeze_imports() -> None:
@@ -27,8 +25,7 @@ def note_freeze() -> None:
     _has_frozen = True
 
 
-@contextlib.contextmanager
-def paused_gc() -> Iterator[None]:
+def paused_gc() -> contextlib.AbstractContextManager[None]:
     """Keep the collector off: imports and builds make many objects and no garbage.
 
     It would take 35 to 40 % of the time of a load of many tensors. Its first run afterwards would
@@ -36,26 +33,20 @@ def paused_gc() -> Iterator[None]:
 
     If several threads load at once, the first turns it off and the last turns it on again.
     """
-    global _pauses, _was_enabled
-    with _lock:
-        if _pauses == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _pauses += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _pauses -= 1
-            if _pauses == 0:
-                _resume()
+    return _pause.made()
 
 
-def _resume() -> None:
+def _resume(was_enabled: bool) -> None:
+    global _is_marking
     # Unfreezing would also undo an earlier freeze, ours or the user's. Counting frozen objects
     # visits them (0.05 s for the imports of a cold process).
-    if not _has_frozen and gc.get_freeze_count() == 0:
+    if _is_marking or (not _has_frozen and gc.get_freeze_count() == 0):
+        _is_marking = True  # also in a child that is forked between these two
         gc.freeze()
         gc.unfreeze()
-    if _was_enabled:
+        _is_marking = False
+    if was_enabled:
         gc.enable()
+
+
+_pause = Change("the garbage collector", gc.isenabled, gc.disable, _resume)

@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import stat
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import posix_ipc
 
+from shmload._host.changes import add_row
 from shmload._host.limits import too_many_files
 from shmload.errors import (
     SegmentRemoved,
@@ -205,13 +207,51 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
     """Take or change the lock of an open file; return whether it was taken; never waits.
 
     The kernel drops it with the last descriptor of the open file. flock, not fcntl's locks: those
-    vanish when *any* descriptor of the file is closed.
+    vanish when *any* descriptor of the file is closed. A forked child shares the lock, unless it is
+    exclusive and another thread than the forking one took it.
     """
+    if exclusive:
+        _lockers[fd] = threading.get_ident()
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+# By descriptor: the thread that last took an exclusive lock with it. It may be closed since.
+_lockers: dict[int, int] = {}
+
+
+def _exclusive_locks() -> list[int]:
+    """Return the descriptors with which other threads hold an exclusive lock."""
+    here = threading.get_ident()
+    return [fd for fd, locker in tuple(_lockers.items()) if locker != here and _is_exclusive(fd)]
+
+
+def _is_exclusive(fd: int) -> bool:
+    try:
+        with open(f"/proc/self/fdinfo/{fd}") as lines:
+            return any("FLOCK" in line and "WRITE" in line for line in lines)
+    except OSError:  # it is closed
+        return False
+
+
+def _leave_exclusive_locks() -> None:
+    """Leave to the parent of a forked child the locks that its other threads hold.
+
+    Else what a load was about to unlock by closing a file stays locked as long as the child lives.
+    """
+    if locks := _exclusive_locks():
+        # The numbers stay in use: nothing may get them that an object of these threads may close.
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in locks:
+            os.dup2(nothing, fd, inheritable=False)
+            del _lockers[fd]
+        os.close(nothing)
+
+
+add_row("exclusive locks of files", _exclusive_locks, _leave_exclusive_locks)
 
 
 def reopen(fd: int) -> int:

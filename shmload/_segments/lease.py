@@ -9,6 +9,7 @@ import os
 import sys
 import weakref
 
+from shmload._host.changes import add_row
 from shmload._host.linux import reopen, try_lock
 from shmload._segments.mode import is_shared
 from shmload._segments.removal import remove_if_unused
@@ -50,6 +51,11 @@ class Lease:
         if found := self._closing.detach():
             _, give_back, (fd, name), _ = found
             give_back(fd, name)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not released yet."""
+        return self._closing.alive
 
     def touch(self) -> None:
         """Record that the segment is used now; after `close` does nothing."""
@@ -105,4 +111,8 @@ def _close_in_child() -> None:
             lease.close()  # removes the name if the parent has released its own already
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+def _count_of_one_process() -> int:
+    return sum(lease.is_open and not lease.crosses_forks for lease in list(_shared))
+
+
+add_row("leases of one process", _count_of_one_process, _close_in_child)

@@ -6,10 +6,11 @@ its block lasts, unless something else has taken over `warnings.showwarning`.
 
 import contextlib
 import logging
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol, TextIO
+
+from shmload._host.changes import Change
 
 
 class MessageRepair(Protocol):
@@ -67,22 +68,11 @@ def repaired_messages(repair: MessageRepair) -> Iterator[None]:
 
     Several threads may be in such blocks at once.
     """
-    with _changing:
-        _install_record_factory()
-        _active.append(repair)
-        _install_hook()
-    try:
+    with _repairing.made(repair):
         yield
-    finally:
-        with _changing:
-            _active.remove(repair)
-            if not _active:
-                _remove_hook()
 
 
-_changing = threading.Lock()
-_active: list[MessageRepair] = []
-_factory_is_installed = False
+_has_factory = False
 _show: Any = None
 
 
@@ -91,28 +81,29 @@ def _install_record_factory() -> None:
 
     It stays installed: removing it could also remove a factory that was installed later.
     """
-    global _factory_is_installed
-    if _factory_is_installed:
+    global _has_factory
+    if _has_factory:
         return
-    _factory_is_installed = True
     make = logging.getLogRecordFactory()
 
     def make_repaired(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
-        for repair in tuple(_active):
+        for repair in _repairing.values():
             repair.repair_record(record)
         return record
 
     logging.setLogRecordFactory(make_repaired)
+    _has_factory = True
 
 
-def _install_hook() -> None:
+def _install() -> None:
     global _show
+    _install_record_factory()
     if warnings.showwarning is not _show_repaired:
         _show, warnings.showwarning = warnings.showwarning, _show_repaired
 
 
-def _remove_hook() -> None:
+def _remove_hook(_: object) -> None:
     if warnings.showwarning is _show_repaired:
         warnings.showwarning = _show
 
@@ -126,7 +117,10 @@ def _show_repaired(
     line: str | None = None,
 ) -> None:
     text = original = str(message)
-    for repair in tuple(_active):
+    for repair in _repairing.values():
         text = repair.repair_warning(filename, text)
     shown = message if text == original else category(text)
     _show(shown, category, filename, lineno, file, line)
+
+
+_repairing = Change("how warnings are shown", lambda: warnings.showwarning, _install, _remove_hook)

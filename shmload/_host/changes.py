@@ -1,0 +1,129 @@
+"""What loads change for their whole process while they run, and what a forked child resets.
+
+A forked child has no thread but the one that forked. What another thread would have undone stays in
+the child: a lock that nothing gives back, a collector that is off, a patched function. Everything
+of that kind is a row of one table here.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+_Reentrant = type(threading.RLock())
+
+
+class Row(NamedTuple):
+    """One state of the whole process."""
+
+    name: str
+    read: Callable[[], object]
+    """Returns the state. It is the same before and after each change, and in a child that forked
+    during one."""
+
+
+table: dict[str, Row] = {}
+
+
+def add_row(name: str, read: Callable[[], object], reset: Callable[[], None]) -> None:
+    """Add a state that threads change for a time.
+
+    Args:
+        name: says what it is.
+        read: as in `Row`.
+        reset: called in each forked child, by its only thread. It undoes what threads have changed
+            that the child lacks; what the forking thread itself has changed stays.
+    """
+    table[name] = Row(name, read)
+    os.register_at_fork(after_in_child=reset)
+
+
+def add_lock(name: str) -> Any:
+    """Return a new reentrant lock that is free in forked children, unless their thread has it."""
+    lock = threading.RLock()
+    add_row(name, lambda: _is_free(lock), lambda: free(lock))
+    return lock
+
+
+def free(lock: Any) -> None:
+    """Free a lock that a thread held which this forked child lacks.
+
+    Args:
+        lock: a reentrant lock, or a plain one that the forking thread does not hold.
+    """
+    if not (isinstance(lock, _Reentrant) and lock._is_owned()):  # type: ignore[attr-defined]
+        lock._at_fork_reinit()
+
+
+def _is_free(lock: Any) -> bool:
+    is_free: bool = lock.acquire(blocking=False)
+    if is_free:
+        lock.release()
+    return is_free
+
+
+class Change:
+    """A state that is changed as long as some thread needs it so; a row of the table.
+
+    The first thread changes it, and the last one restores it. In a forked child those that it lacks
+    need it no more.
+
+    Args:
+        name: as for `add_row`.
+        read: likewise.
+        make: makes the change; called for each thread, so again where it is made already. None if
+            other code makes and undoes it in the block.
+        restore: undoes the change; gets what `read` returned before the first `make`. It may be
+            called again, and where nothing or half is made. Without `make` only in a forked child.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], Any],
+        make: Callable[[], None] | None,
+        restore: Callable[[Any], None],
+    ) -> None:
+        self._read = read
+        self._make = make
+        self._restore = restore
+        self._lock = threading.RLock()
+        self._needs: list[tuple[int, Any]] = []
+        """Of each block: its thread, and the value that it gave."""
+        # Empty if nothing is to be restored. A child finds it filled before anything is changed,
+        # and emptied after all is restored.
+        self._before: list[Any] = []
+        add_row(name, read, self._reset)
+
+    @contextlib.contextmanager
+    def made(self, value: Any = None) -> Iterator[None]:
+        """Make the change for a block; `values` has the value meanwhile."""
+        need = (threading.get_ident(), value)
+        with self._lock:
+            self._needs.append(need)
+            if not self._before:
+                self._before.append(self._read())
+            if self._make:
+                self._make()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._needs.remove(need)
+                self._settle(is_child=False)
+
+    def values(self) -> list[Any]:
+        """Return the values of the blocks that are open now, the oldest first."""
+        return [value for _, value in tuple(self._needs)]
+
+    def _settle(self, *, is_child: bool) -> None:
+        if self._before and not self._needs:
+            if self._make or is_child:
+                self._restore(self._before[0])
+            self._before.clear()
+
+    def _reset(self) -> None:
+        free(self._lock)
+        self._needs = [need for need in self._needs if need[0] == threading.get_ident()]
+        self._settle(is_child=True)
