@@ -28,6 +28,7 @@ from shmload._checkpoints.formats.zip_archive import (
     read_members,
 )
 from shmload._checkpoints.header import Header, TensorSpec
+from shmload._wording import format_nbytes
 from shmload.errors import (
     PickleUnread,
     ShardMalformed,
@@ -39,6 +40,9 @@ from shmload.errors import (
 
 # 100,000 tensors have 20 MB. A pickle of nothing but empty lists takes 80 times its size.
 _MAX_PICKLE_NBYTES = 64 << 20
+# Four names for one embedding give T5-small 1.8 times its bytes.
+_MOST_TIMES = 4
+_ALWAYS_NBYTES = 64 << 20
 _PICKLE = "/data.pkl"
 _BYTE_ORDER = "/byteorder"
 _VERSIONS = ("/.data/version", "/version")
@@ -58,7 +62,8 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
     """Read and check the header of an open file, or have torch unpickle it.
 
     Raises:
-        PickleUnread: it has something that is left to the libraries, or is damaged.
+        PickleUnread: it has something that is left to the libraries, tensors that share far more
+            bytes than it has, or is damaged.
         ShardMalformed: it is no file of PyTorch.
         ShardTruncated: its end is missing.
         ShardUnreadable: the kernel reports an error.
@@ -77,7 +82,8 @@ def _read(fd: int, path: str | os.PathLike[str], *, may_ask_torch: bool) -> Head
         wish = wish_for(path)
         stamp = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
         try:
-            return _read_kept(_File(fd, found.st_size, stamp, wish.may_be_nested))
+            header = _read_kept(_File(fd, found.st_size, stamp, wish.may_be_nested))
+            return _require_in_proportion(header, path, found.st_size)
         except CutShort:
             raise ShardTruncated(path, None, found.st_size) from None
         except (BadArchive, UnknownPickle) as exc:
@@ -88,13 +94,25 @@ def _read(fd: int, path: str | os.PathLike[str], *, may_ask_torch: bool) -> Head
             if may_ask_torch and _may_know_more(fd, exc):
                 outcome = header_by_torch(fd, path, wish)
                 if outcome.header:
-                    return outcome.header
+                    return _require_in_proportion(outcome.header, path, found.st_size)
                 why = outcome.why if isinstance(exc, BadArchive) else f"{why}; {outcome.why}"
             raise PickleUnread(path, found.st_size, why) from None
     except OSError as exc:
         if isinstance(exc, ShmloadError):
             raise
         raise ShardUnreadable(path, exc.strerror or str(exc)) from exc
+
+
+def _require_in_proportion(header: Header, path: str | os.PathLike[str], nbytes: int) -> Header:
+    """Leave a file to the libraries whose tensors have far more bytes apart than the file has.
+
+    In a segment, as in safetensors, each tensor has bytes of its own. In this format some may share
+    bytes, as tied weights do, and a few bytes may stand for a tensor of any size.
+    """
+    if header.data_nbytes > max(_MOST_TIMES * nbytes, _ALWAYS_NBYTES):
+        apart = format_nbytes(header.data_nbytes)
+        raise PickleUnread(path, nbytes, f"its tensors share bytes, and take {apart} apart")
+    return header
 
 
 def wish_for(path: str | os.PathLike[str]) -> Wish:

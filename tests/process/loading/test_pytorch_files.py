@@ -228,6 +228,17 @@ def test_transposed_model_of_transformers_is_left_to_it(copied):
         shmload.warm(folder)
 
 
+def test_file_of_many_names_for_one_storage_takes_no_room(tmp_path, evicts):
+    weight, many = tmp_path / "idle.safetensors", tmp_path / "many.bin"
+    save_file({"a": torch.zeros(1 << 20)}, weight)
+    torch.save(dict.fromkeys(map(str, range(3000)), torch.zeros(1 << 20)), many)
+    shmload.warm(weight, dtype="bfloat16")
+    for load in (shmload.warm, shmload.load_state_dict):
+        with pytest.raises(shmload.PickleUnread, match=r"take 11\.72 GiB apart"):
+            load(many, dtype="bfloat16")
+    assert len(shmload.segments()) == 1
+
+
 def test_state_dict_and_a_process_that_dies(tmp_path, refuses_unpickling, evicts):
     path = tmp_path / "model.pt"
     whole = torch.arange(24.0).reshape(4, 6)

@@ -109,6 +109,33 @@ def test_two_state_dicts_of_an_ip_adapter_are_one_as_in_safetensors(header_of):
         header_of(parts | {"more": torch.ones(1)}, "ip-adapter.bin")
 
 
+_LARGE = torch.zeros(1 << 20)  # 4 MiB
+_SHARING = {
+    "many names": lambda: {str(number): _LARGE for number in range(3000)},
+    "overlapping views": lambda: {str(each): _LARGE[each : (3 << 18) + each] for each in range(99)},
+    "an older file": lambda: _older({str(number): _LARGE for number in range(99)}),
+}
+
+
+def _older(tensors):
+    content = io.BytesIO()
+    torch.save(tensors, content, _use_new_zipfile_serialization=False)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("how", _SHARING)
+def test_file_that_needs_far_more_than_its_bytes_is_left_to_the_libraries(tmp_path, how):
+    content, path = _SHARING[how](), tmp_path / "model.bin"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with path.open("rb") as file, pytest.raises(PickleUnread, match=r"share bytes, .* apart; let"):
+        PYTORCH.read_header(file.fileno(), path)
+
+
+def test_tied_tensors_of_a_few_names_are_read(header_of):
+    weight = torch.zeros(5 << 20)
+    assert header_of(dict.fromkeys("abcd", weight)).data_nbytes == 4 * weight.nbytes
+
+
 @pytest.mark.parametrize("name", ["a", "pytorch_model-00001-of-00002", "n" * 200])
 def test_file_is_recognised_whatever_name_its_archive_has(tmp_path, name):
     path = tmp_path / f"{name}.bin"
