@@ -94,6 +94,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     service_timeout_s: Seconds = 10.0
     """How long the service may take to answer a request that reads no weights, in seconds."""
 
+    remote_timeout_s: Seconds = 60.0
+    """How long a request to a bucket or web server is made again after errors, in seconds."""
+
     budget: Size | None = None
     """Limit for resident segments in bytes, where no service runs; None for no limit."""
 

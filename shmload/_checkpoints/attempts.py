@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmload._checkpoints.remote import FetchError, ObjectMissing
+from shmload._wording import count_of
 from shmload.errors.libraries import needing
 
 _FIRST_PAUSE_S = 0.1
@@ -53,6 +54,8 @@ class Attempts:
     def __init__(self, url: str, deadline: float) -> None:
         self._url = url
         self._deadline = deadline
+        self._began_at = time.monotonic()
+        self._count = 0
         self._pause_s = _FIRST_PAUSE_S
 
     def pause_after(self, exc: Exception) -> float:
@@ -81,9 +84,13 @@ class Attempts:
             raise FetchError(reason(exc)) from exc
         if not isinstance(exc, errors.BaseError | OSError):
             raise exc
+        self._count += 1
         pause_s = self._pause_s
         if time.monotonic() + pause_s > self._deadline:
-            raise FetchError(reason(exc)) from exc
+            tried = f"{count_of(self._count, 'time')} in {time.monotonic() - self._began_at:.0f} s"
+            raise FetchError(
+                f"{reason(exc)} (tried {tried}; SHMLOAD_REMOTE_TIMEOUT_S sets for how long)"
+            ) from exc
         self._pause_s = min(2 * pause_s, _MOST_PAUSE_S)
         # With jitter: the workers' requests fail together, and should not come back together.
         return pause_s * random.uniform(0.5, 1)
@@ -91,7 +98,7 @@ class Attempts:
 
 def reason(exc: Exception) -> str:
     """Write an error of obstore in a line, without what a URL may hold."""
-    first = next(iter(str(exc).splitlines()), "")
+    first = next(iter(str(exc).splitlines()), "no answer came")
     first = _STATUS.sub(r"\1", QUERY.sub("?...", first))
     return f"{type(exc).__name__.removesuffix('Error')}: {first}"[:_MOST_TEXT]
 

@@ -1,8 +1,8 @@
 """The mirror of a source in a bucket or on a web server: a directory that looks like the source.
 
 Guarantee: after `mirror` has returned, the mirror's links lead to the objects' content of that
-moment, or to pointers to them. Weights are not fetched. It takes five minutes at most, and what a
-single request takes beyond.
+moment, or to pointers to them. Weights are not fetched. It takes five times `remote_timeout_s` at
+most, and what a single request takes beyond.
 """
 
 import hashlib
@@ -28,11 +28,12 @@ from shmload._checkpoints.remote import (
 from shmload._checkpoints.trees import last_tree, remove_foreign, write_tree
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.web_server import Sought, is_below, probe
+from shmload._settings import settings
 from shmload._wording import format_nbytes
 from shmload.errors import SourceNotFound
 
-# To ask for all objects, and to fetch the small ones.
-_BUDGET_S = 300.0
+# Times the limit for one: to ask for all objects, and to fetch the small ones.
+_REQUESTS = 5
 
 
 def mirror(wanted: Wanted) -> Path:
@@ -69,7 +70,7 @@ def mirror(wanted: Wanted) -> Path:
         if not root.exists():
             raise SourceNotFound(given, "not in the cache, and local_files_only forbids to ask")
         return root
-    deadline = time.monotonic() + _BUDGET_S
+    deadline = time.monotonic() + _REQUESTS * settings().remote_timeout_s
     try:
         objects = _find(url, sought, deadline)
         return write_tree(home, key, name, objects, deadline)

@@ -17,13 +17,14 @@ from urllib.parse import urlsplit
 
 from shmload._checkpoints.attempts import QUERY, Attempts, attempt, obstore, reason
 from shmload._checkpoints.remote import FetchError, ObjectChanged, RemoteObject
+from shmload._settings import settings
 from shmload.errors import ArgumentError
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# For all attempts at one request together: for a range, and to find out what there is. A single one
+# Of the time for a request: to find out what there is, since a name may be wrong. A single attempt
 # has 30 s, and 5 s to connect: obstore's defaults, which its environment variables may change.
-_BUDGET_S = 120.0
-_ASKING_BUDGET_S = 20.0
+_ASKING = 1 / 3
+_LEAST_S = 0.1
 
 
 def require_readable_url(url: str) -> None:
@@ -47,15 +48,14 @@ def describe(url: str, deadline: float = math.inf) -> RemoteObject:
 
     Args:
         url: of the object.
-        deadline: when it is no longer asked for, by `time.monotonic`; it is 20 s at most.
+        deadline: when it is no longer asked for, by `time.monotonic`; a third of
+            `remote_timeout_s` limits it, too.
 
     Raises:
         FetchError: it cannot be asked for, or has neither ETag nor time of change.
     """
     folder, name = _split(url)
-    meta = attempt(
-        lambda: obstore().head(_store(folder), name), url, _end_of(_ASKING_BUDGET_S, deadline)
-    )
+    meta = attempt(lambda: obstore().head(_store(folder), name), url, _end_of(deadline, _ASKING))
     return _described(url, meta)
 
 
@@ -77,13 +77,15 @@ def list_below(
         pages = obstore().list(_store(url))
         return list(itertools.islice(itertools.chain.from_iterable(pages), most))
 
-    for meta in attempt(list_all, url, _end_of(_ASKING_BUDGET_S, deadline)):
+    for meta in attempt(list_all, url, _end_of(deadline, _ASKING)):
         path = str(meta["path"])
         yield path, _described(f"{url.rstrip('/')}/{path}", meta)
 
 
 def fetch(wanted: RemoteObject, begin: int, end: int, deadline: float = math.inf) -> Any:
-    """Return a range of an object's bytes, as a buffer; blocks for at most two minutes.
+    """Return a range of an object's bytes, as a buffer.
+
+    Blocks for at most `remote_timeout_s`, and what the last attempt takes beyond.
 
     Args:
         wanted: the object.
@@ -107,32 +109,37 @@ def fetch(wanted: RemoteObject, begin: int, end: int, deadline: float = math.inf
 
     if begin == end:  # a range has one byte at least
         return b""
-    return attempt(request, wanted.url, _end_of(_BUDGET_S, deadline))
+    return attempt(request, wanted.url, _end_of(deadline))
 
 
 async def fetch_async(wanted: RemoteObject, begin: int, end: int) -> Any:
     """Do as `fetch`, in a task: to cancel it ends the request, or the pause before the next one."""
     if begin == end:
         return b""
-    attempts = Attempts(wanted.url, _end_of(_BUDGET_S))
-    folder, name = _split(wanted.url)
+    deadline = _end_of()
+    attempts = Attempts(wanted.url, deadline)
     while True:
         try:
-            result = await obstore().get_async(
-                _store(folder), name, options={"range": (begin, end)}
+            return await asyncio.wait_for(
+                _request(wanted, begin, end), max(_LEAST_S, deadline - time.monotonic())
             )
-            try:
-                _require_same(wanted, result.meta)
-                return _require_whole(await result.bytes_async(), end - begin)
-            finally:
-                del result  # as in `fetch`
         except Exception as exc:  # most are raised again
             pause_s = attempts.pause_after(exc)
         await asyncio.sleep(pause_s)
 
 
-def _end_of(budget_s: float, deadline: float = math.inf) -> float:
-    return min(time.monotonic() + budget_s, deadline)
+async def _request(wanted: RemoteObject, begin: int, end: int) -> Any:
+    folder, name = _split(wanted.url)
+    result = await obstore().get_async(_store(folder), name, options={"range": (begin, end)})
+    try:
+        _require_same(wanted, result.meta)
+        return _require_whole(await result.bytes_async(), end - begin)
+    finally:
+        del result  # as in `fetch`
+
+
+def _end_of(deadline: float = math.inf, part: float = 1.0) -> float:
+    return min(time.monotonic() + part * settings().remote_timeout_s, deadline)
 
 
 def _require_same(wanted: RemoteObject, meta: Any) -> None:

@@ -3,8 +3,10 @@
 import errno
 import json
 import os
+import re
 import signal
 import sys
+import time
 
 import diffusers
 import pytest
@@ -18,7 +20,6 @@ from watching import Watched, workers_of
 import shmload
 from benchmarks import single_files
 from shmload._checkpoints import attempts, objects, web_server
-from shmload._checkpoints import mirror as mirroring
 from shmload._checkpoints.formats import pointer
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import mirror_home, write_pointer
@@ -34,10 +35,8 @@ URL = "s3://models/sd"
 @pytest.fixture
 def server(monkeypatch, configure, tmp_path, saved, evicts):
     """A server that has Stable Diffusion, as a bucket too; `url` is that of a web server."""
-    configure(cache_dir=tmp_path / "cache")
+    configure(cache_dir=tmp_path / "cache", remote_timeout_s=0.3)
     monkeypatch.setattr(attempts, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(objects, "_BUDGET_S", 0.1)
-    monkeypatch.setattr(objects, "_ASKING_BUDGET_S", 0.1)
     with ObjectServer() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
@@ -217,8 +216,25 @@ def test_object_that_cannot_be_read(server):
     assert shmload.segments() == []
 
 
-def test_short_trouble_is_overcome(server, saved, monkeypatch):
-    monkeypatch.setattr(objects, "_BUDGET_S", 20.0)
+@pytest.mark.parametrize("healthy", [0, 1, 3])
+def test_server_that_answers_errors_to_everything_ends_each_load(
+    server, configure, healthy, shm_names
+):
+    """However many answers come before: of the list, of small files, of headers."""
+    configure(inline_nbytes=0, workers=1)
+    for url in (URL, f"{server.url}/sd"):
+        server.asked.clear()
+        server.trouble = lambda *_: "503" if server.asked.total() > healthy else ""
+        began = time.monotonic()
+        with pytest.raises((shmload.SourceNotFound, shmload.ShardUnreadable)) as caught:
+            shmload.warm(url)
+        assert time.monotonic() - began < 30
+        assert "SHMLOAD_REMOTE_TIMEOUT_S" in str(caught.value)
+        assert shm_names() == []
+
+
+def test_short_trouble_is_overcome(server, saved, configure):
+    configure(remote_timeout_s=20)
     server.trouble = lambda name, count: "cut" if count == 2 else "429" if count == 3 else ""
     got = shmload.load_pipeline(URL, dtype=torch.bfloat16)
     assert_models_equal(got, reference(saved("stable-diffusion"), torch.bfloat16))
@@ -239,7 +255,7 @@ shmload.warm(sys.argv[1], progress=fork_and_stop)
 
 
 def test_workers_leave_a_killed_loader_although_the_server_stalls(server, configure, child):
-    configure(inline_nbytes=0, workers=2)
+    configure(inline_nbytes=0, workers=2, remote_timeout_s=60)
     server.objects["t/model.safetensors"] = save({"a": torch.rand(300, 1000)})
     server.trouble = lambda name, count: "stall" if count > 1 else ""  # all but the header
     loader = child(FORKER, "s3://models/t/model.safetensors")
@@ -427,8 +443,8 @@ def test_index_may_not_name_too_many_files(server, monkeypatch):
     assert len(server.told) < 60
 
 
-def test_time_for_a_whole_mirror_ends(server, monkeypatch):
-    monkeypatch.setattr(mirroring, "_BUDGET_S", -1.0)
+def test_time_for_a_whole_mirror_ends(server, configure):
+    configure(remote_timeout_s=0)
     for url in (URL, f"{server.url}/sd", f"{URL}/vae/diffusion_pytorch_model.safetensors"):
         with pytest.raises(shmload.SourceNotFound, match="the time for the whole is spent"):
             shmload.warm(url)
@@ -442,6 +458,8 @@ def test_bytes_that_do_not_come_name_the_object_and_a_remedy(server):
     assert str(caught.value).startswith(f"{URL}/vae/diffusion_pytorch_model.safetensors cannot be")
     assert "check the network and the credentials" in str(caught.value)
     assert "disk" not in str(caught.value)
+    tried = re.search(r"([0-9]+) times in 0 s; SHMLOAD_REMOTE_TIMEOUT_S sets", str(caught.value))
+    assert int(tried[1]) > 1
 
 
 def test_cache_that_cannot_be_written_is_named(server, monkeypatch):

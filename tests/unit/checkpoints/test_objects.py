@@ -1,6 +1,7 @@
 """Objects are read as they were described in spite of troubles, or an error says why."""
 
 import asyncio
+import time
 
 import pytest
 from object_server import ObjectServer
@@ -20,10 +21,9 @@ CONTENT = bytes(range(256)) * 40
 
 
 @pytest.fixture
-def server(monkeypatch):
+def server(monkeypatch, configure):
     monkeypatch.setattr(attempts, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(objects, "_BUDGET_S", 0.05)
-    monkeypatch.setattr(objects, "_ASKING_BUDGET_S", 0.05)
+    configure(remote_timeout_s=0.15)
     with ObjectServer() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
@@ -58,8 +58,8 @@ def test_list_and_description_agree(server, kind):
 
 
 @pytest.mark.parametrize("trouble", ["503", "429", "cut"])
-def test_request_is_made_again(url, server, monkeypatch, trouble):
-    monkeypatch.setattr(objects, "_BUDGET_S", 20.0)
+def test_request_is_made_again(url, server, configure, trouble):
+    configure(remote_timeout_s=20)
     server.trouble = lambda name, count: trouble if count < 4 else ""
     assert bytes(fetch(describe(f"{url}/model.safetensors"), 0, 9)) == CONTENT[:9]
     assert server.asked["a/model.safetensors"] == 4
@@ -68,7 +68,7 @@ def test_request_is_made_again(url, server, monkeypatch, trouble):
 @pytest.mark.parametrize("trouble", ["503", "cut"])
 def test_budget_for_a_request_ends(url, server, trouble):
     server.trouble = lambda *_: trouble
-    with pytest.raises(FetchError, match="Generic"):
+    with pytest.raises(FetchError, match=r"Generic.* times in 0 s; SHMLOAD_REMOTE_TIMEOUT_S"):
         fetch(describe(f"{url}/model.safetensors"), 0, 9)
 
 
@@ -77,6 +77,15 @@ def test_server_that_stalls_is_given_up(server, monkeypatch):
     server.trouble = lambda *_: "stall"
     with pytest.raises(FetchError, match="error sending request"):
         fetch(describe("s3://models/a/model.safetensors"), 0, 9)
+
+
+def test_request_for_weights_that_stalls_ends_with_its_time(url, server):
+    server.trouble = lambda *_: "stall"
+    found = describe(f"{url}/model.safetensors")
+    began = time.monotonic()
+    with pytest.raises(FetchError, match=r"Timeout: no answer came \(tried 1 time in 0 s"):
+        asyncio.run(fetch_async(found, 0, 9))
+    assert time.monotonic() - began < 20  # one attempt has 30 s
 
 
 @pytest.mark.parametrize(
@@ -101,8 +110,8 @@ def test_nothing_is_asked_for_no_bytes(url, server):
 
 
 @pytest.mark.parametrize("trouble", ["503", "cut"])
-def test_task_does_as_the_call_that_blocks(url, server, monkeypatch, trouble):
-    monkeypatch.setattr(objects, "_BUDGET_S", 20.0)
+def test_task_does_as_the_call_that_blocks(url, server, configure, trouble):
+    configure(remote_timeout_s=20)
     server.trouble = lambda name, count: trouble if count < 4 else ""
     found = describe(f"{url}/model.safetensors")
     assert bytes(asyncio.run(fetch_async(found, 5, 1000))) == CONTENT[5:1000]
