@@ -9,7 +9,7 @@ import os
 import sys
 import zlib
 
-from shmload._templates import place, rights
+from shmload._templates import inherited, place, rights
 from shmload._templates.messages import VERSION
 from shmload._templates.redirecting import without_redirect
 from shmload._version import __version__
@@ -51,7 +51,7 @@ def facts_of_this_process(name: str, environment: "dict[str, str] | None" = None
             sorted(read_on_import(environment or first_environment()).items()),
             # Libraries choose the size of their thread pools when they are loaded.
             sorted(os.sched_getaffinity(0)),
-            _read("personality"),
+            sorted(inherited.said_of_this_process().items()),
             None if rights.can_enter_cgroup() else _read("cgroup"),
             rights.rights_of(),
             session if terminal else None,

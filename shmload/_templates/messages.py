@@ -70,13 +70,14 @@ class Message:
 
 
 class Standing(Message):
-    """How a caller stands with the kernel, as far as only it can say; `standing` reads the rest."""
+    """How a caller stands with the kernel, as far as only it can say; `taking` reads the rest."""
 
-    __slots__ = ("blocked", "ignored", "timer_slack", "umask")
+    __slots__ = ("blocked", "ignored", "is_subreaper", "timer_slack", "umask")
     blocked: int
     ignored: int
     timer_slack: str
     umask: int
+    is_subreaper: int
 
 
 class Program(Message):

@@ -47,6 +47,7 @@ class Renewal:
 
     def renew_places(self) -> None:
         """Forget directories, files and times of the template."""
+        time.tzset()  # the zone may have been changed on disk
         if self._tempfile:
             self._tempfile.tempdir = None
         if self._linecache:

@@ -44,7 +44,8 @@ def rights_of(pid: int | str = "self") -> dict[str, object]:
             continue
     root = os.stat(f"/proc/{pid}/root")
     found["root directory"] = (root.st_dev, root.st_ino)
-    found["label"] = _label_of(pid)
+    found["label"] = _attribute_of(pid, "attr/current")
+    found["audit user"] = _attribute_of(pid, "loginuid")
     return found
 
 
@@ -137,10 +138,10 @@ def cgroup_folders(text: str) -> dict[str, str]:
     return found
 
 
-def _label_of(pid: int | str) -> str | None:
-    """Return the label that a security module (SELinux, AppArmor, Smack) has given a process."""
+def _attribute_of(pid: int | str, name: str) -> str | None:
+    """Return what a security module (SELinux, AppArmor, Smack, audit) has given a process."""
     try:
-        with open(f"/proc/{pid}/attr/current", "rb", buffering=0) as file:
+        with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
             return file.read().decode("latin-1").strip("\0\n")
     except OSError:  # no such module
         return None

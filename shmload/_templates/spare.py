@@ -17,6 +17,7 @@ from typing import Any
 
 from shmload._templates import ahead, kind, leaving, messages, wire
 from shmload._templates.events import Events
+from shmload._templates.inherited import renew_session_keyring
 from shmload._templates.interpreter import RUN_MODULE, NotHere, prepare
 from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds, Sets
 from shmload._templates.pipelines import PIPELINES, Pipelines
@@ -31,6 +32,7 @@ from shmload._templates.stash import Stash
 from shmload._templates.streams import DescriptorTaken, renew_streams, take_descriptors
 from shmload._templates.taking import (
     CannotTake,
+    NeverTaken,
     take_dispositions,
     take_mask,
     take_standing,
@@ -104,11 +106,13 @@ class Spare:
             known = isinstance(exc, CannotTake | NotHere | DescriptorTaken)
             reason = str(exc) if known else f"{type(exc).__name__}: {exc}"
             with contextlib.suppress(OSError):
-                messages.send(self._caller, Refused(reason, int(isinstance(exc, CannotTake))))
+                is_replaceable = isinstance(exc, CannotTake) and not isinstance(exc, NeverTaken)
+                messages.send(self._caller, Refused(reason, int(is_replaceable)))
             os._exit(0)
 
     def _become(self, call: Call, sent: Fds, fds: list[int], process: int) -> Callable[[], Any]:
         take_standing(wire.peer_of(self._caller)[0], call.standing)
+        renew_session_keyring()
         if has_ended(process):  # what was taken over may be another's
             os._exit(0)
         self._caller = take_descriptors(call.fds, fds, self._caller, self._keep)

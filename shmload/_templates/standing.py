@@ -3,6 +3,7 @@
 What else the kernel tells of it is read by the process that runs its program; see `taking`.
 """
 
+from shmload._templates.inherited import is_subreaper
 from shmload._templates.messages import Standing
 from shmload._templates.rights import read_status
 
@@ -15,6 +16,7 @@ def own_standing() -> Standing:
         ignored=int(status["SigIgn"], 16),
         timer_slack=_timer_slack(),
         umask=int(status["Umask"], 8),
+        is_subreaper=int(is_subreaper()),
     )
 
 

@@ -1,6 +1,5 @@
 """Starting a template: a process that outlives its caller, with nothing of the caller's."""
 
-import ctypes
 import dis
 import importlib.util
 import json
@@ -9,6 +8,7 @@ import os
 import sys
 
 from shmload._templates import place, plain
+from shmload._templates.inherited import is_subreaper
 from shmload._templates.kind import first_environment, read_on_import
 
 TYPE_CHECKING = False
@@ -26,8 +26,6 @@ MODULES = (
 )
 """The libraries: what a template imports."""
 _NAMED = "SHMLOAD_RUN_IMPORTS"
-
-_PR_GET_CHILD_SUBREAPER = 37
 
 # The program of a template. It is the lowest frame of every program, which must not see it.
 _SOURCE = """
@@ -71,9 +69,7 @@ def why_not_here() -> str | None:
     """
     if os.getpid() == 1:
         return "there is no template, and process 1 starts none"
-    is_set = ctypes.c_int()
-    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(is_set), 0, 0, 0)
-    return "there is no template, and a subreaper starts none" if is_set.value else None
+    return "there is no template, and a subreaper starts none" if is_subreaper() else None
 
 
 def start_template(
