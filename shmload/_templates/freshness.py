@@ -26,12 +26,31 @@ class Freshness:
         # The watch begins first: no change is missed between the two.
         self._watch = _watch({os.path.dirname(file) for file in self._files})
         self._before = _fingerprints(self._files)
+        self._changed = _fingerprints(set(sys.path))
+        self._first = self._first_entries()
 
     def is_lost(self) -> bool:
-        """Tell whether a file has changed since."""
+        """Tell whether a file has changed since, or another one is found before it."""
+        changed = _fingerprints(set(sys.path))
+        if changed != self._changed:
+            self._changed = changed
+            if self._first_entries() != self._first:
+                return True
         if self._watch is not None and not _has_told(self._watch):
             return False
         return _fingerprints(self._files) != self._before
+
+    def _first_entries(self) -> dict[str, str]:
+        """Return the first entry of the path that has each module of these files, by its name."""
+        tops = {os.path.relpath(file, entry).split("/")[0] for file in self._files
+                for entry in sys.path if file.startswith(f"{entry}/")}  # fmt: skip
+        names = {name.partition(".")[0] for name in tops}
+        found: dict[str, str] = {}
+        for entry in sys.path:
+            with contextlib.suppress(OSError):
+                for name in {each.partition(".")[0] for each in os.listdir(entry)} & names:
+                    found.setdefault(name, entry)
+        return found
 
 
 def _files() -> set[str]:

@@ -47,7 +47,7 @@ class Renewal:
 
     def renew_places(self) -> None:
         """Forget directories, files and times of the template."""
-        time.tzset()  # the zone may have been changed on disk
+        _renew_time_zone()
         if self._tempfile:
             self._tempfile.tempdir = None
         if self._linecache:
@@ -57,6 +57,16 @@ class Renewal:
         if self._process:
             with contextlib.suppress(OSError):  # the directory was removed
                 self._process.ORIGINAL_DIR = os.getcwd()
+
+
+def _renew_time_zone() -> None:
+    """Read the time zone anew: its file may have changed on disk."""
+    zone = os.environ.get("TZ")
+    if zone:  # the C library reads it again only for another name
+        os.putenv("TZ", "UTC0")
+        time.tzset()
+        os.putenv("TZ", zone)
+    time.tzset()
 
 
 def _module(name: str) -> Any:

@@ -202,6 +202,46 @@ def test_changed_package_ends_the_template(running, template, library):
     assert running.shmload("template", "ls").stdout  # the next one is there, or starts
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_module_that_appears_in_front_of_an_imported_one_ends_the_template(running, exists):
+    """Its folder is on the path, and may not exist yet."""
+    front, back = running.folder / f"front-{exists}", running.folder / "back"
+    back.mkdir(exist_ok=True)
+    (back / "twofold.py").write_text("VALUE = 'back'")
+    if exists:
+        front.mkdir()
+    running.environment["PYTHONPATH"] = f"{front}:{back}"
+    running.start_template(["twofold"])
+    program = ("-c", "import twofold; print(twofold.VALUE)")
+    front.mkdir(exist_ok=True)
+    (front / "other.py").write_text("")
+    same = run(running, *program)
+    assert (same.stdout, same.stderr) == ("back\n", "")
+    (front / "twofold.py").write_text("VALUE = 'front'")
+    ended = run(running, *program)
+    assert ended.stdout == "front\n"
+    assert "stale: a package has changed" in ended.stderr
+
+
+# A time zone as in tzfile(5): one type of local time, without changes.
+_ZONE = b"TZif" + bytes(16) + bytes(16) + b"\0\0\0\1\0\0\0\4" + b"%b\0\0%b\0"
+
+
+def test_time_zone_that_changes_on_disk_counts_from_the_next_program_on(running):
+    zone = running.folder / "zone"
+    running.environment["TZ"] = f":{zone}"
+    seen = []
+    for name, offset in ((b"ABC", 3600), (b"XYZ", 7200)):
+        new = running.folder / "new-zone"
+        new.write_bytes(_ZONE % (offset.to_bytes(4, "big"), name))
+        new.rename(zone)
+        running.start_template(["json"])
+        ended = run(running, "-c", "import time; print(time.tzname[0], time.localtime(0).tm_hour)")
+        seen.append((ended.stdout, ended.stderr))
+    del running.environment["TZ"]
+    assert seen == [("ABC 1\n", ""), ("XYZ 2\n", "")]
+
+
 def test_module_that_a_template_cannot_import_is_named(running):
     ended = running.shmload("template", "warm", "--name", "odd", "--import=no_such_module")
     assert ended.returncode == 1
