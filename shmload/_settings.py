@@ -142,13 +142,13 @@ def settings() -> Settings:
 def _parse(variable: str, kind: object) -> Any:
     text = os.environ[variable]
     if kind in (Path, Path | None):
-        try:
-            return Path(text).expanduser()
-        except RuntimeError as exc:
+        path = os.path.expanduser(text)
+        if path.startswith("~"):
             raise ArgumentError(
                 f"the environment variable {variable} is {text!r}, but no such home directory is "
                 "known; give the whole path"
-            ) from exc
+            )
+        return Path(path)
     if kind == Size | None:
         try:
             return parse_budget(text)
