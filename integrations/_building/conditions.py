@@ -18,6 +18,7 @@ from typing import Any, Self
 import msgspec
 import torch
 
+from shmload._host.fingerprint import Fingerprint, Stamp
 from shmload.integrations._building.effects import hears_details, torch_modes
 from shmload.integrations._building.inside import what_is_behind
 
@@ -43,8 +44,8 @@ _MAX_TEXT = 500
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """What must be as it was when models were built the first time."""
 
-    stamps: dict[str, tuple[int, int]]
-    """By module whose code ran: its file's time of change, in ns, and size, in bytes."""
+    stamps: dict[str, Stamp]
+    """By module whose code ran: the fingerprint of its file."""
     functions: dict[str, dict[str, int]]
     """By module and by name in it, with points: a digest of the function's code."""
     classes: dict[str, dict[str, int]]
@@ -178,8 +179,8 @@ def is_changed_on_disk(conditions: Conditions) -> bool:
     )
 
 
-def stamp_of(home: str) -> tuple[int, int] | None:
-    """Return time of change, in ns, and size of a library's Python module; None for others."""
+def stamp_of(home: str) -> Stamp | None:
+    """Return the fingerprint of a library's Python module; None for others."""
     if home.partition(".")[0] not in _LIBRARIES:
         return None
     try:
@@ -189,9 +190,8 @@ def stamp_of(home: str) -> tuple[int, int] | None:
 
 
 @functools.cache
-def _stat(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_mtime_ns, found.st_size
+def _stat(path: str) -> Stamp:
+    return Fingerprint.of(os.stat(path)).lasting
 
 
 def _path_of(home: str) -> str:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import read_header
+from shmload._host.fingerprint import Fingerprint, Stamp
 from shmload._host.linux import Inode, inode_of, reopen
 from shmload._loading.state_dict import wrap
 from shmload.integrations._building.inside import what_is_behind
@@ -99,8 +100,8 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class PickledModels(msgspec.Struct, frozen=True, kw_only=True):
     """Models without their weights."""
 
-    stamps: dict[str, tuple[int, int]]
-    """By Python module of a class: its file's time of change, in ns, and size, in bytes."""
+    stamps: dict[str, Stamp]
+    """By Python module of a class: the fingerprint of its file."""
     tensors: list[StoredTensor]
     models: bytes
     """The pickle of the models by component; a persistent id is an index into `tensors`."""
@@ -396,15 +397,14 @@ def _home_of(function: object) -> str:
 
 
 @functools.cache
-def _stamp(home: str) -> tuple[int, int] | None:
-    """Return time of change, in ns, and size of a Python module's file; None for others'."""
+def _stamp(home: str) -> Stamp | None:
+    """Return the fingerprint of a library's Python module; None for others."""
     if not _is_of_libraries(home):
         return None
     try:
-        found = os.stat(importlib.import_module(home).__file__ or "")
+        return Fingerprint.of(os.stat(importlib.import_module(home).__file__ or "")).lasting
     except (ImportError, OSError):
         return None
-    return found.st_mtime_ns, found.st_size
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import msgspec
 
+from shmload._host.fingerprint import Fingerprint
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -48,7 +50,8 @@ def identify(path: str | os.PathLike[str], found: os.stat_result) -> Identity:
     if os.path.basename(folder) == "blobs" and _SHA256.fullmatch(name):
         stamp = f"sha256={name}"
     else:
-        stamp = f"{found.st_dev}.{found.st_ino}.{found.st_mtime_ns}.{found.st_ctime_ns}"
+        _, *rest = Fingerprint.of(found)
+        stamp = ".".join(map(str, rest))
     return Identity(os.path.abspath(path), found.st_size, stamp)
 
 

@@ -9,25 +9,33 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple, Self
 
+Stamp = tuple[int, int, int, int]
+"""A fingerprint that can be compared after a boot."""
+
 
 class Fingerprint(NamedTuple):
     """What stat says of a file, as far as a change of the file changes it."""
 
+    nbytes: int
     device: int
     inode: int
-    nbytes: int
     mtime_ns: int
     ctime_ns: int
 
     @classmethod
     def of(cls, found: os.stat_result) -> Self:
         """Return the fingerprint in what stat has said of a file."""
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return cls(found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
 
     @property
-    def lasting(self) -> tuple[int, int, int, int]:
+    def lasting(self) -> Stamp:
         """The fingerprint without the device, whose number changes with each boot or mount."""
-        return self[1:]
+        return self.nbytes, self.inode, self.mtime_ns, self.ctime_ns
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Device and inode: what two names of one file have in common."""
+        return self.device, self.inode
 
 
 def fingerprint(path: str | os.PathLike[str]) -> Fingerprint | None:
@@ -55,8 +63,8 @@ def _walk(folder: str, entered: set[tuple[int, int]]) -> Iterator[tuple[str, Fin
     for name in names:
         path = os.path.join(folder, name)
         found = fingerprint(path)
-        if found and found[:2] not in entered and os.path.isdir(path):
-            entered.add(found[:2])
+        if found and found.place not in entered and os.path.isdir(path):
+            entered.add(found.place)
             yield from _walk(path, entered)
         else:
             yield path, found

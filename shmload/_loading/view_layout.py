@@ -14,6 +14,7 @@ from shmload._checkpoints.indexes import read_json, renamed_index
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.weights import name_alone_as_safetensors, name_as_safetensors
+from shmload._host.fingerprint import Fingerprint
 from shmload._host.linux import SHM_DIR
 from shmload._segments.view import absolute, is_index_of_renamed
 from shmload._segments.view_folder import Copied
@@ -106,8 +107,7 @@ class _Drawn:
             self.links[name] = os.path.realpath(path)
 
     def _copy(self, name: str, path: Path, content: bytes | None = None) -> None:
-        found = os.stat(path)
-        stamp = f"{found.st_size}:{found.st_mtime_ns}"
+        stamp = ":".join(map(str, Fingerprint.of(os.stat(path)).lasting))
         self.copies[name] = Copied(path, stamp, content)
 
 

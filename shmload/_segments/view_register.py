@@ -62,7 +62,7 @@ class ViewRecord(msgspec.Struct, frozen=True, kw_only=True):
     links: dict[str, str]
     """What each link leads to, by its path in the directory."""
     copies: dict[str, str]
-    """Size and time of the original of each copied file, by its path in the directory."""
+    """The fingerprint of the original of each copied file, by its path in the directory."""
 
 
 class ViewEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -28,6 +28,7 @@ from shmload._checkpoints.formats.zip_archive import (
     read_members,
 )
 from shmload._checkpoints.header import Header, TensorSpec
+from shmload._host.fingerprint import Fingerprint
 from shmload._wording import format_nbytes
 from shmload.errors import (
     PickleUnread,
@@ -78,14 +79,13 @@ def read_strictly(fd: int, path: str | os.PathLike[str]) -> Header:
 
 def _read(fd: int, path: str | os.PathLike[str], *, may_ask_torch: bool) -> Header:
     try:
-        found = os.fstat(fd)
+        found = Fingerprint.of(os.fstat(fd))
         wish = wish_for(path)
-        stamp = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
         try:
-            header = _read_kept(_File(fd, found.st_size, stamp, wish.may_be_nested))
-            return _require_in_proportion(header, path, found.st_size)
+            header = _read_kept(_File(fd, found, wish.may_be_nested))
+            return _require_in_proportion(header, path, found.nbytes)
         except CutShort:
-            raise ShardTruncated(path, None, found.st_size) from None
+            raise ShardTruncated(path, None, found.nbytes) from None
         except (BadArchive, UnknownPickle) as exc:
             error = refuse(fd, path, ShardMalformed(path, str(exc), "PyTorch"))
             why = str(exc)
@@ -94,9 +94,9 @@ def _read(fd: int, path: str | os.PathLike[str], *, may_ask_torch: bool) -> Head
             if may_ask_torch and _may_know_more(fd, exc):
                 outcome = header_by_torch(fd, path, wish)
                 if outcome.header:
-                    return _require_in_proportion(outcome.header, path, found.st_size)
+                    return _require_in_proportion(outcome.header, path, found.nbytes)
                 why = outcome.why if isinstance(exc, BadArchive) else f"{why}; {outcome.why}"
-            raise PickleUnread(path, found.st_size, why) from None
+            raise PickleUnread(path, found.nbytes, why) from None
     except OSError as exc:
         if isinstance(exc, ShmloadError):
             raise
@@ -143,15 +143,14 @@ class _File:
     """An open file; equal to another if it has the same content."""
 
     fd: int = dataclasses.field(compare=False)
-    nbytes: int
-    stamp: tuple[int, ...]
+    found: Fingerprint
     may_be_nested: bool
 
 
 # A load asks three times: which files it reads, what it does with them, how it lays them out.
 @functools.lru_cache(maxsize=16)
 def _read_kept(file: _File) -> Header:
-    members = read_members(file.fd, file.nbytes)
+    members = read_members(file.fd, file.found.nbytes)
     folder = next(iter(members), "").partition("/")[0]
     pickled = members.get(folder + _PICKLE)
     if pickled is None or pickled.nbytes > _MAX_PICKLE_NBYTES:

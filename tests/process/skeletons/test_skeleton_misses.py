@@ -1,12 +1,15 @@
 """A skeleton is not used, or is made again, where it would differ from the libraries' model."""
 
 import functools
+import hashlib
 import json
+import os
+import shutil
 
 import diffusers
 import pytest
 import torch
-from comparing import assert_loads_equal, reference
+from comparing import assert_component_equal, assert_loads_equal, reference
 from safetensors.torch import load_file, save_file
 from traces import Messages
 
@@ -179,3 +182,58 @@ def test_source_that_moved_speaks_of_itself(copied, built, monkeypatch):
     ask_no_more(monkeypatch)
     assert_loads_equal(source.rename(source.with_name("moved")), "bf16")
     assert len(built) == 2
+
+
+# Sources that are reached by links ----------------------------------------------------------------
+
+
+@pytest.fixture(params=["plain", "file links", "folder link", "link of a link", "hub cache"])
+def vae(request, saved, tmp_path, hub_cache):
+    """A model in one form of links; return its folder, and what gives a file new content."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    shutil.copytree(saved("stable-diffusion") / "vae", there)
+
+    def rewrite(name, content):
+        path = here / name
+        before = os.stat(path)
+        if request.param == "hub cache":  # a blob never changes: the link leads to another one
+            blob = path.resolve().with_name(hashlib.sha256(content).hexdigest())
+            path.unlink()
+            path.symlink_to(blob)
+        path.write_bytes(content)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as `cp -p` does
+
+    match request.param:
+        case "plain":
+            here = there
+        case "file links":
+            here.mkdir()
+            for path in there.iterdir():
+                (here / path.name).symlink_to(path)
+        case "folder link":
+            here.symlink_to(there)
+        case "link of a link":
+            (tmp_path / "between").symlink_to(there)
+            here.symlink_to(tmp_path / "between")
+        case "hub cache":
+            here = hub_cache.add("org/name", there)
+    return here, rewrite
+
+
+def test_change_behind_a_link_is_noticed(vae, built):
+    folder, rewrite = vae
+
+    def load():
+        got = shmload.load_model(diffusers.AutoencoderKL, folder, dtype="bfloat16")
+        wanted = diffusers.AutoencoderKL.from_pretrained(folder, torch_dtype=torch.bfloat16)
+        assert_component_equal(got, wanted, "model")
+        return len(built)
+
+    assert (load(), load()) == (1, 1)
+    config = (folder / "config.json").read_bytes()
+    rewrite("config.json", config.replace(b'"scaling_factor": 0.1', b'"scaling_factor": 0.2'))
+    assert (load(), load()) == (2, 2)
+    (weights,) = folder.glob("*.safetensors")
+    content = weights.read_bytes()
+    rewrite(weights.name, content[:-1] + bytes([content[-1] ^ 1]))
+    assert (load(), load()) == (3, 3)

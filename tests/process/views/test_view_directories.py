@@ -359,6 +359,17 @@ def test_components_that_are_left_out_lead_to_their_files(pipeline, place):
     assert links_in(place)["vae/diffusion_pytorch_model.safetensors"] == "/dev/shm/"
 
 
+def test_copied_file_that_changes_under_its_old_time_is_copied_again(folder, place):
+    config = folder / "config.json"
+    config.write_text('{"a": 1}')
+    shmload.view_directory(folder, place, dtype="bfloat16")
+    before = config.stat()
+    config.write_text('{"a": 2}')
+    os.utime(config, ns=(before.st_atime_ns, before.st_mtime_ns))  # as `cp -p` does
+    shmload.view_directory(folder, place, dtype="bfloat16")
+    assert json.loads((place / "config.json").read_text()) == {"a": 2}
+
+
 def give_away(path):
     os.chown(path, 65534, 65534)
 
