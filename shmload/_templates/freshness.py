@@ -23,8 +23,10 @@ class Freshness:
 
     def __init__(self) -> None:
         self._files = _files()
+        # The kernel tells of a file that is a link only where the link leads to.
+        real = {os.path.realpath(file) for file in self._files if os.path.islink(file)}
         # The watch begins first: no change is missed between the two.
-        self._watch = _watch({os.path.dirname(file) for file in self._files})
+        self._watch = _watch({os.path.dirname(file) for file in self._files | real})
         self._before = _fingerprints(self._files)
         self._changed = _fingerprints(set(sys.path))
         self._first = self._first_entries()

@@ -47,6 +47,18 @@ def test_own_program_which_each_start_of_a_template_writes_is_not_compared(modul
         del sys.modules["__mp_main__"]
 
 
+@pytest.mark.parametrize("is_relative", [True, False])
+def test_change_behind_a_link_is_noticed(module, tmp_path, is_relative):
+    path, target = module("some_module"), tmp_path / "store" / "file"
+    target.parent.mkdir()
+    path.rename(target)
+    path.symlink_to("store/file" if is_relative else target)
+    freshness = Freshness()
+    assert freshness._watch is not None
+    target.write_text("value = 2")
+    assert freshness.is_lost()
+
+
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_module_of_another_size_under_its_old_time_is_noticed(module, monkeypatch, is_watched):
     if not is_watched:
