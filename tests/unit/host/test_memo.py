@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from shmload._host.memo import Memo, all_remembered
+from shmload._host.memo import Memo, _say, all_remembered
 
 _REMEDY = "another place can be chosen with SHMLOAD_CACHE_DIR"
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
@@ -14,6 +14,7 @@ is_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another u
 @pytest.fixture
 def memo(configure, tmp_path):
     configure(cache_dir=tmp_path / "cache")
+    _say.cache_clear()  # other tests have places that cannot be written, too
     return Memo("kind", dict[str, int], ("facts", 1))
 
 
