@@ -139,7 +139,9 @@ class Incoming(msgspec.Struct, frozen=True, kw_only=True):
         path = self.snapshot / subfolder / chosen
         is_index = chosen.endswith(".json")
         shards = named_shards(path) if is_index else (path,)
-        there = tuple(each for each in shards if self._is_there(f"{subfolder}/{each.name}"))
+        there = tuple(
+            each for each in shards if self._is_there(str(each.relative_to(self.snapshot)))
+        )
         # All of them tell what `auto` means, whether shmload reads files of some formats, and
         # whether a weight has scales, with which it is not cast.
         needs_all = (

@@ -1,6 +1,7 @@
 """JSON files that name other files: a pipeline's index, and the index of a sharded checkpoint.
 
-Guarantee: a file that an index names lies beside it.
+Guarantee: a file that an index names lies beside it, or in a folder below where the library that
+reads the index takes that, too.
 """
 
 import json
@@ -11,6 +12,10 @@ from typing import Any
 
 from shmload._host.linux import open_source
 from shmload.errors import IndexMalformed, ShardMissing
+
+# Shards with this name are those of diffusers, which refuses a path to a shard.
+_OF_DIFFUSERS = "diffusion_pytorch_model"
+_MOVE = "move its shards into its directory, and name them in it by their file names alone"
 
 # Many times the size of the largest indexes. There must be a limit: /dev/zero has no end.
 _MAX_JSON_NBYTES = 64 << 20
@@ -67,7 +72,7 @@ def named_shards(index_path: Path) -> tuple[Path, ...]:
 
     Raises:
         IndexMalformed: it cannot be read, has no `weight_map`, or names a file outside its
-            directory.
+            directory, or for diffusers one in a folder below.
     """
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -76,21 +81,38 @@ def named_shards(index_path: Path) -> tuple[Path, ...]:
         raise IndexMalformed(index_path, "its weight_map has a value that is not a file's name")
     names = sorted(set(weight_map.values()))
     for name in names:
-        require_beside(name, index_path)
+        if index_path.name.startswith(_OF_DIFFUSERS) and not _is_entry(name):
+            why = "and diffusers takes only names of files in the index's own directory"
+            raise IndexMalformed(index_path, f"it names {name!r}, {why}", _MOVE)
+        if leads_outside(name):
+            raise IndexMalformed(index_path, f"it names {name!r}, outside its own directory", _MOVE)
     return tuple(index_path.parent / name for name in names)
+
+
+def leads_outside(name: str) -> bool:
+    """Tell whether a name in an index is of no file in its directory or below."""
+    is_file = os.path.basename(name) not in ("", ".", "..")
+    return os.path.isabs(name) or ".." in name.split("/") or not is_file
 
 
 def renamed_index(index_path: Path, rename: Callable[[str], str]) -> bytes:
     """Return the content of a checkpoint's index, with other names of its shards."""
     index = read_json(index_path)
-    index["weight_map"] = {tensor: rename(shard) for tensor, shard in index["weight_map"].items()}
+    index["weight_map"] = {
+        tensor: os.path.join(os.path.dirname(shard), rename(os.path.basename(shard)))
+        for tensor, shard in index["weight_map"].items()
+    }
     return json.dumps(index).encode()
 
 
 def require_beside(name: str, index_path: Path) -> None:
-    """Raise IndexMalformed if a name leads out of the index's directory.
+    """Raise IndexMalformed if a name is not that of an entry of the index's own directory.
 
     The user did not name such a file.
     """
-    if name in ("", ".", "..") or name != os.path.basename(name):
+    if not _is_entry(name):
         raise IndexMalformed(index_path, f"it names {name!r}, outside its own directory")
+
+
+def _is_entry(name: str) -> bool:
+    return name not in ("", ".", "..") and name == os.path.basename(name)

@@ -15,7 +15,12 @@ import msgspec
 from shmload._checkpoints.formats.known import format_names, is_of_weights
 from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
-from shmload._checkpoints.indexes import listed_components, read_json, require_beside
+from shmload._checkpoints.indexes import (
+    indexed_shards,
+    listed_components,
+    read_json,
+    require_beside,
+)
 from shmload._checkpoints.paths import not_found
 from shmload._checkpoints.weights import (
     Choice,
@@ -373,6 +378,8 @@ def _resolve_component(given: str | os.PathLike[str], root: Path, choice: Choice
     if len(others) == 1:  # so do the libraries' loaders of adapters
         return msgspec.structs.replace(_adapters(given, root, others), is_complete=False)
     if not any(map(is_of_weights, names)):
+        for name in sorted(each for each in names if ".index." in each):
+            indexed_shards(root / name)  # raises: its shards lie elsewhere
         reason = f"a directory without model_index.json or {format_names()} weights"
         raise SourceNotFound(given, reason)
     return Source(
@@ -411,5 +418,6 @@ def _checkpoint(
 def _require_weights(folder: Path, names: Collection[str], library: str, class_name: str) -> None:
     """Raise ShardMissing if a model's directory has a configuration but no weights."""
     is_model = library and "config.json" in names and not class_name.endswith(_WITHOUT_WEIGHTS)
-    if is_model and all(name.endswith(".json") for name in names):
+    has_index = any(".index." in name for name in names)  # its shards may lie elsewhere
+    if is_model and not has_index and all(name.endswith(".json") for name in names):
         raise ShardMissing(folder / default_name(names, library), folder / "config.json")

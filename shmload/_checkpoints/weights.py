@@ -11,7 +11,7 @@ from shmload._checkpoints.formats import known
 from shmload._checkpoints.formats.format import Format
 from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
-from shmload._checkpoints.indexes import indexed_shards
+from shmload._checkpoints.indexes import indexed_shards, leads_outside, read_json
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
 from shmload.errors import CheckpointError, ShardTruncated
@@ -80,7 +80,11 @@ def find_shards(
     found = chosen_name(names, library, choice)
     if found is None:
         return ()
-    shards = indexed_shards(folder / found) if found.endswith(".json") else (folder / found,)
+    shards: tuple[Path, ...] = (folder / found,)
+    if found.endswith(".json"):
+        if library == "transformers" and _names_others(folder / found):
+            return ()
+        shards = indexed_shards(folder / found)
     for shard in shards:
         cause = why_file_is_unread(shard)
         if isinstance(cause, ShardTruncated):  # no library loads it, and says less
@@ -88,6 +92,13 @@ def find_shards(
         if cause:
             return ()
     return shards
+
+
+def _names_others(index_path: Path) -> bool:
+    """Tell whether an index of transformers, which takes any path, names files elsewhere."""
+    weight_map = read_json(index_path).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
+    return any(isinstance(name, str) and leads_outside(name) for name in names)
 
 
 def chosen_name(names: Collection[str], library: str, choice: Choice) -> str | None:

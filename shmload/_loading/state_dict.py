@@ -135,13 +135,16 @@ def wrap(fd: int, name: str, lease: Lease | None = None) -> "dict[str, torch.Ten
     Raises:
         CheckpointError: the header is wrong, or a tensor has a dtype that torch lacks.
     """
+    import torch
+
     header = read_header(fd, name)
     dtypes = torch_dtypes()
     mapped = memoryview(_map_leased(fd, lease) if lease else _map(fd))
     tensors = {}
     for spec in header.tensors:
         if spec.dtype not in dtypes:
-            raise ShardMalformed(name, f"this torch has no dtype for {spec.dtype}")
+            reason = f"torch {torch.__version__} has no dtype for {spec.dtype}"
+            raise ShardMalformed(name, reason, remedy="update torch")
         offset = header.data_offset + spec.begin
         content = mapped[offset : offset + spec.nbytes]
         tensors[spec.name] = as_tensor(content, dtypes[spec.dtype], spec.shape, NBITS[spec.dtype])

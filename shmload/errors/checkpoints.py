@@ -174,6 +174,8 @@ class SourceChanged(CheckpointError):
 class IndexMalformed(CheckpointError):
     """A JSON file that lists components or shards is broken or points outside its directory."""
 
-    def __init__(self, path: _Path, reason: str) -> None:
+    def __init__(
+        self, path: _Path, reason: str, remedy: str = "download the checkpoint again"
+    ) -> None:
         self.path = path
-        super().__init__(f"{path}: {reason}; download the checkpoint again")
+        super().__init__(f"{path}: {reason}; {remedy}")

@@ -57,7 +57,7 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
     real = os.path.realpath(path)
     # It may have come with somebody else's model, and would use this user's credentials.
     if why := _why_not_own(real):
-        raise ShardMalformed(path, f"it points to an object, and {why}")
+        raise ShardMalformed(path, f"it points to an object, and {why}", remedy="give the URL")
     front = Path(f"{real}{FRONT}")
     try:
         if not is_own(front, wanted.nbytes):

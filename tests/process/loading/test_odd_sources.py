@@ -8,7 +8,15 @@ import traceback
 
 import pytest
 import torch
-from comparing import DTYPES, assert_equal, assert_loads_equal, reference
+import transformers
+from comparing import (
+    DTYPES,
+    as_bytes,
+    assert_component_equal,
+    assert_equal,
+    assert_loads_equal,
+    reference,
+)
 from safetensors.torch import load_file, save_file
 from traces import Messages, mentions_of_view
 
@@ -210,3 +218,48 @@ def test_path_that_is_no_text_is_loaded_and_named_in_errors(service, tmp_path, w
     assert shmload.collect_garbage() == []
     del state
     assert [removed.name for removed in shmload.evict(folder)] == [info.name]
+
+
+def state_of(model):
+    return {key: as_bytes(each) for key, each in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_shards_in_a_folder_below(saved, tmp_path, suffix, evicts):
+    """transformers takes paths in an index; diffusers refuses them."""
+    source = tmp_path / "model"
+    shutil.copytree(saved("stable-diffusion") / "text_encoder", source)
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    stem, save = ("model", save_file) if suffix == ".safetensors" else ("pytorch_model", torch.save)
+    names = [f"parts/{stem}-{number:05}-of-00002{suffix}" for number in (1, 2)]
+    places = {key: names[number % 2] for number, key in enumerate(tensors)}
+    (source / "parts").mkdir()
+    for name in names:
+        save({key: tensors[key] for key in tensors if places[key] == name}, source / name)
+    index = {"metadata": {}, "weight_map": places}
+    (source / f"{stem}{suffix}.index.json").write_text(json.dumps(index))
+    wanted = transformers.CLIPTextModel.from_pretrained(source, dtype=torch.bfloat16)
+    for keep in (False, True):
+        got = shmload.load_model("CLIPTextModel", source, dtype=torch.bfloat16, keep=keep)
+        assert_component_equal(got, wanted, "text_encoder")
+        state = shmload.load_state_dict(source, "bfloat16", keep=keep)
+        assert {key: as_bytes(each) for key, each in state.items()} == state_of(wanted)
+    made = shmload.view_directory(source, tmp_path / "view", dtype="bfloat16")
+    try:
+        from_view = transformers.CLIPTextModel.from_pretrained(tmp_path / "view", dtype="auto")
+        assert state_of(from_view) == state_of(wanted)
+    finally:
+        shmload.remove_view_directory(made.directory)
+
+
+def test_shards_elsewhere_are_left_to_transformers(saved, tmp_path):
+    source = tmp_path / "model"
+    shutil.copytree(saved("stable-diffusion") / "text_encoder", source)
+    (source / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    names = load_file(tmp_path / "elsewhere.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../elsewhere.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    wanted = transformers.CLIPTextModel.from_pretrained(source)
+    got = shmload.load_model("CLIPTextModel", source)
+    assert_component_equal(got, wanted, "text_encoder")

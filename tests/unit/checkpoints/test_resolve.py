@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shmload._checkpoints.resolve import resolve
+from shmload._checkpoints.resolve import resolve, resolve_model
 from shmload.errors import (
     ArgumentError,
     IndexMalformed,
@@ -288,9 +288,36 @@ def test_index_that_points_elsewhere_is_refused(pipeline, name):
     )
     index = f"unet/{_D}.safetensors.index.json"
     write(pipeline, {index: index_of("a.safetensors", name)})
-    with pytest.raises(IndexMalformed, match="outside its own directory") as caught:
+    with pytest.raises(IndexMalformed, match="diffusers takes only names of files") as caught:
         found(pipeline)
     assert str(pipeline / index) in str(caught.value)
+    assert "move its shards into its directory" in str(caught.value)
+    assert "download" not in str(caught.value)
+
+
+_INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("library", ["transformers", ""])
+def test_index_may_name_shards_in_a_folder_below(tmp_path, library):
+    content = {"parts/a/1.safetensors": b"", "2.safetensors": b""}
+    config = {"architectures": ["CLIPTextModel"]} if library else {}
+    names = ("parts/a/1.safetensors", "./2.safetensors")
+    write(tmp_path, {**content, _INDEX: index_of(*names), "config.json": config})
+    (checkpoint,) = resolve(str(tmp_path), tmp_path).checkpoints
+    assert checkpoint.shards == (tmp_path / "2.safetensors", tmp_path / "parts/a/1.safetensors")
+
+
+@pytest.mark.parametrize("name", ["../b.safetensors", "/b.safetensors", "a/../../b.safetensors"])
+def test_index_that_names_files_elsewhere_is_left_to_transformers(tmp_path, name):
+    folder = tmp_path / "model"
+    write(folder, {_INDEX: index_of(name), "config.json": {}})
+    write(tmp_path, {"b.safetensors": b""})
+    for config in ("{}", '{"architectures": ["CLIPTextModel"]}'):
+        (folder / "config.json").write_text(config)
+        with pytest.raises(IndexMalformed, match=r"outside its own directory; move its shards"):
+            resolve(str(folder), folder)
+    assert resolve_model(str(folder), folder).checkpoints == ()
 
 
 def test_link_to_a_shard_elsewhere_is_fine(pipeline):
