@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
@@ -306,6 +307,11 @@ def _find_pipeline(
     wanted: Wanted, kwargs: Mapping[str, Any], follow: Follow | None
 ) -> tuple[Source, Collection[str]]:
     """Find a pipeline; return it, and the components with weights that are not wanted."""
+    if kwargs.get("dduf_file") and os.path.isdir(wanted.source):
+        # One file in place of a directory. Releases of diffusers differ: they load it or refuse.
+        root = Path(wanted.source)
+        nothing: dict[str, Any] = {"class_name": "", "components": (), "checkpoints": ()}
+        return Source(given=wanted.source, root=root, **nothing), ()
     found = find_source(wanted, kwargs, follow)
     if not found.is_pipeline:
         raise SourceNotFound(

@@ -165,9 +165,20 @@ def _what_is_cached(repo_id: str, hub: Hub) -> tuple[str, str]:
         return f" ({cache})", nearest(repo_id, [name for name in names if "/" in name])
     if hub.revision is None:
         return " in full", ""
-    there = [*_names_in(cache / names[repo_id] / "refs")]
-    there += (name[:7] for name in _names_in(cache / names[repo_id] / "snapshots"))
-    return f" in revision {hub.revision!r} (there: {', '.join(there) or 'none'})", ""
+    there = _revisions_in(cache / names[repo_id])
+    listed = ", ".join(there) or "none"
+    return f" in revision {hub.revision!r} (there: {listed})", nearest(hub.revision, there)
+
+
+def _revisions_in(repository: Path) -> list[str]:
+    """Return the revisions of a cached repository, in full: the cache knows no short commits."""
+    commits, refs = _names_in(repository / "snapshots"), repository / "refs"
+    found = []
+    for path in sorted(path for path in refs.rglob("*") if path.is_file()):
+        with contextlib.suppress(OSError):
+            if path.read_text().strip() in commits:
+                found.append(str(path.relative_to(refs)))  # such as `refs/pr/7`
+    return found + commits
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -327,7 +327,8 @@ def _resolve_pipeline(
         require_beside(name, index_path)
     for name in components or ():
         if name not in listed:
-            raise UnknownComponent(name, given, listed)
+            offered = [each for each in listed if _has_weights(root / each)] or listed
+            raise UnknownComponent(name, given, offered)
     wanted = [
         name
         for name, (library, _) in listed.items()
@@ -349,6 +350,10 @@ def _resolve_pipeline(
         ),
         unread=tuple(name for name, each in zip(wanted, found, strict=True) if each is None),
     )
+
+
+def _has_weights(folder: Path) -> bool:
+    return os.path.isdir(folder) and any(map(is_of_weights, os.listdir(folder)))
 
 
 def describe_folder(folder: Path) -> tuple[str, str, dict[str, Any]]:

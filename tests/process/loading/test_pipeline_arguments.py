@@ -1,6 +1,7 @@
 """Arguments of `load_pipeline` mean the same as in `from_pretrained`."""
 
 import json
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -163,3 +164,14 @@ def test_error_of_a_model_that_read_its_weights_too_early_says_so(saved, acceler
         shmload.load_pipeline(
             saved("stable-diffusion"), device_map="cuda:0", max_host_memory="1MiB"
         )
+
+
+def test_dduf_file_is_the_librarys_business(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.dduf", "w") as file:
+        file.writestr("model_index.json", "{}")
+    with pytest.raises((ValueError, OSError)) as wanted:
+        diffusers.DiffusionPipeline.from_pretrained(tmp_path, dduf_file="a.dduf")
+    with pytest.raises(type(wanted.value)) as got:
+        shmload.load_pipeline(tmp_path, dduf_file="a.dduf")
+    assert str(got.value) == str(wanted.value)
+    assert not isinstance(got.value, shmload.ShmloadError)
