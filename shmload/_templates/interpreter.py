@@ -41,8 +41,11 @@ def prepare(program: Program, stash: Stash) -> functools.partial[Any]:
         case "module":
             sys.argv[:] = ["-m", *arguments]
             orig, first = ["-m", value], os.getcwd()
-            if value in stash.hidden or f"{value}.__main__" in stash.hidden:
-                raise NotHere(f"the template has imported {value} itself")
+            is_package = hasattr(stash.hidden.get(value), "__path__")
+            # It runs anew from its file; of a package that is another module.
+            run_anew = f"{value}.__main__" if is_package else value
+            if run_anew in stash and not stash.drop(run_anew):
+                raise NotHere(f"the template has imported {run_anew}, and others need it")
             run = functools.partial(RUN_MODULE, value)
         case "code":
             sys.argv[:] = ["-c", *arguments]

@@ -167,6 +167,21 @@ class Stash(MetaPathFinder, Loader):
                 return name
         return None
 
+    def drop(self, name: str) -> bool:
+        """Have a module be found in its file again, as if the template had not imported it.
+
+        Returns:
+            False if another hidden module needs it, and would have the one of the template.
+        """
+        parent = name.rpartition(".")[0]
+        if parent in self._modules and name in self._closure([parent]):
+            return True  # it comes with its package, as from its file
+        if any(name in needs for other, needs in self._recorder.needs.items() if other != name):
+            return False
+        self._modules.pop(name, None)
+        self._cut.pop(name, None)
+        return True
+
     def begin(self, settings: list[list[str]]) -> None:
         """Give modules to the program from now on, which begins.
 
