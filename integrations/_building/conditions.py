@@ -28,7 +28,7 @@ _METHODS = (types.FunctionType, classmethod, staticmethod, property, functools.c
 # That of torch.FloatTensor and its like, which repeat the 740 names of torch.Tensor.
 _TENSOR_TYPE = type(torch.FloatTensor)
 # What shmload does itself, and what every process has otherwise.
-_SKIPPED = frozenset({"__main__", "__mp_main__", "shmload", "_pytest", "pytest", "tqdm"})
+SKIPPED = frozenset({"__main__", "__mp_main__", "shmload", "_pytest", "pytest", "tqdm"})
 _MODELLING = frozenset({"accelerate", "diffusers", "torch", "transformers"})
 _LIBRARIES = _MODELLING | {"huggingface_hub"}
 # Variables that shmload sets itself while it builds, and those that only bars read.
@@ -206,7 +206,7 @@ def _path_of(home: str) -> str:
 
 def _modules() -> Iterator[tuple[str, types.ModuleType]]:
     for home, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and home.partition(".")[0] not in _SKIPPED:
+        if isinstance(module, types.ModuleType) and home.partition(".")[0] not in SKIPPED:
             yield home, module
 
 

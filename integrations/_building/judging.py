@@ -106,17 +106,20 @@ def refused(request: Request, reason: str, *, is_final: bool = True) -> Any:
 def examine(request: Request) -> Any:
     """Return the skeleton that a request asks for, or one that says why there is none."""
     from shmload.integrations._building.examining import Examination, Refused
+    from shmload.integrations._building.proofs import recall_proof, remember_proof
 
     try:
         with Examination(request) as examination:
-            made, modules = in_child(examination.make)
-            for module in modules:
-                _import(module)
-            made = examination.keep_conditions(made)
-            examination.look()
-            wanted = in_child(lambda: examination.effects(None))
-            got = in_child(lambda: examination.effects(made))
-            return examination.decide(made, wanted, got, in_child)
+            memo = examination.proof_memo
+            if proof := recall_proof(memo):
+                derived = in_child(lambda: examination.derive(proof))
+                if derived:
+                    return derived
+            made, used = in_child(examination.make)
+            made, used = in_child(lambda: examination.prove(made, used, in_child))
+            if not (used.reason and proof):  # what is proved stays proved for other dtypes
+                remember_proof(memo, used)
+            return refused(request, used.reason) if used.reason else made
     except Refused as exc:
         return refused(request, str(exc))
 
@@ -189,17 +192,11 @@ def _make_way() -> None:
 
 
 def _import_libraries() -> None:
-    from shmload._host.collector import paused_gc
+    from shmload._host.collector import freeze_imports, paused_gc
 
     with paused_gc():
         import shmload.integrations._building.examining  # noqa: F401
         from shmload.integrations._building.rules import import_libraries
 
         import_libraries()
-
-
-def _import(module: str) -> None:
-    import importlib
-
-    with contextlib.suppress(ImportError):
-        importlib.import_module(module)
+        freeze_imports()

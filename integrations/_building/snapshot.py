@@ -3,7 +3,7 @@
 Globals, class dictionaries, registries, what functions keep. Compared later, it tells which of them
 changed, in words that are the same in every process. What C code keeps to itself is not seen.
 
-Some 240,000 objects are looked at each time. So what depends on an object's class alone is found
+Some 150,000 objects are looked at each time. So what depends on an object's class alone is found
 out once for the class, and how an object was reached is put in words only if it has changed.
 """
 
@@ -67,6 +67,8 @@ _PRIVATE = frozenset(
         "zipimport",
     }
 )
+# Torch's private modules keep what they need to compile: what changes in them counts as a memory.
+_TORCHS_OWN = "torch._"
 _MEMOS = re.compile(r"_cached?(_|\b|')|cache_|__slotnames__|__dynamo_disable|__warningregistry__")
 _MAX_DEPTH = 6
 ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
@@ -84,6 +86,8 @@ class Snapshot:
         # By id: the object, its kind, its content then, and how it was reached first. The content
         # keeps all alive, so that no id is used twice.
         self._known: dict[int, tuple[Any, _Kind, list[Any], _Reached]] = {}
+        # What was reached by torch's private modules first.
+        self._passed: dict[int, Any] = {}
         waiting: collections.deque[_Reached] = collections.deque()
         for name, module in list((sys.modules if modules is None else modules).items()):
             if isinstance(module, types.ModuleType) and name.partition(".")[0] not in _PRIVATE:
@@ -105,17 +109,25 @@ class Snapshot:
         self._walk(found)
 
     def _walk(self, waiting: collections.deque["_Reached"]) -> None:
-        known = self._known
+        known, passed = self._known, self._passed
         while waiting:
             how = waiting.popleft()
-            value = how[0]
-            if id(value) in known:
+            value, holder, name, _ = how
+            number = id(value)
+            if number in known or number in passed:
                 continue
             kind = _kind_of(value)
-            if kind.is_open and not (kind.is_class and _is_private(value)):
-                content = kind.content(value)
-                known[id(value)] = (value, kind, content, how)
-                waiting.extend(_children(value, content))
+            if not kind.is_open:
+                continue
+            home = str(value.__module__ if kind.is_class else "" if holder else name)
+            if kind.is_class and home.partition(".")[0] in _PRIVATE:
+                continue
+            content = kind.content(value)
+            if holder in passed or home.startswith(_TORCHS_OWN):
+                passed[number] = value
+            else:
+                known[number] = (value, kind, content, how)
+            waiting.extend(_children(value, content))
 
     def _path(self, how: "_Reached") -> str:
         if not how.holder:
@@ -180,10 +192,6 @@ def _kind_of(value: object) -> _Kind:
 
 def _first(table: "_Table", kind: type) -> Any:
     return next((read for base, read in table if issubclass(kind, base)), None)
-
-
-def _is_private(kind: type) -> bool:
-    return str(kind.__module__).partition(".")[0] in _PRIVATE
 
 
 def _slots(kind: type) -> Iterator[tuple[str, Any]]:
@@ -373,7 +381,6 @@ def _text(value: Any, depth: int = 0) -> str:
 def is_memo(change: str) -> bool:
     """Tell whether a change is what a library keeps to be quicker the next time.
 
-    Such a memory fills when it is first needed, after a skeleton as well. Torch's private modules
-    keep what they need to compile.
+    Such a memory fills when it is first needed, after a skeleton as well.
     """
-    return bool(_MEMOS.search(change.partition(" = ")[0])) or change.startswith("torch._")
+    return bool(_MEMOS.search(change.partition(" = ")[0])) or change.startswith(_TORCHS_OWN)

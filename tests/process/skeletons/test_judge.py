@@ -45,7 +45,7 @@ def request_of_a_load(saved, configure, tmp_path, monkeypatch):
         "AutoencoderKL", saved("stable-diffusion"), subfolder="vae", dtype="bfloat16"
     )
     look = snapshot.Snapshot
-    monkeypatch.setattr(examining, "Snapshot", lambda: look({_HOME.__name__: _HOME}))
+    monkeypatch.setattr(examining, "Snapshot", lambda *_: look({_HOME.__name__: _HOME}))
     return asked[0]
 
 
