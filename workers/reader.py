@@ -73,7 +73,7 @@ class Source(NamedTuple):
 
 
 def examine_source(fd: int, workers: int) -> Source:
-    """Choose how one of some workers reads a shard; reads 3 MiB of it unless it is in memory.
+    """Choose how one of some workers reads a shard; reads 1 or 3 MiB of it unless it is in memory.
 
     Args:
         fd: descriptor of the shard.
@@ -195,7 +195,7 @@ class Reader:
     def _allow_buffers(self, count: int) -> None:
         """Have so many buffers; they begin on a page, as O_DIRECT needs it."""
         while len(self._buffers) < count:
-            # A span may begin and end within a page.
+            # A group may begin and end within a page, and end a page behind `READ_NBYTES`.
             self._buffers.append(memoryview(mmap.mmap(-1, READ_NBYTES + 2 * _PAGE_NBYTES)))
 
     def _start_threads(self) -> "ThreadPoolExecutor":
@@ -216,13 +216,14 @@ class _Group(NamedTuple):
 
 
 def _join(spans: Sequence[Span]) -> Iterator[_Group]:
-    """Join spans that follow one another in the same `READ_NBYTES` of the file."""
+    """Join spans that begin one after the other in the same `READ_NBYTES` of the file."""
     first = 0
     for number in range(1, len(spans)):
         begin, before, span = spans[first], spans[number - 1], spans[number]
         is_behind = span.offset >= before.offset + before.nbytes
         is_near = span.offset // READ_NBYTES == begin.offset // READ_NBYTES
-        fits = span.offset + span.nbytes - begin.offset <= READ_NBYTES
+        # An element that lies across the boundary comes with those before it.
+        fits = span.offset + span.nbytes - begin.offset <= READ_NBYTES + _PAGE_NBYTES
         if not (is_behind and is_near and fits):
             yield _group(spans[first:number])
             first = number

@@ -18,6 +18,8 @@ from shmload._host.reading import READ_NBYTES, Facts, is_as_fast_as_memory, is_a
 # asm-generic/unistd.h, which all architectures share since Linux 5.0; cachestat came with 6.5.
 _SYS_CACHESTAT = 451
 _SAMPLES = 3
+# What was timed is read again to be decoded. Of a smaller file three reads would be a large part.
+_LARGE_NBYTES = 64 << 20
 
 
 class _Range(ctypes.Structure):
@@ -32,7 +34,7 @@ class _Counts(ctypes.Structure):
 
 
 def examine(fd: int) -> Facts:
-    """Find out what decides how a file is read; reads 3 MiB of it unless it is in memory.
+    """Find out what decides how a file is read; reads 1 or 3 MiB of it unless it is in memory.
 
     Args:
         fd: descriptor of a regular file; stays the caller's.
@@ -77,9 +79,10 @@ def _time_reads(fd: int, nbytes: int) -> float | None:
     """Return the shortest time of some reads, in seconds; None if one fails or is short."""
     shortest_s: float | None = None
     with mmap.mmap(-1, READ_NBYTES) as buffer:  # on a page, as O_DIRECT needs it
-        for sample in range(_SAMPLES):
+        samples = _SAMPLES if nbytes >= _LARGE_NBYTES else 1
+        for sample in range(samples):
             # Not at the start, which was read with the header.
-            offset = nbytes * (sample + 1) // (_SAMPLES + 1) // READ_NBYTES * READ_NBYTES
+            offset = nbytes * (sample + 1) // (samples + 1) // READ_NBYTES * READ_NBYTES
             began_at = time.perf_counter()
             try:
                 got = os.preadv(fd, [buffer], offset)

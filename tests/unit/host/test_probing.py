@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from shmload._host import probing
 from shmload._host.probing import cached_part, examine, is_rotational, open_direct
 from shmload._host.reading import READ_NBYTES
 
@@ -47,10 +48,16 @@ def test_object_in_shared_memory_is_not_measured():
         os.close(fd)
 
 
-def test_cold_file_is_measured_and_three_of_its_blocks_are_read(cold_fd):
+@pytest.mark.parametrize(("least", "count"), [(_NBYTES, 3), (_NBYTES + 1, 1)])
+def test_cold_file_is_measured_by_few_of_its_blocks(cold_fd, monkeypatch, least, count):
+    reads = []
+    preadv = os.preadv
+    monkeypatch.setattr(probing, "_LARGE_NBYTES", least)
+    monkeypatch.setattr(os, "preadv", lambda *given: reads.append(given[2]) or preadv(*given))
     facts = examine(cold_fd)
     assert facts.cached == 0
     assert facts.read_s > 0
+    assert len(set(reads)) == len(reads) == count
     if facts.has_direct:
         assert cached_part(cold_fd, _NBYTES) == 0
 

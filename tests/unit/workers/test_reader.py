@@ -80,6 +80,24 @@ def test_neighbours_are_read_together_and_ahead(path, reader, monkeypatch):
     assert sorted(reads) == [0, READ_NBYTES]
 
 
+def test_elements_across_a_boundary_are_read_with_those_before(path, reader, monkeypatch):
+    reads = []
+    preadv = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda *given: reads.append(len(given[1][0])) or preadv(*given)
+    )
+    with path.open("rb") as file:
+        spans, offset = [], 100
+        while offset + READ_NBYTES < _NBYTES:  # as the filler cuts blocks of 34 bytes
+            count = (READ_NBYTES - offset % READ_NBYTES) // 34
+            spans += [Span(offset, count * 34), Span(offset + count * 34, 34)]
+            offset += count * 34 + 34
+        for _ in reader.read(Source(file.fileno(), _AHEAD), spans):
+            pass
+    assert len(reads) == len(spans) // 2
+    assert sum(reads) < sum(span.nbytes for span in spans) + 4096 * len(reads)
+
+
 def test_short_reads_are_completed(source, reader, content, monkeypatch):
     preadv = os.preadv
 
