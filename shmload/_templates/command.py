@@ -4,7 +4,7 @@ import os
 import sys
 
 from shmload._templates.messages import Program
-from shmload._templates.plain import flags_of_this_process
+from shmload._templates.plain import flags_of_this_process, run_plainly
 from shmload._templates.redirecting import VARIABLE
 
 TYPE_CHECKING = False
@@ -27,17 +27,24 @@ Options:
                    the program and in the Python processes that it starts.
   --no-prepare     Do not take a pipeline that the template has loaded ahead, nor have it do so.
   --help           Show this text.
+  -X, -W, -O, -u and others are options of Python, but for -V, -h and -v.
 """
 _KINDS = {"-m": "module", "-c": "code"}
+_OF_PYTHON = frozenset("bBdEiIOPqRsSux")
 
 
 def main(arguments: list[str]) -> "NoReturn":
     """Run the program that the arguments after `shmload run` name."""
     name, is_verbose, is_redirected = "default", False, VARIABLE in os.environ
     prepares = True
-    rest = list(arguments)
+    rest, own, of_python = list(arguments), [], []
     while rest and rest[0].startswith("-") and rest[0] not in ("-", *_KINDS):
         option = rest.pop(0)
+        taken = _option_of_python(option, rest)
+        if taken:
+            of_python += taken
+            continue
+        own.append(option)
         if option in ("-v", "--verbose"):
             is_verbose = True
         elif option == "--no-prepare":
@@ -46,6 +53,7 @@ def main(arguments: list[str]) -> "NoReturn":
             is_redirected = True
         elif option == "--template" and rest:
             name = rest.pop(0)
+            own.append(name)
         elif option.startswith("--template="):
             name = option.partition("=")[2]
         elif option == "--help":
@@ -59,13 +67,56 @@ def main(arguments: list[str]) -> "NoReturn":
     if is_redirected and (flags.ignore_environment or flags.isolated or flags.no_site):
         _fail("--redirect needs PYTHONPATH, which -E, -I and -S of Python turn off")
     way = ("verbose" if is_verbose else "1") if is_redirected else ""
-    from shmload._templates.caller import run
+    program = _program(rest, way, prepares, of_python)
+    if not of_python:
+        from shmload._templates.caller import run
 
-    run(_program(rest, way, prepares), name, is_verbose)
+        run(program, name, is_verbose)
+    reason = _why_alone(of_python)
+    if not reason:
+        _start_again(of_python, [*own, *rest])
+    if is_verbose:
+        print(f"shmload run: in the ordinary way: {reason}", file=sys.stderr)
+    run_plainly(program)
 
 
-def _program(words: list[str], redirect: str, prepares: bool) -> Program:
-    """Return the program that the words after the options name."""
+def _option_of_python(option: str, rest: list[str]) -> list[str]:
+    """Return an option if it is Python's own, with its argument, which is taken of the rest."""
+    if option in ("-X", "-W") and rest:
+        return [option, rest.pop(0)]
+    is_one = option.startswith(("-X", "-W")) and len(option) > 2
+    return [option] if is_one or _OF_PYTHON.issuperset(option[1:]) else []
+
+
+def _why_alone(options: list[str]) -> str:
+    """Return why shmload itself cannot run with options of Python, or would show; else nothing."""
+    flags = [option for option in options if option.startswith("-")]
+    letters = "".join(flag for flag in flags if not flag.startswith(("-X", "-W")))
+    if "S" in letters:
+        return "-S leaves packages out"
+    if "x" in letters:
+        return "its first line is to be skipped"
+    is_timed = any(option.removeprefix("-X").startswith("importtime") for option in options)
+    return "its imports are timed" if is_timed else ""
+
+
+def _start_again(options: list[str], rest: list[str]) -> "NoReturn":
+    """Become an interpreter with options of its own, which a program cannot get later."""
+    with open("/proc/self/environ", "rb", buffering=0) as file:  # Python has changed some
+        pairs = [entry.partition(b"=") for entry in file.read().split(b"\0") if entry]
+    words = [sys.executable, *flags_of_this_process(), *options, "-m", "shmload", "run", *rest]
+    os.execve(sys.executable, words, {name: value for name, _, value in pairs})
+
+
+def _program(words: list[str], redirect: str, prepares: bool, of_python: list[str]) -> Program:
+    """Return the program that the words after the options name.
+
+    Args:
+        words: these.
+        redirect: see `Program`.
+        prepares: likewise.
+        of_python: options for Python, besides those of this process.
+    """
     if not words:
         _fail("give a SCRIPT, -m MODULE, -c CODE, or - for standard input")
     kind = _KINDS.get(words[0], "stdin" if words[0] == "-" else "script")
@@ -74,7 +125,7 @@ def _program(words: list[str], redirect: str, prepares: bool) -> Program:
         if not words:
             _fail(f"-{kind[0]} needs an argument")
     value, *arguments = map(os.fsencode, words)
-    flags = list(map(os.fsencode, flags_of_this_process()))
+    flags = list(map(os.fsencode, [*flags_of_this_process(), *of_python]))
     return Program(kind, value, arguments, flags, redirect, int(prepares))
 
 

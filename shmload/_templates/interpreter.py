@@ -57,7 +57,7 @@ def prepare(program: Program, stash: Stash) -> functools.partial[Any]:
             orig = [value]
             run, first = _script(value, main, external)
     sys.orig_argv[:] = [sys.executable, *map(os.fsdecode, program.flags), *orig, *arguments]
-    _set_path(first, first == value, stash)
+    _set_path(first, run.func is RUN_MODULE and program.kind == "script", stash)
     return run
 
 
@@ -73,9 +73,9 @@ def _set_path(first: str, is_program: bool, stash: Stash) -> None:
 
 def _script(path: str, main: dict[str, Any], external: Any) -> tuple[functools.partial[Any], str]:
     """Return what runs a file or directory, and its entry of `sys.path`."""
+    absolute = os.path.join(os.getcwd(), path)
     if os.path.isdir(path) or _is_archive(path):
-        return functools.partial(RUN_MODULE, "__main__", False), path
-    absolute = os.path.join(os.getcwd(), path.removeprefix("./"))
+        return functools.partial(RUN_MODULE, "__main__", False), absolute
     main["__file__"] = absolute
     main["__cached__"] = None
     main["__loader__"] = external.SourceFileLoader("__main__", absolute)

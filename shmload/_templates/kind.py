@@ -64,9 +64,14 @@ def _interpreter() -> tuple[object, ...]:
     entries = sys.path if sys.flags.safe_path else sys.path[1:]
     return (
         (sys.executable, sys.prefix, sys.version),
-        (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions),
+        (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions, _is_unbuffered()),
         [(entry, _installed(entry)) for entry in entries],
     )
+
+
+def _is_unbuffered() -> bool | None:
+    """Tell whether Python was started with -u, which no flag says."""
+    return getattr(sys.stdout, "write_through", None)
 
 
 def first_environment() -> dict[str, str]:

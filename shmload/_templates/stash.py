@@ -37,7 +37,26 @@ _LAZY_TABLES = ("_class_to_module", "_HOMES")
 _OF_SHMLOAD = frozenset({"HF_DEACTIVATE_ASYNC_LOAD"})
 
 
-class Stash(MetaPathFinder, Loader):
+class _Given(Loader):
+    """The loader of a hidden module: the stash gives it; all else its own loader does.
+
+    Args:
+        stash: has the module.
+        own: the loader that has made it.
+    """
+
+    def __init__(self, stash: "Stash", own: Any) -> None:
+        self._own = own
+        self.create_module, self.exec_module = (  # type: ignore[method-assign]
+            stash.create_module,
+            stash.exec_module,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self).get("_own"), name)
+
+
+class Stash(MetaPathFinder):
     """The hidden modules, and the finder that gives them back.
 
     Args:
@@ -247,8 +266,8 @@ class Stash(MetaPathFinder, Loader):
         if top == name and self._is_shadowed(name):
             del self._modules[name]
             return None
-        spec = ModuleSpec(name, self)
         own = getattr(self._modules[name], "__spec__", None)
+        spec = ModuleSpec(name, _Given(self, own and own.loader))
         if own is not None:  # as `importlib.util.find_spec` would have found it
             spec.origin, spec.cached, spec.has_location = own.origin, own.cached, own.has_location
             spec.submodule_search_locations = own.submodule_search_locations

@@ -4,9 +4,11 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,8 @@ _MODULES = ("json", "decimal", "numpy", "PIL.Image", "xxhash")
 _TIMEOUT_S = 60.0
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 
-# Each is a program. A name that begins with `m:` is run with -m, one with `c:` with -c.
+# Each is a program. A name that begins with `m:` is run with -m, one with `c:` with -c; one with
+# `w:` is the words of a command line.
 PROGRAMS = {
     # What a program is told
     "argv": "import sys; print(sys.argv, sys.orig_argv[1:])",
@@ -176,8 +179,61 @@ PROGRAMS = {
     "fork pool": "import multiprocessing as m\ndef f(x): return x * 2\nif __name__ == '__main__':\n"
     "    with m.get_context('fork').Pool(1) as p: print(p.map(f, [1, 2]))",
     "shell": "import os; print(os.system('exit 3'), os.popen('echo x').read())",
+    "own group": "import os; os.setpgid(0, 0); print(os.getpgrp() == os.getpid())",
+    "fork and exit": "import os, sys\npid = os.fork()\nif not pid:\n    sys.exit(3)\n"
+    "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))",
+    "daemon of its own": "import os\nif os.fork():\n    os._exit(0)\nos.setsid()\nprint('d')",
+    "forkserver": "import multiprocessing as m\ndef f(): print(__name__, flush=True)\n"
+    "if __name__ == '__main__':\n    p = m.get_context('forkserver').Process(target=f)\n"
+    "    p.start(); p.join(); print(p.exitcode)",
+    # How it is named
+    "w:file below a dot": "./named.py one",
+    "w:file with a space": "'named file.py' one",
+    "w:file by way of a folder": "lib/../named.py",
+    "w:file of two slashes": ".//named.py",
+    "w:file without an end": "named",
+    "w:link": "link.py",
+    "w:folder": "folder one",
+    "w:folder with a slash": "folder/",
+    "w:folder below a dot": "./folder",
+    "w:folder without a program": "empty",
+    "w:archive": "named.zip one",
+    "w:archive below a dot": "./named.zip",
+    "w:error in a file": "./failing.py",
+    "w:error in an archive": "failing.zip",
+    "w:module that is a folder": "-m folder one",
+    "w:module that is a file": "-m named",
+    "w:module of a dot": "-m .named",
+    "w:no code": "-c ''",
+    "w:words like options": "named.py -- -v -c",
+    # The last of it
+    "c:exit with an object": "import sys\nclass C:\n    def __str__(self): return 'an object'\n"
+    "sys.exit(C())",
+    "c:exit with a bad object": "import sys\nclass C:\n    def __str__(self): 1 / 0\nsys.exit(C())",
+    "c:exit in a thread": "import sys, threading as t\n"
+    "t = t.Thread(target=sys.exit, args=(3,)); t.start(); t.join(); print('main')",
+    "c:order of exits": "import atexit, weakref\nclass C: pass\nc = C()\n"
+    "weakref.finalize(c, print, 'finalizer')\natexit.register(print, 'first')\nimport numpy\n"
+    "atexit.register(print, 'second')",
+    "c:order of globals": "class C:\n    def __init__(self, n): self.n = n\n"
+    "    def __del__(self): print(self.n)\na, b, _c = map(C, 'abc')",
+    "c:unraisable at the end": "class C:\n    def __del__(self): raise ValueError('end')\nc = C()",
+    "c:broken hook": "import sys\ndef hook(*a): raise ValueError('hook')\n"
+    "sys.excepthook = hook\n1 / 0",
+    "c:no stderr": "import sys; sys.stderr = None; 1 / 0",
+    "c:data of a package": "from pkgutil import get_data; "
+    "print(len(get_data('json', '__init__.py')) > 9)",
+    "c:loader": "import importlib.util as u; s = u.find_spec('decimal'); "
+    "print(s.loader.is_package('decimal'), s.loader.get_source('decimal')[:9])",
     "exec": "import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'print(\"other\")'])",
 }
+_NAMED = """
+import sys
+print(sys.argv, sys.orig_argv[1:], sys.path[0], __file__, __spec__, __package__, __loader__)
+import helper_of_test
+print(helper_of_test.__file__)
+"""
+_FAILING = "def f():\n    raise ValueError(3)\nf()\n"
 # Python itself says best what is wrong with these.
 _ORDINARY = {"syntax error", "indentation", "null byte", "bad encoding", "c:syntax error"}
 _INPUT = b"first\nsecond\n"
@@ -194,6 +250,17 @@ def folder(running):
     (running.work / "lib").mkdir()
     (running.work / "helper_of_test.py").write_text("VALUE = 5\n")
     (running.work / "lib" / "xxhash.py").write_text("")
+    for name in ("named.py", "named file.py", "named", "folder/__main__.py"):
+        (running.work / name).parent.mkdir(exist_ok=True)
+        (running.work / name).write_text(_NAMED)
+    (running.work / "empty").mkdir()
+    (running.work / "folder" / "helper_of_test.py").write_text("")
+    (running.work / "link.py").symlink_to("folder/__main__.py")
+    (running.work / "failing.py").write_text(_FAILING)
+    for name, text in (("named.zip", _NAMED), ("failing.zip", _FAILING)):
+        with zipfile.ZipFile(running.work / name, "w") as archive:
+            archive.writestr("__main__.py", text)
+            archive.writestr("helper_of_test.py", "")
     return running.folder
 
 
@@ -229,6 +296,7 @@ def see(folder, environment):
             "": [path.name, "one", "t wo"],
             "c": ["-c", PROGRAMS[name], "one"],
             "m": ["-m", rest, *PROGRAMS[name].split()],
+            "w": shlex.split(PROGRAMS[name]),
         }[sort]
         ended = subprocess.run(
             [*command, *what],
@@ -286,7 +354,53 @@ def test_program_sees_and_shows_the_same(see, cold, name):
 
 
 def test_there_are_as_many_programs_as_promised():
-    assert len(PROGRAMS) >= 120
+    assert len(PROGRAMS) >= 150
+
+
+# Options of Python -------------------------------------------------------------------------------
+
+_OPTIONS = (
+    "-X dev",
+    "-Xutf8=0",
+    "-W error::UserWarning",
+    "-Wdefault",
+    "-O",
+    "-OO",
+    "-u",
+    "-uB",
+    "-I",
+    "-E",
+    "-s",
+    "-P",
+    "-bb",
+    "-q",
+    "-Xint_max_str_digits=700",
+    "-X tracemalloc",
+)
+_ALONE = {"-S": "-S leaves packages out", "-x": "its first line is to be skipped"}
+_SHOWS_OPTIONS = """#!first
+import sys, warnings
+print(sys.flags, sys.warnoptions, sys._xoptions, sys.argv, sys.orig_argv[1:], sys.path[0])
+print(__debug__, sys.stdout.write_through, sys.stdout.line_buffering, b"" == "")
+warnings.warn("words")
+"""
+
+
+@pytest.mark.parametrize("options", [*_OPTIONS, *_ALONE])
+@pytest.mark.usefixtures("template")
+def test_options_of_python_stand_before_the_program(folder, environment, options):
+    words = options.split()
+    (folder / "work" / "shows.py").write_text(_SHOWS_OPTIONS)
+    given = {"cwd": folder / "work", "env": environment, "capture_output": True, "text": True,
+             "timeout": _TIMEOUT_S, "stdin": subprocess.DEVNULL}  # fmt: skip
+    if options not in _ALONE:
+        warm = [sys.executable, *words, "-m", "shmload", "template", "warm", "--import=json"]
+        subprocess.run(warm, check=True, **given)
+    wanted = subprocess.run([sys.executable, *words, "shows.py", "a"], check=False, **given)
+    seen = subprocess.run([*_RUN, *words, "shows.py", "a"], check=False, **given)
+    said = f"shmload run: in the ordinary way: {_ALONE[options]}\n" if options in _ALONE else ""
+    assert (seen.returncode, seen.stdout) == (wanted.returncode, wanted.stdout)
+    assert seen.stderr == said + wanted.stderr
 
 
 # Random numbers: no two programs may draw the same ------------------------------------------------
