@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from shmload._wording import printing
+
 _STYLES = {"bold": "\x1b[1m", "green": "\x1b[32m", "yellow": "\x1b[33m", "dim": "\x1b[2m"}
 _RESET = "\x1b[0m"
 _GAP = "  "
@@ -119,7 +121,7 @@ class Page(NamedTuple):
                 case Table():
                     lines += block.lines(width, color=color)
                 case str():
-                    lines.append(block)
+                    lines += map(printing, block.split("\n"))
         return "\n".join(lines)
 
     def html(self) -> str:
@@ -160,15 +162,6 @@ class Listing(Printable, list[_Item]):
     `Printable` comes first: IPython takes the first base with a way of its own, and has one for
     lists.
     """
-
-
-def printing(text: str) -> str:
-    """Escape the characters of a text that do not print, such as newlines."""
-    if text.isprintable():
-        return text
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
-    )
 
 
 def _as_cell(cell: str | Cell) -> Cell:

@@ -46,6 +46,15 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def printing(text: str) -> str:
+    """Escape what does not print in a text: newlines, what steers a terminal, lone surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
 def nearest_name(name: str, known: Sequence[str]) -> str | None:
     """Return the known name most like this one, whose capitals do not count; None if none is."""
     import difflib  # 2 ms, which an import of shmload or a worker's start does not pay

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from shmload._segments.messages import message_of, repaired_messages
+from shmload._wording import printing
 from shmload.errors import (
     CapacityError,
     ProtocolError,
@@ -168,6 +169,6 @@ class _Muted:
 
 def _say(options: Options, level: int, text: str) -> None:
     if options.is_verbose:
-        print(f"shmload: {text}", file=sys.stderr, flush=True)
+        print(f"shmload: {printing(text)}", file=sys.stderr, flush=True)
         level = logging.INFO
     logger.log(level, text)

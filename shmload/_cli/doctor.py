@@ -7,6 +7,7 @@ from shmload._cli.completion import complete_paths
 from shmload._cli.output import as_json_option, print_json
 from shmload._doctor.checks import Finding
 from shmload._doctor.doctor import diagnose
+from shmload._wording import printing
 
 _COLORS = {"ok": "green", "warn": "yellow", "bad": "red"}
 _STATE_WIDTH, _NAME_WIDTH = 4, 14
@@ -46,6 +47,6 @@ def doctor_command(
 
 def _print(finding: Finding) -> None:
     state = click.style(finding.state.ljust(_STATE_WIDTH), fg=_COLORS[finding.state])
-    click.echo(f"{state}  {finding.name.ljust(_NAME_WIDTH)}  {finding.detail}")
+    click.echo(f"{state}  {finding.name.ljust(_NAME_WIDTH)}  {printing(finding.detail)}")
     if finding.remedy:
-        click.echo(f"{'':{_STATE_WIDTH + _NAME_WIDTH + 4}}{finding.remedy}")
+        click.echo(f"{'':{_STATE_WIDTH + _NAME_WIDTH + 4}}{printing(finding.remedy)}")

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shmload._tables import printing
+from shmload._wording import printing
 
 
 class Charset(NamedTuple):

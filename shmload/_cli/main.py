@@ -17,7 +17,7 @@ from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._cli import doctor, placement, residents, serve, service, templates, top, views, warm
 from shmload._cli.completion import complete_paths
 from shmload._cli.ending import EndedBySignal, EndingCommand
-from shmload._cli.output import as_json_option, is_of_output, print_json, print_page
+from shmload._cli.output import as_json_option, is_of_output, print_json, print_page, say
 from shmload._cli.source_options import given, source_options
 from shmload._loading import progress
 from shmload.errors import ArgumentError, ShmloadError
@@ -35,23 +35,23 @@ class _Group(click.Group):
             if not is_of_output(exc):
                 raise
             reason = exc.strerror or str(exc)
-            click.echo(f"shmload: the output cannot be written: {reason}", err=True)
+            say(f"shmload: the output cannot be written: {reason}", err=True)
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:  # click's own signature
         try:
             return super().invoke(ctx)
         except ShmloadError as exc:
-            click.echo(f"shmload: {exc}", err=True)
+            say(f"shmload: {exc}", err=True)
             ctx.exit(2 if isinstance(exc, ArgumentError) else 1)
         except MemoryError:
-            click.echo("shmload: there is no memory; free some, or see `ulimit -v`", err=True)
+            say("shmload: there is no memory; free some, or see `ulimit -v`", err=True)
             ctx.exit(1)
         except EndedBySignal as exc:
-            click.echo(f"shmload: ended by {exc}", err=True)
+            say(f"shmload: ended by {exc}", err=True)
             ctx.exit(1)  # and then `end_as_signalled`
         except KeyboardInterrupt:
-            click.echo("shmload: interrupted", err=True)
+            say("shmload: interrupted", err=True)
             ctx.exit(_INTERRUPTED)
 
 

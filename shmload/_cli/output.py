@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from shmload._tables import Page, Table
+from shmload._wording import printing
 
 SCHEMA_VERSION = 1
 """Of all answers with --json: raised when a field goes or gets another meaning."""
@@ -47,6 +48,11 @@ def print_json(command: str, **fields: object) -> None:
     answer = {"schema_version": SCHEMA_VERSION, "command": command, **fields}
     built = msgspec.to_builtins(answer, enc_hook=str)
     click.echo(json.dumps(built, indent=2))  # click flushes, so a failed write raises here
+
+
+def say(*lines: str, err: bool = False) -> None:
+    """Print lines, on stderr if `err`; what a file is called can steer no terminal."""
+    click.echo("\n".join(map(printing, lines)), err=err)
 
 
 def print_page(page: Page) -> None:

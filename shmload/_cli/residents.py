@@ -7,14 +7,13 @@ import click
 
 import shmload
 from shmload._cli.completion import complete_names
-from shmload._cli.output import as_json_option, print_json, print_page
+from shmload._cli.output import as_json_option, print_json, print_page, say
 from shmload._segments.listing import SegmentInfo, Segments, amount_of, segments_by_lock
 from shmload._segments.models import find_models
 from shmload._segments.pins import pinned_outdated
 from shmload._segments.selection import select
 from shmload._segments.upkeep import evict_segments, find_garbage, verify_each
 from shmload._segments.view_register import views_by_segment
-from shmload._tables import printing
 from shmload._wording import count_of
 from shmload.errors import SegmentBusy
 
@@ -62,7 +61,7 @@ def pin_command(patterns: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json("pin", pinned=pinned)
     else:
-        click.echo(_change(pinned, shmload.segments(), "pinned"))
+        say(_change(pinned, shmload.segments(), "pinned"))
 
 
 @click.command("unpin")
@@ -74,7 +73,7 @@ def unpin_command(patterns: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json("unpin", unpinned=unpinned)
     else:
-        click.echo(_change(unpinned, shmload.segments(), "unpinned"))
+        say(_change(unpinned, shmload.segments(), "unpinned"))
 
 
 @click.command("rm")
@@ -111,9 +110,9 @@ def remove_command(
     if as_json:
         print_json("rm", removed=removed, in_use=stays, dry_run=dry_run)
     elif removed or not busy:
-        click.echo(_change(removed, before, "would remove" if dry_run else "removed"))
+        say(_change(removed, before, "would remove" if dry_run else "removed"))
         if dry_run and stays:
-            click.echo(f"in use, so they stay: {count_of(len(stays), 'segment')}")
+            say(f"in use, so they stay: {count_of(len(stays), 'segment')}")
     if busy:
         raise busy
 
@@ -130,21 +129,21 @@ def collect_command(dry_run: bool, as_json: bool) -> None:
         return
     known = [info for info in before if info.name in removed]
     for model in find_models(known):
-        click.echo(f"{printing(model.full_name)}: {amount_of(model.segments)}")
+        say(f"{model.full_name}: {amount_of(model.segments)}")
     for name in sorted({*removed} - {info.name for info in known}):
-        click.echo(name)
+        say(name)
     others = len(removed) - len(known)
     parts = [amount_of(known)] if known or not others else []
     parts += [f"{count_of(others, 'leftover')} of killed processes"] if others else []
-    click.echo(f"{'would remove' if dry_run else 'removed'} {' and '.join(parts)}")
+    say(f"{'would remove' if dry_run else 'removed'} {' and '.join(parts)}")
     views = views_by_segment()
     for model in find_models(pinned_outdated()):
-        name = printing(model.full_name)
+        name = model.full_name
         if any(info.name in views for info in model.segments):
             why, remedy = "a view directory needs it", "`shmload warm --views`"
         else:
             why, remedy = "pinned", "shmload unpin"
-        click.echo(f"{name}: {why}, so it stays, though its files have changed; see {remedy}")
+        say(f"{name}: {why}, so it stays, though its files have changed; see {remedy}")
 
 
 @click.command("verify")
@@ -156,13 +155,13 @@ def verify_command(patterns: tuple[str, ...], as_json: bool) -> None:
     corrupt: list[SegmentInfo] = []
     for info, error in verify_each(*patterns):
         if error:
-            of = f"{printing(info.source)}: " if info.source else ""
-            click.echo(f"shmload: {of}{error}", err=True)
+            of = f"{info.source}: " if info.source else ""
+            say(f"shmload: {of}{error}", err=True)
         (corrupt if error else sound).append(info)
     if as_json:
         print_json("verify", sound=sound, corrupt=[info.name for info in corrupt])
     elif sound or not corrupt:
-        click.echo(f"sound: {amount_of(sound)}")
+        say(f"sound: {amount_of(sound)}")
     if corrupt:
         sys.exit(1)
 
@@ -171,5 +170,5 @@ def _change(changed: Sequence[SegmentInfo], among: Sequence[SegmentInfo], did: s
     """Write what was done to segments: their amount, and the models that they are part of."""
     chosen = {info.name for info in changed}
     models = (m for m in find_models(among) if any(info.name in chosen for info in m.segments))
-    names = ", ".join(dict.fromkeys(printing(model.full_name) for model in models))
+    names = ", ".join(dict.fromkeys(model.full_name for model in models))
     return f"{did} {amount_of(changed)}{f': {names}' if names else ''}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import click
 import msgspec
 
-from shmload._cli.output import as_json_option, print_json, print_page
+from shmload._cli.output import as_json_option, print_json, print_page, say
 from shmload._segments.models import models
 from shmload._segments.page_locks import PageLocks, page_locks
 from shmload._service.client import Client
@@ -35,11 +35,11 @@ def status_command(as_json: bool) -> None:
     if as_json:
         _print_status(found)
     else:
-        click.echo("\n".join((*describe_status(found), *describe_page_locks(page_locks()))))
+        say(*describe_status(found), *describe_page_locks(page_locks()))
         for template in _templates():
             programs = count_of(template.programs, "program")
             memory = format_nbytes(template.memory_nbytes)
-            click.echo(f"template   {template.name}: process {template.pid}, {template.state}, "
+            say(f"template   {template.name}: process {template.pid}, {template.state}, "
                        f"{programs}, {memory}")  # fmt: skip
         listed = models()
         if listed or listed.decoding:
@@ -78,7 +78,7 @@ def shutdown_command(as_json: bool) -> None:
     if as_json:
         print_json("shutdown", pid=client.pid)
         return
-    click.echo(f"the service (process {client.pid}) ends")
+    say(f"the service (process {client.pid}) ends")
 
 
 def describe_page_locks(found: PageLocks) -> Iterator[str]:

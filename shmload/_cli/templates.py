@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from shmload._cli.output import as_json_option, print_json, print_table
+from shmload._cli.output import as_json_option, print_json, print_table, say
 from shmload._templates import look, place
 from shmload._templates.command import main as run_program
 from shmload._wording import count_of, format_age, format_nbytes
@@ -36,9 +36,9 @@ def ls_command(as_json: bool) -> None:
         print_json("template ls", templates=listed, starting=starting)
         return
     if starting:
-        click.echo(f"{count_of(starting, 'template')} starting; ready in some seconds")
+        say(f"{count_of(starting, 'template')} starting; ready in some seconds")
     if not found and not starting:
-        click.echo("no template runs; `shmload run` starts one")
+        say("no template runs; `shmload run` starts one")
     if found:
         print_table(
             ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS", "IDLE", "LOADED AHEAD"),
@@ -57,7 +57,7 @@ def ls_command(as_json: bool) -> None:
             right=(1, 3, 4, 5),
         )
     for left_out in dict.fromkeys(each for template in found for each in template.left_out):
-        click.echo(f"left out: {left_out}")
+        say(f"left out: {left_out}")
 
 
 @template_group.command("warm")
@@ -78,9 +78,9 @@ def warm_command(name: str, modules: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json("template warm", template=dataclasses.asdict(found))
     else:
-        click.echo(f"template {name}: process {found.pid}")
+        say(f"template {name}: process {found.pid}")
     for left_out in found.left_out:
-        click.echo(f"left out: {left_out}", err=True)
+        say(f"left out: {left_out}", err=True)
     if modules and found.left_out:
         sys.exit(1)
 
@@ -95,10 +95,10 @@ def stop_command(as_json: bool) -> None:
     if as_json:
         print_json("template stop", stopped=[template.pid for template in found])
         return
-    click.echo(f"ended {count_of(len(found), 'template')}")
+    say(f"ended {count_of(len(found), 'template')}")
     if starting := len(place.importing()):
-        click.echo(f"{count_of(starting, 'template')} still starting: stop again in some seconds")
+        say(f"{count_of(starting, 'template')} still starting: stop again in some seconds")
     for template in found:
         if template.programs:
             programs = count_of(template.programs, "program")
-            click.echo(f"process {template.pid} ends when its {programs} have ended")
+            say(f"process {template.pid} ends when its {programs} have ended")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import click
 
+from shmload._cli.output import say
 from shmload._cli.service import describe_status
 from shmload._cli.top_feed import Feed, rate_between
 from shmload._cli.top_view import Row, Snapshot, View, chosen_index, compose
@@ -51,7 +52,7 @@ def _print_lines() -> None:
             lines = list(describe_status(found))
             if before:
                 lines.append(f"now        {format_nbytes(rate_between(before, found))}/s read")
-            click.echo("\n".join(lines))
+            say(*lines)
             before = found
             time.sleep(_INTERVAL_S)
 

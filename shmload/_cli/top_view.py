@@ -22,8 +22,7 @@ import msgspec
 
 from shmload._cli.drawing import Charset, Line, Span, bar, cells_of, clip, cut, pad, sparkline
 from shmload._service.protocol import Status
-from shmload._tables import printing
-from shmload._wording import count_of, format_age, format_nbytes
+from shmload._wording import count_of, format_age, format_nbytes, printing
 
 _LABEL_WIDTH = 10
 _LEAST_NAME_WIDTH = 12

@@ -8,7 +8,7 @@ import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._cli.completion import complete_paths
 from shmload._cli.ending import EndingCommand
-from shmload._cli.output import as_json_option, print_json, print_page
+from shmload._cli.output import as_json_option, print_json, print_page, say
 from shmload._cli.source_options import given, source_options
 from shmload._segments.protection import settle_leftovers
 from shmload._segments.standing_views import ViewDirectory
@@ -57,7 +57,7 @@ def view_command(
         if as_json:
             print_json("view", views=[], removed=[gone])
         else:
-            click.echo(f"removed {gone.directory}; its weights stay resident until they must go")
+            say(f"removed {gone.directory}; its weights stay resident until they must go")
         return
     if source is None or directory is None:
         raise click.UsageError("give both SOURCE and --dir")
@@ -71,7 +71,7 @@ def view_command(
     if as_json:
         print_json("view", views=[made], removed=[])
     else:
-        click.echo(str(made))
+        say(*str(made).split("\n"))
 
 
 def restore_views(workers: int | None, *, quiet: bool) -> list[ViewDirectory | dict[str, str]]:
@@ -90,6 +90,6 @@ def restore_views(workers: int | None, *, quiet: bool) -> list[ViewDirectory | d
                 )
             )
         except ShmloadError as exc:
-            click.echo(f"shmload: {each.directory}: {exc}", err=True)
+            say(f"shmload: {each.directory}: {exc}", err=True)
             answers.append({"directory": each.directory, "error": str(exc)})
     return answers

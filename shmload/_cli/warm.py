@@ -11,7 +11,7 @@ from shmload._checkpoints.dtypes import AUTO, dtype_by_component, parse_dtype
 from shmload._cli import views
 from shmload._cli.completion import complete_paths
 from shmload._cli.ending import EndingCommand
-from shmload._cli.output import as_json_option, print_json
+from shmload._cli.output import as_json_option, print_json, say
 from shmload._cli.preload_list import read_list
 from shmload._cli.source_options import as_arguments, given, source_options
 from shmload._cli.warming import Task, by_size, warm_all
@@ -84,7 +84,7 @@ def warm_command(
     else:
         for view in restored:
             if not isinstance(view, dict):
-                click.echo(str(view))
+                say(*str(view).split("\n"))
     if any(isinstance(each, dict) and "error" in each for each in (*reports, *restored)):
         sys.exit(1)
 
@@ -120,14 +120,14 @@ def _warm_here(
         except ShmloadError as exc:  # go on with the other sources
             if isinstance(exc, ArgumentError) and not isinstance(exc, UnknownComponent):
                 raise  # it would fail for every source
-            click.echo(f"shmload: {exc}", err=True)
+            say(f"shmload: {exc}", err=True)
             reports.append({"source": source, "error": str(exc)})
             texts.append("")
             continue
         reports.append(report)
         texts.append(str(report))
         if not as_json:
-            click.echo(str(report))
+            say(*str(report).split("\n"))
     return reports
 
 
@@ -178,5 +178,5 @@ def _warm_at_once(
     for outcome in warm_all(tasks, begun, jobs):
         reports[outcome.number] = outcome.report
         if outcome.text and not as_json:
-            click.echo(outcome.text)
+            say(*outcome.text.split("\n"))
     return [reports[number] for number in sorted(reports)]

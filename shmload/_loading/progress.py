@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from shmload._loading.steps import Steps
-from shmload._wording import format_nbytes
+from shmload._wording import format_nbytes, printing
 
 Callback = Callable[[int, int], None]
 """Gets bytes done and bytes in all; runs in a thread of the load, not in the caller's."""
@@ -37,7 +37,7 @@ class Progress:
         self._callback = report if callable(report) else None
         self._has_bar = has_stderr and (report is True or (report is None and has_terminal))
         self._has_lines = report is None and not has_terminal
-        self.title = title
+        self.title = printing(title)
         self.steps = Steps(self._say)
         self._bar: Any = None
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ class Progress:
         """Say what a step is doing, unless the bar moves."""
         if self._bar is not None and 0 < self._done < self._total:
             return False
-        text = f"{self.title}: {doing}"
+        text = f"{self.title}: {printing(doing)}"
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         elif self._has_bar:

@@ -13,8 +13,8 @@ from shmload._placement.html_style import COLORS, STYLE
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD
 from shmload._placement.pages import placement_page
 from shmload._placement.table import TableRow
-from shmload._tables import Page, Table, printing
-from shmload._wording import format_nbytes
+from shmload._tables import Page, Table
+from shmload._wording import format_nbytes, printing
 
 _THICKEST_ARROW_PX = 14
 _THINNEST_ARROW_PX = 2

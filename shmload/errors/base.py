@@ -1,6 +1,12 @@
-"""The base of all errors."""
+"""The base of all errors.
+
+Guarantee: what a file, a tensor or a process is called cannot steer a terminal, nor add a line to a
+log, by way of an error's text.
+"""
 
 from typing import Any
+
+from shmload._wording import printing
 
 
 class ShmloadError(Exception):
@@ -8,7 +14,7 @@ class ShmloadError(Exception):
 
     def __str__(self) -> str:
         # OSError would put the errno in front, and KeyError would quote the text.
-        return str(self.args[0]) if self.args else ""
+        return printing(str(self.args[0])) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # `args` is not what `__init__` takes, so the parts are restored without calling it.

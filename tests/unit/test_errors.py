@@ -4,6 +4,7 @@ import builtins
 import copy
 import pickle
 import re
+import traceback
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,19 @@ def test_error_that_crosses_is_the_same(error, cross):
     assert str(crossed) == str(error)
     assert getattr(crossed, "errno", None) == getattr(error, "errno", None)
     assert vars(crossed) == vars(error) | {"__notes__": ["what a worker said"]}
+
+
+_HOSTILE = "a\x1b[31m\x9b2J\r\nshmload: all is well\u202e\udce9"
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_no_error_lets_a_name_steer_a_terminal(name):
+    kind = getattr(errors, name)
+    error = kind.__new__(kind)
+    error.args = (f"{_HOSTILE} cannot be read",)
+    for text in (str(error), f"{error}", "".join(traceback.format_exception_only(error))):
+        assert text.removesuffix("\n").isprintable()
+        assert r"a\x1b[31m\x9b2J\r\nshmload: all is well\u202e\udce9 cannot be read" in text
 
 
 @pytest.mark.parametrize("item", [Path("/a" * 80), "/a" * 80])
