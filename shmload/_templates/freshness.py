@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import sys
+from stat import S_ISLNK
 
 from shmload._host.fingerprint import Fingerprint, fingerprint
 
@@ -23,10 +24,10 @@ class Freshness:
 
     def __init__(self) -> None:
         self._files = _files()
-        # The kernel tells of a file that is a link only where the link leads to.
-        real = {os.path.realpath(file) for file in self._files if os.path.islink(file)}
+        # A watched directory does not tell of what happens to its files under their other names.
+        others = set(filter(_has_other_names, self._files))
         # The watch begins first: no change is missed between the two.
-        self._watch = _watch({os.path.dirname(file) for file in self._files | real})
+        self._watch = _watch({os.path.dirname(file) for file in self._files} | others)
         self._before = _fingerprints(self._files)
         self._changed = _fingerprints(set(sys.path))
         self._first = self._first_entries()
@@ -68,22 +69,31 @@ def _fingerprints(files: set[str]) -> dict[str, Fingerprint | None]:
     return {file: fingerprint(file) for file in files}
 
 
-def _watch(folders: set[str]) -> int | None:
-    """Have the kernel tell of changes in directories; None where it cannot do that for all.
+def _has_other_names(file: str) -> bool:
+    """Tell whether a file is a link, or has hard links, as those have that uv installs."""
+    try:
+        found = os.lstat(file)
+    except OSError:
+        return False
+    return S_ISLNK(found.st_mode) or found.st_nlink > 1
+
+
+def _watch(places: set[str]) -> int | None:
+    """Have the kernel tell of changes in directories and files; None if it cannot for all.
 
     Returns:
         A descriptor, which can be read when something has changed.
     """
-    above = {os.path.dirname(folder) for folder in folders}
+    above = {os.path.dirname(place) for place in places}
     devices = _local_devices()
-    if not all(_is_local(folder, devices) for folder in folders):
+    if not all(_is_local(place, devices) for place in places):
         return None
     libc = ctypes.CDLL(None)
     fd = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
     if fd < 0:
         return None
-    for folder in folders | above:
-        if libc.inotify_add_watch(fd, os.fsencode(folder), _MASK) < 0 and folder in folders:
+    for place in places | above:
+        if libc.inotify_add_watch(fd, os.fsencode(place), _MASK) < 0 and place in places:
             os.close(fd)  # there are as many as the user may have
             return None
     return fd
@@ -97,10 +107,10 @@ def _has_told(watch: int) -> bool:
     return has_told
 
 
-def _is_local(folder: str, devices: set[str]) -> bool:
-    """Tell whether every change of a directory comes through this kernel."""
+def _is_local(place: str, devices: set[str]) -> bool:
+    """Tell whether every change of a directory or file comes through this kernel."""
     try:
-        device = os.stat(folder).st_dev
+        device = os.stat(place).st_dev
     except OSError:
         return False
     return f"{os.major(device)}:{os.minor(device)}" in devices

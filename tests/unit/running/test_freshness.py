@@ -47,15 +47,21 @@ def test_own_program_which_each_start_of_a_template_writes_is_not_compared(modul
         del sys.modules["__mp_main__"]
 
 
-@pytest.mark.parametrize("is_relative", [True, False])
-def test_change_behind_a_link_is_noticed(module, tmp_path, is_relative):
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_change_under_another_name_is_noticed(module, tmp_path, link, is_replaced):
     path, target = module("some_module"), tmp_path / "store" / "file"
     target.parent.mkdir()
     path.rename(target)
-    path.symlink_to("store/file" if is_relative else target)
+    link(target, path)
     freshness = Freshness()
     assert freshness._watch is not None
-    target.write_text("value = 2")
+    assert not freshness.is_lost()
+    if is_replaced and link is os.symlink:
+        (tmp_path / "store" / "new").write_text("value = 2")
+        os.replace(tmp_path / "store" / "new", target)
+    else:
+        target.write_text("value = 2")
     assert freshness.is_lost()
 
 
