@@ -64,7 +64,9 @@ def mirror(wanted: Wanted) -> Path:
     try:
         remove_foreign(home)
     except OSError as exc:
-        raise SourceNotFound(given, f"its mirror {home} is not used: {exc}") from exc
+        raise SourceNotFound(
+            given, f"its mirror {home} is not used: {exc}; set SHMLOAD_CACHE_DIR"
+        ) from exc
     if wanted.hub.local_files_only:
         root = last_tree(home, key, name)
         if not root.exists():

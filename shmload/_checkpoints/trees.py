@@ -46,7 +46,7 @@ def remove_foreign(home: Path) -> None:
     try:
         for folder in (home, home / "blobs", home / "trees"):
             require_own(os.lstat(folder), folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except PermissionError:
         removed = home.with_name(f".{home.name}.{os.urandom(4).hex()}")

@@ -474,6 +474,16 @@ def test_cache_that_cannot_be_written_is_named(server, monkeypatch):
     assert caught.value.errno == errno.ENOSPC
 
 
+@pytest.mark.parametrize(
+    ("offline", "message"),
+    [(False, "cannot be written: .*; set SHMLOAD_CACHE_DIR"), (True, "not in the cache")],
+)
+def test_cache_without_a_place_is_named(server, configure, offline, message):
+    configure(cache_dir="/dev/null/nowhere")
+    with pytest.raises(shmload.SourceNotFound, match=message):
+        shmload.warm(URL, local_files_only=offline)
+
+
 # Mirrors ------------------------------------------------------------------------------------------
 
 
