@@ -97,7 +97,7 @@ class Stash(MetaPathFinder):
         self._environ: dict[bytes, bytes] = {}
         """All variables, when those of the libraries were last compared."""
         self._places: dict[str, int] = {}
-        """By module, its place in the order of the imports."""
+        """By module, its place in the order in which the imports ended."""
 
     def hide(self) -> None:
         """Take all modules out of `sys.modules` but those that any Python has.
@@ -113,6 +113,7 @@ class Stash(MetaPathFinder):
         for name in list(sys.modules):
             if name not in self._known:
                 self._modules[name] = sys.modules.pop(name)
+        self._places = {name: place for place, name in enumerate(self._modules)}
         # A reference would keep the main module from being the first that goes when Python ends.
         # `multiprocessing` gives it this second name.
         self._modules.pop("__mp_main__", None)
@@ -136,7 +137,6 @@ class Stash(MetaPathFinder):
             needs.intersection_update(self._modules)  # most are names in modules, or any Python's
         for place, event in enumerate(self._recorder.events):
             self._events.setdefault(event.module, []).append((place, event))
-        self._places = {name: place for place, name in enumerate(self._recorder.needs)}
         self._loggers.hide()
 
     @contextlib.contextmanager

@@ -136,6 +136,7 @@ PROGRAMS = {
     "modules of json": "import json, sys; print(sorted(sys.modules))",
     "modules of numpy": "import numpy, sys; print(sorted(sys.modules))",
     "modules of PIL": "from PIL import Image; import sys; print(sorted(sys.modules))",
+    "order of modules": "import json, sys; print([n for n in sys.modules if 'json' in n])",
     "submodule": "import numpy\nprint(hasattr(numpy, 'testing'), numpy.linalg.norm([3, 4]))",
     "not imported": "import sys; print('numpy' in sys.modules)\ntry:\n    numpy\n"
     "except NameError as e:\n    print(e)",
