@@ -8,7 +8,7 @@ import os
 import sys
 
 from shmload._templates import place, plain
-from shmload._templates.inherited import is_subreaper
+from shmload._templates.inherited import is_subreaper, renew_session_keyring
 from shmload._templates.kind import first_environment, read_on_import
 
 TYPE_CHECKING = False
@@ -128,13 +128,14 @@ def start_template(
 
 
 def _leave_caller(kept: int) -> None:
-    """Give up the caller's group, streams, descriptors and directory; keep one descriptor."""
+    """Give up the caller's group, streams, descriptors, directory and keys; keep one descriptor."""
     from shmload._templates.kind import session_and_terminal
 
     if session_and_terminal()[1]:
         os.setpgid(0, 0)  # in its session, so that programs can join groups there
     else:
         os.setsid()
+    renew_session_keyring()
     os.chdir("/")
     os.umask(0o077)
     null = os.open(os.devnull, os.O_RDWR)

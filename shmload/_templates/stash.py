@@ -46,11 +46,15 @@ class _Given(Loader):
     """
 
     def __init__(self, stash: "Stash", own: Any) -> None:
-        self._own = own
-        self.create_module, self.exec_module = (  # type: ignore[method-assign]
-            stash.create_module,
-            stash.exec_module,
-        )
+        self._stash, self._own = stash, own
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the hidden module."""
+        return self._stash.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do what is left once it has its name."""
+        self._stash.exec_module(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self).get("_own"), name)
