@@ -203,6 +203,8 @@ def load(
             with counter.steps.during(Step.IMPORTING, "importing diffusers and transformers"):
                 source = maker.import_classes(source)
         route = choose_route(source, dtype, asked, kwargs)
+        if maker.keeps_blocks:  # its rule knows what stays as it is
+            route = msgspec.structs.replace(route, is_bypassed=False)
         fit = None
         if route.destination:
             route.destination.require_present()

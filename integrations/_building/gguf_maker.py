@@ -16,15 +16,14 @@ from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.header import Header
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule
+from shmload._checkpoints.rules import wanted_dtype
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
+from shmload._loading.plan import Action, plan_shard
 from shmload._loading.state_dict import wrap
 from shmload.errors.libraries import needing
 from shmload.integrations._building.single_file import SingleFileMaker
-
-# diffusers has these as tensors, and all other kinds as parameters of bytes (0.35 to 0.42).
-_PLAIN_KINDS = ("F32", "F16")
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
@@ -53,7 +52,7 @@ def maker_of_gguf(
         ArgumentError: as `SingleFileMaker`.
     """
     if kwargs.get("quantization_config"):
-        return BlocksMaker(wanted, path)
+        return BlocksMaker(wanted, path, kwargs["quantization_config"])
     return FloatsMaker(wanted)
 
 
@@ -73,14 +72,18 @@ class BlocksMaker(SingleFileMaker):
     Args:
         wanted: as for `SingleFileMaker`.
         path: of the file.
+        config: the `quantization_config`, which names the dtype to compute with.
 
     Raises:
         ArgumentError: as `SingleFileMaker`.
     """
 
-    def __init__(self, wanted: object, path: str | os.PathLike[str]) -> None:
+    keeps_blocks = True
+
+    def __init__(self, wanted: object, path: str | os.PathLike[str], config: Any) -> None:
         super().__init__(wanted)
         self._path = Path(path)
+        self._compute_dtype: Any = getattr(config, "compute_dtype", None)
 
     def settle_dtype(self, dtype: object, source: Source) -> object:
         """Return the dtype; for `auto` none, which is the one to compute with."""
@@ -91,8 +94,22 @@ class BlocksMaker(SingleFileMaker):
         )
 
     def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
-        """Return the rule that leaves everything as it is."""
-        return RAW
+        """Return the rule that leaves blocks as they are, and casts the other tensors.
+
+        diffusers would cast these. All stay as they are for a class that keeps some in float32: it
+        names them by the model's names, which the file need not have; and where `shmload warm` has
+        made such a segment.
+        """
+        found = self._class or self._wanted
+        dtype = self._compute_dtype if dtype is None else dtype
+        if getattr(found, "_keep_in_fp32_modules", None) or dtype is None or self._is_warm():
+            return RAW
+        return Rule(target=wanted_dtype(dtype, ""), keeps_blocks=True)
+
+    def _is_warm(self) -> bool:
+        with Descriptor(open_source(self._path)) as file:
+            raw = plan_shard("", self._path, file.fd, RAW, keep=True).plan
+        return raw.action is Action.ATTACH
 
     def make(self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]) -> Any:
         """Let diffusers build it of mapped tensors.
@@ -101,15 +118,21 @@ class BlocksMaker(SingleFileMaker):
             LibraryMissing: diffusers needs the gguf package for them.
         """
         from shmload.integrations._building.joins import Joins
+        from shmload.integrations._building.movement import Movement
         from shmload.integrations._building.torch_dtypes import as_torch, diffusers_keyword
 
         given = dict(kwargs)
-        if dtype is not None:
-            given[diffusers_keyword()] = as_torch(dtype)
+        target: Any = as_torch(dtype)
+        if target is not None:
+            given[diffusers_keyword()] = target
+        if is_gguf(path):  # the file itself: its tensors must not be cast before
+            return self._class.from_single_file(os.fspath(path), **given)
         with Descriptor(open_source(Path(path))) as segment:
             tensors = self._read_tensors(segment.fd)
-            with Joins(segment.fd):
-                return self._class.from_single_file(tensors, **given)
+            with Joins(segment.fd), Movement(path, target or self._compute_dtype) as movement:
+                made = self._class.from_single_file(tensors, **given)
+        self.computed = movement.computed
+        return made
 
     def _read_tensors(self, fd: int) -> dict[str, Any]:
         """Return what diffusers' `load_gguf_checkpoint` returns, over a segment.
@@ -126,7 +149,7 @@ class BlocksMaker(SingleFileMaker):
         found = {}
         for spec in self._header().tensors:
             tensor = stored[spec.name]
-            if spec.dtype not in _PLAIN_KINDS:
+            if spec.dtype not in PLAIN_KINDS:
                 kind = gguf.GGMLQuantizationType[spec.dtype]
                 if kind not in SUPPORTED_GGUF_QUANT_TYPES:
                     raise _refuse(spec.name, kind, SUPPORTED_GGUF_QUANT_TYPES)

@@ -35,6 +35,10 @@ class Maker(Protocol):
         """Whether building reads weights, so that they must be decoded before."""
 
     @property
+    def keeps_blocks(self) -> bool:
+        """Whether it makes models of quantised blocks, beside which other tensors are cast."""
+
+    @property
     def computed(self) -> str:
         """Name of an operation by which `make` computed with weights; empty if it only moved them.
 

@@ -33,6 +33,7 @@ class ModelMaker:
     is_of_pipelines = False
     left_out = ()
     reads_weights = False
+    keeps_blocks = False
     computed = ""
 
     def __init__(self, wanted: object, *, takes_path: bool) -> None:

@@ -43,6 +43,7 @@ class PipelineMaker:
     is_of_pipelines = True
     takes_path = False
     reads_weights = False
+    keeps_blocks = False
     computed = ""
 
     def __init__(self, wanted: object, left_out: Collection[str] = ()) -> None:

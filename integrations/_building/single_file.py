@@ -134,6 +134,7 @@ class SingleFileMaker:
     takes_path = False
     left_out = ()
     reads_weights = True
+    keeps_blocks = False
     name = None
     argument = "cls"
 

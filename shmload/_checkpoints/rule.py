@@ -13,6 +13,10 @@ from shmload._checkpoints.blocks import BLOCKS
 from shmload._checkpoints.dtypes import FLOATS, WITHIN_F32
 from shmload._checkpoints.header import TensorSpec
 
+PLAIN_KINDS = ("F32", "F16")
+"""diffusers has these as tensors, and all other kinds of GGUF as parameters of bytes (0.35 to
+0.42): BF16, too."""
+
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The dtypes of one checkpoint's tensors in their segments; layouts call it as a `DtypeOf`."""
@@ -30,9 +34,14 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     only: frozenset[str] | None = None
     """Only these names are converted; None for all."""
 
+    keeps_blocks: bool = False
+    """Of a GGUF file only `PLAIN_KINDS` are converted; quantised tensors stay as they are."""
+
     def __call__(self, tensor: TensorSpec) -> str:
         """Return the dtype that a tensor gets in the segment."""
         is_quantised = tensor.dtype in BLOCKS
+        if self.keeps_blocks and tensor.dtype not in PLAIN_KINDS:
+            return tensor.dtype
         if self.target is None or not (tensor.dtype in FLOATS or is_quantised):
             return tensor.dtype
         is_within_f32 = is_quantised or tensor.dtype in WITHIN_F32

@@ -69,11 +69,69 @@ def test_quantised_model_is_that_of_diffusers(written, name, dtype, evicts):
     assert {key: getattr(each, "quant_type", None) for key, each in got.named_parameters()} == kinds
     blocks = {key for key, kind in kinds.items() if kind is not None}
     assert len(blocks) > 5
-    # What diffusers casts is private; no block is.
+    # Only what it keeps in float32 hinders a cast before.
     assert not private_of(got) & blocks
+    assert getattr(diffusers, name)._keep_in_fp32_modules or not private_of(got)
     resident = shmload.segments()
     assert_modules_equal(shmload.load_model(name, path, dtype=dtype, **given), wanted, name)
     assert [each.name for each in shmload.segments()] == [each.name for each in resident]
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_file_in_half_precision_is_shared(tmp_path, dtype, evicts):
+    name = "FluxTransformer2DModel"
+    model = gguf_models.build(name)
+    model.save_config(tmp_path)
+    path = tmp_path / "model.gguf"
+    tensors = {
+        key: ("F16", tuple(each.shape), each.half().numpy())
+        if each.ndim > 1
+        else ("F32", tuple(each.shape), each.float().numpy())
+        for key, each in model.state_dict().items()
+    }
+    save_blocks(tensors, path)
+    given = {"config": str(tmp_path), "quantization_config": quantised(dtype), "keep": True}
+    wanted = library_alone(name, path, str(tmp_path), dtype)
+    for asked in (dtype, None, "auto"):
+        got = shmload.load_model(name, path, dtype=asked, **given)
+        assert_modules_equal(got, wanted, name)
+        assert private_of(got) == set()
+    assert len(shmload.segments()) == 1
+
+
+def test_segment_that_was_warmed_is_used_as_it_is(written, evicts):
+    name = "FluxTransformer2DModel"
+    path, config = written(name)
+    report = shmload.warm(path)
+    given = {"config": config, "quantization_config": quantised(torch.bfloat16), "keep": True}
+    got = shmload.load_model(name, path, dtype=torch.bfloat16, **given)
+    assert_modules_equal(got, library_alone(name, path, config, torch.bfloat16), name)
+    assert [each.name for each in shmload.segments()] == list(report.segments)
+    kinds = {key: getattr(each, "quant_type", None) for key, each in got.named_parameters()}
+    assert private_of(got) <= {key for key, kind in kinds.items() if kind is None}
+
+
+def test_weights_beside_blocks_that_are_computed_with_are_not_cast_before(
+    written, monkeypatch, caplog, evicts
+):
+    from diffusers.loaders import single_file_model
+
+    name = "FluxTransformer2DModel"
+    path, config = written(name)
+    entry = single_file_model.SINGLE_FILE_LOADABLE_CLASSES[name]
+
+    def scaled(config, checkpoint, **kwargs):
+        plain = {key: each / 3 for key, each in checkpoint.items() if each.is_floating_point()}
+        return checkpoint | plain
+
+    monkeypatch.setitem(entry, "checkpoint_mapping_fn", scaled)
+    monkeypatch.setattr(
+        single_file_model, "_should_convert_state_dict_to_diffusers", lambda *_: True
+    )
+    given = {"config": config, "quantization_config": quantised(torch.bfloat16)}
+    got = shmload.load_model(name, path, dtype=torch.bfloat16, **given)
+    assert_modules_equal(got, library_alone(name, path, config, torch.bfloat16), name)
+    assert "computes with these weights (div)" in caplog.text
 
 
 def test_quantised_model_computes_what_that_of_diffusers_does(written, evicts):
