@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
 from comparing import reference
 from mappings import state_of
+from safetensors.torch import save_file
 
 import shmload
 
@@ -137,3 +139,50 @@ for path in sorted(glob.glob(sys.argv[1] + "/*.safetensors")):
     assert ended.stdout.splitlines() == ["a.weight ['BF16']", "b ['I64']", "c ['BF16']"], (
         ended.stderr
     )
+
+
+READER = """
+import sys
+import torch
+from safetensors.torch import load_file
+state = load_file(sys.argv[1])
+with torch.device("meta" if sys.argv[2] == "keeps" else "cpu"):
+    model = torch.nn.Linear(1024, 2048, bias=False, dtype=torch.bfloat16)
+model.load_state_dict(state, assign=sys.argv[2] == "keeps")
+del state
+model(torch.ones(1, 1024, dtype=torch.bfloat16))
+print("READY", flush=True)
+sys.stdin.read()
+"""
+_PAGE = Path(__file__).parents[3] / "docs" / "views.md"
+
+
+@pytest.mark.parametrize("kind", ["keeps", "copies"])
+def test_page_tells_whether_a_program_shares(tmp_path, place, child, kind):
+    """The commands of the page, for a program that keeps mapped tensors and one that copies."""
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"weight": torch.ones(2048, 1024)}, source / "model.safetensors", {"format": "pt"})
+    shmload.view_directory(source, place, dtype="bfloat16")
+    process = child(READER, place / "model.safetensors", kind)
+    process.expect("READY")
+    (command,) = (line for line in _PAGE.read_text().splitlines() if line.startswith("awk "))
+    said = _output_of(command, process)
+    nbytes = int(said.partition(" kB of segments")[0]) << 10
+    shown = _output_of(f"{sys.executable} -m shmload ls --json", process)
+    users = {each["pid"] for model in json.loads(shown)["models"] for each in model["used_by"]}
+    if kind == "keeps":
+        assert nbytes >= 4 << 20
+        assert users == {process.pid}
+    else:
+        assert nbytes == 0
+        assert users == set()
+    process.process.stdin.close()
+    assert process.wait() == 0
+
+
+def _output_of(command, process):
+    """Run a line of the page for a process."""
+    line = command.replace("PID", str(process.pid))
+    ended = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
+    return ended.stdout
