@@ -1,7 +1,7 @@
 """`redirect`: programs that were not changed load through shared memory.
 
-Guarantee: what `from_pretrained` of diffusers and transformers returns or raises is what it would
-without it.
+Guarantee: what `from_pretrained` of diffusers and transformers, and `from_single_file`, return or
+raise is what they would without it.
 """
 
 from collections.abc import Mapping
@@ -34,10 +34,11 @@ def redirect(
 ) -> Redirection:
     """Lead `from_pretrained` of diffusers and transformers through shared memory.
 
-    From now on pipelines, models of diffusers and models of transformers come from shared memory
-    where the result is the same, and from the library itself otherwise. It holds for the whole
-    process, for libraries that are imported already and for those that will be. Calls nest: the
-    options of the last one that is open count. It imports none of the libraries.
+    From now on pipelines, models of diffusers and models of transformers come from shared memory,
+    also by `from_single_file`, where the result is the same, and from the library itself otherwise.
+    It holds for the whole process, for libraries that are imported already and for those that will
+    be. Calls nest: the options of the last one that is open count. It imports none of the
+    libraries.
 
         shmload.redirect()                # for the rest of the process
 

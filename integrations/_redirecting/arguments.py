@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from shmload._checkpoints.wanted import named_arguments
 from shmload.integrations._building.keywords import LIBRARY_KEYWORDS, MODEL_KEYWORDS
 from shmload.integrations._building.route import BYPASSING_KWARGS
+from shmload.integrations._building.single_file import KEYWORDS
 from shmload.integrations._redirecting.patches import layers
-from shmload.integrations._redirecting.targets import Kind
+from shmload.integrations._redirecting.targets import OF_FILES, OF_PIPELINES, Kind
 from shmload.integrations.diffusers import load_pipeline
 from shmload.integrations.models import load_model
 
@@ -54,6 +55,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 # What `transformers.pipeline` tells: its task, for the hub's statistics; in transformers 4 also the
 # commit in which it found the configuration.
 _HINTS = ("_from_pipeline", "_commit_hash")
+# Of `from_single_file`; other values change which files are read, or how.
+_PASSED_WITH_FILES: dict[str, tuple[type, ...]] = {
+    "config": (str, PosixPath, _NONE),
+    "original_config": (str, PosixPath, _NONE),
+    "subfolder": (str, _NONE),
+}
 _ATTENTIONS = ("eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa")
 _TRANSFORMERS_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _DTYPES = ("dtype", "torch_dtype")
@@ -62,7 +69,7 @@ _OWN = frozenset(
     (named_arguments(load_pipeline) | named_arguments(load_model))
     - {*_PASSED, *_PASSED_TO_MODELS, *_NEUTRAL, *_DTYPES}
 )
-_OF_LIBRARIES = LIBRARY_KEYWORDS | MODEL_KEYWORDS | frozenset(BYPASSING_KWARGS)
+_OF_LIBRARIES = LIBRARY_KEYWORDS | MODEL_KEYWORDS | KEYWORDS | frozenset(BYPASSING_KWARGS)
 
 
 class InDoubt(Exception):
@@ -116,7 +123,9 @@ def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> 
     Raises:
         InDoubt: it is left to the library.
     """
-    passed = _PASSED if kind == "pipeline" else _PASSED | _PASSED_TO_MODELS
+    passed = _PASSED if kind in OF_PIPELINES else _PASSED | _PASSED_TO_MODELS
+    if kind in OF_FILES:
+        passed = _PASSED | _PASSED_WITH_FILES
     if name in passed and name in known:
         if type(value) not in passed[name] or value == "":
             raise InDoubt(f"{name}={value!r}")
@@ -135,7 +144,7 @@ def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> 
     elif name == "attn_implementation" and kind == "transformers model":
         if type(value) is str and value in _ATTENTIONS:
             return True
-    elif kind == "pipeline" and name not in _OWN and name not in _OF_LIBRARIES:
+    elif kind in OF_PIPELINES and name not in _OWN and name not in _OF_LIBRARIES:
         return True  # a component or an argument of the class; `load_pipeline` refuses others
     raise InDoubt(f"{name}={_short(value)}")
 

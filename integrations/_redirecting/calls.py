@@ -1,4 +1,4 @@
-"""Answers one call of `from_pretrained`: through shared memory, or else by the library."""
+"""Answers one call of a method that loads: through shared memory, or else by the library."""
 
 import contextlib
 import logging
@@ -22,7 +22,13 @@ from shmload.integrations._redirecting.patches import Patch
 from shmload.integrations._redirecting.sources import require_known_source
 from shmload.integrations._redirecting.surroundings import require_ordinary_surroundings
 from shmload.integrations._redirecting.switch import Options
-from shmload.integrations._redirecting.targets import LIBRARIES, METHOD, Kind
+from shmload.integrations._redirecting.targets import (
+    LIBRARIES,
+    OF_FILES,
+    OF_PIPELINES,
+    Kind,
+    method_of,
+)
 from shmload.integrations.diffusers import load_pipeline
 from shmload.integrations.models import load_model
 
@@ -36,7 +42,7 @@ _DEPRECATED = "`torch_dtype` is deprecated"
 def answer(
     patch: Patch, options: Options, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return what `cls.from_pretrained` returns.
+    """Return what the class's own method returns.
 
     Raises:
         Exception: what the library raises.
@@ -45,7 +51,7 @@ def answer(
         return patch.call_original(cls, args, kwargs)
     began_at = time.monotonic()
     source = args[0] if args else kwargs.get(patch.path_argument)
-    what = f"{cls.__name__}.{METHOD}({source!r})"
+    what = f"{cls.__name__}.{patch.method}({source!r})"
     level = logging.INFO
     said: Said = set()
     try:
@@ -78,12 +84,12 @@ def _read(patch: Patch, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
         InDoubt: it is left to the library.
     """
     if not patch.is_on_library:
-        raise InDoubt(f"another program has patched {patch.owner.__name__}.{METHOD}")
+        raise InDoubt(f"another program has patched {patch.owner.__name__}.{patch.method}")
     if not patch.answers(cls):
-        raise InDoubt(f"{cls.__name__} has a {METHOD} of its own")
+        raise InDoubt(f"{cls.__name__} has a {patch.method} of its own")
     if patch.kind == "transformers model" and cls.__module__.partition(".")[0] not in LIBRARIES:
         raise InDoubt(f"{cls.__name__} is of neither library")
-    known = names_known(patch.original.__func__, getattr(_base(patch.kind), METHOD).__func__)
+    known = names_known(patch.original.__func__, getattr(_base(patch), patch.method).__func__)
     if patch.kind != "transformers model" and diffusers_keyword() == "torch_dtype":
         known -= {"dtype"}  # what this version calls otherwise, and hands to others by this name
     call = read_call(patch.kind, known, patch.path_argument, args, kwargs)
@@ -92,8 +98,11 @@ def _read(patch: Patch, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
     return call
 
 
-def _base(kind: Kind) -> Any:
+def _base(patch: Patch) -> Any:
     """Return the class to whose method the automatic classes hand their arguments on."""
+    kind = patch.kind
+    if kind in OF_FILES:
+        return patch.owner
     if kind == "pipeline":
         from diffusers import DiffusionPipeline
 
@@ -118,7 +127,7 @@ def _load(kind: Kind, cls: Any, call: Call, options: Options) -> tuple[Any, Exce
     given: dict[str, Any] = {"keep": options.keep, "share": False, "progress": False}
     with inside() as said:
         try:
-            if kind == "pipeline":
+            if kind in OF_PIPELINES:
                 made: Any = load_pipeline(
                     call.source, pipeline_class=cls, dtype=call.dtype, **given, **call.kwargs
                 )
@@ -143,7 +152,7 @@ def _warn_as_the_library(kind: Kind, kwargs: dict[str, Any]) -> None:
     elif kind == "transformers model":
         from transformers import modeling_utils
 
-        method = getattr(modeling_utils.PreTrainedModel, METHOD).__func__
+        method = getattr(modeling_utils.PreTrainedModel, method_of(kind)).__func__
         for text in sorted(names_known(method)):
             if text.startswith(_DEPRECATED):
                 modeling_utils.logger.warning_once(text)

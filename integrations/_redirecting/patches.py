@@ -1,23 +1,23 @@
-"""A patch: a class's `from_pretrained`, in front of the one that was there."""
+"""A patch: a class's method that loads, in front of the one that was there."""
 
 import functools
 from collections.abc import Callable
 from typing import Any, Self
 
 from shmload.integrations._building.inside import put_in_front
-from shmload.integrations._redirecting.targets import LIBRARIES, METHOD, Kind
+from shmload.integrations._redirecting.targets import LIBRARIES, Kind, method_of
 
 Router = Callable[["Patch", type, tuple[Any, ...], dict[str, Any]], Any]
 """Gets the patch, the class that was asked, and the arguments; returns what the call returns."""
 
 
 class Patch:
-    """Puts a method in front of a class's `from_pretrained`, at once and until `undo`.
+    """Puts a method in front of a class's own that loads, at once and until `undo`.
 
     Signature, documentation and name are those of the method behind it.
 
     Args:
-        owner: the class, which has a `from_pretrained` of its own.
+        owner: the class, which has the method of its own.
         kind: what the class loads.
         route: answers the calls.
     """
@@ -25,15 +25,16 @@ class Patch:
     def __init__(self, owner: type, kind: Kind, route: Router) -> None:
         self.owner = owner
         self.kind = kind
-        self.original: classmethod[Any, Any, Any] = _without_ended(vars(owner)[METHOD])
+        self.method = method_of(kind)
+        self.original: classmethod[Any, Any, Any] = _without_ended(vars(owner)[self.method])
         """What was there: restored by `undo`."""
         self._descriptor = classmethod(_method(self, self.original.__func__, route))
-        setattr(owner, METHOD, self._descriptor)
+        setattr(owner, self.method, self._descriptor)
 
     def undo(self) -> None:
         """Restore what was there. If another patch lies on top by now, that one stays."""
-        if vars(self.owner).get(METHOD) is self._descriptor:
-            setattr(self.owner, METHOD, self.original)
+        if vars(self.owner).get(self.method) is self._descriptor:
+            setattr(self.owner, self.method, self.original)
         else:
             _ended[id(self._descriptor)] = self
 
@@ -42,10 +43,10 @@ class Patch:
         return self.original.__get__(None, cls)(*args, **kwargs)
 
     def answers(self, cls: type) -> bool:
-        """Tell whether a class has no `from_pretrained` between itself and this patch."""
+        """Tell whether a class has no such method between itself and this patch."""
         for each in cls.__mro__:
-            if METHOD in vars(each):
-                return vars(each)[METHOD] is self._descriptor
+            if self.method in vars(each):
+                return vars(each)[self.method] is self._descriptor
         return False
 
     @property
@@ -76,11 +77,11 @@ def _without_ended(found: Any) -> Any:
 
 def _method(patch: Patch, function: Callable[..., Any], route: Router) -> Callable[..., Any]:
     @functools.wraps(function)
-    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def load(cls: type, *args: Any, **kwargs: Any) -> Any:
         return route(patch, cls, args, kwargs)
 
-    put_in_front(from_pretrained, function)
-    return from_pretrained
+    put_in_front(load, function)
+    return load
 
 
 def layers(function: Any) -> list[Any]:

@@ -9,11 +9,13 @@ from shmload._checkpoints.hub import find_cached
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Checkpoint, resolve, resolve_model
 from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub
+from shmload._checkpoints.weights import why_file_is_unread
 from shmload.errors import ShmloadError
 from shmload.integrations._building.connected import connected_to
+from shmload.integrations._building.gguf_maker import is_gguf
 from shmload.integrations._building.pipeline_maker import PipelineMaker
 from shmload.integrations._redirecting.arguments import Call, InDoubt
-from shmload.integrations._redirecting.targets import Kind
+from shmload.integrations._redirecting.targets import OF_FILES, Kind
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
@@ -31,6 +33,9 @@ def require_known_source(kind: Kind, cls: type, call: Call) -> None:
     Raises:
         InDoubt: they are left to the library.
     """
+    if kind in OF_FILES:
+        _require_known_file(call)
+        return
     folder = _find_folder(kind, call)
     variant = call.kwargs.get("variant")
     asked: dict[str, Any] = {
@@ -56,6 +61,23 @@ def require_known_source(kind: Kind, cls: type, call: Call) -> None:
         given = getattr(call.kwargs.get("config"), "model_type", None)
         if given not in (None, checkpoint.config.get("model_type")):
             raise InDoubt(f"config={given!r} is of another kind of model")
+
+
+def _require_known_file(call: Call) -> None:
+    """Check that a call loads a file of this machine, in a format that shmload reads.
+
+    Raises:
+        InDoubt: it does not, or it is a GGUF file: these need a `quantization_config`.
+    """
+    if not os.path.isfile(call.source):
+        raise InDoubt("it is no file of this machine")
+    try:
+        why = why_file_is_unread(Path(call.source))
+        is_of_blocks = not why and is_gguf(call.source)
+    except (ShmloadError, OSError) as exc:
+        raise InDoubt(str(exc)) from exc
+    if why or is_of_blocks:
+        raise InDoubt(str(why or "it is a GGUF file"))
 
 
 def _find_folder(kind: Kind, call: Call) -> Path:

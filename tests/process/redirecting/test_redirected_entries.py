@@ -10,8 +10,10 @@ import torch
 import transformers
 from diffusers.pipelines import pipeline_utils
 from redirecting import assert_same
+from safetensors.torch import load_file
 
 import shmload
+from benchmarks import single_files
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -22,7 +24,7 @@ _SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
 @pytest.fixture(scope="module")
 def sources(saved, tmp_path_factory):
-    """Directories of models: `bert`, `llama`, `adapter` (of llama), `clip`, `tokens`, `sd`."""
+    """Directories of models: `bert`, `llama`, `adapter` (of llama), `clip` and so on."""
     root = tmp_path_factory.mktemp("entries")
     torch.manual_seed(0)
     small = _SMALL | {"num_attention_heads": 2, "vocab_size": 600}
@@ -39,12 +41,15 @@ def sources(saved, tmp_path_factory):
     for name, model in models.items():
         model.save_pretrained(root / name)
     sd = saved("stable-diffusion")
+    file = root / "sd.safetensors"
+    single_files.write(diffusers.StableDiffusionPipeline.from_pretrained(sd), file)
     return types.SimpleNamespace(
         **{name: str(root / name) for name in models},
         clip=str(sd / "text_encoder"),
         tokens=str(sd / "tokenizer"),
         sd=str(sd),
         flux=str(saved("flux")),
+        file=str(file),
     )
 
 
@@ -100,7 +105,7 @@ ENTRIES = [
     (
         "pipeline with attention",
         lambda at: _pipeline(
-            "fill-mask", at.bert, at.tokens, model_kwargs={"attn_implementation": "eager"}
+            "feature-extraction", at.bert, at.tokens, model_kwargs={"attn_implementation": "eager"}
         ),
         [_S],
     ),
@@ -140,17 +145,69 @@ ENTRIES = [
         lambda at: diffusers.MultiControlNetModel.from_pretrained(at.sd + "/unet").nets[0],
         [_S],
     ),
-    # These call no `from_pretrained`: docs/redirect.md names them.
+    (
+        "single file",
+        lambda at: diffusers.StableDiffusionPipeline.from_single_file(
+            at.file, config=at.sd, torch_dtype=_BF16, local_files_only=True
+        ),
+        [_S],
+    ),
+    (
+        "single file, components",
+        lambda at: diffusers.StableDiffusionImg2ImgPipeline.from_single_file(
+            at.file, config=at.sd, safety_checker=None, torch_dtype=torch.float16
+        ),
+        [_S],
+    ),
+    (
+        "model of a single file",
+        lambda at: diffusers.UNet2DConditionModel.from_single_file(
+            at.file, config=at.sd, subfolder="unet"
+        ),
+        [_S],
+    ),
+    (
+        "single file, other arguments",
+        lambda at: diffusers.UNet2DConditionModel.from_single_file(
+            at.file, config=at.sd, subfolder="unet", disable_mmap=True
+        ),
+        [_L],
+    ),
+    (
+        "model of a dict",
+        lambda at: diffusers.UNet2DConditionModel.from_single_file(
+            load_file(at.file), config=at.sd, subfolder="unet"
+        ),
+        [_L],
+    ),
+    # This calls no method that is redirected: docs/redirect.md names it.
     ("load_checkpoint_and_dispatch", _dispatched, []),
 ]
+
+
+def _in_use(made):
+    """Return a model as a pipeline would use it: some functions return it in training mode."""
+    return made.eval() if isinstance(made, torch.nn.Module) else made
 
 
 @pytest.mark.parametrize(
     ("load", "wanted"), [each[1:] for each in ENTRIES], ids=[e[0] for e in ENTRIES]
 )
 def test_entry_of_the_libraries(sources, ways, load, wanted):
-    assert_same(lambda: load(sources).eval(), ways, are_texts_same=False)
+    made = assert_same(lambda: _in_use(load(sources)), ways, are_texts_same=False)
+    assert made is not None
     assert ways.taken == wanted, ways.lines
+
+
+def test_single_files_say_what_the_library_says(sources, ways, tmp_path):
+    for file in (sources.file, str(tmp_path / "none.safetensors")):
+        assert_same(
+            lambda file=file: diffusers.StableDiffusionPipeline.from_single_file(
+                file, config=sources.sd, torch_dtype=_BF16
+            ),
+            ways,
+        )
+    assert ways.taken == [_S, _L]
 
 
 def test_verbose_line_of_each_call_of_an_entry(sources, capfd):

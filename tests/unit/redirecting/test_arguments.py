@@ -157,6 +157,8 @@ def test_classes_of_the_libraries_are_found():
         "diffusers.AutoPipelineForInpainting",
         "diffusers.AutoPipelineForText2Image",
         "diffusers.DiffusionPipeline",
+        "diffusers.FromOriginalModelMixin",
+        "diffusers.FromSingleFileMixin",
         "diffusers.ModelMixin",
         "transformers.AutoModel",
         "transformers.AutoModelForCausalLM",
