@@ -102,9 +102,17 @@ def _bars() -> dict[int, Any]:
 def _forget_bars(before: dict[int, Any]) -> None:
     """Let a forked child show its bars where they belong, and not below those of its parent."""
     if tqdm := sys.modules.get("tqdm.std"):
-        free(tqdm.TqdmDefaultWriteLock.th_lock)
+        _free_bar_locks(tqdm.TqdmDefaultWriteLock)
         for key in _bars().keys() - before:
             tqdm.tqdm._instances.discard(_bars()[key]())
+
+
+def _free_bar_locks(locks: Any) -> None:
+    """Free tqdm's locks: that of threads, and this process's count of the one of all processes."""
+    free(locks.th_lock)
+    shared = getattr(getattr(locks, "mp_lock", None), "_semlock", None)
+    if shared and not shared._is_mine():
+        shared._after_fork()
 
 
 _importing = Change("imports of the libraries", modules_in_work, None, _give_up_imports)

@@ -63,6 +63,36 @@ def _is_free(lock: Any) -> bool:
     return is_free
 
 
+@contextlib.contextmanager
+def forks_wait() -> Iterator[None]:
+    """Have forks in other threads wait for the end of the block, for some seconds at most.
+
+    For blocks of milliseconds. `subprocess` waits until a pipe has no other end; a child that is
+    forked meanwhile has that end, and would keep it.
+    """
+    with _forking:
+        yield
+
+
+_FORK_TIMEOUT_S = 5.0
+_forking = threading.RLock()
+_is_forking = False
+
+
+def _begin_fork() -> None:
+    global _is_forking
+    _is_forking = _forking.acquire(timeout=_FORK_TIMEOUT_S)
+
+
+def _end_fork() -> None:
+    if _is_forking:
+        _forking.release()
+
+
+os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_end_fork)
+os.register_at_fork(after_in_child=lambda: free(_forking))  # it was not to be had in time
+
+
 class Change:
     """A state that is changed as long as some thread needs it so; a row of the table.
 

@@ -3,7 +3,7 @@
 import os
 from typing import Self
 
-from shmload._host.linux import Inode, inode_of
+from shmload._host.linux import Inode, close, inode_of
 
 
 class Descriptor:
@@ -42,7 +42,7 @@ class Descriptor:
         # close, from another thread or after an interrupt, would close that one.
         fd = self.take()
         if fd >= 0:
-            os.close(fd)
+            close(fd)
 
 
 def occupy_standard_streams() -> None:

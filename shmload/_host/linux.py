@@ -215,11 +215,24 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
+        _lockers.pop(fd, None)
         return False
+    if not exclusive:
+        _lockers.pop(fd, None)
     return True
 
 
-# By descriptor: the thread that last took an exclusive lock with it. It may be closed since.
+def close(fd: int) -> None:
+    """Close a descriptor; give up its lock first if it is exclusive.
+
+    A child that was forked before the lock was taken has the same open file, and would keep it.
+    """
+    if fd in _lockers:
+        unlock(fd)
+    os.close(fd)
+
+
+# By descriptor: the thread that has an exclusive lock with it.
 _lockers: dict[int, int] = {}
 
 
@@ -288,6 +301,7 @@ def _reopen(fd: int, access: int) -> int:
 def unlock(fd: int) -> None:
     """Give up the lock of an open file."""
     fcntl.flock(fd, fcntl.LOCK_UN)
+    _lockers.pop(fd, None)
 
 
 def wait_lock(fd: int, *, exclusive: bool, timeout_s: float) -> bool:

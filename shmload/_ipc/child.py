@@ -17,6 +17,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from shmload._host.changes import forks_wait
+
 logger = logging.getLogger(__name__)
 
 _KILL_TIMEOUT_S = 10.0
@@ -83,14 +85,15 @@ class Child:
             # Ctrl-C goes to the whole foreground group; a child inherits that it is blocked.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
-                self.process: subprocess.Popen[bytes] = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stdout,
-                    stderr=stderr,
-                    pass_fds=pass_fds,
-                    env=env,
-                )
+                with forks_wait():
+                    self.process: subprocess.Popen[bytes] = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=stdout,
+                        stderr=stderr,
+                        pass_fds=pass_fds,
+                        env=env,
+                    )
                 undoing.callback(self.close)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)  # may raise KeyboardInterrupt

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from shmload._checkpoints.formats.safetensors import read_header
 from shmload._host.descriptors import Descriptor
-from shmload._host.linux import is_named, shm_open, try_lock, unlock
+from shmload._host.linux import close, is_named, shm_open, try_lock, unlock
 from shmload._segments.metadata import read_digest
 from shmload._segments.names import part_name
 from shmload._segments.part import Hollow, Part
@@ -95,7 +95,7 @@ def _acquire(name: str, *, needs_name: bool) -> Segment | Part | Awaited:
         is_mine = try_lock(fd, exclusive=True)
         # Between open and lock its builder may have published it, or a process removed it.
         if not is_named(fd, part_name(name)):
-            os.close(fd)
+            close(fd)
             continue
         if not is_mine:
             return Awaited(name, fd, needs_name=needs_name)

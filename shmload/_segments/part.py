@@ -11,6 +11,7 @@ from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import (
     PAGE_NBYTES,
+    close,
     is_named,
     shm_open,
     shm_rename,
@@ -73,9 +74,9 @@ class Part(Descriptor):
                         return fd
             except BaseException:
                 shm_unlink(name)
-                os.close(fd)
+                close(fd)
                 raise
-            os.close(fd)
+            close(fd)
 
     def publish(self, digest: str, stay: Stay) -> Segment:
         """Write the digest and give the part its final name.
@@ -119,8 +120,7 @@ class Part(Descriptor):
         if fd >= 0:
             if is_named(fd, part_name(self.name)):
                 shm_unlink(part_name(self.name))
-            unlock(fd)  # a mapping that is still around would keep the lock
-            os.close(fd)
+            close(fd)  # and unlock it: a mapping that is still around would keep the lock
 
 
 class Hollow(Descriptor):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from shmload._host.linux import (
     SHM_DIR,
+    close,
     is_named,
     shm_open,
     shm_unlink,
@@ -222,4 +223,4 @@ def _hold(name: str, patience_s: float = 0.2) -> Iterator[int | None]:
         is_free = wait_lock(fd, exclusive=True, timeout_s=patience_s) and is_named(fd, name)
         yield fd if is_free else None
     finally:
-        os.close(fd)
+        close(fd)

@@ -5,10 +5,9 @@ part does.
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 
-from shmload._host.linux import is_named, shm_open, shm_unlink, try_lock
+from shmload._host.linux import close, is_named, shm_open, shm_unlink, try_lock
 
 
 @contextlib.contextmanager
@@ -36,4 +35,4 @@ def try_turn(name: str) -> Iterator[bool]:
             if is_mine:
                 shm_unlink(name)
     finally:
-        os.close(fd)
+        close(fd)

@@ -19,7 +19,7 @@ from typing import Self
 from shmload._checkpoints.indexes import indexed_shards, renamed_index
 from shmload._checkpoints.weights import name_alone_as_safetensors, name_as_safetensors
 from shmload._host.descriptors import Descriptor
-from shmload._host.linux import SHM_DIR, no_inodes, try_lock
+from shmload._host.linux import SHM_DIR, close, no_inodes, try_lock
 from shmload._segments.names import make_view_name, view_names
 from shmload.errors import CheckpointError
 
@@ -196,4 +196,4 @@ def _hold_dead(name: str) -> Iterator[bool]:
         is_ours = found.st_uid == os.geteuid()
         yield is_ours and not is_young and try_lock(fd, exclusive=True)
     finally:
-        os.close(fd)
+        close(fd)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from shmload._host.files import replacing
-from shmload._host.linux import inode_of, try_lock
+from shmload._host.linux import close, inode_of, try_lock
 from shmload._host.owned import open_folder, read_own
 from shmload._settings import settings
 from shmload._wording import printable
@@ -174,7 +174,7 @@ def _locked(key: str, what: str, timeout_s: float) -> Iterator[None]:
                     path.unlink(missing_ok=True)
                 return
         finally:
-            os.close(fd)
+            close(fd)
         if time.monotonic() >= deadline:
             raise ViewBusy(what, timeout_s)
         time.sleep(_POLL_S)

@@ -18,9 +18,10 @@ import transformers
 
 import shmload
 from shmload._checkpoints.library import whole_libraries
+from shmload._host import changes
 from shmload._host.changes import Change, table
 from shmload._host.collector import paused_gc
-from shmload._host.linux import try_lock
+from shmload._host.linux import close, try_lock
 from shmload._segments.messages import LentPath, repaired_messages
 from shmload.integrations import handles
 from shmload.integrations._building import build
@@ -237,6 +238,42 @@ def test_child_has_no_lock_of_a_library_that_another_thread_held(name):
         assert lock.locked()
 
 
+def test_child_that_was_forked_before_a_lock_was_taken_does_not_keep_it(tmp_path):
+    fd, other = (os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT) for _ in range(2))
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    assert try_lock(fd, exclusive=True)
+    close(fd)
+    assert try_lock(other, exclusive=True)  # while the child lives
+    for each in (other, writer, reader):
+        close(each)
+    os.waitpid(pid, 0)
+
+
+def test_fork_waits_for_a_block_of_another_thread_and_not_for_ever(monkeypatch):
+    timeouts = []
+
+    class Gate:
+        def acquire(self, timeout):
+            timeouts.append(timeout)
+            return gate.acquire(timeout=0)
+
+        def __getattr__(self, name):
+            return getattr(gate, name)
+
+    gate = changes._forking
+    with Holding(changes.forks_wait):
+        monkeypatch.setattr(changes, "_forking", Gate())
+        assert in_child(lambda: not gate._is_owned()) == "True"
+        monkeypatch.undo()
+    assert timeouts == [changes._FORK_TIMEOUT_S]
+    assert in_child(lambda: gate.acquire(blocking=False)) == "True"
+
+
 def test_nothing_else_is_done_in_forked_children():
     found = {
         str(path.relative_to(PACKAGE))
@@ -263,7 +300,7 @@ def test_child_that_is_forked_at_any_moment_of_a_load_is_as_ever_and_loads(
     loads, events = map(int, process.expect("LOADS").split())
     assert events > 100_000  # the moments are of the load's own code
     count = [int(process.expect("FORKED")) for _ in range(loads)][-1]
-    assert count == COUNT
+    assert count > 0.9 * COUNT  # loads differ a little in length
     assert process.expect("END") == ""
     assert process.wait() == 0
     assert not has_service or not [name for name in shm_names() if name.endswith(".part")]

@@ -3,9 +3,9 @@
     python forking_moments.py SOURCE COUNT WAY
 
 The moments lie evenly over the calls and returns of the loading thread's Python code, which stops
-at each until the fork is made. Each child compares the state of the process with that of the parent
-at rest, loads by itself, compares its tensors with the library's, and the state again. So does the
-parent after each load.
+at each until the fork is made; but for those at which forks wait. Each child compares the state of
+the process with that of the parent at rest, loads by itself, compares its tensors with the
+library's, and the state again. So does the parent after each load.
 
 Prints `LOADS`, their number and that of events in one; for each load `FORKED` and the number of
 moments so far; for each difference `WRONG`, its moment, and what it is; and `END`.
@@ -30,11 +30,10 @@ import transformers
 from diffusers import DiffusionPipeline, ModelMixin
 
 import shmload
-from shmload._host.changes import table
-from shmload.integrations._building.effects import torch_modes
+from shmload._host import changes
 
 # A child's load takes a second; on a busy machine, with others beside it, some.
-_DEADLINE_S = 60
+_DEADLINE_S = 45
 _FORKS_OF_A_LOAD = 5
 
 
@@ -57,7 +56,7 @@ def state():
         "finders": tuple(sys.meta_path),
         "streams": (sys.stdout, sys.stderr, sys.excepthook, threading.excepthook),
         "records": (logging.getLogRecordFactory(), logging.root.manager.disable),
-        "modes": torch_modes(),
+        "modes": (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()),
         "bars": len(tqdm.tqdm._instances),
         "place": (os.getcwd(), sys.getrecursionlimit(), tuple(sys.path)),
         "patched": {
@@ -66,7 +65,7 @@ def state():
             for name, value in vars(owner).items()
             if callable(value) or isinstance(value, (bool, classmethod, staticmethod))
         },
-        **{f"row: {row.name}": row.read() for row in table.values()},
+        **{f"row: {row.name}": row.read() for row in changes.table.values()},
     }
 
 
@@ -125,7 +124,7 @@ class Moments:
 
     def _note(self, frame, event, arg):
         self.count += 1
-        if self.count == self._next:
+        if self._next and self.count >= self._next and not changes._forking._is_owned():
             self._next = next(self._chosen, None)
             self._reached.release()
             self._going_on.acquire()
@@ -149,6 +148,7 @@ class Forks:
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
+            faulthandler.enable()
             faulthandler.dump_traceback_later(_DEADLINE_S, exit=True, file=2)
             try:
                 lines = list(check())
@@ -176,7 +176,6 @@ class Forks:
 
 
 def main(source, count, redirected):
-    logging.getLogger("shmload").addHandler(logging.NullHandler())
     opened = shmload.redirect() if redirected else contextlib.nullcontext()
     wanted = digest(DiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16))
     with opened:
