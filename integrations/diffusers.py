@@ -4,7 +4,6 @@ Guarantee: what it returns equals what `from_pretrained` gives with the same arg
 raises.
 """
 
-import logging
 import os
 import sys
 from collections.abc import Collection, Mapping
@@ -22,6 +21,7 @@ from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._checkpoints.weights import has_variant
 from shmload._loading.ahead import Ahead
 from shmload._loading.progress import Callback
+from shmload._wording import logger_of
 from shmload.errors import ArgumentError, CheckpointError, SourceNotFound, UnknownArgument
 from shmload.integrations._building import prepared
 from shmload.integrations._building.attempt import load
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from shmload.integrations._devices.destination import Destination
 
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _Pipeline = TypeVar("_Pipeline", bound="DiffusionPipeline")
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import logging
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,6 +24,7 @@ from shmload._loading.sources import Rules
 from shmload._loading.steps import Step
 from shmload._segments.segment import Segment, Stay
 from shmload._settings import local_world_size
+from shmload._wording import logger_of
 from shmload.errors import MemoryLimitExceeded, SharedMemoryFull, ShmloadError
 from shmload.integrations._building.early import begin_early
 from shmload.integrations._building.fit import Fit
@@ -33,7 +33,7 @@ from shmload.integrations._building.route import Asked, Route, choose_route
 from shmload.integrations._devices.destination import Destination
 from shmload.integrations._devices.hollow import BytesNeeded
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Place = Callable[[Any, Destination, Load, Ring | None], None]
 """Copies what was built to its devices."""

@@ -8,7 +8,6 @@ show that the rules chose the right dtypes. If a check fails, the pipeline is bu
 """
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -27,6 +26,7 @@ from shmload._host.procfs import mappings, modified_nbytes
 from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._settings import settings
+from shmload._wording import logger_of
 from shmload.errors import LibrariesDisturbed
 from shmload.integrations._building.connected import HANDED_ON_TOO, PREFIXES
 from shmload.integrations._building.effects import Message, say
@@ -47,7 +47,7 @@ from shmload.integrations._building.skeletons import (
 from shmload.integrations._building.stand_ins import StandIns
 from shmload.integrations._devices.hollow import BytesNeeded
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Builds of one pipeline that other threads may disturb before that is an error.
 _MOST_BUILDS = 3

@@ -12,7 +12,6 @@ It reads no weights: models are built over stand-ins. It writes to the folder of
 """
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -27,6 +26,7 @@ import msgspec
 from shmload._host.forks import limit_inherited_threads
 from shmload._host.linux import die_with_parent
 from shmload._segments.view import remove_dead_views
+from shmload._wording import logger_of
 from shmload.integrations._building.requests import (
     Request,
     judging,
@@ -35,7 +35,7 @@ from shmload.integrations._building.requests import (
     requests_folder,
 )
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _T = TypeVar("_T")
 # The whole of one request, on a machine that has other work.

@@ -4,7 +4,6 @@ A built model is described as it is. A model that is not built is made on torch'
 without memory, and each tensor counts with the dtype that it will have when it is loaded.
 """
 
-import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.rules import rule_for, wanted_dtype
 from shmload._loading.headers import stored_sizes, stored_tensors
 from shmload._placement.modules import Component, Module, join, parent_of
+from shmload._wording import logger_of
 from shmload.integrations._building.libraries import libraries
 from shmload.integrations._building.mapped import modules_of
 from shmload.integrations._building.rules import (
@@ -27,7 +27,7 @@ from shmload.integrations._building.rules import (
     make_meta_model,
 )
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 NbytesOf = Callable[[str, torch.Tensor], int]
 """Says how many bytes a tensor takes, by its name in the model."""

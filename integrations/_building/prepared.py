@@ -6,7 +6,6 @@ same, and its segments are still there.
 
 import contextlib
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +14,10 @@ from typing import Any, Protocol
 import msgspec
 
 from shmload._segments.parking import CannotResume
+from shmload._wording import logger_of
 from shmload.errors import ShmloadError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _MAX_NAMES = 20_000
 

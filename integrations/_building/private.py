@@ -6,11 +6,11 @@ from collections.abc import Mapping
 import torch
 
 from shmload._checkpoints.resolve import Source
-from shmload._wording import format_nbytes
+from shmload._wording import format_nbytes, logger_of
 from shmload.integrations._building.mapped import plain_tensors
 from shmload.integrations._building.route import BYPASSING_KWARGS
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Less is not worth a line: models compute small buffers of their own.
 _LEAST_NBYTES = 1 << 20

@@ -7,7 +7,6 @@ compared in all else, and its look is limited to the modules whose code ran (`re
 """
 
 import hashlib
-import logging
 import os
 import sys
 import sysconfig
@@ -19,10 +18,11 @@ import msgspec
 
 from shmload._checkpoints.resolve import Source
 from shmload._host.memo import Memo
+from shmload._wording import logger_of
 from shmload.integrations._building.conditions import SKIPPED, Conditions, Trace, why_unmet
 from shmload.integrations._building.skeletons import process_facts
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _FOLDER = "proofs"
 _VERSION = 1

@@ -6,7 +6,6 @@ holds a lock meanwhile. A load that finds the lock free starts it, and does not 
 
 import contextlib
 import fcntl
-import logging
 import os
 import subprocess
 import sys
@@ -21,8 +20,9 @@ from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._host.files import TEMPORARY_SUFFIX, replacing
 from shmload._host.owned import open_folder, read_own
 from shmload._settings import settings
+from shmload._wording import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # The judge's program. The path is the load's, which may have found its packages by changing it.
 _PROGRAM = """

@@ -6,7 +6,6 @@ transformers, `_load_state_dict_into_meta_model` (4.57) and `convert_and_load_st
 """
 
 import importlib
-import logging
 from typing import Any
 
 from packaging import version
@@ -14,9 +13,10 @@ from packaging import version
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import RAW, Rule
+from shmload._wording import logger_of
 from shmload.integrations._building.libraries import libraries
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Without torch_dtype parameters get the dtype of a new model, float32, but buffers may not.
 # Widening loses no bits, whatever cast follows.

@@ -18,7 +18,6 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import platform
 import sys
@@ -32,13 +31,14 @@ from shmload._checkpoints.identity import identify
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._host.memo import Memo, all_remembered
 from shmload._loading.plan import ShardPlan
+from shmload._wording import logger_of
 from shmload.integrations._building.conditions import Conditions, is_changed_on_disk, why_unmet
 from shmload.integrations._building.draws import Draw, repeat
 from shmload.integrations._building.effects import Message
 from shmload.integrations._building.hooks import take_numbers
 from shmload.integrations._building.pickling import Files, Models, PickledModels, unpickle_models
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Increment it when skeletons are written or read in another way.
 _VERSION = 8

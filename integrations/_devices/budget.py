@@ -5,13 +5,12 @@ rounded up to powers of two. Parts that several processes pin are the same pages
 """
 
 import functools
-import logging
 import threading
 
 from shmload._segments.page_locks import page_lock_limit
-from shmload._wording import format_nbytes
+from shmload._wording import format_nbytes, logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Budget:

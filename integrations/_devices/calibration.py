@@ -5,7 +5,6 @@ first way and the next one the second; each notes its rate. What a process's fir
 what later ones cost is remembered apart: the first one pays for what happens once.
 """
 
-import logging
 import platform
 import time
 from collections.abc import Callable
@@ -15,11 +14,12 @@ import msgspec
 import torch
 
 from shmload._host.memo import Memo
+from shmload._wording import logger_of
 from shmload.integrations._devices.runtime import Runtime
 from shmload.integrations._devices.way import Way
 from shmload.integrations._devices.ways import DEFAULT, WAYS, Pin, measured_ways
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Larger than the caches of a processor, and than what it costs to begin a copy matters for.
 _MIN_NBYTES = 512 << 20

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import torch
 
+from shmload._wording import logger_of
 from shmload.integrations._devices.cuda_library import cuda_library
 from shmload.integrations._devices.runtime import Event
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # driver_types.h: cudaHostRegisterPortable, for all devices of the process, and -ReadOnly;
 # cudaDevAttrHostRegisterReadOnlySupported; cudaErrorInvalidValue and -NotSupported.

@@ -5,15 +5,15 @@ Torch has no call that pins memory which exists already. So the ring that this p
 allocated pinned, and the one that workers fill is not.
 """
 
-import logging
 from collections.abc import Sequence
 
 import torch
 
+from shmload._wording import logger_of
 from shmload.errors import DeviceUnsupported
 from shmload.integrations._devices.runtime import ALIGNMENT_NBYTES, Event
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class GenericRuntime:

@@ -4,7 +4,6 @@ Weights that stay on a device are there before. `waiting` brings those that wait
 accelerate those that wait on a disk.
 """
 
-import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
@@ -15,13 +14,13 @@ from torch import nn
 
 from shmload._placement.inventory import CPU, DISK, OFFLOAD
 from shmload._placement.table import WAITING
-from shmload._wording import format_nbytes
+from shmload._wording import format_nbytes, logger_of
 from shmload.integrations._devices.dispatch import dispatch, skip_keys_of
 from shmload.integrations._devices.origin import Segments
 from shmload.integrations._devices.parameters import put
 from shmload.integrations._devices.waiting import Waiting
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Blocks(NamedTuple):

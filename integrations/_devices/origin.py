@@ -5,7 +5,6 @@ share them. What this process writes to its weights is not in these pages.
 """
 
 import functools
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -16,12 +15,13 @@ from shmload._host.descriptors import Descriptor
 from shmload._host.limits import allow_descriptors
 from shmload._host.linux import PAGE_NBYTES, Inode, reopen
 from shmload._host.procfs import Mapping, has_own_pages, mappings
+from shmload._wording import logger_of
 from shmload.errors import ShmloadError
 from shmload.integrations._devices.budget import Budget, own_budget
 from shmload.integrations._devices.pages import Pages
 from shmload.integrations._devices.runtime import Runtime
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Tensors that are no further apart are pinned together.
 _GAP_NBYTES = 64 << 10

@@ -15,7 +15,6 @@ Guarantee: between two passes a module has its own parameters, on the host, also
 
 import contextlib
 import itertools
-import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -24,13 +23,14 @@ from typing import NoReturn, Self
 import torch
 from torch import nn
 
+from shmload._wording import logger_of
 from shmload.errors import ArgumentError
 from shmload.integrations._devices.block import Block, Layout
 from shmload.integrations._devices.origin import Origin
 from shmload.integrations._devices.runtime import Runtime, drain
 from shmload.integrations._devices.turns import Turns
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _BUFFERS = 2
 _LANES = itertools.count(64)  # not those that uploads use

@@ -1,7 +1,6 @@
 """A job: processes that have a pipeline, and functions mapped over items in them."""
 
 import contextlib
-import logging
 import operator
 import os
 import weakref
@@ -11,6 +10,7 @@ from typing import Any, Literal, Self, get_args
 from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
 from shmload._checkpoints.wanted import PIPELINE_ARGUMENTS, require_known
 from shmload._placement.inventory import CPU
+from shmload._wording import logger_of
 from shmload.errors import ArgumentError, ItemError, ItemFailed
 from shmload.integrations._jobs.arguments import (
     check_items,
@@ -27,7 +27,7 @@ from shmload.integrations._jobs.storing import Storing, Undone
 from shmload.integrations.handles import Handle
 from shmload.integrations.results import ResultFolder, ResultsReport
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Errors = Literal["raise", "pass"]
 """What an item's error does: end the map, or stand in the result's place."""

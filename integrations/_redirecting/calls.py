@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from shmload._segments.messages import message_of, repaired_messages
-from shmload._wording import printing
+from shmload._wording import logger_of, printing
 from shmload.errors import (
     CapacityError,
     ProtocolError,
@@ -32,7 +32,7 @@ from shmload.integrations._redirecting.targets import (
 from shmload.integrations.diffusers import load_pipeline
 from shmload.integrations.models import load_model
 
-logger = logging.getLogger("shmload.redirect")
+logger = logger_of("shmload.redirect")
 
 # Not the source's fault, nor the arguments': the user should know.
 _FAILURES = (CapacityError, ProtocolError, SegmentError, ServiceError, WorkerError)

@@ -1,18 +1,18 @@
 """The switch: patches the libraries while at least one redirection is open."""
 
 import importlib
-import logging
 import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from shmload._host.changes import add_lock
+from shmload._wording import logger_of
 from shmload.integrations._redirecting.finder import Finder
 from shmload.integrations._redirecting.patches import Patch, Patches
 from shmload.integrations._redirecting.targets import MODULES, classes_of
 
-logger = logging.getLogger("shmload.redirect")
+logger = logger_of("shmload.redirect")
 
 
 class Options(NamedTuple):

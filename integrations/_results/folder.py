@@ -1,7 +1,6 @@
 """A folder that results are written to."""
 
 import contextlib
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Self
 
 import msgspec
 
+from shmload._wording import logger_of
 from shmload.errors import ArgumentError, ResultsMismatch
 from shmload.integrations._results.errors import accessing
 from shmload.integrations._results.facts import Facts, check_facts
@@ -28,7 +28,7 @@ from shmload.integrations._results.names import (
 from shmload.integrations._results.progress import FileProgress
 from shmload.integrations._results.table import ItemTable
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # safetensors limits a header to 100 MB.
 _MAX_SHARD_ITEMS = 10_000

@@ -14,7 +14,9 @@ import threading
 from types import TracebackType
 from typing import Literal
 
-logger = logging.getLogger(__name__)
+from shmload._wording import logger_of
+
+logger = logger_of(__name__)
 
 LogFormat = Literal["text", "json"]
 

@@ -1,6 +1,5 @@
 """Preloading: the service warms the sources of a list at its start, one after the other."""
 
-import logging
 import os
 import re
 import select
@@ -13,12 +12,12 @@ import msgspec
 from shmload._cli.preload_list import ListedSource
 from shmload._ipc.child import Child, child_environment
 from shmload._segments.listing import segments
-from shmload._wording import format_nbytes
+from shmload._wording import format_nbytes, logger_of
 
 if TYPE_CHECKING:
     from shmload._service.state import ServiceState
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _LOGGER_NAME = re.compile(r"^shmload[\w.]*: ")  # at the beginning of a line that a child logs
 _END_TIMEOUT_S = 5.0  # after which a child that was asked to end is killed

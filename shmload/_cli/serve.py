@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import logging
 import os
 import re
 import signal
@@ -28,7 +27,7 @@ from shmload._service.server import serve
 from shmload._service.state import ServiceState
 from shmload._settings import parse_budget, settings, worker_count
 from shmload._templates.keeper import Keeper
-from shmload._wording import count_of, format_nbytes
+from shmload._wording import count_of, format_nbytes, logger_of
 from shmload.errors import (
     ArgumentError,
     ProtocolError,
@@ -38,7 +37,7 @@ from shmload.errors import (
     ShmloadError,
 )
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _MAX_PORT = 65535
 # Clients lend two for each shard: room for some pipelines of hundreds of shards at once.

@@ -1,7 +1,6 @@
 """Hands the pieces of jobs out to workers: which wait, are with a worker, or are complete."""
 
 import contextlib
-import logging
 import selectors
 import time
 from collections import deque
@@ -14,10 +13,11 @@ from shmload._host.limits import no_memory
 from shmload._segments.digest import combine_digests
 from shmload._segments.pieces import Run
 from shmload._settings import settings
+from shmload._wording import logger_of
 from shmload.errors import ProtocolError, ShmloadError, WorkerDied, WorkerFailed, WorkerStalled
 from shmload.workers.messages import BytesRead, Failed, Fill, Filled, FromWorker, Pong
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Two pieces wait in each worker's socket, so that it does not idle while the parent's thread waits
 # for the interpreter lock (up to 5 ms while the main thread imports).

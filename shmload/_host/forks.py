@@ -5,12 +5,13 @@ threads, so the first operation that is divided among them never ends. With one 
 for none.
 """
 
-import logging
 import os
 import sys
 import threading
 
-logger = logging.getLogger(__name__)
+from shmload._wording import logger_of
+
+logger = logger_of(__name__)
 
 # Whether this process ever had threads other than Python's when it forked. Some libraries end
 # theirs at the first fork; later children are treated like the first.

@@ -9,7 +9,6 @@ all else counts as not remembered. All of it may be deleted at any time: then it
 import contextlib
 import functools
 import hashlib
-import logging
 import os
 from collections.abc import Iterator
 from typing import Generic, Self, TypeVar
@@ -20,9 +19,9 @@ import xxhash
 from shmload._host.files import replacing
 from shmload._host.owned import KEY, open_folder, read_own
 from shmload._settings import settings
-from shmload._wording import printable
+from shmload._wording import logger_of, printable
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _T = TypeVar("_T")
 

@@ -9,7 +9,6 @@ its parent. After `close` or `end` it has ended, or the log says why it could no
 
 import contextlib
 import fcntl
-import logging
 import os
 import signal
 import socket
@@ -18,8 +17,9 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from shmload._host.changes import forks_wait
+from shmload._wording import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _KILL_TIMEOUT_S = 10.0
 

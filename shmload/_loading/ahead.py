@@ -10,7 +10,6 @@ decoded. Whatever goes wrong here is left to it: it meets the same, and says wha
 
 import contextlib
 import functools
-import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -29,11 +28,12 @@ from shmload._loading.sources import Judge, Rules
 from shmload._loading.steps import Step
 from shmload._segments.listing import SegmentInfo
 from shmload._segments.segment import Segment, Stay
+from shmload._wording import logger_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # How often it looks for new files, in seconds.
 _POLL_S = 0.1

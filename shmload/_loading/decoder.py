@@ -4,7 +4,6 @@ Guarantee: if the service goes away, the load goes on without it, unless the set
 """
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,9 +16,10 @@ from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.roots import Root
 from shmload._service.client import Client, find_service
 from shmload._settings import settings
+from shmload._wording import logger_of
 from shmload.errors import ServiceUnavailable
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Decoder:

@@ -1,7 +1,6 @@
 """What a load holds: its open shards, and a segment, a part or a wait for each of them."""
 
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,12 +22,13 @@ from shmload._segments.part import Hollow, Part
 from shmload._segments.removal import give_back, remove_idle
 from shmload._segments.segment import Segment, Stay, attach
 from shmload._segments.view import descriptor_path
+from shmload._wording import logger_of
 from shmload.errors import SegmentRemoved, SegmentUntrusted
 
 if TYPE_CHECKING:
     from shmload._checkpoints.header import Header
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Lend = Callable[[str], Segment | None]
 """Given a segment's name, returns a lease on it if this process has it, even without a name."""

@@ -10,7 +10,6 @@ The load owns its descriptors, parts and workers until `close`, which runs whate
 
 import contextlib
 import functools
-import logging
 import os
 import queue
 import threading
@@ -40,10 +39,10 @@ from shmload._segments.segment import Stay
 from shmload._segments.upkeep import check_digest
 from shmload._segments.variables import holders_of
 from shmload._settings import settings, worker_count
-from shmload._wording import format_nbytes, printable
+from shmload._wording import format_nbytes, logger_of, printable
 from shmload.errors import ArgumentError, MemoryLimitExceeded, SegmentTimeout, SharedMemoryFull
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class FilledPiece(NamedTuple):

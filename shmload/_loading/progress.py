@@ -1,6 +1,5 @@
 """What a load shows while it lasts: a bar on a terminal, a program's callback, or log lines."""
 
-import logging
 import sys
 import threading
 import time
@@ -8,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from shmload._loading.steps import Steps
-from shmload._wording import format_nbytes, printing
+from shmload._wording import format_nbytes, logger_of, printing
 
 Callback = Callable[[int, int], None]
 """Gets bytes done and bytes in all; runs in a thread of the load, not in the caller's."""
 
 # Its lines replace a bar where there is no terminal.
-logger = logging.getLogger("shmload.progress")
+logger = logger_of("shmload.progress")
 _LINE_INTERVAL_S = 10.0
 
 

@@ -9,7 +9,6 @@ never take the same room.
 """
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 
@@ -22,10 +21,10 @@ from shmload._segments.names import part_names, room_lock_name
 from shmload._segments.removal import remove_if_free, remove_leftovers
 from shmload._segments.turn import try_turn
 from shmload._settings import settings
-from shmload._wording import count_of, format_nbytes
+from shmload._wording import count_of, format_nbytes, logger_of
 from shmload.errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _POLL_S = 0.05
 # A wait that is shorter is not worth a message, in seconds.

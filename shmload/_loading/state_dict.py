@@ -1,6 +1,5 @@
 """One checkpoint as a dict of tensors over its segments."""
 
-import logging
 import mmap
 import os
 import weakref
@@ -21,6 +20,7 @@ from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import find_certain, require_read
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Stay
+from shmload._wording import logger_of
 from shmload.errors import ArgumentError, ShardMalformed
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         metadata: dict[str, str]
 
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # diffusers keeps a LoRA's scale there, which it reads from files alone.
 _LORA_METADATA = "lora_adapter_metadata"

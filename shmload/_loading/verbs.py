@@ -1,7 +1,6 @@
 """`warm`, `plan` and `view`: make segments resident, say what a load would do, lend a path."""
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -37,10 +36,10 @@ from shmload._segments.segment import Stay
 from shmload._segments.view import View
 from shmload._settings import parse_keep_for
 from shmload._tables import Page, Printable
-from shmload._wording import count_of, format_nbytes
+from shmload._wording import count_of, format_nbytes, logger_of
 from shmload.errors import ArgumentError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class WarmReport(Printable, msgspec.Struct, frozen=True, kw_only=True):

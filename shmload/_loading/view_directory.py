@@ -1,7 +1,6 @@
 """View directories: they look like a source, and stay; their weights are links to segments."""
 
 import contextlib
-import logging
 import os
 import secrets
 import time
@@ -39,9 +38,10 @@ from shmload._segments.view_register import (
     read_entry,
 )
 from shmload._settings import settings
+from shmload._wording import logger_of
 from shmload.errors import ArgumentError, ViewRefused
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def view_directory(

@@ -1,6 +1,5 @@
 """How a process gets a segment: attach it, build it, or wait for the process that builds it."""
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -13,9 +12,10 @@ from shmload._segments.names import part_name
 from shmload._segments.part import Hollow, Part
 from shmload._segments.pids import holders
 from shmload._segments.segment import Segment, attach
+from shmload._wording import logger_of
 from shmload.errors import SegmentTimeout, SegmentUntrusted, ShmloadError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _POLL_S = 0.01
 

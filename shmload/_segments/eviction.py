@@ -9,10 +9,10 @@ from shmload._segments.capacity import require_room, room_nbytes
 from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
 from shmload._segments.removal import remove_idle, remove_leftovers
 from shmload._segments.roots import model_names
-from shmload._wording import count_of, format_nbytes
+from shmload._wording import count_of, format_nbytes, logger_of
 from shmload.errors import SharedMemoryFull
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Budget(msgspec.Struct, frozen=True):

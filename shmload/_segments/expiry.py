@@ -5,7 +5,6 @@ and a running service remove what is due, so no process has to wait for it. A pr
 signal records no use: its segments count from when it attached them, unless they were seen in use.
 """
 
-import logging
 import os
 import time
 
@@ -15,9 +14,10 @@ from shmload._segments.names import segment_names
 from shmload._segments.removal import find_idle, remove_idle
 from shmload._segments.roots import model_names
 from shmload._segments.segment import Segment
+from shmload._wording import logger_of
 from shmload.errors import ShmloadError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def remove_expired() -> list[str]:

@@ -5,7 +5,6 @@ last such directory goes, unless the user has pinned it too.
 """
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterable, Sequence
 
@@ -23,9 +22,10 @@ from shmload._segments.view_register import (
     view_entries,
     write_entry,
 )
+from shmload._wording import logger_of
 from shmload.errors import SegmentRemoved, ShmloadError, ViewBusy
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def protect(pending: ViewRecord, staging: str, segments: Sequence[Segment]) -> None:

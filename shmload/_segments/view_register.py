@@ -6,7 +6,6 @@ process that dies leaves is found in it and finished or undone by `_segments.pro
 
 import contextlib
 import hashlib
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -18,10 +17,10 @@ from shmload._host.files import replacing
 from shmload._host.linux import close, inode_of, try_lock
 from shmload._host.owned import open_folder, read_own
 from shmload._settings import settings
-from shmload._wording import printable
+from shmload._wording import logger_of, printable
 from shmload.errors import ViewBusy, ViewUnwritable
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _SUFFIX = ".json"
 _LOCK_SUFFIX = ".lock"

@@ -37,10 +37,10 @@ from shmload._service.protocol import (
     revive,
 )
 from shmload._settings import settings
-from shmload._wording import printable
+from shmload._wording import logger_of, printable
 from shmload.errors import ProtocolError, ServiceError, ServiceSilent, ServiceUnavailable
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _POLL_S = 0.1
 _DIGEST = re.compile(r"[0-9a-f]{32}")

@@ -1,6 +1,5 @@
 """Workers that serve many loads, one load at a time, first come first served."""
 
-import logging
 import threading
 import time
 from collections import deque
@@ -8,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from shmload._decoding.coordinator import Coordinator
 from shmload._decoding.job import DecodeCancelled, Job, OnBytes
+from shmload._wording import logger_of
 from shmload.errors import WorkerError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _POLL_S = 0.1
 # How long workers may take for a sign of life.

@@ -5,7 +5,6 @@ cannot be served yet waits in the socket's queue.
 """
 
 import contextlib
-import logging
 import selectors
 import socket
 import threading
@@ -16,8 +15,9 @@ from typing import Self
 from shmload._service.endpoint import Endpoint
 from shmload._service.session import Session
 from shmload._service.state import ServiceState
+from shmload._wording import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _MAX_CLIENTS = 256
 _JOIN_TIMEOUT_S = 10.0

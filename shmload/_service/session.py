@@ -5,7 +5,6 @@ a deadline, its session ends and its decode is cancelled.
 """
 
 import contextlib
-import logging
 import math
 import os
 import select
@@ -45,6 +44,7 @@ from shmload._service.protocol import (
 )
 from shmload._service.reservations import Claim
 from shmload._settings import settings
+from shmload._wording import logger_of
 from shmload.errors import (
     CapacityError,
     PeerRefused,
@@ -56,7 +56,7 @@ from shmload.errors import (
 if TYPE_CHECKING:
     from shmload._service.state import ServiceState
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Lets a client tell a busy service from a dead one.
 _HEARTBEAT_S = 0.5

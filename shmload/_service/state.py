@@ -5,7 +5,6 @@ and pin in the files' metadata, and leases are kernel locks; a new service finds
 """
 
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -25,10 +24,10 @@ from shmload._service.protocol import Holders, Status
 from shmload._service.readiness import Preloading
 from shmload._service.reservations import Claim, OnWait, Reservations
 from shmload._service.usage import INTERVAL_S, Usage
-from shmload._wording import format_nbytes
+from shmload._wording import format_nbytes, logger_of
 from shmload.errors import CapacityError, ShmloadError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
 # How often to look for segments that were idle for their time, in seconds.

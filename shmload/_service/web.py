@@ -11,7 +11,6 @@ no more than `_MAX_CLIENTS` descriptors and threads from the service, each for `
 
 import contextlib
 import io
-import logging
 import math
 import socket
 import sys
@@ -25,12 +24,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import make_wsgi_app
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from shmload._wording import logger_of
 from shmload.errors import ShmloadError
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # How long a connection may last, from its begin to the last byte of the answer.
 _TIMEOUT_S = 10.0

@@ -1,15 +1,15 @@
 """Holds a template ready: `shmload serve --template`."""
 
 import contextlib
-import logging
 import subprocess
 import sys
 import threading
 
 from shmload._templates import kind, look, place, plain
 from shmload._templates.imports import how_it_crashed
+from shmload._wording import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _LOOK_AGAIN_S = 2.0
 _END_TIMEOUT_S = 10.0
