@@ -36,10 +36,11 @@ from shmload._segments.expiry import remove_expired
 from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.roots import Root, find_roots
 from shmload._segments.segment import Stay
+from shmload._segments.source_text import source_text
 from shmload._segments.upkeep import check_digest
 from shmload._segments.variables import holders_of
 from shmload._settings import settings, worker_count
-from shmload._wording import format_nbytes, logger_of, printable
+from shmload._wording import format_nbytes, logger_of
 from shmload.errors import ArgumentError, MemoryLimitExceeded, SegmentTimeout, SharedMemoryFull
 
 logger = logger_of(__name__)
@@ -321,7 +322,7 @@ class Load:
 def _root_of(source: Source) -> Root:
     """Return the model that a source is, as the listings name it after its segments' shards."""
     shards = [path for checkpoint in source.checkpoints for path in checkpoint.shards]
-    paths = [printable(os.path.abspath(path)) for path in shards or [source.root]]
+    paths = [source_text(os.path.abspath(path)) for path in shards or [source.root]]
     roots = find_roots(paths)
     # Components that lack the variant have plain files.
     of_variant = (root for root in roots.values() if root.variant == (source.variant or ""))

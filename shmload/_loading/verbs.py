@@ -36,7 +36,7 @@ from shmload._segments.segment import Stay
 from shmload._segments.view import View
 from shmload._settings import parse_keep_for
 from shmload._tables import Page, Printable
-from shmload._wording import count_of, format_nbytes, logger_of
+from shmload._wording import count_of, format_nbytes, logger_of, printing
 from shmload.errors import ArgumentError
 
 logger = logger_of(__name__)
@@ -81,7 +81,7 @@ class WarmReport(Printable, msgspec.Struct, frozen=True, kw_only=True):
             )
         left = (f"left to the library: {each}" for each in self.left_out)
         lines = (done, *map(str, self.evicted), *left)
-        return Page(tuple(f"{self.source}: {line}" for line in lines))
+        return Page(tuple(printing(f"{self.source}: {line}") for line in lines))
 
     def _other_times(self) -> str:
         """Write what took time beside the reading; empty if nothing took a tenth of a second."""

@@ -269,7 +269,7 @@ def _place_of(directory: str | os.PathLike[str]) -> str:
         raise ArgumentError(f"directory is {directory!r}; give a path")
     try:
         place = os.path.realpath(os.path.expanduser(given))
-        place.encode()
+        os.fsencode(place).decode("utf-8")
     except ValueError as exc:  # a zero byte, or bytes that are not UTF-8
         raise ArgumentError(f"directory is {given!r}; give a path in UTF-8") from exc
     return place

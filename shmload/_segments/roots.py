@@ -6,6 +6,8 @@
 .../clip/FILE                                        a component: its folder has config.json
 .../lora.safetensors                                 a file alone
 .../remote/ID/trees/DIGEST/sd/unet/FILE              a bucket or web server: its URL
+
+Paths here are texts, as headers have them (`source_text`), unless something else is said.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ from shmload._checkpoints.identity import Identity, identify
 from shmload._checkpoints.remote import mirrors_folder, pointed_object
 from shmload._checkpoints.repository import variant_in
 from shmload._checkpoints.weights import is_of_model
+from shmload._segments.source_text import source_paths, source_text
 
 _IN_HUB_CACHE = re.compile(r"(?P<root>.*/models--(?P<id>[^/]+)/snapshots/(?P<revision>[^/]+))/.+")
 _REVISION_NCHARS = 7  # as git shortens it
@@ -93,7 +96,7 @@ def find_roots(sources: Iterable[str]) -> dict[str, Root]:
         if match:
             root = root_at(match["root"], variant)
         else:
-            is_gone = not os.path.exists(source)
+            is_gone = not _exists(source)
             is_part = _NUMBERED.fullmatch(name) is not None or (is_gone and is_of_model(name))
             key = (folder, is_part, is_gone)
             if key not in by_folder:
@@ -119,7 +122,7 @@ def _url_of(root: str, source: str) -> str:
     if not source.startswith(f"{mirrors_folder()}{os.sep}"):
         return ""
     try:
-        with open(source, "rb") as file:
+        with open(source_paths(source)[0], "rb") as file:
             pointed = pointed_object(file.fileno())
     except (OSError, msgspec.DecodeError):  # no list has had it for a day
         return ""
@@ -146,15 +149,19 @@ def _root_of_folder(folder: str, *, is_part: bool, is_gone: bool) -> str:
         is_gone: the shard no longer exists.
     """
     above = os.path.dirname(folder)
-    if os.path.exists(os.path.join(folder, "model_index.json")):
+    if _exists(os.path.join(folder, "model_index.json")):
         return folder
-    if os.path.exists(os.path.join(above, "model_index.json")):
+    if _exists(os.path.join(above, "model_index.json")):
         return above
-    if os.path.exists(os.path.join(folder, "config.json")):
+    if _exists(os.path.join(folder, "config.json")):
         return folder
     if is_gone and _COMPONENT.fullmatch(os.path.basename(folder)):
         return above
     return folder if is_part else ""
+
+
+def _exists(text: str) -> bool:
+    return any(map(os.path.exists, source_paths(text)))
 
 
 def tell_apart(roots: Iterable[Root]) -> dict[str, str]:
@@ -179,11 +186,12 @@ def shards_below(root: Root) -> Mapping[str, str]:
     text encoder are found. A variant has the plain files of the folders that lack it.
     """
     by_folder: dict[str, list[tuple[Identity, str]]] = {}
-    for each in weights_below(root.path):
+    found = (each for path in source_paths(root.path) for each in weights_below(path))
+    for each in found:
         folder, name = os.path.split(each.path)
         by_folder.setdefault(folder, []).append((each, _variant_of(name)))
     return {
-        each.key: root.component_of(each.path)
+        each.key: root.component_of(source_text(each.path))
         for files in by_folder.values()
         for each, variant in files
         if variant == (root.variant if any(v == root.variant for _, v in files) else "")
@@ -193,7 +201,7 @@ def shards_below(root: Root) -> Mapping[str, str]:
 def weights_below(path: str) -> Iterator[Identity]:
     """Yield the identity of each file of weights in a directory and in its folders.
 
-    Nothing for what is a file itself, or gone.
+    Takes and gives paths as Python has them. Nothing for what is a file itself, or gone.
     """
     folders = [path]
     try:

@@ -17,7 +17,7 @@ from shmload._segments.view_register import (
 )
 from shmload._settings import settings
 from shmload._tables import Cell, Listing, Page, Printable, Table
-from shmload._wording import count_of, format_age, format_nbytes
+from shmload._wording import count_of, format_age, format_nbytes, printing
 from shmload.errors import ViewNotFound
 
 State = Literal["ready", "empty", "changed", "gone", "being made"]
@@ -51,7 +51,7 @@ class ViewDirectory(Printable, msgspec.Struct, frozen=True, kw_only=True):
     def page(self) -> Page:
         """Return a line for it."""
         amount = f"{format_nbytes(self.nbytes)} in {count_of(len(self.segments), 'segment')}"
-        return Page((f"{self.directory}: {self.state}, {self.title}, {amount}",))
+        return Page((printing(f"{self.directory}: {self.state}, {self.title}, {amount}"),))
 
     @property
     def title(self) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from shmload._host.linux import exchange_names
+from shmload._segments.source_text import decode_paths, encode_paths
 from shmload._segments.view_register import ViewRecord
 from shmload.errors import ViewRefused, ViewUnwritable
 
@@ -44,8 +45,8 @@ def read_marker(directory: str) -> ViewRecord | None:
     """Return what a view directory says of itself; None if it is none."""
     try:
         content = Path(directory, MARKER).read_bytes()
-        return msgspec.json.decode(content, type=ViewRecord)
-    except (OSError, msgspec.MsgspecError):
+        return decode_paths(content, ViewRecord)
+    except (OSError, ValueError):
         return None
 
 
@@ -77,7 +78,7 @@ def stage(staging: str, record: ViewRecord, copies: Mapping[str, Copied]) -> Non
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         root.mkdir()
-        _write(root / MARKER, msgspec.json.encode(record))
+        _write(root / MARKER, encode_paths(record))
         for path, copied in copies.items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             content = copied.content

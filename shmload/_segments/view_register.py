@@ -16,6 +16,7 @@ import msgspec
 from shmload._host.files import replacing
 from shmload._host.linux import close, inode_of, try_lock
 from shmload._host.owned import open_folder, read_own
+from shmload._segments.source_text import decode_paths, encode_paths
 from shmload._settings import settings
 from shmload._wording import logger_of, printable
 from shmload.errors import ViewBusy, ViewUnwritable
@@ -112,7 +113,7 @@ def write_entry(entry: ViewEntry) -> None:
             return
         open_folder(path.parent, make=True).close()
         with replacing(path, durable=True, mode=0o600) as file:
-            file.write(msgspec.json.encode(entry))
+            file.write(encode_paths(entry))
     except OSError as exc:
         raise _unwritable(path, exc) from exc
 
@@ -189,10 +190,10 @@ def _leads_to(path: Path, fd: int) -> bool:
 def _read(path: Path) -> ViewEntry | None:
     try:
         with open_folder(path.parent) as folder:
-            return msgspec.json.decode(read_own(path.name, folder), type=ViewEntry)
+            return decode_paths(read_own(path.name, folder), ViewEntry)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, msgspec.MsgspecError) as exc:
+    except (OSError, ValueError) as exc:
         logger.warning("%s is left alone, as it cannot be read: %s", printable(str(path)), exc)
         return None
 
@@ -211,4 +212,4 @@ def _path(directory: str) -> Path:
 
 
 def _key(directory: str) -> str:
-    return hashlib.blake2b(directory.encode(), digest_size=15).hexdigest()
+    return hashlib.blake2b(os.fsencode(directory), digest_size=15).hexdigest()

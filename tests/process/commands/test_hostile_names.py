@@ -1,0 +1,110 @@
+"""What a file is called steers no terminal and stops no verb, whatever its bytes and the locale."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shmload._cli.main import main
+
+# A screen that is cleared, a title that is set, a line that is made up, text that runs backwards.
+_STEERING = "\x1b[2J\x1b]0;x\x07\x9b31m\nshmload: all is well\u202e"
+_ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+_UTF8 = {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
+_NAMES = {
+    "steering": _STEERING.encode(),
+    "no text": b"caf\xe9",
+    "beyond ASCII": "café".encode(),
+}
+# They need a terminal, run until they are ended, or take no name of weights.
+_APART = {"serve", "top", "run", "template", "demo"}
+_REFUSED = [
+    ("plan", "{weights}.missing.safetensors"),
+    ("warm", "{broken}"),
+    ("pin", "{weights}.missing"),
+    ("view", "{weights}", "--dtype", "float16", "--dir", "{taken}"),
+    ("rm", "{weights}"),  # the view directory has it
+    ("status",),  # no service runs
+    ("shutdown",),
+]
+_VERBS = [
+    ("plan", "{weights}", "--dtype", "bfloat16"),
+    ("warm", "{weights}", "--dtype", "bfloat16", "--pin"),
+    ("warm", "{weights}", "--dtype", "bfloat16", "--jobs", "2"),
+    ("ls",),
+    ("ls", "--long"),
+    ("ls", "--json"),
+    ("verify",),
+    ("unpin", "{weights}"),
+    ("pin", "{weights}"),
+    ("view", "{weights}", "--dtype", "bfloat16", "--dir", "{view}"),
+    ("view", "--list"),
+    ("warm", "--views"),
+    *_REFUSED,
+    ("view", "--remove", "{view}"),
+    ("gc", "--dry-run"),
+    ("gc",),
+    ("doctor", "{weights}"),
+]
+
+
+def test_every_verb_is_tried():
+    assert {verb for verb, *_ in _VERBS} | _APART == set(main.commands)
+
+
+@pytest.fixture
+def place(tmp_path, evicts):
+    environment = os.environ | {
+        "SHMLOAD_CACHE_DIR": str(tmp_path / "cache"),
+        "SHMLOAD_STATE_DIR": str(tmp_path / "state"),
+        "SHMLOAD_SOCKET": str(tmp_path / "run" / "service.sock"),
+        "SHMLOAD_INLINE_NBYTES": "0",
+    }
+    return os.fsencode(tmp_path), environment
+
+
+def run(verb, names, environment, locale):
+    arguments = [os.fsencode(each) for each in verb]
+    for name, path in names.items():
+        arguments = [each.replace(b"{%b}" % name, path) for each in arguments]
+    command = [sys.executable, "-m", "shmload", "-v", *arguments]
+    ended = subprocess.run(
+        command, env=environment | locale, capture_output=True, timeout=100, check=False
+    )
+    assert b"Traceback" not in ended.stderr, (verb, ended.stderr)
+    assert ended.returncode in (0, 1), (verb, ended.stderr)
+    for line in (ended.stdout + ended.stderr).decode("utf-8", "surrogateescape").split("\n"):
+        assert line.isprintable(), (verb, line)
+        assert not line.startswith("shmload: all is well"), verb
+    return ended
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "locale"),
+    [("steering", _UTF8), ("no text", _ASCII), ("beyond ASCII", _ASCII)],
+    ids=lambda value: value["LC_ALL"] if isinstance(value, dict) else value,
+)
+def test_every_verb_takes_a_name(place, name, locale):
+    folder, environment = place
+    names = {
+        b"weights": folder + b"/" + _NAMES[name] + b".safetensors",
+        b"view": folder + b"/" + (b"view" if name == "no text" else _NAMES[name]),
+        b"taken": folder + b"/plain",
+        b"broken": folder + b"/" + _NAMES[name] + b"-broken.safetensors",
+    }
+    plain = os.fsdecode(folder + b"/plain")
+    save_file({"a": torch.rand(64, 64)}, plain)
+    shutil.copy(plain, names[b"weights"])
+    with open(names[b"broken"], "wb") as file:
+        file.write(b"\x08\0\0\0\0\0\0\0{}")
+    # Loaded by a process with another locale than those that list it.
+    warmed = run(("warm", "{weights}", "--dtype", "float16"), names, environment, _UTF8)
+    assert warmed.returncode == 0, warmed.stderr
+    for verb in _VERBS:
+        ended = run(verb, names, environment, locale)
+        assert ended.returncode == (verb in _REFUSED) or verb[0] == "doctor", (verb, ended.stderr)
