@@ -19,8 +19,9 @@ import msgspec
 import torch
 
 from shmload._host.fingerprint import Fingerprint, Stamp
-from shmload.integrations._building.effects import hears_details, torch_modes
+from shmload.integrations._building.effects import hears_details
 from shmload.integrations._building.inside import what_is_behind
+from shmload.integrations._building.state import constants, modes, other_mode, registered
 
 _Code = types.CodeType
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, enum.Enum)
@@ -36,9 +37,10 @@ _OTHER_VARIABLES = frozenset({"COLUMNS", "HF_DEACTIVATE_ASYNC_LOAD", "LINES"})
 # What is said, and how, is compared otherwise.
 _OF_MESSAGES = (".utils.logging", ".utils.tqdm", ".hub_utils", ".utils.hub")
 # Methods that may be missing: transformers gives torch's modules the first at its first build; the
-# unpickler looks at the second. No constructor reads the third, and it is long.
-_NOT_COMPARED = frozenset({"smart_apply", "from_pretrained", "__doc__"})
+# unpickler looks at the second.
+_NOT_COMPARED = frozenset({"smart_apply", "from_pretrained"})
 _MAX_TEXT = 500
+_MAX_ENTRIES = 500
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +56,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """By module and name in it, with points: a digest of what the code that ran found there."""
     environment: dict[str, str | None]
     """Variables that were read; None for one that was not set."""
-    modes: str
-    """The modes of torch."""
+    modes: dict[str, str]
+    """Modes and settings, by name."""
 
 
 class Trace:
@@ -124,7 +126,7 @@ def conditions_of(trace: Trace, kinds: Iterable[type]) -> Conditions:
         environment={
             name: os.environ.get(name) for name in sorted(trace.variables - _OTHER_VARIABLES)
         },
-        modes=repr(torch_modes()),
+        modes=modes(),
     )
 
 
@@ -135,8 +137,8 @@ def why_unmet(conditions: Conditions) -> str | None:
     """
     if hears_details():
         return "the libraries are asked to log more than warnings"
-    if conditions.modes != repr(torch_modes()):
-        return "another mode of torch"
+    if (name := other_mode(conditions.modes)) is not None:
+        return f"{name}: it is another"
     for name, value in conditions.environment.items():
         if os.environ.get(name) != value:
             return f"the variable {name} has another value"
@@ -297,16 +299,9 @@ def _find(kind: type) -> object:
 def _digest_class(kind: Any) -> int:
     if not isinstance(kind, type):
         return -1
-    held = list[str]()
-    for name, value in vars(kind).items():
-        if name in _NOT_COMPARED or "_cache" in name:
-            continue
-        if isinstance(value, _METHODS):
-            held.append(name)
-        elif isinstance(value, (str, bool, int, float)):
-            # Cut first: some constants are long texts.
-            plain = value[:_MAX_TEXT] if isinstance(value, str) else value
-            held.append(f"{name}={plain!r}")
+    held = [name for name, value in vars(kind).items() if isinstance(value, _METHODS)]
+    held = [name for name in held if name not in _NOT_COMPARED and "_cache" not in name]
+    held += [f"{name}={_describe(value)}" for name, value in constants(kind).items()]
     bases = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     return zlib.crc32(repr((sorted(held), bases)).encode())
 
@@ -376,7 +371,10 @@ def _describe(value: Any) -> str:
         return value.__name__
     if isinstance(value, (tuple, list)) and len(value) < 50:
         return f"{type(value).__name__}({','.join(map(_describe, value))})"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if (table := registered(value)) is not None and len(table) < _MAX_ENTRIES:
+        return f"{kind}({sorted((str(key), _digest_value(each)) for key, each in table.items())})"
+    return kind
 
 
 _DIGESTS: dict[str, Callable[[Any], int]] = {

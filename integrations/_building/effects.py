@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from shmload.integrations._building.snapshot import ADDRESS, Snapshot
+from shmload.integrations._building.state import modes
 
 _FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Audit events that read only, or that any code causes.
@@ -101,11 +102,10 @@ def _values() -> dict[str, object]:
         "the handlers of signals": tuple(signal.getsignal(n) for n in signal.valid_signals()),
         "the threads": sorted(thread.name for thread in threading.enumerate()),
         "the filters of warnings": tuple(warnings.filters),
-        "the recursion limit": sys.getrecursionlimit(),
         "the hook of tracing": (sys.gettrace(), threading.gettrace()),
         "what sys keeps": (sys.excepthook, sys.displayhook, sys.stdout, sys.stderr, sys.stdin),
         "the level of logging": logging.root.manager.disable,
-        "a mode of torch": torch_modes(),
+        **modes(),
         "the number of torch's threads": torch.get_num_threads(),
     }
 
@@ -114,36 +114,6 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
-
-
-def torch_modes() -> tuple[object, ...]:
-    """Return the modes of torch that a program may set and that C code keeps."""
-    return (
-        str(torch.get_default_dtype()),
-        str(torch.get_default_device()),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.is_autocast_enabled("cpu"),
-        torch._C._len_torch_function_stack(),
-        torch._C._len_torch_dispatch_stack(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch.backends.mkldnn.enabled,
-        *(len(held) for name, held in sorted(_hooks().items())),
-        torch.__future__.get_overwrite_module_params_on_conversion(),
-        torch.__future__.get_swap_module_params_on_conversion(),
-    )
-
-
-def _hooks() -> dict[str, dict[Any, Any]]:
-    """Return torch's hooks for all modules, by the names of their tables."""
-    from torch.nn.modules import module
-
-    held = vars(module).items()
-    return {name: each for name, each in held if name[:8] == "_global_" and isinstance(each, dict)}
 
 
 # Watching -----------------------------------------------------------------------------------------

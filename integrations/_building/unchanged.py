@@ -14,6 +14,7 @@ import torch
 from shmload._host.fingerprint import Fingerprint, files_below
 from shmload.integrations._building.effects import hears_details
 from shmload.integrations._building.inside import what_is_behind
+from shmload.integrations._building.state import Tables, constants, modes, other_mode
 
 _OTHER_VARIABLES = {"SHMLOAD_REDIRECT"}  # says how a call came here, not what it does
 _OF_PROGRAMS = {"__main__", "__mp_main__"}
@@ -34,8 +35,10 @@ class Facts:
     ) -> None:
         self._folder = folder
         self._files = files
-        self._settings = settings_now()
-        self._code = [(home, owner, _code_in(owner)) for home, owner in _owners(built)]
+        self._modes, self._variables = modes(), variables_now()
+        self._tables = Tables()
+        self._code = [(home, module, _code_in(module)) for home, module in _modules()]
+        self._classes = [(each.__module__, each, _content_of(each)) for each in _classes(built)]
 
     def why_changed(self, hidden: Container[str] = ()) -> str | None:
         """Return what is not the same any more; None if all is.
@@ -49,34 +52,31 @@ class Facts:
             return "the libraries are asked to log more than warnings"
         if _hears_all_warnings():
             return "all warnings are asked for, or taken as errors"
-        if settings_now() != self._settings:
-            return "a setting of torch, or a variable, has changed"
+        if (name := other_mode(self._modes)) is not None:
+            return f"{name}: it is another"
+        if variables_now() != self._variables:
+            return "a variable has changed"
+        if (name := self._tables.changed(hidden)) is not None:
+            return f"{name} has other entries"
         for home, owner, code in self._code:
-            now = vars(owner)
-            if home in hidden or code.items() <= now.items():
+            if home in hidden or code.items() <= vars(owner).items():
                 continue
             for name, value in code.items():
-                if _bare(now.get(name)) is not _bare(value):
+                if _bare(vars(owner).get(name)) is not _bare(value):
                     return f"{owner.__name__}.{name} was replaced"
+        for home, kind, content in self._classes:
+            if home not in hidden and (name := _other_name(content, _content_of(kind))):
+                return f"{kind.__name__}.{name} was replaced"
         return None
 
 
-def settings_now() -> tuple[object, ...]:
-    """Return the settings of this process that a build may depend on."""
-    return (
-        sorted(
-            pair
-            for pair in os.environ.items()
-            if pair[0].startswith(_VARIABLES) and pair[0] not in _OTHER_VARIABLES
-        ),
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.are_deterministic_algorithms_enabled(),
-        sys.getrecursionlimit(),
-    )
+def variables_now() -> dict[str, str]:
+    """Return the variables that the libraries and shmload read."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_VARIABLES) and name not in _OTHER_VARIABLES
+    }
 
 
 def _hears_all_warnings() -> bool:
@@ -89,15 +89,17 @@ def _hears_all_warnings() -> bool:
     )
 
 
-def _owners(built: list[object]) -> Iterator[tuple[str, ModuleType | type]]:
-    """Yield the modules, and the classes of what was built, each with its module's name."""
+def _modules() -> Iterator[tuple[str, ModuleType]]:
     for name, module in list(sys.modules.items()):
         if name not in _OF_PROGRAMS and isinstance(module, ModuleType):
             yield name, module
+
+
+def _classes(built: list[object]) -> set[type]:
+    """Return the classes of what was built, with their bases."""
     parts = [part for each in built for part in _parts_of(each)]
     parts += [getattr(part, "config", None) for part in parts]
-    for base in {base for part in parts for base in type(part).__mro__} - {object}:
-        yield base.__module__, base
+    return {base for part in parts for base in type(part).__mro__} - {object}
 
 
 def _parts_of(built: object) -> Iterator[object]:
@@ -111,6 +113,18 @@ def _bare(value: object) -> object:
         if function is value:
             return value
         value = function
+
+
+def _content_of(kind: type) -> dict[str, object]:
+    """Return the functions, classes and constants of a class."""
+    return constants(kind) | {name: _bare(value) for name, value in _code_in(kind).items()}
+
+
+def _other_name(before: dict[str, object], now: dict[str, object]) -> str | None:
+    """Return a name that has something else than before; None if none has."""
+    names = before.keys() ^ now.keys()
+    names |= {name for name in before.keys() & now.keys() if before[name] != now[name]}
+    return min(names, default=None)
 
 
 def _code_in(owner: ModuleType | type) -> dict[str, object]:

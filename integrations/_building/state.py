@@ -1,0 +1,145 @@
+"""The state of the process that a build depends on: one list, for whatever was built before.
+
+A skeleton and a pipeline that was loaded ahead are what the libraries built in one state. A load in
+another state builds anew. The list has the modes and settings of torch, the constants of classes,
+and the tables in which programs register what the libraries then use. Code is compared elsewhere.
+"""
+
+import operator
+import sys
+import types
+from collections.abc import Callable, Container, Iterator
+from typing import Any
+
+import torch
+
+# Python's own, and so of programs that set none; a lower one may end a build.
+_RECURSION_LIMIT = 1000
+_PLAIN = (str, bool, int, float)
+_NEVER = ("__doc__",)
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType)
+# Where the libraries' own kinds of tables keep what programs register.
+_REGISTRIES = ("_global_mapping", "_local_mapping", "_extra_content")
+_LIBRARIES = frozenset({"diffusers", "transformers"})
+
+MODES: dict[str, Callable[[], object]] = {
+    "the default dtype": lambda: str(torch.get_default_dtype()),
+    "the default device": lambda: str(torch.get_default_device()),
+    "gradients": torch.is_grad_enabled,
+    "inference mode": torch.is_inference_mode_enabled,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "the precision of products": torch.get_float32_matmul_precision,
+    "TF32": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "autocast": lambda: torch.is_autocast_enabled("cpu"),
+    "modes of functions": torch._C._len_torch_function_stack,
+    "modes of operations": torch._C._len_torch_dispatch_stack,
+    "flash attention": torch._C._get_flash_sdp_enabled,
+    "plain attention": torch._C._get_math_sdp_enabled,
+    "attention in little memory": torch._C._get_mem_efficient_sdp_enabled,
+    "mkldnn": lambda: torch.backends.mkldnn.enabled,
+    "hooks for all modules": lambda: tuple(len(held) for held in _hooks()),
+    "overwritten parameters": torch.__future__.get_overwrite_module_params_on_conversion,
+    "swapped parameters": torch.__future__.get_swap_module_params_on_conversion,
+    "the recursion limit": lambda: min(sys.getrecursionlimit(), _RECURSION_LIMIT),
+}
+"""What a program may set, by name."""
+
+
+def modes() -> dict[str, str]:
+    """Return each mode and setting, as text that is the same in every process."""
+    return {name: repr(read()) for name, read in MODES.items()}
+
+
+def other_mode(before: dict[str, str]) -> str | None:
+    """Return the name of a mode that is another now; None if all are the same."""
+    now = modes()
+    return next((name for name in now if now[name] != before.get(name)), None)
+
+
+def constants(kind: type) -> dict[str, object]:
+    """Return the constants of a class: plain values, and lists and tuples of such."""
+    return {
+        name: tuple(value) if isinstance(value, (list, tuple)) else value
+        for name, value in vars(kind).items()
+        if name not in _NEVER
+        and "_cache" not in name
+        and (isinstance(value, _PLAIN) or _is_plain_list(value))
+    }
+
+
+def _is_plain_list(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, _PLAIN) for each in value)
+
+
+def registered(value: Any) -> dict[Any, Any] | None:
+    """Return a table of classes and functions, maybe with their arguments; None for another."""
+    dicts = _dicts_of(value)
+    table = {key: each for held in dicts for key, each in dict.items(held)}
+    return table if dicts and all(map(_is_code, table.values())) else None
+
+
+def _dicts_of(value: Any) -> list[dict[Any, Any]]:
+    """Return the dicts in which a table has its entries; none for what is no table."""
+    own = [value] if isinstance(value, dict) else []
+    if type(value).__module__.partition(".")[0] not in _LIBRARIES:
+        return own
+    # Not getattr: some load what they are asked for.
+    both = {**vars(type(value)), **getattr(value, "__dict__", {})}
+    return own + [both[name] for name in _REGISTRIES if isinstance(both.get(name), dict)]
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value[0] if isinstance(value, tuple) and value else value, _CODE)
+
+
+class Tables:
+    """What the libraries' tables have at one moment: those with names in capitals."""
+
+    def __init__(self) -> None:
+        self._known = [
+            (home, name, value, [(held, _content(held)) for held in _with_inner(dicts)])
+            for home, module in list(sys.modules.items())
+            if home.partition(".")[0] in _LIBRARIES and isinstance(module, types.ModuleType)
+            for name, value in list(vars(module).items())
+            if name.isupper() and "CACHE" not in name and (dicts := _dicts_of(value))
+        ]
+
+    def changed(self, hidden: Container[str]) -> str | None:
+        """Return the name of a table that has other entries now; None if all have the same.
+
+        Args:
+            hidden: names of modules that are not compared.
+        """
+        for home, name, value, contents in self._known:
+            if home in hidden:
+                continue
+            module = sys.modules.get(home)
+            is_here = module is None or vars(module).get(name) is value
+            if not is_here or any(_is_other(*content) for content in contents):
+                return f"{home}.{name}"
+        return None
+
+
+def _with_inner(dicts: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    inner = [each for held in dicts for each in dict.values(held) if isinstance(each, dict)]
+    return dicts + inner
+
+
+def _content(held: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+    # Not as it iterates: `ACT2FN` makes what it is asked for.
+    return list(dict.keys(held)), list(dict.values(held))
+
+
+def _is_other(held: dict[Any, Any], content: tuple[list[Any], list[Any]]) -> bool:
+    keys, values = content
+    return dict.__len__(held) != len(keys) or not (
+        all(map(operator.is_, dict.keys(held), keys))
+        and all(map(operator.is_, dict.values(held), values))
+    )
+
+
+def _hooks() -> Iterator[dict[Any, Any]]:
+    """Yield torch's tables of hooks for all modules."""
+    for name, held in sorted(vars(torch.nn.modules.module).items()):
+        if name.startswith("_global_") and isinstance(held, dict):
+            yield held
