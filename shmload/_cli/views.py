@@ -26,7 +26,7 @@ from shmload.errors import ShmloadError
 @click.option("--remove", metavar="DIR", type=click.Path(), help="Remove a view directory.")
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
 @click.option("--verify", is_flag=True, help="Recompute the digests of all its segments.")
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @as_json_option
 def view_command(
     source: str | None,
@@ -70,7 +70,7 @@ def view_command(
     )
     if as_json:
         print_json("view", views=[made], removed=[])
-    else:
+    elif not quiet:
         say(*str(made).split("\n"))
 
 

@@ -50,7 +50,7 @@ _OF_WARM = frozenset({"workers", "verify", "pin", "keep_for", "quiet"})
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Warm this many sources at a time.")
 @click.option("--largest-first", is_flag=True, help="Begin with the largest source.")
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--with-text", is_flag=True, hidden=True)
 @as_json_option
 def warm_command(
@@ -73,7 +73,8 @@ def warm_command(
     texts: list[str] = []
     if list_path or jobs or largest_first:
         tasks = _tasks(sources, dtypes, list_path, options)
-        reports = _warm_at_once(tasks, jobs or 1, largest_first=largest_first, as_json=as_json)
+        is_silent = as_json or options["quiet"]
+        reports = _warm_at_once(tasks, jobs or 1, largest_first=largest_first, is_silent=is_silent)
     else:
         reports = _warm_here(sources, dtypes, texts, as_json=as_json, **options)
     workers, quiet = options["workers"], options["quiet"]
@@ -81,7 +82,7 @@ def warm_command(
     if as_json:
         more = {"texts": texts} if with_text else {}
         print_json("warm", reports=reports, views=restored, **more)
-    else:
+    elif not quiet:
         for view in restored:
             if not isinstance(view, dict):
                 say(*str(view).split("\n"))
@@ -126,7 +127,7 @@ def _warm_here(
             continue
         reports.append(report)
         texts.append(str(report))
-        if not as_json:
+        if not as_json and not quiet:
             say(*str(report).split("\n"))
     return reports
 
@@ -170,13 +171,13 @@ def _require_options(dtypes: tuple[str, ...], keep_for: str | None, *, is_pinned
 
 
 def _warm_at_once(
-    tasks: list[Task], jobs: int, *, largest_first: bool, as_json: bool
+    tasks: list[Task], jobs: int, *, largest_first: bool, is_silent: bool
 ) -> list[object]:
     """Warm sources in child processes; return the report of each, in the order of the tasks."""
     begun = by_size(tasks) if largest_first else range(len(tasks))
     reports: dict[int, object] = {}
     for outcome in warm_all(tasks, begun, jobs):
         reports[outcome.number] = outcome.report
-        if outcome.text and not as_json:
+        if outcome.text and not is_silent:
             say(*outcome.text.split("\n"))
     return [reports[number] for number in sorted(reports)]

@@ -98,7 +98,8 @@ def view_directory(
     arguments = _arguments(wanted)
     with changing_view(place, settings().wait_timeout_s):
         entry, moved_from = _find_standing(place)
-        if not replace:
+        # Of a directory that was deleted the register still says what it was.
+        if not replace and os.path.lexists(place):
             _require_same(entry, arguments)
         with Progress(progress, wanted.title) as counter, contextlib.ExitStack() as ending:
             ahead = ending.enter_context(Ahead(Stay.RESIDENT, workers=workers))

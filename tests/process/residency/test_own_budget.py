@@ -51,7 +51,7 @@ def test_what_goes_for_a_load_is_told(shards, configure, evicts, caplog, capsys)
     told = f"evicted {shards[0].name} (bfloat16), 1.00 MiB, for room"
     assert f"{shards[1]}: {told}" in caplog.messages
     with pytest.raises(SystemExit) as ended:
-        main(["warm", str(shards[0]), "--dtype", "bfloat16", "--quiet"])
+        main(["warm", str(shards[0]), "--dtype", "bfloat16"])
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == f"{shards[0]}: {told.replace(shards[0].name, shards[1].name)}"

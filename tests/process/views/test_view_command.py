@@ -35,7 +35,7 @@ def run(capsys):
 
 
 def test_made_listed_and_removed(run, folder, place):
-    code, printed, _ = run("view", folder, "--dtype", "bf16", "--dir", place, "--quiet")
+    code, printed, _ = run("view", folder, "--dtype", "bf16", "--dir", place)
     assert code == 0
     assert printed.startswith(f"{place}: ready, {folder} (bfloat16), ")
     assert printed.endswith(" in 3 segments\n")
@@ -50,6 +50,15 @@ def test_made_listed_and_removed(run, folder, place):
         f"removed {place}; its weights stay resident until they must go\n",
     )
     assert run("view", "--list")[:2] == (0, "0 view directories\n")
+
+
+def test_quiet_prints_nothing_but_errors(run, folder, checkpoint, place, evicts):
+    assert run("view", folder, "--dir", place, "--quiet") == (0, "", "")
+    assert run("warm", "--views", checkpoint, "--quiet") == (0, "", "")
+    assert run("warm", checkpoint, folder, "--jobs", "2", "--quiet") == (0, "", "")
+    code, printed, said = run("warm", checkpoint, "/no/such/model", "--quiet")
+    assert (code, printed) == (1, "")
+    assert said.startswith("shmload: /no/such/model: ")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,7 @@ def test_all_are_restored_but_those_whose_source_is_gone(run, folder, checkpoint
         f"{path}: its weights are not resident: `shmload warm --views`"
         for path in (tmp_path / "first", place)
     ]
-    code, printed, said = run("warm", "--views", "--quiet")
+    code, printed, said = run("warm", "--views")
     assert code == 1
     assert printed.startswith(f"{place}: ready")
     assert said.startswith(f"shmload: {tmp_path / 'first'}: ")

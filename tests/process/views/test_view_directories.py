@@ -176,6 +176,20 @@ def test_restart_that_also_emptied_the_place(folder, place):
     assert_same(weights_of(place), as_bf16(TENSORS))
 
 
+def test_deleted_directory_gives_its_place_to_another_view(folder, place):
+    shmload.view_directory(folder, place, dtype="bfloat16")
+    shutil.rmtree(place)
+    made = shmload.view_directory(folder, place, dtype="float16")
+    assert (made.state, made.dtype) == ("ready", "float16")
+    (listed,) = shmload.view_directories()
+    assert listed == made
+    assert sorted(info.name for info in shmload.segments() if info.is_pinned) == sorted(
+        made.segments
+    )
+    with pytest.raises(shmload.ViewRefused, match="--replace"):
+        shmload.view_directory(folder, place, dtype="bfloat16")
+
+
 def test_moved_directory_is_known_at_its_new_place(folder, place, tmp_path):
     shmload.view_directory(folder, place, dtype="bfloat16")
     place.rename(tmp_path / "moved")
