@@ -235,7 +235,8 @@ def _finalize() -> "Any":
 
 def _lists() -> "dict[str, list[Any]]":
     return {
-        "filters": _warnings.filters,
+        # `catch_warnings` puts another list into the module for its time.
+        "filters": getattr(sys.modules.get("warnings"), "filters", _warnings.filters),
         "path": sys.path,
         "meta_path": sys.meta_path,
         "path_hooks": sys.path_hooks,

@@ -147,6 +147,9 @@ PROGRAMS = {
     "import again": "import sys, json; del sys.modules['json']; import json as j; print(j is json)",
     "filters": "import warnings; print(warnings.filters)",
     "filters of numpy": "import numpy, warnings; f = warnings.filters; print(len(f), f[:3])",
+    "filters of a block": "import warnings\nwith warnings.catch_warnings(record=True):\n"
+    "    warnings.simplefilter('always')\n    import numpy\n    print(len(warnings.filters))\n"
+    "print(warnings.filters)",
     "logging": "import logging; print(logging.root.handlers, logging.root.level); "
     "logging.error('x')",
     "local module": "import helper_of_test; print(helper_of_test.VALUE, helper_of_test.__file__)",
