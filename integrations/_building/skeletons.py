@@ -41,7 +41,7 @@ from shmload.integrations._building.pickling import Files, Models, PickledModels
 logger = logger_of(__name__)
 
 # Increment it when skeletons are written or read in another way.
-_VERSION = 8
+_VERSION = 9
 # Settings of the libraries that can change what they build.
 _ENVIRONMENT = ("DIFFUSERS_", "TRANSFORMERS_")
 _FOLDER = "skeletons"
