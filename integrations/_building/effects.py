@@ -102,10 +102,11 @@ def _values() -> dict[str, object]:
         "the handlers of signals": tuple(signal.getsignal(n) for n in signal.valid_signals()),
         "the threads": sorted(thread.name for thread in threading.enumerate()),
         "the filters of warnings": tuple(warnings.filters),
+        "the recursion limit": sys.getrecursionlimit(),
         "the hook of tracing": (sys.gettrace(), threading.gettrace()),
         "what sys keeps": (sys.excepthook, sys.displayhook, sys.stdout, sys.stderr, sys.stdin),
         "the level of logging": logging.root.manager.disable,
-        **modes(),
+        "a mode of torch": modes(),
         "the number of torch's threads": torch.get_num_threads(),
     }
 
