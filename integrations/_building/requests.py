@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from shmload._checkpoints.resolve import Checkpoint, Source
+from shmload._host.changes import forks_wait
 from shmload._host.files import TEMPORARY_SUFFIX, replacing
 from shmload._host.owned import open_folder, read_own
 from shmload._settings import settings
@@ -207,15 +208,16 @@ def _start() -> None:
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     path = msgspec.json.encode(sys.path).decode()
     judge = [sys.executable, *flags, "-c", _PROGRAM, path]
-    subprocess.run(
-        ["/bin/sh", "-c", _DETACH, "sh", *judge],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        check=False,
-        timeout=10,
-    )
+    with forks_wait():
+        subprocess.run(
+            ["/bin/sh", "-c", _DETACH, "sh", *judge],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            check=False,
+            timeout=10,
+        )
 
 
 def _encode_dtype(dtype: object) -> Any:
