@@ -107,7 +107,7 @@ def test_index_that_points_outside_its_directory(folder, door, name):
     shutil.copy(folder / "model-00001-of-00002.safetensors", folder.parent / "outside.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name}}))
-    refusal(door, folder, shmload.IndexMalformed, index, repr(name), "download the checkpoint")
+    refusal(door, folder, shmload.IndexMalformed, index, repr(name), "move its shards into")
 
 
 @pytest.mark.parametrize("door", [shmload.warm, shmload.plan, view])
