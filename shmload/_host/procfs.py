@@ -132,6 +132,20 @@ def machine_free_nbytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     raise ShmloadError(f"{meminfo} has no MemAvailable; shmload needs Linux 3.14 or later")
 
 
+def private_nbytes(pid: int, proc: Path = Path("/proc")) -> int:
+    """Return the memory of a process and of all below it, in bytes.
+
+    What several map counts in shares. A process that has ended counts as nothing.
+    """
+    total = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        rollup = (proc / str(pid) / "smaps_rollup").read_text()
+        total += int(rollup.split("\nPss:")[1].split()[0]) * 1024
+        for child in (proc / str(pid) / "task" / str(pid) / "children").read_text().split():
+            total += private_nbytes(int(child), proc)
+    return total
+
+
 def cgroup_free_nbytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:

@@ -115,8 +115,8 @@ def test_segments_are_leased_as_long_as_the_models_live(saved, built, evicts):
 # At the lowest priority the judge would wait for the other tests.
 _ASK_AND_JUDGE = """
 import sys, torch, shmload
-from shmload.integrations._building import requests
-requests._start = lambda: None
+from shmload.integrations._building import queued
+queued.start = lambda *_: None
 for source in sys.argv[2:]:
     shmload.load_pipeline(source, torch_dtype=getattr(torch, sys.argv[1]))
 print("LOADED", flush=True)
@@ -191,9 +191,9 @@ def test_process_with_other_hashes_that_built_no_model_gets_the_same(
 
 _LOAD = """
 import sys, torch, shmload
-from shmload.integrations._building import requests
+from shmload.integrations._building import queued
 from shmload.integrations._building.build import Build
-requests._start = lambda: None
+queued.start = lambda *_: None
 build_models = Build._build_models
 def say(*args, **kwargs):
     print("BUILDS", flush=True)
@@ -206,9 +206,14 @@ print("LOADED", flush=True)
 
 # At the lowest priority it would wait for the other tests.
 _JUDGE = """
-from shmload.integrations._building import judging
-judging._make_way = lambda: None
-judging.main()
+from shmload._host.idleness import Load
+from shmload._host.lock import Lock
+from shmload.integrations._building import judging, queued
+judging.observe = lambda seconds: Load(2, 0.0, 8 << 30)
+judging._STAY_S = 0
+waiting = queued.queue()
+_, work = next(waiting.waiting())
+judging.Judge(waiting, Lock.try_take(waiting.lock_path), work.program).run()
 print("JUDGED", flush=True)
 """
 

@@ -1,0 +1,267 @@
+"""The judge as a process: one for all programs of a user, with bounds, that ends with its cache."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from shmload._host import linux
+from shmload._host.idleness import Load
+from shmload._host.lock import Lock
+from shmload._segments.view import View
+from shmload._settings import settings
+from shmload.integrations._building import judging, queued
+from shmload.integrations._building.queued import Program, Work
+from shmload.integrations._building.skeletons import Skeleton, write_skeleton
+
+_DEADLINE_S = 30.0
+# Stands for the judge: says that it was started, and holds the lock until the pipe has a writer.
+_WAITS = """
+import os, sys
+with open(os.environ["STARTED"], "a") as file:
+    file.write("once\\n")
+open(os.environ["PIPE"]).read()
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A queue of this test's own, and a judge that only waits."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("STARTED", str(tmp_path / "started"))
+    monkeypatch.setenv("PIPE", str(tmp_path / "pipe"))
+    monkeypatch.setattr(queued, "_PROGRAM", _WAITS)
+    os.mkfifo(tmp_path / "pipe")
+    yield queued.queue()
+    end_judge(tmp_path)
+
+
+def end_judge(tmp_path):
+    path = queued.queue().lock_path
+    lock = Lock.try_take(path)
+    if lock is None:  # it is there, and comes to the pipe
+        with open(tmp_path / "pipe", "w"):
+            pass
+        with open(path, "r+") as file:
+            assert linux.wait_lock(file.fileno(), exclusive=True, timeout_s=_DEADLINE_S)
+    else:
+        lock.close()
+
+
+def work_for(cache, key="one"):
+    cache.mkdir(exist_ok=True)
+    program = Program.of_this_process()
+    return Work(kind="test", key=key, group="a", cache=str(cache), program=program, content=b"")
+
+
+_ASK = """
+import sys
+from pathlib import Path
+from shmload.integrations._building import queued
+queued._PROGRAM = sys.argv[2]
+cache = Path(sys.argv[1])
+cache.mkdir()
+work = queued.Work(
+    kind="test",
+    key="one",
+    group="a",
+    cache=str(cache),
+    program=queued.Program.of_this_process(),
+    content=b"",
+)
+print("READY", flush=True)
+sys.stdin.readline()
+queued.ask(work)
+print("ASKED", flush=True)
+"""
+
+
+def test_many_programs_with_caches_of_their_own_start_one_judge(place, child, tmp_path):
+    programs = [child(_ASK, tmp_path / str(number), _WAITS) for number in range(12)]
+    for each in programs:
+        each.expect("READY")
+    for each in programs:
+        each.say()
+    for each in programs:
+        each.expect("ASKED")
+    end_judge(tmp_path)  # it has written its line by then
+    assert (tmp_path / "started").read_text() == "once\n"
+    assert len(list(place.waiting())) == 12
+
+
+def test_lock_is_never_free_between_the_program_and_its_judge(place, tmp_path, monkeypatch):
+    seen = []
+
+    def look(*args, **kwargs):
+        seen.append(Lock.try_take(place.lock_path))
+        done = run(*args, **kwargs)
+        seen.append(Lock.try_take(place.lock_path))
+        return done
+
+    run = subprocess.run
+    monkeypatch.setattr(queued.subprocess, "run", look)
+    queued.ask(work_for(tmp_path / "cache"))
+    seen.append(Lock.try_take(place.lock_path))
+    queued.ask(work_for(tmp_path / "cache", "two"))
+    assert seen == [None] * 3
+
+
+# The process itself -------------------------------------------------------------------------------
+
+
+class Recorded(judging.Kind):
+    """Notes what is done, and how what is not done was given up."""
+
+    def __init__(self, act=lambda work: None):
+        self.done, self.given_up = [], []
+        self.act = act
+
+    def run(self, work, *, is_whole):
+        self.act(work)
+        (settings().cache_dir / f"{work.key}.done").write_text("")
+        return True
+
+    def give_up(self, work, reason):
+        self.given_up.append((work.key, reason))
+
+
+@pytest.fixture
+def judge(place, monkeypatch):
+    """Return a judge on an idle machine, which is this process, without the libraries."""
+    monkeypatch.setattr(judging, "observe", lambda seconds: Load(2, 0.0, 64 << 30))
+    monkeypatch.setattr(judging, "_import_libraries", lambda: None)
+    monkeypatch.setattr(judging, "_STAY_S", 0.0)
+    monkeypatch.setattr(judging, "_WATCH_S", 0.02)
+    locks = []
+
+    def make(kind):
+        monkeypatch.setitem(judging.KINDS, "test", kind)
+        lock = Lock.try_take(place.lock_path)
+        locks.append(lock)
+        return judging.Judge(place, lock, Program.of_this_process())
+
+    yield make
+    for lock in locks:
+        lock.close()
+
+
+def test_all_work_is_done_for_each_cache(place, judge, tmp_path):
+    for cache in ("one", "other"):
+        for key in ("a", "b"):
+            place.put(work_for(tmp_path / cache, key))
+    judge(Recorded()).run()
+    assert list(place.waiting()) == []
+    for cache in ("one", "other"):
+        assert sorted(path.name for path in (tmp_path / cache).iterdir()) == ["a.done", "b.done"]
+
+
+def wait_long(work):
+    time.sleep(600)
+
+
+def test_judge_ends_with_its_cache_and_makes_none_anew(place, judge, tmp_path, shm_names):
+    cache = tmp_path / "cache"
+
+    def remove_and_wait(work):
+        View(tmp_path, {}).__enter__()
+        assert shm_names()
+        shutil.rmtree(cache)
+        wait_long(work)
+
+    kind = Recorded(remove_and_wait)
+    place.put(work_for(cache))
+    judge(kind).run()
+    assert kind.given_up == [("one", "its cache is gone")]
+    assert not cache.exists()
+    assert list(place.waiting()) == []
+    assert not shm_names()
+
+
+def test_result_goes_to_no_cache_that_was_made_anew(place, tmp_path):
+    cache = tmp_path / "cache"
+    made = Skeleton(source="s", root="r", class_name="c", dtype="d")
+    with judging._cache_of(work_for(cache)):
+        shutil.rmtree(cache)
+        with pytest.raises(OSError, match="No such file"):
+            write_skeleton(settings().cache_dir / "skeletons" / "one", made)
+        assert not cache.exists()
+        cache.mkdir()
+        with pytest.raises(OSError, match="No such file"):
+            write_skeleton(settings().cache_dir / "skeletons" / "one", made)
+    assert list(cache.iterdir()) == []
+
+
+def test_examiner_that_takes_too_much_memory_is_killed(place, judge, tmp_path, monkeypatch):
+    monkeypatch.setattr(judging, "_MOST_NBYTES", 1)
+    kind = Recorded(wait_long)
+    place.put(work_for(tmp_path / "cache"))
+    judge(kind).run()
+    assert kind.given_up == [("one", "it took too much memory")]
+
+
+def use_a_core(work):
+    while True:
+        pass
+
+
+def test_process_that_takes_too_much_processor_time_is_killed(monkeypatch):
+    monkeypatch.setattr(judging, "_MOST_PROCESS_CPU_S", 1)
+    with pytest.raises(RuntimeError, match=f"ended with -{signal.SIGXCPU.value}"):
+        judging.in_child(lambda: use_a_core(None))
+
+
+def test_examiner_that_takes_too_long_is_killed(place, judge, tmp_path, monkeypatch):
+    monkeypatch.setattr(judging, "_DEADLINE_S", 1)
+    kind = Recorded(wait_long)
+    place.put(work_for(tmp_path / "cache"))
+    judge(kind).run()
+    assert kind.given_up == [("one", "it took too long")]
+
+
+def test_judge_that_has_used_its_processor_time_leaves_the_rest(
+    place, judge, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(judging, "_MOST_CPU_S", 0.0)
+    for name in ("one", "other"):
+        place.put(work_for(tmp_path / name))
+    judge(Recorded()).run()
+    assert len(list(place.waiting())) == 1
+
+
+def test_judge_of_a_busy_machine_waits_and_leaves_the_work(place, judge, tmp_path, monkeypatch):
+    looks = []
+
+    def observe(seconds):
+        looks.append(seconds)
+        return Load(2, 2.0, 64 << 30)
+
+    made = judge(Recorded())
+    monkeypatch.setattr(judging, "observe", observe)
+    monkeypatch.setattr(judging, "_WAIT_S", 0.0)
+    monkeypatch.setattr(judging, "_import_libraries", lambda: pytest.fail("it has imported"))
+    monkeypatch.setattr(judging.Judge, "_become", lambda *_: None)
+    place.put(work_for(tmp_path / "cache"))
+    made.run()
+    assert looks == [2.0]
+    assert len(list(place.waiting())) == 1
+
+
+def test_work_of_a_judge_that_was_killed_is_given_up(place, judge, tmp_path):
+    place.put(work_for(tmp_path / "cache"))
+    place.take(next(place.waiting())[0])
+    place.put(work_for(tmp_path / "cache", "two"))
+    kind = Recorded()
+    judge(kind).run()
+    assert kind.given_up == [("one", "the judge was killed")]
+    assert place.taken() is None
+
+
+def test_judge_gives_way_to_all_else():
+    def look():
+        linux.give_way()
+        return os.sched_getscheduler(0), os.nice(0)
+
+    assert judging.in_child(look) == (os.SCHED_IDLE, 19)
