@@ -415,6 +415,7 @@ def _answer(function: Callable[[], object], fd: int) -> None:
     from shmload.integrations._building.examining import Refused
 
     signal.alarm(_DEADLINE_S)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the kernel would write all its memory
     resource.setrlimit(resource.RLIMIT_CPU, (_MOST_PROCESS_CPU_S, _MOST_PROCESS_CPU_S + 5))
     limit_inherited_threads()
     try:
