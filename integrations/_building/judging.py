@@ -253,6 +253,7 @@ class Examiner:
 
     def run(self, work: Work) -> None:
         """Do the work that was taken, and all that is like it."""
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         with _cache_of(work):
             following: Work | None = work
             while following:
