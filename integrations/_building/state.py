@@ -72,7 +72,13 @@ def _is_plain_list(value: object) -> bool:
 
 
 def registered(value: Any) -> dict[Any, Any] | None:
-    """Return a table of classes and functions, maybe with their arguments; None for another."""
+    """Return a table of classes and functions, maybe with their arguments; None for another.
+
+    A plain dict is one if its keys are names. torch has dicts whose keys are classes: each import
+    that defines classes adds some.
+    """
+    if type(value) is dict and not all(isinstance(key, str) for key in value):
+        return None
     dicts = _dicts_of(value)
     table = {key: each for held in dicts for key, each in dict.items(held)}
     return table if dicts and all(map(_is_code, table.values())) else None

@@ -103,7 +103,7 @@ def test_folder_that_others_can_enter_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = queued.queue().lock_path.parent
     folder.chmod(0o777)
-    with pytest.raises(PermissionError, match="not this user's alone"):
+    with pytest.raises(PermissionError, match="lets others in"):
         queued.queue()
 
 
