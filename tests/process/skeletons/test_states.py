@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
 
 import shmload
+from shmload._host.fingerprint import files_below
 from shmload.integrations._building import build, prepared
 from shmload.integrations._building.conditions import Trace, conditions_of, why_unmet
 from shmload.integrations._building.prepared import Prepared
@@ -108,7 +109,7 @@ def conditions():
 
 @pytest.mark.parametrize("name", MODES)
 def test_other_mode_is_noticed(conditions, tmp_path, name):
-    facts = Facts(str(tmp_path), [])
+    facts = Facts(str(tmp_path), {}, [])
     with CHANGES[name]():
         reasons = [facts.why_changed(), why_unmet(conditions)]
     # Some are set by others: the precision of products is that of TF32.
@@ -117,7 +118,7 @@ def test_other_mode_is_noticed(conditions, tmp_path, name):
 
 
 def test_higher_recursion_limit_is_none(tmp_path):
-    facts = Facts(str(tmp_path), [])
+    facts = Facts(str(tmp_path), {}, [])
     with setting(sys.setrecursionlimit, 5000, sys.getrecursionlimit()):
         assert facts.why_changed() is None
 
@@ -125,7 +126,7 @@ def test_higher_recursion_limit_is_none(tmp_path):
 def test_mode_of_fake_tensors_is_noticed(tmp_path):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    facts = Facts(str(tmp_path), [])
+    facts = Facts(str(tmp_path), {}, [])
     with FakeTensorMode():
         assert "modes of operations" in facts.why_changed()
 
@@ -211,7 +212,7 @@ def ahead(saved, monkeypatch):
     monkeypatch.setattr(prepared, "on_load", lambda request: None)
     pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
     request = prepared.request_of(source, torch.bfloat16, False, None)
-    facts = Facts(str(source), [pipe, *pipe.components.values()])
+    facts = Facts(str(source), files_below(source), [pipe, *pipe.components.values()])
     prepared.put(Prepared(request, pipe, facts, NotParked()))
     yield source, pipe
     prepared.drop()
