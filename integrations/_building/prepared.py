@@ -29,7 +29,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_path: bool
     """Whether the source was given as a path object."""
     folder: str
-    """The directory that a relative source is relative to."""
+    """The directory that a relative source is relative to; empty for an absolute one."""
     dtype: str | None
     is_torch_dtype: bool
     keep: bool | str
@@ -44,32 +44,23 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(other, modules=self.modules) == self
 
 
-def encode_note(program: str, requests: Sequence[Request]) -> str:
-    """Return what a template keeps of a program."""
-    return msgspec.json.encode((program, list(requests))).decode()
+def encode(request: Request) -> str:
+    """Return a request as a text; two of the same call are the same text."""
+    return msgspec.json.encode(msgspec.structs.replace(request, modules=())).decode()
 
 
-def decode_note(text: str) -> tuple[str, list[Request]]:
-    """Return a program's name and its calls.
+def with_modules(request: Request, names: Sequence[str]) -> Request:
+    """Return a request whose load has imported these modules."""
+    return msgspec.structs.replace(request, modules=tuple(names))
+
+
+def decode(text: str) -> Request:
+    """Return the request of a text.
 
     Raises:
-        ValueError: the text is no such note.
+        ValueError: it is none.
     """
-    return msgspec.json.decode(text, type=tuple[str, list[Request]])
-
-
-def is_part_of(text: str, other: str | None) -> bool:
-    """Tell whether a note's calls are the first of another's, by the same program."""
-    if other is None:
-        return False
-    try:
-        (program, requests), (before, known) = decode_note(text), decode_note(other)
-    except ValueError:
-        return False
-    return program == before and all(
-        len(known) > number and known[number].same_call(request)
-        for number, request in enumerate(requests)
-    )
+    return msgspec.json.decode(text, type=Request)
 
 
 class Prepared:
@@ -100,10 +91,12 @@ class Hidden(Protocol):
 
 
 _waiting: list[Prepared] = []
+_stale: list[Request] = []
 hidden: Hidden | None = None
 """Set in copies of templates."""
-on_load: Callable[[Request | None], None] | None = None
-"""Told of each load, with the call if it could have been made ahead; set in copies of templates."""
+on_load: Callable[[Request, str], None] | None = None
+"""Told of each load that could be made ahead, and whether it was: `prepared`, `loaded`, or `stale`
+if what was prepared did not hold any more. Set in copies of templates."""
 
 
 def request_of(
@@ -141,7 +134,7 @@ def request_of(
     return Request(
         source=path,
         is_path=not isinstance(source, str),
-        folder=os.getcwd(),
+        folder="" if os.path.isabs(path) else os.getcwd(),
         dtype=str(dtype).removeprefix("torch.") if dtype is not None else None,
         is_torch_dtype=is_torch_dtype,
         keep=keep,
@@ -157,12 +150,14 @@ def note(request: Request | None, before: Sequence[str]) -> None:
         request: the call; None if it cannot be made ahead.
         before: names of the modules that were imported before it.
     """
-    if on_load is None:
+    if on_load is None or request is None:
         return
     known = {*before, "__mp_main__"}  # which is the program
     names = tuple(name for name in list(sys.modules) if name not in known)
-    is_short = len(names) <= _MAX_NAMES
-    on_load(msgspec.structs.replace(request, modules=names) if request and is_short else None)
+    if len(names) <= _MAX_NAMES:
+        is_stale = any(request.same_call(each) for each in _stale)
+        request = msgspec.structs.replace(request, modules=names)
+        on_load(request, "stale" if is_stale else "loaded")
 
 
 def claim(request: Request | None) -> Any:
@@ -184,6 +179,8 @@ def claim(request: Request | None) -> Any:
             importlib.import_module(name)
     _show_bar(found.pipeline)
     logger.info("%s: prepared before the program started", found.request.source)
+    if on_load is not None:
+        on_load(found.request, "prepared")
     return found.pipeline
 
 
@@ -211,9 +208,12 @@ def _why_not(prepared: Prepared) -> str | None:
     """Return why a pipeline cannot be used; otherwise take its segments back."""
     try:
         if reason := prepared.facts.why_changed(() if hidden is None else hidden):
+            if prepared.facts.has_other_files():
+                _stale.append(prepared.request)
             return str(reason)
         prepared.parked.resume()
     except (CannotResume, ShmloadError, OSError) as exc:
+        _stale.append(prepared.request)
         return str(exc)
     return None
 

@@ -1,59 +1,82 @@
-"""Loads a pipeline before its program starts, in a copy of a template.
+"""Loads a pipeline before its program starts, in a branch of a template.
 
-The copy gives the segments up until the program asks for the pipeline (`parking`), so anybody may
-remove them meanwhile. A template imports this module when it starts: a copy that imports modules of
-its own would have others than its program.
+The branch gives the segments up until a program asks for the pipeline (`parking`), so anybody may
+remove them meanwhile. A template imports this module when it starts.
 """
 
+import contextlib
+import multiprocessing.context
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 
+import shmload
 from shmload._host.fingerprint import files_below
 from shmload._loading.verbs import plan
+from shmload._segments.messages import factory_restored
 from shmload._segments.parking import park
 from shmload._segments.view import remove_dead_views
 from shmload.integrations._building.prepared import Prepared, Request, put
 from shmload.integrations._building.unchanged import Facts
 
 
-def prepare(request: Request, load_pipeline: Callable[..., Any]) -> set[int]:
+def decodes(request: Request) -> bool:
+    """Tell whether a load has to decode: then it takes long, and leaves nothing for others."""
+    with _in_folder(request):
+        is_kept = request.keep is True
+        return plan(request.source, dtype=request.dtype, keep=is_kept).decode_nbytes > 0
+
+
+def load(request: Request) -> Any:
+    """Load a pipeline as its program does."""
+    with _in_folder(request):
+        source = Path(request.source) if request.is_path else request.source
+        return shmload.load_pipeline(source, **_arguments_of(request))
+
+
+def prepare(request: Request) -> set[int]:
     """Load a pipeline ahead; return the descriptors that have to stay open for it.
-
-    Nothing is decoded: if its segments are not resident, nothing is prepared.
-
-    Args:
-        request: what the last program has asked for.
-        load_pipeline: the function that it has called.
 
     Raises:
         Exception: it cannot be prepared.
     """
-    here = os.getcwd()
-    os.chdir(request.folder)
     try:
-        is_kept = request.keep is True
-        if plan(request.source, dtype=request.dtype, keep=is_kept).decode_nbytes:
-            return set()
-        folder = os.path.abspath(request.source)
+        folder = os.path.join(request.folder or "/", request.source)
         files = files_below(folder)
-        state = torch.get_rng_state()
-        source = Path(request.source) if request.is_path else request.source
-        pipeline = load_pipeline(source, **_arguments_of(request))
-        if not torch.equal(state, torch.get_rng_state()):
-            raise ValueError("the load has drawn random numbers")
+        with factory_restored(), _context_restored():
+            pipeline = load(request)
         facts = Facts(folder, files, [pipeline, *pipeline.components.values()])
     finally:
-        os.chdir(here)
-        # A copy that was in the midst of this was ended, if its program came too early.
+        # A copy that was in the midst of this was ended.
         remove_dead_views()
     parked = park()
     put(Prepared(request, pipeline, facts, parked))
     return parked.numbers
+
+
+@contextlib.contextmanager
+def _context_restored() -> Iterator[None]:
+    """Have a program choose how its processes start, also after a load that has made a lock."""
+    context: Any = multiprocessing.context
+    before = context._default_context._actual_context
+    try:
+        yield
+    finally:
+        context._default_context._actual_context = before
+
+
+@contextlib.contextmanager
+def _in_folder(request: Request) -> Iterator[None]:
+    here = os.getcwd()
+    os.chdir(request.folder or "/")
+    try:
+        yield
+    finally:
+        os.chdir(here)
 
 
 def _arguments_of(request: Request) -> dict[str, Any]:

@@ -20,6 +20,17 @@ _OTHER_VARIABLES = {"SHMLOAD_REDIRECT"}  # says how a call came here, not what i
 _OF_PROGRAMS = {"__main__", "__mp_main__"}
 _VARIABLES = ("DIFFUSERS_", "HF_", "SHMLOAD_", "TRANSFORMERS_")
 
+# By id of a module: its name, itself, and its code.
+_noted: dict[int, tuple[str, ModuleType, dict[str, object]]] = {}
+
+
+def note_code() -> None:
+    """Note the code of all modules that are imported now, for all `Facts` of its copies.
+
+    To note it writes to the memory of every function; copies share what is noted here.
+    """
+    _noted.update((id(each), (name, each, _code_in(each))) for name, each in _modules())
+
 
 class Facts:
     """What a build depends on, as it was at one moment.
@@ -37,8 +48,18 @@ class Facts:
         self._files = files
         self._modes, self._variables = modes(), variables_now()
         self._tables = Tables()
-        self._code = [(home, module, _code_in(module)) for home, module in _modules()]
+        self._code = [
+            _noted.get(id(module)) or (home, module, _code_in(module))
+            for home, module in _modules()
+        ]
         self._classes = [(each.__module__, each, _content_of(each)) for each in _classes(built)]
+
+    def has_other_files(self) -> bool:
+        """Tell whether a file of the source is not the same any more."""
+        try:
+            return files_below(self._folder) != self._files
+        except OSError:
+            return True
 
     def why_changed(self, hidden: Container[str] = ()) -> str | None:
         """Return what is not the same any more; None if all is.

@@ -56,6 +56,26 @@ def ls_command(as_json: bool) -> None:
             ],
             right=(1, 3, 4, 5),
         )
+    branches = [branch for template in found for branch in template.branches if branch.pid]
+    if branches:
+        click.echo()
+        print_table(
+            ("LOADED AHEAD", "PROCESS", "STATE", "PRIVATE MEMORY"),
+            [
+                (
+                    ", ".join(map(os.path.basename, branch.sources)),
+                    str(branch.pid),
+                    branch.state,
+                    format_nbytes(branch.private_nbytes),
+                )
+                for branch in branches
+            ],
+            right=(1, 3),
+        )
+    for template in found:
+        for branch in template.branches:
+            if branch.reason:
+                click.echo(f"not loaded ahead: {', '.join(branch.sources)}: {branch.reason}")
     for left_out in dict.fromkeys(each for template in found for each in template.left_out):
         say(f"left out: {left_out}")
 

@@ -11,6 +11,7 @@ from shmload._checkpoints.dtypes import AUTO, dtype_by_component, parse_dtype
 from shmload._cli import views
 from shmload._cli.completion import complete_paths
 from shmload._cli.ending import EndingCommand
+from shmload._cli.noting import note_for_templates
 from shmload._cli.output import as_json_option, print_json, say
 from shmload._cli.preload_list import read_list
 from shmload._cli.source_options import as_arguments, given, source_options
@@ -125,6 +126,7 @@ def _warm_here(
             reports.append({"source": source, "error": str(exc)})
             texts.append("")
             continue
+        note_for_templates(source, dtype)
         reports.append(report)
         texts.append(str(report))
         if not as_json and not quiet:

@@ -126,7 +126,7 @@ def _hand_over(program: Program, wanted: _Wanted, is_verbose: bool) -> None:
     try:
         answer = _ask(channel, call)
         witness = None if group else Witness()
-        stand_in = StandIn(answer.pid, channel, waking, woken, witness)
+        stand_in = StandIn(answer, channel, waking, woken, witness)
         if group:  # signals to the group that it leaves reach the program only
             os.setpgid(0, answer.group)
         stand_in.let_go()

@@ -41,14 +41,19 @@ def move_beside(folder: str) -> bool:
 
 
 def is_alone_in(folder: str | None) -> bool:
-    """Tell whether a control group has no process but this one and its children."""
+    """Tell whether a control group has no process but this one and its descendants."""
     if folder is None:
         return False
     try:
         with open(f"{folder}/cgroup.procs", encoding="ascii") as file:
             members = {int(line) for line in file}
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            own = {os.getpid(), *map(int, file.read().split())}
+        own = {os.getpid()}
+        waiting = [os.getpid()]
+        while waiting:
+            pid = waiting.pop()
+            with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+                waiting += (children := list(map(int, file.read().split())))
+            own |= set(children)
     except (OSError, ValueError):
         return False
     return bool(members) and members <= own

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from shmload._templates import messages, wire
-from shmload._templates.messages import Call, End, Keep, Look, Refused
+from shmload._templates.messages import Call, End, Keep, Look, Noted, Refused
 from shmload._templates.rights import Peer, PeerDiffers, rights_of
 
 _SILENCE_TIMEOUT_S = 5.0
@@ -23,7 +23,7 @@ _MAX_SILENT = 64
 class Question:
     """What a process asks, with its socket and itself; the calling code owns both."""
 
-    message: Call | Look | Keep | End
+    message: Call | Look | Keep | Noted | End
     channel: wire.Socket
     peer: Peer
 
@@ -124,8 +124,8 @@ class Connections:
         question = None
         try:
             channel.setblocking(False)
-            found: tuple[Call | Look | Keep | End, list[int]] | None
-            found = messages.receive(channel, Call, Look, Keep, End)
+            found: tuple[Call | Look | Keep | Noted | End, list[int]] | None
+            found = messages.receive(channel, Call, Look, Keep, Noted, End)
             channel.setblocking(True)
             if found is not None:
                 wire.close(found[1])

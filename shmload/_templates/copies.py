@@ -1,12 +1,14 @@
 """What is tried in a copy of this process first: the copy may crash, hang, or be spoilt by it."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
 from collections.abc import Callable
 
 _TIMEOUT_S = 600
+_PR_SET_PDEATHSIG = 1
 _THREADS_TIMEOUT_S = 2.0
 
 
@@ -44,6 +46,7 @@ def _answer(function: Callable[[], str], answer: int, said: int) -> None:
     """Be the copy; do not return."""
     code = 1
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_TIMEOUT_S)
         for fd in (1, 2):

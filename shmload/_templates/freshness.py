@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import sys
+from collections.abc import Collection
 from stat import S_ISLNK
 
 from shmload._host.fingerprint import Fingerprint, fingerprint
@@ -20,10 +21,14 @@ _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "z
 
 
 class Freshness:
-    """Remembers how the files of all modules are now."""
+    """Remembers how the files of all modules are now.
 
-    def __init__(self) -> None:
-        self._files = _files()
+    Args:
+        but: names of modules that something else looks after.
+    """
+
+    def __init__(self, but: Collection[str] = ()) -> None:
+        self._files = _files(but)
         # A watched directory does not tell of what happens to its files under their other names.
         others = set(filter(_has_other_names, self._files))
         # The watch begins first: no change is missed between the two.
@@ -56,10 +61,11 @@ class Freshness:
         return found
 
 
-def _files() -> set[str]:
+def _files(but: Collection[str]) -> set[str]:
     # Each start of a template writes the program of all templates anew. It has two names.
     program = sys.modules.get("__main__")
-    modules = [module for module in list(sys.modules.values()) if module is not program]
+    named = list(sys.modules.items())
+    modules = [module for name, module in named if module is not program and name not in but]
     found = {getattr(module, "__file__", None) for module in modules}
     # Some modules, such as torch.ops, name no real file.
     return {file for file in found if isinstance(file, str) and os.path.isabs(file)}

@@ -59,7 +59,7 @@ class Imports:
                         self.left_out.append(f"{name}: {reason}")
                         continue
                 importlib.import_module(name)
-            require_fitness(wanted)
+            require_fitness(f"the import of {', '.join(wanted)}")
             self._recorder.stop()
             self.descriptors = _descriptors() - before
         signal.alarm(0)
@@ -75,16 +75,15 @@ def how_it_crashed(key: str) -> str | None:
     return f"it ended while it imported {name}" + (f": {said[-1]}" if said else "")
 
 
-def require_fitness(names: Sequence[str]) -> None:
+def require_fitness(who: str) -> None:
     """Check that copies of this process are sound.
 
     Args:
-        names: the modules that were imported last, for the error.
+        who: what has been done here, for the error.
 
     Raises:
         Unfit: it has more than one thread, or has touched a GPU.
     """
-    who = f"the import of {', '.join(names)}"
     require_one_thread(who)
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
@@ -100,7 +99,7 @@ def why_not_neutral(name: str, recorder: Recorder) -> str:
 
     def learn() -> str:
         importlib.import_module(name)
-        require_fitness([name])
+        require_fitness(f"the import of {name}")
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
             if children := file.read().split():
                 for child in children:

@@ -36,17 +36,23 @@ class Loggers:
         self._settings: dict[str, _Settings] = {}
 
     def hide(self) -> None:
-        """Hide all, and have each be as new."""
+        """Hide all, and have each be as new; call it again when there are more."""
         if not hasattr(self._logging, "root"):
             return
         root = self._logging.root
-        self._hidden = dict(root.manager.loggerDict)
+        shown = dict(root.manager.loggerDict)
+        self._hidden |= shown
         self._renew(ROOT, root, self._logging.WARNING)
-        for name, logger in self._hidden.items():
+        for name, logger in shown.items():
             if isinstance(logger, self._logging.Logger):
                 self._renew(name, logger, self._logging.NOTSET)
         root.manager.loggerDict = _Shown(self)
         root.manager._clear_cache()
+
+    def show_all(self) -> None:
+        """Show all, with what imports have set on them."""
+        if hasattr(self._logging, "root"):
+            self.show([ROOT, *self._hidden])
 
     def show(self, names: Iterable[str]) -> None:
         """Show loggers, with what imports have set on them."""

@@ -1,5 +1,6 @@
 """Templates as another process sees them: which run, and how one is told to end."""
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 
 from shmload._templates import kind, messages, place, wire
 from shmload._templates.imports import how_it_crashed
-from shmload._templates.messages import About, End, Keep, Look, Message
+from shmload._templates.messages import About, End, Keep, Look, Message, Noted
 from shmload._templates.rights import has_ended
 from shmload._templates.start import start_template
 
@@ -22,6 +23,25 @@ class NotStarted(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """A copy of a template that has loaded pipelines, or is to.
+
+    Fields:
+        pid: its process id; 0 if there is none.
+        state: `loading`, `ready`, `imported` if it has only the modules of a pipeline, or `none`.
+        private_nbytes: the memory that it has for itself alone, in bytes.
+        sources: of the pipelines.
+        reason: why there is none; else empty.
+    """
+
+    pid: int
+    state: str
+    private_nbytes: int
+    sources: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Template:
     """A template that runs.
 
@@ -31,9 +51,10 @@ class Template:
         state: `ready`, or `draining`: it takes no more programs, and ends with its last one.
         programs: how many run.
         idle_s: how long ago a program came or ended, in seconds.
-        memory_nbytes: its share of memory (PSS), with its copy that waits for the next program,
-            in bytes.
-        ahead: the sources of the pipelines that this copy has loaded.
+        memory_nbytes: its share of memory (PSS), with its branches and the copies that wait for
+            programs, in bytes.
+        ahead: the sources of the pipelines that are loaded.
+        branches: its branches, and why some pipelines have none.
         left_out: the modules that it was to import and has not, each with the reason.
         socket: the path of its socket.
     """
@@ -45,6 +66,7 @@ class Template:
     idle_s: float
     memory_nbytes: int
     ahead: tuple[str, ...]
+    branches: tuple[Branch, ...]
     left_out: tuple[str, ...]
     socket: str
 
@@ -66,17 +88,34 @@ def template_at(path: str) -> Template | None:
     answer = _ask(path, Look())
     if answer is None:
         return None
+    branches = [
+        Branch(
+            each.pid, each.state, each.nbytes, tuple(map(_source_of, each.requests)), each.reason
+        )
+        for each in answer.branches
+    ]
+    processes = [answer.pid, answer.spare]
+    processes += [pid for each in answer.branches for pid in (each.pid, each.spare)]
     return Template(
         name=answer.name,
         pid=answer.pid,
         state="draining" if answer.is_draining else "ready",
         programs=answer.programs,
         idle_s=answer.idle_ms / 1000,
-        memory_nbytes=sum(map(_memory_of, filter(None, (answer.pid, answer.spare)))),
-        ahead=tuple(answer.ahead),
+        memory_nbytes=sum(map(_memory_of, filter(None, processes))),
+        ahead=tuple(
+            source for each in branches if each.state == "ready" for source in each.sources
+        ),
+        branches=tuple(branches),
         left_out=tuple(answer.left_out),
         socket=path,
     )
+
+
+def tell_all(noted: Noted) -> None:
+    """Tell all templates of this user of pipelines."""
+    for path in place.sockets():
+        _ask(path, noted)
 
 
 def keep(path: str) -> bool:
@@ -141,6 +180,13 @@ def _ask(path: str, message: Message) -> About | None:
     finally:
         channel.close()
     return found[0] if found else None
+
+
+def _source_of(request: str) -> str:
+    try:
+        return str(json.loads(request)["source"])
+    except (ValueError, TypeError, KeyError):
+        return "?"
 
 
 def _memory_of(pid: int) -> int:

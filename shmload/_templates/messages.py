@@ -1,6 +1,6 @@
 """What a caller, a template and a program say to each other.
 
-    caller ── Call ──▶ template ── Call ──▶ spare        Look, End ──▶ template
+    caller ── Call ──▶ template ── Call ──▶ (branch ──▶) spare        Look, End ──▶ template
     caller ◀───────────────────── SendFds ─ spare        About, Refused ◀── template
     caller ── Fds ───────────────────────▶  spare
     caller ◀────────────────────── Ready ── spare
@@ -142,11 +142,18 @@ class Fds(Message):
 
 
 class Ready(Message):
-    """The program can run: its process, and the process group that its caller shall join."""
+    """The program can run.
 
-    __slots__ = ("group", "pid")
+    Fields:
+        pid: its process.
+        group: the process group that its caller shall join.
+        template: the process that tells of its end: the template, or a branch.
+    """
+
+    __slots__ = ("group", "pid", "template")
     pid: int
     group: int
+    template: int
 
 
 class Go(Message):
@@ -208,6 +215,68 @@ class Keep(Message):
     __slots__ = ()
 
 
+class Noted(Message):
+    """A program has loaded a pipeline, or `shmload warm` has.
+
+    Fields:
+        program: its name; empty for `warm`, which has left a note.
+        requests: the texts of all pipelines that it has loaded so far.
+        modules: what it has imported for the last one.
+        parent: process id of the template or branch that the program is a copy of.
+        is_stale: 1 if that had the last one, but not as it is now.
+    """
+
+    __slots__ = ("is_stale", "modules", "parent", "program", "requests")
+    program: str
+    requests: list[str]
+    modules: list[str]
+    parent: int
+    is_stale: int
+
+
+class State(Message):
+    """What a branch says of itself.
+
+    Fields:
+        is_ready: 1 if it serves.
+        loaded: how many of its pipelines it has loaded; of the others, only the modules.
+        nbytes: the memory that it had for itself alone when it had loaded, in bytes.
+        programs: how many run in copies of it.
+        spare: process id of the copy that waits; 0 if there is none.
+        reason: why it cannot load its pipelines: it ends, or has imported their modules only; else
+            empty.
+    """
+
+    __slots__ = ("is_ready", "loaded", "nbytes", "programs", "reason", "spare")
+    is_ready: int
+    loaded: int
+    nbytes: int
+    programs: int
+    spare: int
+    reason: str
+
+
+class AboutBranch(Message):
+    """What a branch is, or why there is none.
+
+    Fields:
+        pid: its process id, or 0.
+        state: `loading`, `ready`, `imported` if it has only the modules of a pipeline, or `none`.
+        nbytes: the memory that it has for itself alone.
+        spare: process id of the copy that waits; 0 if there is none.
+        requests: its pipelines.
+        reason: why there is none; else empty.
+    """
+
+    __slots__ = ("nbytes", "pid", "reason", "requests", "spare", "state")
+    pid: int
+    state: str
+    nbytes: int
+    spare: int
+    requests: list[str]
+    reason: str
+
+
 class About(Message):
     """What a template is.
 
@@ -218,18 +287,20 @@ class About(Message):
         idle_ms: how long none came or went, in milliseconds.
         is_draining: 1 if it takes no more programs.
         spare: process id of the copy that waits for the next program; 0 if there is none.
-        ahead: the sources of pipelines that this copy has loaded.
+        branches: see there.
         left_out: the modules that it was to import and has not, each with the reason.
     """
 
-    __slots__ = ("ahead", "idle_ms", "is_draining", "left_out", "name", "pid", "programs", "spare")
+    __slots__ = (
+        *("branches", "idle_ms", "is_draining", "left_out", "name", "pid", "programs", "spare"),
+    )
     pid: int
     name: str
     programs: int
     idle_ms: int
     is_draining: int
     spare: int
-    ahead: list[str]
+    branches: list[AboutBranch]
     left_out: list[str]
 
 
@@ -270,7 +341,9 @@ def receive(channel: "wire.Socket", *kinds: "type[M]") -> "tuple[M, list[int]] |
 
 
 def _plain(value: "Any") -> "Any":
-    return [_plain(item) for item in value.values()] if isinstance(value, Message) else value
+    if isinstance(value, Message):
+        value = value.values()
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _message(value: "Any", kinds: "tuple[type[M], ...]") -> "M":

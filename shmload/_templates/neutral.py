@@ -8,6 +8,7 @@ Not seen is what C code keeps to itself, but for the settings that are read here
 """
 
 import contextlib
+import gc
 import re
 import sys
 import warnings
@@ -30,7 +31,7 @@ _RECORDED = {
     "weakref.finalize._dirty", "weakref.finalize._registered_with_atexit",
     "weakref.finalize._registry",
 }  # fmt: skip
-# In these, packages list the names that they import on first use.
+# In these, diffusers, transformers and shmload list the names that they import on first use.
 LAZY_TABLES = ("_class_to_module", "_HOMES")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), ModuleType)
 _CONTAINERS = (dict, list, set)
@@ -57,24 +58,22 @@ class Snapshot:
         self._called = _watch_codecs()
         # By id: how it is reached, and what it holds, which keeps all of that alive.
         self._known: dict[int, tuple[str, Any, dict[Any, Any]]] = {}
-        with _no_warnings():
+        self._settings = settings()
+        with _undisturbed():
             for name, module in self._modules.items():
                 self._note(name, module)
-            self._settings = settings()
 
     def changes(self) -> list[str]:
         """Return a line for each thing that is not as it was, sorted."""
-        with _no_warnings():
-            return sorted(set(self._changes()))
+        now = settings()
+        found = {f"{name} changed" for name, was in self._settings.items() if now.get(name) != was}
+        with _undisturbed():
+            return sorted(found | set(self._changes()))
 
     def _changes(self) -> Iterator[str]:
         for name, module in self._modules.items():
             if sys.modules.get(name, module) is not module:
                 yield f"{name} was replaced"
-        now = settings()
-        for name, value in self._settings.items():
-            if now.get(name) != value:
-                yield f"{name} changed"
         for name in self._called:
             yield f"codecs.{name} was called"
         for path, owner, before in self._known.values():
@@ -105,7 +104,8 @@ class Snapshot:
     def _differences(self, path: str, owner: Any, before: dict[Any, Any]) -> Iterator[str]:
         now = _content(owner)
         lazy = _lazy_names(now) if isinstance(owner, ModuleType) else ()
-        for key in before.keys() | now.keys():
+        changed = [key for key in now if key not in before or before[key] is not now[key]]
+        for key in (*changed, *(before.keys() - now.keys())):
             where = _path(path, key)
             if where in _RECORDED or key in lazy or _MEMOS.search(where):
                 continue
@@ -114,7 +114,7 @@ class Snapshot:
             elif key not in before:
                 if not self._is_of_new(key) and not _is_submodule(where, now[key]):
                     yield f"{where} was added"
-            elif not _is_same(before[key], now[key]):
+            elif not _is_equal(before[key], now[key]):
                 yield f"{where} was replaced"
 
     def _is_of_new(self, key: object) -> bool:
@@ -123,11 +123,15 @@ class Snapshot:
 
 
 @contextlib.contextmanager
-def _no_warnings() -> Iterator[None]:
-    """Have nothing warn: some objects do when they are asked for their class."""
+def _undisturbed() -> Iterator[None]:
+    """Have nothing warn, as some objects do that are asked for their class; collect nothing."""
+    is_on = gc.isenabled()
+    gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+    if is_on:
+        gc.enable()
 
 
 def _content(value: Any) -> dict[Any, Any]:
@@ -169,9 +173,10 @@ def _name(key: object) -> str:
     return str(getattr(key, "__qualname__", "")) or f"{key!r:.60}"
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_equal(one: object, other: object) -> bool:
+    """Tell whether two objects are plain values, and the same."""
     plain = (str, bytes, int, float, complex)
-    return one is other or (type(one) is type(other) and isinstance(one, plain) and one == other)
+    return type(one) is type(other) and isinstance(one, plain) and one == other
 
 
 def _lazy_names(held: dict[Any, Any]) -> set[str]:

@@ -1,159 +1,253 @@
-"""The pipelines that programs load: noted, and loaded ahead by the copies of a template.
-
-A note names a program and what it has loaded. If the program's next run loads the same, spares load
-it from then on, and wait. If another program comes instead, what was loaded is dropped.
-"""
+"""The pipelines that programs load: told to the template, and loaded ahead by its branches."""
 
 import contextlib
+import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from shmload._templates import place
-from shmload._templates.messages import Program
+from shmload._templates import messages, place, wire
+from shmload._templates.copies import Unfit, in_copy
+from shmload._templates.freshness import Freshness
+from shmload._templates.imports import require_fitness
+from shmload._templates.messages import Noted, Program
+from shmload._templates.neutral import Snapshot, settings
+from shmload._templates.recorder import Recorder
 from shmload._templates.stash import Stash
 
 _DOOR = "shmload.integrations._building.prepared"
 _LOADS = "shmload.integrations._building.preparing"
-_NOTE = "pipelines"
-_SEEN = "pipelines-seen"
-_UNFIT = "pipelines-unfit"
+_CODE = "shmload.integrations._building.unchanged"
+_CALLED = "shmload.integrations.diffusers"
 _MAX_PIPELINES = 4
-PIPELINES = "pipelines"
-"""The name of the step in `ahead`."""
 # Programs inherit low numbers; what is opened ahead gets higher ones.
 _FIRST_NUMBER = 128
+_TELL_TIMEOUT_S = 0.2
+# Each program has a new one, or is told of it by the load itself.
+_FREE = {"the way that processes start", "the level of logging", "the state of random",
+         "numpy's random state", "torch's random state"}  # fmt: skip
+# Of these, and of what they need, a load may import modules beside those of the template.
+_LIBRARIES = ("accelerate", "bitsandbytes", "diffusers", "ftfy", "gguf", "kernels",
+              "optimum-quanto", "peft", "protobuf", "scipy", "sentencepiece", "tiktoken", "torch",
+              "torchao", "torchvision", "transformers", "xformers")  # fmt: skip
 
 
 class Pipelines:
-    """The pipelines of a template's programs.
+    """The pipelines of a template's programs; make it before the modules are hidden.
 
     Args:
         key: of the template.
         modules: those that it has imported, by name.
         stash: hides them from programs.
+        recorder: of their imports.
     """
 
-    def __init__(self, key: str, modules: Mapping[str, Any], stash: Stash) -> None:
+    def __init__(
+        self, key: str, modules: Mapping[str, Any], stash: Stash, recorder: Recorder
+    ) -> None:
         self._door: Any = modules.get(_DOOR)
         """The module that gives programs what was loaded; None if it was not imported."""
-        self._known = frozenset(modules)
+        self._loads: Any = modules.get(_LOADS)
+        self._socket = place.socket_of(key)
         self._stash = stash
-        self._key = key
-        self._folder = place.folder()
+        self._recorder = recorder
         self._program = ""
-        self._requests: list[Any] = []
-        place.remove_note(key, _UNFIT)  # this one may do better
-        self._seen: str | None = None
-        """The note of the program before."""
+        self._requests: list[str] = []
+        self._template = 0
+        self.freshness: Freshness | None = None
+        """Of the modules that were imported for pipelines here."""
+        self.loaded = 0
+        """How many pipelines are loaded here."""
+        self.why_not = ""
+        """Why one is not, though it could be; its modules are imported nevertheless."""
+        self.descriptors: set[int] = set()
+        """What has to stay open for the pipelines that are loaded here."""
+        if self.can_load:
+            modules[_CODE].note_code()
 
-    def work(self) -> int:
-        """Return which pipelines a spare has to load, as a number that changes with them; or 0."""
-        try:
-            return os.stat(self._path(_NOTE)).st_mtime_ns
-        except OSError:
-            return 0
+    @property
+    def can_load(self) -> bool:
+        """Whether copies of this process can load pipelines."""
+        return self._door is not None and self._loads is not None
 
-    def sources(self) -> list[str]:
-        """Return what a spare that has done its work has loaded."""
-        # Not by the door, whose imports are hidden here.
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            _, requests = json.loads(place.read_note(self._key, _NOTE) or "")
-            return [
-                str(each["source"]) for each in requests if self._known.issuperset(each["modules"])
-            ]
-        return []
+    # In a branch ----------------------------------------------------------------------------------
 
-    def prepare(self) -> set[int]:
-        """Load ahead what the last program has loaded; call this in a spare.
+    def load(self, requests: Sequence[str], noted: Sequence[Collection[str]]) -> None:
+        """Load pipelines, and give their segments up; the modules are hidden before and after.
+
+        What is not resident is not loaded; what its load imports is imported nevertheless.
+
+        Args:
+            requests: the pipelines.
+            noted: what the load of each has imported in a program, as far as that is known.
+
+        Raises:
+            Unfit: a load is not fit to be made ahead.
+            Exception: a load has raised it.
+        """
+        # In copies, which that may spoil: this process is to be like one that has done nothing.
+        decodes = json.loads(in_copy(lambda: self._which_decode(requests)))
+        imported = json.loads(in_copy(lambda: self._rehearse(requests, decodes, noted)))
+        self._stash.show_all()
+        self._recorder.start()
+        with _high_numbers(), _no_output() as output:
+            self._recorder.drain = output.drain
+            for text, must_decode, (names, why_not) in zip(
+                requests, decodes, imported, strict=True
+            ):
+                for name in names:
+                    with contextlib.suppress(ImportError):  # put into `sys.modules` by hand
+                        importlib.import_module(name)
+                self.why_not = self.why_not or why_not
+                if not must_decode and not why_not:
+                    request = self._door.with_modules(self._door.decode(text), names)
+                    self.descriptors |= self._loads.prepare(request)
+                    self.loaded += 1
+        self._recorder.stop()
+        require_fitness("the load")
+        self.freshness = Freshness(but=self._stash.names)
+        self._stash.hide()
+
+    def _which_decode(self, requests: Sequence[str]) -> str:
+        self._stash.show_all()
+        return json.dumps([self._loads.decodes(self._door.decode(each)) for each in requests])
+
+    def _rehearse(
+        self, requests: Sequence[str], decodes: Sequence[bool], noted: Sequence[Collection[str]]
+    ) -> str:
+        """Load pipelines as a program does.
 
         Returns:
-            The descriptors that have to stay open.
+            As JSON, for each: what its load has imported; and why it cannot be loaded ahead, since
+            it writes something or leaves something changed, or "".
+
+        Raises:
+            Unfit: its imports are of no library, or change a setting.
         """
-        numbers: set[int] = set()
-        for request in self._read_note():
-            numbers |= self._prepare_one(request)
-        return numbers
+        self._stash.begin([])
+        importlib.import_module(_CALLED)
+        found = []
+        for text, must_decode, names in zip(requests, decodes, noted, strict=True):
+            request = self._door.decode(text)
+            before = {*sys.modules, "__mp_main__"}  # which is the program
+            settings_before = settings()
+            with _no_output():  # of an import, a program hears when it makes that
+                if must_decode:
+                    for name in names:
+                        with contextlib.suppress(ImportError):
+                            importlib.import_module(name)
+                else:
+                    self._loads.load(request)
+            imported = [name for name in list(sys.modules) if name not in before]
+            _require_libraries(imported, self._stash.names)
+            now = settings()
+            changes = [n for n, v in settings_before.items() if n not in _FREE and now.get(n) != v]
+            if changes:
+                raise Unfit(f"what its load imports changes {'; '.join(changes)}")
+            found.append((imported, "" if must_decode else self._why_not_ahead(request)))
+        return json.dumps(found)
 
-    def _read_note(self) -> list[Any]:
-        """Return the calls that a program makes again and again, and that can be made here."""
-        note = place.read_note(self._key, _NOTE)
-        if self._door is None or note is None or _LOADS not in self._known:
-            return []
-        try:
-            self._program, requests = self._door.decode_note(note)
-        except ValueError:
-            return []
-        return [request for request in requests if self._known.issuperset(request.modules)]
+    def _why_not_ahead(self, request: Any) -> str:
+        """Load a pipeline once more, with all its modules there; return why not ahead, or ""."""
+        snapshot = Snapshot()
+        with _no_output() as output:
+            self._loads.load(request)
+            said = output.drain()
+        changes = snapshot.changes()
+        if changes:
+            return f"its load changes what other programs see: {'; '.join(changes[:5])}"
+        return "its load writes or warns" if said else ""
 
-    def _prepare_one(self, request: Any) -> set[int]:
-        before = set(sys.modules)
-        try:
-            with _high_numbers(), _no_output() as output:
-                load = sys.modules["shmload.integrations.diffusers"].load_pipeline
-                numbers: set[int] = sys.modules[_LOADS].prepare(request, load)
-            has_threads = len(os.listdir("/proc/self/task")) > 1
-            # What the libraries say at a load, the program's user is to read.
-            if not (output.said or has_threads) and before.issuperset(sys.modules):
-                return numbers
-        except Exception:  # whatever it is, the program loads it itself
-            pass
-        with contextlib.suppress(OSError):
-            os.replace(self._path(_NOTE), self._path(_UNFIT))
-        os._exit(0)  # the next spare is one without traces of this
+    # In a program ---------------------------------------------------------------------------------
 
     def begin(self, program: Program) -> None:
-        """Have a program take what is prepared for it; drop what is another's.
+        """Have a program take what is loaded, and tell of its loads.
 
         Args:
             program: as it was called, in its directory.
         """
         if self._door is None:
             return
-        name = name_of(program)
-        if not program.prepares or name != self._program:
+        if not program.prepares:
             self._door.drop()
-        if program.prepares:
-            self._program = name
-            self._door.on_load = self._note
-            self._door.hidden = self._stash
-
-    def _note(self, request: Any) -> None:
-        """Note what a program has loaded, if that is a request; this runs in the program."""
-        if request is None:
             return
-        if not self._requests:
-            self._seen = place.read_note(self._key, _SEEN)
-        self._requests = [*self._requests, request][:_MAX_PIPELINES]
+        self._program = name_of(program, os.getcwd())
+        self._template = os.getppid()
+        self._door.on_load = self._tell
+        self._door.hidden = self._stash
+
+    def _tell(self, request: Any, way: str) -> None:
+        """Tell the template what this program has loaded."""
         try:
-            text = self._door.encode_note(self._program, self._requests)
+            text = self._door.encode(request)
         except UnicodeEncodeError:  # the name of a file or directory is not UTF-8
             return
-        self._write(_SEEN, text)
-        known = (place.read_note(self._key, name) for name in (_NOTE, _UNFIT))
-        if self._door.is_part_of(text, self._seen) and text not in known:
-            self._write(_NOTE, text)
-
-    def _path(self, name: str) -> str:
-        return f"{self._folder}/{self._key}.{name}"
-
-    def _write(self, name: str, text: str) -> None:
-        path = self._path(name)
-        with contextlib.suppress(OSError):
-            new = f"{path}.{os.getpid()}"
-            with open(new, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(new, path)
+        self._requests = [*self._requests, text][:_MAX_PIPELINES]
+        if way == "prepared":
+            return
+        modules = [*request.modules]
+        noted = Noted(self._program, self._requests, modules, self._template, int(way == "stale"))
+        tell(self._socket, noted)
 
 
-def name_of(program: Program) -> str:
-    """Return what two runs of the same program have in common."""
+def tell(path: str, noted: Noted) -> None:
+    """Tell a template of pipelines; do without it if it does not listen at once."""
+    channel = wire.open_socket()
+    channel.settimeout(_TELL_TIMEOUT_S)
+    try:
+        channel.connect(path)
+        messages.send(channel, noted)
+    except (OSError, ValueError):
+        pass
+    finally:
+        channel.close()
+
+
+def name_of(program: Program, folder: str) -> str:
+    """Return what two runs of the same program have in common.
+
+    Args:
+        program: as it was called.
+        folder: its directory.
+    """
     value = os.fsdecode(program.value)
     if program.kind == "script":
-        value = os.path.abspath(value)
-    return f"{os.getcwd()}\n{program.kind}\n{value}"
+        value = os.path.normpath(os.path.join(folder, value))
+    return f"{folder}\n{program.kind}\n{value}"
+
+
+def _require_libraries(names: Collection[str], known: Collection[str]) -> None:
+    """Check that modules are the libraries' own, or of what these need.
+
+    Raises:
+        Unfit: one is another's.
+    """
+    tops = {name.partition(".")[0] for name in known} | sys.stdlib_module_names
+    others = {name.partition(".")[0] for name in names} - tops
+    if not others:
+        return
+    metadata = importlib.import_module("importlib.metadata")
+    homes = metadata.packages_distributions()
+    closure: set[str] = set()
+    waiting = list(_LIBRARIES)
+    while waiting:
+        name = waiting.pop().lower().replace("_", "-")
+        if name not in closure:
+            closure.add(name)
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                needed = metadata.requires(name) or ()
+                waiting += [_name_in(each) for each in needed if "extra ==" not in each]
+    for top in sorted(others):
+        if not {each.lower().replace("_", "-") for each in homes.get(top, ())} & closure:
+            raise Unfit(f"its load imports {top}, which is of no library")
+
+
+def _name_in(requirement: str) -> str:
+    """Return the distribution that a requirement names, such as `numpy>=1.17`."""
+    end = next((at for at, letter in enumerate(requirement) if letter in " <>=!~;["), None)
+    return requirement[:end]
 
 
 @contextlib.contextmanager
@@ -170,15 +264,30 @@ def _high_numbers() -> Iterator[None]:
 
 
 class _Output:
-    said = False
+    """What is written to the standard streams, by Python or by C."""
+
+    def __init__(self) -> None:
+        self.files = {fd: os.memfd_create("shmload-said", os.MFD_CLOEXEC) for fd in (1, 2)}
+        self._sizes = dict.fromkeys(self.files, 0)
+
+    def drain(self) -> list[tuple[int, bytes]]:
+        """Return what came since the last call: descriptors and bytes."""
+        found = []
+        for (fd, file), stream in zip(self.files.items(), (sys.stdout, sys.stderr), strict=True):
+            if stream:
+                stream.flush()
+            size = os.fstat(file).st_size
+            if size > self._sizes[fd]:
+                found.append((fd, os.pread(file, size - self._sizes[fd], self._sizes[fd])))
+                self._sizes[fd] = size
+        return found
 
 
 @contextlib.contextmanager
 def _no_output() -> Iterator[_Output]:
     """Catch what is written to the standard streams in a block; the libraries show no bars."""
     output = _Output()
-    saved = [os.dup(1), os.dup(2)]
-    file = os.memfd_create("shmload-said", os.MFD_CLOEXEC)
+    saved = {number: os.dup(number) for number in output.files}
     bars = [
         module
         for name in ("diffusers.utils.logging", "transformers.utils.logging")
@@ -188,17 +297,14 @@ def _no_output() -> Iterator[_Output]:
     for module in bars:
         vars(module)["_tqdm_active"] = False
     try:
-        for number in (1, 2):
+        for number, file in output.files.items():
             os.dup2(file, number)
         yield output
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            if stream:
-                stream.flush()
+        output.drain()
         for module, was_active in zip(bars, were_active, strict=True):
             vars(module)["_tqdm_active"] = was_active
-        output.said = os.fstat(file).st_size > 0
-        os.close(file)
-        for number, own in zip((1, 2), saved, strict=True):
+        for number, own in saved.items():
             os.dup2(own, number)
             os.close(own)
+            os.close(output.files[number])

@@ -54,13 +54,11 @@ class Recorder:
         self.drain: Callable[[], list[tuple[int, bytes]]] = list
         """Returns what was written since the last call: descriptors and bytes."""
         self._stack: list[str] = []
-        self._state = self.fresh
-        self._modules = set(sys.modules)
-        self._loggers = _loggers(())
 
     def start(self) -> None:
-        """Begin to record."""
+        """Begin to record; go on where it was stopped."""
         importing: Any = bootstrap
+        self._state, self._modules, self._loggers = read_state(), set(sys.modules), _loggers(())
         self._patched = (
             importing._find_and_load,
             importing._gcd_import,

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from shmload._templates import ahead, kind, leaving, messages, wire
+from shmload._templates import kind, leaving, messages, wire
 from shmload._templates.events import Events
 from shmload._templates.inherited import renew_session_keyring
 from shmload._templates.interpreter import RUN_MODULE, NotHere, prepare
 from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds, Sets
-from shmload._templates.pipelines import PIPELINES, Pipelines
+from shmload._templates.pipelines import Pipelines
 from shmload._templates.plain import command_of, run_plainly
 from shmload._templates.redirecting import begin, variables
 from shmload._templates.renewal import Renewal
@@ -71,21 +71,15 @@ class Spare:
         self._events = Events()
         self._caller: wire.Socket
 
-    def wait(self, orders: wire.Socket, *, works_ahead: bool) -> Callable[[], Any]:
+    def wait(self, orders: wire.Socket) -> Callable[[], Any]:
         """Wait for a call, become its program, and return what runs it.
 
         Args:
             orders: brings the call, the caller's socket, and a descriptor of its process.
-            works_ahead: whether there is time for that.
         """
         self._events.watch()
         self._renewal.renew_seeds()
-        if works_ahead and ahead.has_steps():
-            with self._stash.shown():
-                ahead.work_ahead()
-            self._keep |= ahead.take(PIPELINES) or set()
-        with contextlib.suppress(OSError):  # the template has ended
-            orders.shutdown(_socket.SHUT_WR)  # tells that it waits; see `Spares`
+        self._keep |= self._pipelines.descriptors
         try:
             found = messages.receive(orders, Call)
         except (OSError, ValueError):
@@ -167,7 +161,7 @@ class Spare:
     def _announce(self) -> None:
         """Tell the caller that the program can run; return when it shall."""
         try:
-            messages.send(self._caller, Ready(os.getpid(), self._group))
+            messages.send(self._caller, Ready(os.getpid(), self._group, os.getppid()))
             answer = messages.receive(self._caller, Go)
         except TimeoutError:
             # It has stopped. Either its word is there now, or it can never say it.

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from _socket import MSG_DONTWAIT
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,19 +27,11 @@ class Spares:
     """Keeps one spare, as far as the system has room for it.
 
     Args:
-        become: called in a copy of this process, with the socket that brings its call, and whether
-            there is time to work ahead; returns what runs the program.
-        work: returns what a spare does ahead that takes a while, as a number; 0 for nothing.
+        become: called in a copy of this process, with the socket that brings its call; returns what
+            runs the program.
     """
 
-    def __init__(
-        self,
-        become: Callable[[wire.Socket, bool], Callable[[], Any]],
-        work: Callable[[], int],
-    ) -> None:
-        self._work = work
-        self._has = 0
-        """The work of the spare."""
+    def __init__(self, become: Callable[[wire.Socket], Callable[[], Any]]) -> None:
         self._become = become
         self._pid = 0
         self._orders: wire.Socket | None = None
@@ -53,21 +44,13 @@ class Spares:
         """Process id of the spare; 0 if there is none."""
         return self._pid
 
-    def has_worked(self) -> bool:
-        """Tell whether the spare has done what it does ahead, and waits for its call."""
-        return self._orders is not None and _is_ready(self._orders)
-
-    def fork(self, *, works_ahead: bool = True) -> None:
+    def fork(self) -> None:
         """Fork a spare; if that is not possible now, try again later.
-
-        Args:
-            works_ahead: whether it does what can be done before a call comes; false if one has.
 
         Raises:
             Born: in the copy, once it is a program.
         """
         self._again_at = 0.0
-        self._has = self._work()
         try:
             ours, theirs = wire.pair()
         except OSError:
@@ -82,7 +65,7 @@ class Spares:
             return
         if pid == 0:
             ours.close()
-            raise Born(self._become(theirs, works_ahead))
+            raise Born(self._become(theirs))
         theirs.close()
         self._orders, self._pid = ours, pid
 
@@ -97,10 +80,8 @@ class Spares:
             OSError: there is no spare, and none can be forked.
             Born: in the copy, if it had to be forked first.
         """
-        if self._orders and self._has and not self.has_worked():
-            self.end()  # it works ahead, which may take longer than the caller waits
         if self._orders is None:
-            self.fork(works_ahead=False)
+            self.fork()
         if self._orders is None:
             raise BlockingIOError(0, "no process or no memory is left")
         messages.send(self._orders, call, fds, waits=False)
@@ -132,22 +113,17 @@ class Spares:
             self._orders.close()
             self._orders, self._pid = None, 0
 
+    def forget(self) -> None:
+        """Leave the spare to the process that has forked it: this one is a copy."""
+        if self._orders:
+            self._orders.close()
+            self._orders, self._pid = None, 0
+
     def wait_s(self) -> float | None:
         """Return in how many seconds `tend` has something to do; None for never."""
         return max(0.0, self._again_at - time.monotonic()) if self._again_at else None
 
     def tend(self) -> None:
-        """Replace a spare that has other work; try again where none could be forked."""
-        if self._orders and self._has != self._work():
-            self.end()
-            self.fork()
+        """Try again where no spare could be forked."""
         if self._again_at and self._again_at <= time.monotonic():
             self.fork()
-
-
-def _is_ready(orders: wire.Socket) -> bool:
-    """Tell whether a spare waits for its call: it has closed its way to here then."""
-    try:
-        return orders.recv(1, MSG_DONTWAIT) == b""
-    except OSError:
-        return False

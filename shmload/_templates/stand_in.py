@@ -9,9 +9,8 @@ import time
 
 from shmload._templates import messages
 from shmload._templates.ending import end_as, status_of_ended
-from shmload._templates.messages import Ended, Go, Leaves, Sets, Stopped
+from shmload._templates.messages import Ended, Go, Leaves, Ready, Sets, Stopped
 from shmload._templates.signals import FORWARDED, signal
-from shmload._templates.wire import peer_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class StandIn:
     """Stands for a program with whatever waits for this process.
 
     Args:
-        pid: the program's process, which is ready.
+        ready: the program's process, and its parent.
         channel: to the template and to the program.
         waking: becomes readable when a signal has come.
         woken: the other end of `waking`.
@@ -41,18 +40,23 @@ class StandIn:
     """
 
     def __init__(
-        self, pid: int, channel: "Socket", waking: int, woken: int, witness: "Witness | None"
+        self,
+        ready: Ready,
+        channel: "Socket",
+        waking: int,
+        woken: int,
+        witness: "Witness | None",
     ) -> None:
-        self._pid = pid
+        self._pid = ready.pid
         self._channel = channel
         self._witness = witness
         self._waking, self._woken = waking, woken
         self._code: int | None = None
-        self._fd = os.pidfd_open(pid)
+        self._fd = os.pidfd_open(ready.pid)
         try:
             self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             try:
-                self._template = os.pidfd_open(peer_of(channel)[0])
+                self._template = os.pidfd_open(ready.template)
             except OSError:
                 os.close(self._null)
                 raise

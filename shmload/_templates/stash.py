@@ -6,12 +6,11 @@ have said and changed.
 """
 
 import atexit
-import contextlib
 import ctypes
 import os
 import sys
 from _thread import RLock
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -19,6 +18,7 @@ from typing import Any
 
 from shmload._templates.kind import is_of_import
 from shmload._templates.loggers import Loggers
+from shmload._templates.neutral import LAZY_TABLES
 from shmload._templates.recorder import (
     Event,
     Recorder,
@@ -31,8 +31,6 @@ from shmload._templates.settings import differences as differences_of
 from shmload._templates.settings import with_settings
 
 StartOver = Callable[[str, list[list[str]] | None], None]
-# In these, diffusers, transformers and shmload list the names that they import on first use.
-_LAZY_TABLES = ("_class_to_module", "_HOMES")
 # shmload sets it for a moment, while a library that is imported builds a pipeline.
 _OF_SHMLOAD = frozenset({"HF_DEACTIVATE_ASYNC_LOAD"})
 
@@ -100,13 +98,15 @@ class Stash(MetaPathFinder):
         """The same, as the program has got them."""
         self._environ: dict[bytes, bytes] = {}
         """All variables, when those of the libraries were last compared."""
+        self._counted = 0
+        """How many events of the record are in `_events`."""
         self._places: dict[str, int] = {}
         """By module, its place in the order in which the imports ended."""
 
     def hide(self) -> None:
         """Take all modules out of `sys.modules` but those that any Python has.
 
-        Modules that were imported before work as ever.
+        Modules that were imported before work as ever. Call it again after `show_all`.
         """
         forget_exits()
         for change in differences(read_state(), self._recorder.fresh):
@@ -114,15 +114,16 @@ class Stash(MetaPathFinder):
                 change_state(*change)
         self.names = frozenset(sys.modules)
         self._tops = {name for name in self.names if "." not in name} - set(self._known)
-        for name in list(sys.modules):
-            if name not in self._known:
-                self._modules[name] = sys.modules.pop(name)
-        self._places = {name: place for place, name in enumerate(self._modules)}
+        before = self._modules
+        hidden = [name for name in sys.modules if name not in self._known]
+        self._modules = {name: sys.modules.pop(name) for name in hidden}
+        self._places = {name: place for place, name in enumerate(hidden)}
+        new = [name for name in hidden if name not in before]
         # A reference would keep the main module from being the first that goes when Python ends.
         # `multiprocessing` gives it this second name.
         self._modules.pop("__mp_main__", None)
         for name, attribute in self._of_main:
-            delattr(self._modules[name], attribute)
+            vars(self._modules[name]).pop(attribute, None)
         for name, module in self._modules.items():
             parent, _, leaf = name.rpartition(".")
             owner = self._modules.get(parent) or sys.modules.get(parent)
@@ -135,29 +136,20 @@ class Stash(MetaPathFinder):
         # Never freed: Python would take all of this apart when the program ends, for nothing.
         for kept in (self, self._modules, self._recorder.needs, self._recorder.variables):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        for name in self._modules:
-            self._recorder.needs.setdefault(name, set())
-        for needs in self._recorder.needs.values():
-            needs.intersection_update(self._modules)  # most are names in modules, or any Python's
+        for name in new:  # most of what they need are names in modules, or any Python's
+            self._recorder.needs.setdefault(name, set()).intersection_update(self._modules)
         for place, event in enumerate(self._recorder.events):
-            self._events.setdefault(event.module, []).append((place, event))
+            if place >= self._counted:
+                self._events.setdefault(event.module, []).append((place, event))
+        self._counted = len(self._recorder.events)
         self._loggers.hide()
 
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Have all modules in `sys.modules` in a block, for code of the template."""
+    def show_all(self) -> None:
+        """Have all modules in `sys.modules`, for code of the template."""
         sys.modules.update(self._modules)
+        self._loggers.show_all()
         for name, owner in self._cut.items():
             setattr(owner, name.rpartition(".")[2], self._modules[name])
-        try:
-            yield
-        finally:
-            for name in self._modules:
-                sys.modules.pop(name, None)
-            for name, owner in self._cut.items():
-                vars(owner).pop(name.rpartition(".")[2], None)
-            for module in self._modules.values():
-                _forget_lazy_names(module)
 
     @property
     def hidden(self) -> Mapping[str, ModuleType]:
@@ -391,7 +383,7 @@ def _do_again(event: Event) -> None:
 
 def _forget_lazy_names(module: ModuleType) -> None:
     """Have a package import again what it imports on first use: it keeps that as attributes."""
-    for table in _LAZY_TABLES:
+    for table in LAZY_TABLES:
         names = vars(module).get(table)
         if isinstance(names, dict):
             for name in names.keys() & vars(module).keys():

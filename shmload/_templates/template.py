@@ -27,17 +27,20 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from shmload._templates import ahead, cgroups, kind, leaving, messages, place
+from shmload._templates import cgroups, kind, leaving, messages, place, wire
+from shmload._templates.branch import Branch
+from shmload._templates.branches import Branches
 from shmload._templates.connections import Connections, Question, refuse
 from shmload._templates.freshness import Freshness
 from shmload._templates.imports import Imports
-from shmload._templates.messages import About, Call, End, Keep
-from shmload._templates.pipelines import PIPELINES, Pipelines
-from shmload._templates.programs import Programs, Running
+from shmload._templates.messages import About, Call, End, Keep, Noted
+from shmload._templates.notes import Requests
+from shmload._templates.pipelines import Pipelines, name_of
 from shmload._templates.recorder import Recorder
 from shmload._templates.renewal import Renewal
+from shmload._templates.serving import Serving
 from shmload._templates.spare import Spare
-from shmload._templates.spares import Born, Spares
+from shmload._templates.spares import Born
 from shmload._templates.stash import Stash
 
 IDLE_S = 1800.0
@@ -135,39 +138,39 @@ class Template:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._freshness = Freshness()
         self._group = cgroups.leave_or_find()
-        waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._serving = serving = Serving(self._become_program)
+        self._programs, self._spares = serving.programs, serving.spares
+        self._poll = serving.poll
         signal.signal(signal.SIGTERM, self._end_soon)
-        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-        self._poll = select.poll()
-        self._poll.register(waking, select.POLLIN)
         session, terminal = kind.session_and_terminal()
         leader = os.pidfd_open(session) if terminal else -1
         if terminal:
             self._poll.register(leader, select.POLLIN)
         leaving.end_without_destructors()
-        self._pipelines = Pipelines(self._identity.key, sys.modules, self._stash)
+        key = self._identity.key
+        self._pipelines = Pipelines(key, sys.modules, self._stash, self._recorder)
         self._stash.hide()  # here and not in each copy: it writes to the memory of every module
         gc.collect()
         gc.freeze()
         collector: Any = self._stash.hidden.get("shmload._host.collector")
         if collector:
             collector.note_freeze()
-        ahead.add_step(PIPELINES, self._pipelines.prepare)
-        self._programs = Programs(self._poll)
-        self._spares = Spares(self._become_program, self._pipelines.work)
         self._spares.fork()  # before the socket is there: the first caller finds it ready
-        self._connections = Connections(place.socket_of(self._identity.key), self._poll)
+        self._connections = Connections(place.socket_of(key), self._poll)
+        can_load = self._pipelines.can_load
+        self._branches = Branches(key, self._poll, self._become_branch, can_load=can_load)
         while True:
             self._tend()
             for fd, _ in self._poll.poll(self._wait_ms()):
-                if fd == waking:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(waking, 1 << 10)
-                    self._reap()
+                if fd == serving.waking:
+                    for pid in serving.reap():
+                        self._branches.has_ended(pid)
+                    self._used = time.monotonic()
                 elif fd == leader:
                     self._poll.unregister(leader)
                     self._drain()
+                elif self._branches.state_at(fd):
+                    self._used = time.monotonic()
                 else:
                     self._programs.end_if_lost(fd)
                     question = self._connections.question_at(fd)
@@ -175,7 +178,8 @@ class Template:
                         self._answer(question)
 
     def _wait_ms(self) -> float:
-        times = [_LOOK_AROUND_S, self._connections.wait_s(), self._spares.wait_s()]
+        times = [_LOOK_AROUND_S, self._connections.wait_s(), self._spares.wait_s(),
+                 self._branches.wait_s()]  # fmt: skip
         return 1000 * min(found for found in times if found is not None)
 
     def _tend(self) -> None:
@@ -183,25 +187,42 @@ class Template:
         idle = time.monotonic() - self._used
         if self._is_told_to_end:
             self._drain()
-        may_end = not self._programs and not self._is_draining
+        may_end = not self._programs and not self._branches.programs and not self._is_draining
         is_lonely = idle > _LOOK_AROUND_S and cgroups.is_alone_in(self._group)
         if may_end and (idle > IDLE_S or is_lonely):
             self._drain()
-        if self._is_draining and not self._programs:
+        if self._is_draining and not self._programs and not self._branches:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._connections.path)
             os._exit(0)
         self._connections.tend()
         if not self._is_draining:
             self._spares.tend()
+            self._branches.tend()
 
-    def _become_program(self, orders: Any, works_ahead: bool) -> Callable[[], Any]:
-        """Become a spare, in a copy of this process, and then its program."""
-        if hasattr(self, "_connections"):
-            self._connections.close_all()
-        self._programs.close_all()
+    def _become_program(self, orders: wire.Socket) -> Callable[[], Any]:
+        """Become a spare, in a copy of this process or of a branch, and then its program."""
+        self._close_all()
         spare = Spare(self._stash, self._renewal, self._coerced, self._keep, self._pipelines)
-        return spare.wait(orders, works_ahead=works_ahead)
+        return spare.wait(orders)
+
+    def _become_branch(
+        self, orders: wire.Socket, requests: Requests, modules: list[list[str]]
+    ) -> NoReturn:
+        """Become a branch, in a copy of this process."""
+        self._close_all()
+        self._spares.forget()
+        os.close(self._lock)  # or no other template could have it when this one is gone
+        self._lock = -1
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        Branch(orders, self._pipelines, self._become_program).run(requests, modules)
+
+    def _close_all(self) -> None:
+        """Close the sockets of the template, in a copy of it."""
+        if hasattr(self, "_connections") and self._lock >= 0:
+            self._connections.close_all()
+            self._branches.close_all()
+            self._programs.close_all()
 
     def _answer(self, question: Question) -> None:
         match question.message:
@@ -210,13 +231,13 @@ class Template:
                 return
             case End():
                 self._drain()
+            case Noted() as noted:
+                self._note(noted)
             case _:
                 idle_ms = int(1000 * (time.monotonic() - self._used))
-                ahead = []
-                if self._spares.has_worked():
-                    ahead = self._pipelines.sources()
-                about = About(os.getpid(), self._identity.name, len(self._programs), idle_ms,
-                              int(self._is_draining), self._spares.pid, ahead,
+                programs = len(self._programs) + self._branches.programs
+                about = About(os.getpid(), self._identity.name, programs, idle_ms,
+                              int(self._is_draining), self._spares.pid, self._branches.about(),
                               self._left_out)  # fmt: skip
                 if isinstance(question.message, Keep):
                     self._used = time.monotonic()
@@ -228,18 +249,32 @@ class Template:
         """Hand a program to the spare, or refuse it."""
         self._used = time.monotonic()
         refusal = self._refusal(call)
-        pid = 0
         if not refusal:
+            if self._goes_to_branch(call, question):
+                question.close()
+                return
             try:
-                pid = self._spares.hand_over(call, (question.channel.fileno(), question.peer.fd))
+                self._serving.start(call, question.channel, question.peer)
+                return
             except OSError as exc:
                 refusal = f"the template cannot start a process: {exc}"
-        if refusal:
-            refuse(question.channel, refusal, is_replaceable=self._is_draining)
-            question.close()
-            return
-        self._programs.add(pid, Running(question.channel, question.peer))
-        self._spares.fork()
+        refuse(question.channel, refusal, is_replaceable=self._is_draining)
+        question.close()
+
+    def _goes_to_branch(self, call: Call, question: Question) -> bool:
+        """Hand a program to the branch that has its pipelines, if there is one."""
+        try:
+            folder = os.readlink(f"/proc/{question.peer.pid}/cwd")
+        except OSError:  # the caller has ended
+            return False
+        return self._branches.hand_over(call, name_of(call.program, folder), question.channel)
+
+    def _note(self, noted: Noted) -> None:
+        """Note which pipelines a program has loaded."""
+        if not noted.program:
+            self._branches.read_warmed()
+        elif noted.requests:
+            self._branches.note(noted)
 
     def _refusal(self, call: Call) -> str | None:
         if self._is_draining:
@@ -250,20 +285,6 @@ class Template:
             self._drain()
             return "stale: a package has changed"
         return None
-
-    def _reap(self) -> None:
-        """Learn what has become of children, and tell their callers."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            self._programs.child_has_changed(pid, status)
-            if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
-                self._spares.has_ended(pid)
-        self._used = time.monotonic()
 
     def _end_soon(self, *_: object) -> None:
         self._is_told_to_end = True
@@ -276,4 +297,5 @@ class Template:
         with contextlib.suppress(OSError):  # the directory was removed
             self._connections.move(f"{self._connections.path}.{os.getpid()}")
         self._spares.end()
+        self._branches.end()
         place.give_lock_back(self._lock)

@@ -22,7 +22,7 @@ MAX_FDS = 250
 """Descriptors that one packet can carry; the kernel's limit is 253."""
 
 _MAX_NBYTES = 1 << 20
-_MAX_DEPTH = 4
+_MAX_DEPTH = 5
 _MAX_ITEMS = 1 << 16
 _FD_NBYTES = 4
 _PEER_NBYTES = 12

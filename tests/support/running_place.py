@@ -1,6 +1,7 @@
 """A place for the templates and programs of tests, apart from those of the user."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -14,8 +15,8 @@ import pytest
 
 from shmload._templates import look
 
-_DEADLINE_S = 60.0
-_LOOK_AGAIN_S = 0.02  # nothing tells that a template has changed
+_DEADLINE_S = 100.0  # a busy machine loads pipelines ahead last of all
+_LOOK_AGAIN_S = 0.2  # nothing tells that a template has changed, and each look takes a while
 
 
 class Running:
@@ -48,6 +49,24 @@ class Running:
             stdin=options.pop("stdin", subprocess.DEVNULL),
             **options,
         )
+
+    @contextlib.contextmanager
+    def held_back(self, name, environment=None):
+        """Have the template of a name never get ready, in a block; yields the name."""
+        asked = "from shmload._templates import kind, place; import sys\n"
+        asked += f"print(place.socket_of(kind.key_of(kind.facts_of_this_process({name!r}))))"
+        found = subprocess.run(
+            [sys.executable, "-c", asked],
+            env=environment or self.environment,
+            cwd=self.work,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_DEADLINE_S,
+        )
+        with open(f"{found.stdout.strip()}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield name
 
     def wait_for_templates(self, holds):
         """Look at the templates of this place until something holds of them; return them.

@@ -1,6 +1,5 @@
 """A program cannot tell `shmload run` from `python`: small programs, run by both and compared."""
 
-import fcntl
 import json
 import os
 import re
@@ -326,20 +325,8 @@ _RUN = [sys.executable, "-m", "shmload", "run", "-v"]
 @pytest.fixture(scope="module")
 def cold(running, folder, environment):
     """Have the template of this name never get ready; return its name."""
-    asked = "from shmload._templates import kind, place; import sys\n"
-    asked += "print(place.socket_of(kind.key_of(kind.facts_of_this_process('cold'))))"
-    found = subprocess.run(
-        [sys.executable, "-c", asked],
-        env=environment,
-        cwd=running.work,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=_TIMEOUT_S,
-    )
-    with open(f"{found.stdout.strip()}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield "cold"
+    with running.held_back("cold", environment) as name:
+        yield name
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -55,9 +55,8 @@ def redirected(running):
     (running.work / "children.py").write_text(_CHILDREN)
     before = running.environment
     running.environment = before | {"PYTHONPATH": str(running.folder / "fakes")}
-    # Else the first program would start a template of this name, which outlives it.
-    running.shmload("template", "warm", "--name", "none", "--import=no_such_module")
-    yield lambda *program, **given: running.shmload("run", "--redirect", *program, **given)
+    with running.held_back("none"):
+        yield lambda *program, **given: running.shmload("run", "--redirect", *program, **given)
     running.environment = before
 
 

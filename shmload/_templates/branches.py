@@ -1,0 +1,259 @@
+"""The branches of a template: which pipelines have one, and which programs go to which."""
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from shmload._templates import messages, wire
+from shmload._templates.memory import (
+    MAX_BRANCHES,
+    available_nbytes,
+    branches_to_end,
+    has_room,
+    private_nbytes,
+)
+from shmload._templates.messages import AboutBranch, Call, Noted, State
+from shmload._templates.notes import Notes, Requests
+from shmload._templates.wire import Socket
+
+# While there are branches, their memory is looked at this often.
+_LOOK_S = 5.0
+_MAX_REFUSED = 64
+# In the text of a request.
+_KEPT = '"keep":true'
+
+
+@dataclass
+class _Branch:
+    """A branch that loads, or serves."""
+
+    pid: int
+    channel: Socket
+    requests: Requests
+    state: State = field(default_factory=lambda: State(0, 0, 0, 0, 0, ""))
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that goes when it ends, in bytes."""
+        return self.state.nbytes or private_nbytes(self.pid)
+
+    @property
+    def word(self) -> str:
+        """Its state in a word."""
+        if not self.state.is_ready:
+            return "loading"
+        return "ready" if self.state.loaded == len(self.requests) else "imported"
+
+
+class Branches:
+    """Starts branches for the pipelines that programs have loaded last, and ends them.
+
+    Args:
+        key: of the template.
+        poll: of the template; told of the sockets to watch.
+        become: called in a copy of the template, with the socket to it and the pipelines; it ends
+            the copy, or raises `Born`.
+        can_load: whether the template has imported what loads pipelines.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        poll: select.poll,
+        become: Callable[[Socket, Requests, list[list[str]]], NoReturn],
+        *,
+        can_load: bool,
+    ) -> None:
+        self._poll = poll
+        self._become = become
+        self._can_load = can_load
+        self._notes = Notes(key)
+        self._wanted = self._notes.all()
+        """What programs load together, last used first."""
+        self._running: dict[Requests, _Branch] = {}
+        """In the order of their last use."""
+        self._refused: dict[Requests, str] = {}
+        """Why some pipelines have no branch."""
+        self._leaving: set[int] = set()
+        """Branches that drain."""
+        self._looked = 0.0
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._leaving)
+
+    @property
+    def programs(self) -> int:
+        """How many programs run in copies of branches."""
+        return sum(branch.state.programs for branch in self._running.values())
+
+    def about(self) -> list[AboutBranch]:
+        """Return what is known of each branch, and of each pipeline that has none."""
+        found = [
+            AboutBranch(branch.pid, branch.word, branch.nbytes, branch.state.spare,
+                        [*requests], branch.state.reason)
+            for requests, branch in self._running.items()
+        ]  # fmt: skip
+        refused = self._refused.items()
+        return found + [AboutBranch(0, "none", 0, 0, [*each], reason) for each, reason in refused]
+
+    def hand_over(self, call: Call, program: str, channel: Socket) -> bool:
+        """Have a branch run a program; return False if there is none for it.
+
+        Args:
+            call: of the program.
+            program: its name, by which it is noted.
+            channel: its caller's socket, which stays the calling code's.
+        """
+        if not call.program.prepares:
+            return False
+        branch = self._choose(self._notes.of(program))
+        if branch is None:
+            return False
+        try:
+            messages.send(branch.channel, call, (channel.fileno(),), waits=False)
+        except OSError:  # it ends
+            return False
+        self._use(branch.requests)
+        return True
+
+    def note(self, noted: Noted) -> None:
+        """Note what a program has loaded, and start a branch for the next run."""
+        requests = tuple(noted.requests)
+        wanted = self._notes.add(noted.program, requests, noted.modules)
+        self._wanted = [wanted, *(each for each in self._wanted if each != wanted)]
+        for branch in list(self._running.values()):
+            # What was kept by this load can be loaded ahead from now on.
+            is_imported = branch.word == "imported" and not branch.state.reason
+            may_load = is_imported and _KEPT in requests[-1]
+            if branch.pid == noted.parent and (noted.is_stale or may_load):
+                self._end(branch)
+        if wanted in self._running:
+            self._use(wanted)
+
+    def read_warmed(self) -> None:
+        """Look again which pipelines `shmload warm` has read."""
+        for branch in list(self._running.values()):
+            if (
+                branch.word == "imported" and not branch.state.reason
+            ):  # perhaps it can be loaded now
+                self._end(branch)
+        new = [each for each in self._notes.all() if each not in self._wanted]
+        self._wanted = new + self._wanted
+
+    def tend(self) -> None:
+        """Start and end branches, as there is memory.
+
+        Raises:
+            Born: in a copy.
+        """
+        now = time.monotonic()
+        if self._running and now - self._looked > _LOOK_S:
+            self._looked = now
+            running = list(self._running.values())
+            private = [branch.nbytes for branch in running]
+            for branch in running[: branches_to_end(private, available_nbytes())]:
+                self._end(branch)
+        if not self._can_load or any(not each.state.is_ready for each in self._running.values()):
+            return  # one at a time: they leave the processor to programs
+        for requests in self._wanted[:MAX_BRANCHES]:
+            if requests not in self._running and requests not in self._refused:
+                if has_room(available_nbytes()):
+                    self._fork(requests)
+                return
+
+    def wait_s(self) -> float | None:
+        """Return in how many seconds `tend` has something to do; None for never."""
+        return max(0.0, self._looked + _LOOK_S - time.monotonic()) if self._running else None
+
+    def state_at(self, fd: int) -> bool:
+        """Read what a branch says, if this is the socket of one; tell whether it is."""
+        for branch in list(self._running.values()):
+            if branch.channel.fileno() != fd:
+                continue
+            try:
+                found = messages.receive(branch.channel, State)
+            except (OSError, ValueError):
+                found = None
+            if found is None:
+                if not branch.state.is_ready:
+                    self._refused.setdefault(branch.requests, "it has ended while it loaded")
+                self._end(branch)
+            elif found[0].reason and not found[0].is_ready:
+                self._refused[branch.requests] = found[0].reason
+                while len(self._refused) > _MAX_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+            else:
+                branch.state = found[0]
+            return True
+        return False
+
+    def has_ended(self, pid: int) -> None:
+        """Forget a branch that was this process, if one was."""
+        self._leaving.discard(pid)
+        for branch in list(self._running.values()):
+            if branch.pid == pid:
+                while branch.requests in self._running and self.state_at(branch.channel.fileno()):
+                    continue
+                self._leaving.discard(pid)
+
+    def end(self) -> None:
+        """Have all drain; there are none from now on."""
+        self._can_load = False
+        for branch in list(self._running.values()):
+            self._end(branch)
+
+    def close_all(self) -> None:
+        """Close all sockets, in a copy of the template."""
+        for branch in self._running.values():
+            branch.channel.close()
+
+    def _choose(self, requests: Requests) -> _Branch | None:
+        """Return the branch for what a program will load: its own, or one that has that and more.
+
+        A program that is not known gets the one that was used last: what it has more than the
+        template is hidden, and the program may load the same.
+        """
+        ready = [each for each in reversed(self._running.values()) if each.state.is_ready]
+        fitting = [each for each in ready if set(requests) <= set(each.requests)]
+        exact = [each for each in fitting if each.requests == requests]
+        return next(iter(exact + fitting), None)
+
+    def _use(self, requests: Requests) -> None:
+        self._running[requests] = self._running.pop(requests)
+        self._wanted = [requests, *(each for each in self._wanted if each != requests)]
+
+    def _fork(self, requests: Requests) -> None:
+        if len(self._running) >= MAX_BRANCHES:
+            self._end(next(iter(self._running.values())))
+        ours = theirs = None
+        try:
+            ours, theirs = wire.pair()
+            pid = os.fork()
+        except OSError as exc:  # no descriptor, no process or no memory is left
+            self._refused[requests] = str(exc)
+            for channel in (ours, theirs):
+                if channel:
+                    channel.close()
+            return
+        if pid == 0:
+            ours.close()
+            self._become(theirs, requests, [self._notes.modules_of(each) for each in requests])
+        theirs.close()
+        ours.setblocking(False)
+        self._poll.register(ours.fileno(), select.POLLIN)
+        self._running[requests] = _Branch(pid, ours, requests)
+
+    def _end(self, branch: _Branch) -> None:
+        """Have a branch drain; one that still loads is killed."""
+        self._running.pop(branch.requests)
+        self._poll.unregister(branch.channel.fileno())
+        branch.channel.close()
+        self._leaving.add(branch.pid)
+        if not branch.state.is_ready:
+            with contextlib.suppress(ProcessLookupError):  # it was reaped just now
+                os.kill(branch.pid, signal.SIGKILL)

@@ -1,0 +1,91 @@
+"""Which pipelines programs have loaded: the notes of a template, which the next one finds.
+
+Only the template writes them, so no program's note is lost by another's. A pipeline is here the
+text of its request, see `prepared.Request`; a program's pipelines are a tuple of these.
+"""
+
+import contextlib
+import json
+import os
+
+from shmload._templates import place
+
+_MAX_PROGRAMS = 64
+_WARMED = "warmed-pipelines"
+_MAX_WARMED = 4
+
+Requests = tuple[str, ...]
+
+
+class Notes:
+    """The pipelines of programs, in the order of their last use.
+
+    Args:
+        key: of the template.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._path = f"{place.folder()}/{key}.pipelines"
+        self._of_programs: dict[str, Requests] = {}
+        self._modules: dict[str, list[str]] = {}
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            with open(self._path, encoding="utf-8") as file:
+                programs, self._modules = json.load(file)
+            self._of_programs = {str(name): tuple(requests) for name, requests in programs}
+
+    def of(self, program: str) -> Requests:
+        """Return what a program has loaded when it last ran; nothing if that is not known."""
+        return self._of_programs.get(program, ())
+
+    def all(self) -> list[Requests]:
+        """Return what was loaded together, last used first, and what `shmload warm` has read."""
+        found = [*reversed(self._of_programs.values()), *((each,) for each in warmed())]
+        return list(dict.fromkeys(found))
+
+    def modules_of(self, request: str) -> list[str]:
+        """Return what the load of a pipeline has imported in a program."""
+        return self._modules.get(request, [])
+
+    def add(self, program: str, requests: Requests, modules: list[str]) -> Requests:
+        """Note what a program has loaded so far; return what it is expected to load in all.
+
+        Args:
+            program: its name.
+            requests: the pipelines.
+            modules: what it has imported for the last one.
+        """
+        before = self._of_programs.pop(program, ())
+        # If it has loaded more the last time, the rest may come yet.
+        found = before if before[: len(requests)] == requests else requests
+        self._of_programs[program] = found
+        while len(self._of_programs) > _MAX_PROGRAMS:
+            del self._of_programs[next(iter(self._of_programs))]
+        known = {each for loaded in self._of_programs.values() for each in loaded}
+        self._modules = {each: held for each, held in self._modules.items() if each in known}
+        self._modules.setdefault(requests[-1], modules)
+        _write(self._path, [list(self._of_programs.items()), self._modules])
+        return found
+
+
+def warmed() -> list[str]:
+    """Return the requests of the pipelines that `shmload warm` has read last, the last first."""
+    try:
+        with open(f"{place.folder()}/{_WARMED}", encoding="utf-8") as file:
+            return [str(each) for each in json.load(file)]
+    except (OSError, ValueError, TypeError, place.PlaceUnsafe):
+        return []
+
+
+def note_warmed(request: str) -> None:
+    """Note a pipeline for all templates of this user, those that run and those that will."""
+    with contextlib.suppress(place.PlaceUnsafe):
+        known = [each for each in warmed() if each != request]
+        _write(f"{place.folder()}/{_WARMED}", [request, *known][:_MAX_WARMED])
+
+
+def _write(path: str, value: object) -> None:
+    new = f"{path}.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        with open(new, "w", encoding="utf-8") as file:
+            json.dump(value, file)
+        os.replace(new, path)
