@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -162,8 +160,6 @@ def test_answers_of_and_without_a_service(ask, service, shards):
 def test_answers_about_templates(page):
     place = Running(Path(tempfile.mkdtemp(prefix="run-", dir="/tmp")))
     try:
-        note = "from shmload._templates.modules import write_unfit; write_unfit('json.tool', 'no')"
-        subprocess.run([sys.executable, "-c", note], env=place.environment, check=True, timeout=60)
         for words in (["warm", "--import=json"], ["ls"], ["stop"]):
             answer = json.loads(place.shmload("template", *words, "--json").stdout)
             assert answer.pop("schema_version") == SCHEMA_VERSION

@@ -180,7 +180,7 @@ def test_error_of_any_text_arrives(job):
     def fail(pipe, item):
         raise ValueError("the name \udcff is no UTF-8")
 
-    with pytest.raises(shmload.ItemFailed, match="the name \udcff is") as caught:
+    with pytest.raises(shmload.ItemFailed, match=r"the name \\udcff is") as caught:
         list(job.map(fail, [0]))
     assert "the name \\udcff is" in caught.value.__notes__[0]
 
