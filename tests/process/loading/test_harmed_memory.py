@@ -15,7 +15,7 @@ from shmload.integrations._devices import calibration
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("skeletons")]
 
-_STORES = {"classes", "contents", "pins", "rules", "skeletons", "unpickled"}
+_STORES = {"classes", "contents", "pins", "proofs", "rules", "skeletons", "unpickled"}
 
 
 @pytest.fixture
