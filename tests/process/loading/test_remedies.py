@@ -68,8 +68,9 @@ CASES = [
 def test_other_arguments(saved, tmp_path, make, argument, wrong):
     source = make(tmp_path, saved)
     given = {"source": source, argument: wrong}
-    if argument == "source":
-        given["source"] = source.with_name(source.name[:-1] + "_")
+    if argument == "source":  # beside no other folder with such a name
+        source = shutil.copytree(source, tmp_path / "stable-diffusion")
+        given["source"] = source.with_name(wrong)
     with pytest.raises(shmload.ShmloadError) as caught:
         shmload.warm(**given)
     offered = remedies(caught.value)
