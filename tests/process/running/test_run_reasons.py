@@ -32,7 +32,7 @@ WAYS = {
     "the template is not ready yet": "$RUN --template cold -c 'print(1)'",
     "a subreaper starts none":
         "$P -c \"$SUBREAPER\" -m shmload run -v --template none -c 'print(1)'",
-    "is not a directory of this user alone": "XDG_RUNTIME_DIR=$PWD/open $RUN -c 'print(1)'",
+    "lets other users rename": "XDG_RUNTIME_DIR=$PWD/open $RUN -c 'print(1)'",
     "there can be no template": "$RUN --template odd -c 'print(1)'",
 }  # fmt: skip
 
@@ -49,11 +49,12 @@ def variables(running):
     (work / "compile_it.py").write_text("print(1)")
     make = "import py_compile; py_compile.compile('compile_it.py', 'compiled.pyc')"
     subprocess.run([sys.executable, "-c", make], cwd=work, check=True, timeout=_DEADLINE_S)
-    assert running.shmload("template", "warm", "--name=odd", "--import=no_such").returncode == 1
     given = {"P": sys.executable, "RUN": f"{sys.executable} -m shmload run -v"}
     given["SUBREAPER"] = _SUBREAPER
     asked = "from shmload._templates import kind, place\n"
-    asked += "print(place.socket_of(kind.key_of(kind.facts_of_this_process('cold'))))"
+    asked += "key = lambda name: kind.key_of(kind.facts_of_this_process(name))\n"
+    asked += "place.write_failure(key('odd'), 'there can be no template')\n"
+    asked += "print(place.socket_of(key('cold')))"
     given |= running.environment
     found = subprocess.run([sys.executable, "-c", asked], env=given, cwd=work, check=True,
                            capture_output=True, text=True, timeout=_DEADLINE_S)  # fmt: skip
