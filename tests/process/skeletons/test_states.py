@@ -209,7 +209,7 @@ class NotParked:
 def ahead(saved, monkeypatch):
     """A pipeline that was loaded ahead, and is taken by the next load of it."""
     source = saved("stable-diffusion")
-    monkeypatch.setattr(prepared, "on_load", lambda request: None)
+    monkeypatch.setattr(prepared, "on_load", lambda request, way: None)
     pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
     request = prepared.request_of(source, torch.bfloat16, False, None)
     facts = Facts(str(source), files_below(source), [pipe, *pipe.components.values()])
