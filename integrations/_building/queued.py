@@ -182,6 +182,7 @@ def ask(work: Work) -> None:
     if lock:
         with lock:
             start(work.program, lock)
+            lock.leave()
 
 
 def start(program: Program, lock: Lock) -> None:

@@ -236,6 +236,12 @@ def close(fd: int) -> None:
     os.close(fd)
 
 
+def leave_lock(fd: int) -> None:
+    """Close a descriptor whose exclusive lock another process keeps, which has inherited it."""
+    _lockers.pop(fd, None)
+    os.close(fd)
+
+
 # By descriptor: the thread that has an exclusive lock with it.
 _lockers: dict[int, int] = {}
 
