@@ -199,5 +199,6 @@ def test_program_of_a_branch_sees_what_python_shows(place, sources):
         )  # fmt: skip
         out, expected = (_ADDRESS.sub(b"", each.stdout) for each in (seen, wanted))
         if (seen.returncode, out) != (wanted.returncode, expected):
-            different.append((name, out[-300:], expected[-300:], seen.stderr[-300:]))
+            codes = seen.returncode, wanted.returncode
+            different.append((name, codes, out[-300:], expected[-300:], seen.stderr[-300:]))
     assert not different, "\n".join(map(repr, different))
