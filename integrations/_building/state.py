@@ -16,7 +16,8 @@ import torch
 # Python's own, and so of programs that set none; a lower one may end a build.
 _RECURSION_LIMIT = 1000
 _PLAIN = (str, bool, int, float)
-_NEVER = ("__doc__",)
+# `copy` and `pickle` keep the names of slots in a class when they first meet it.
+_NEVER = ("__doc__", "__slotnames__")
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 # Where the libraries' own kinds of tables keep what programs register.
 _REGISTRIES = ("_global_mapping", "_local_mapping", "_extra_content")

@@ -4,6 +4,7 @@ Both a skeleton and a pipeline that was loaded ahead: the load gives what the li
 """
 
 import contextlib
+import copy
 import sys
 import warnings
 
@@ -22,7 +23,7 @@ from shmload._host.fingerprint import files_below
 from shmload.integrations._building import build, prepared
 from shmload.integrations._building.conditions import Trace, conditions_of, why_unmet
 from shmload.integrations._building.prepared import Prepared
-from shmload.integrations._building.state import MODES
+from shmload.integrations._building.state import MODES, constants
 from shmload.integrations._building.unchanged import Facts
 
 
@@ -267,3 +268,16 @@ def assert_same(got, wanted):
         [getattr(each, "mark", None) for each in pipe.unet.modules()] for pipe in (got, wanted)
     ]
     assert marks[0] == marks[1]
+
+
+def test_copy_of_an_object_changes_no_constant():
+    class Slotted:
+        __slots__ = ("value",)
+        SIZE = 3
+
+    before = constants(Slotted)
+    made = Slotted()
+    made.value = 1
+    copy.copy(made)
+    assert "__slotnames__" in vars(Slotted)
+    assert constants(Slotted) == before
