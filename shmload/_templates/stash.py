@@ -9,7 +9,7 @@ import atexit
 import ctypes
 import os
 import sys
-from _thread import RLock
+from _thread import RLock, get_ident
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -22,6 +22,7 @@ from shmload._templates.neutral import LAZY_TABLES
 from shmload._templates.recorder import (
     Event,
     Recorder,
+    bootstrap,
     change_state,
     differences,
     forget_exits,
@@ -178,7 +179,7 @@ class Stash(MetaPathFinder):
     def difference_to(self, environment: Mapping[str, str]) -> str | None:
         """Return a variable that imports have read with another value, or None."""
         for name, value in self._recorder.variables.items():
-            if environment.get(name) != value:
+            if name not in _OF_SHMLOAD and environment.get(name) != value:
                 return name
         return None
 
@@ -255,14 +256,18 @@ class Stash(MetaPathFinder):
 
     def _find_hidden(self, name: str) -> ModuleSpec | None:
         if name not in self._modules:
-            return None
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            return spec if isinstance(getattr(spec, "loader", None), _Given) else None
         top = name.partition(".")[0]
         if top not in sys.stdlib_module_names:
             self._check_variables()
         if top == name and self._is_shadowed(name):
             del self._modules[name]
             return None
-        own = getattr(self._modules[name], "__spec__", None)
+        return self._spec_of(name, self._modules[name])
+
+    def _spec_of(self, name: str, module: ModuleType) -> ModuleSpec:
+        own = getattr(module, "__spec__", None)
         spec = ModuleSpec(name, _Given(self, own and own.loader))
         if own is not None:  # as `importlib.util.find_spec` would have found it
             spec.origin, spec.cached, spec.has_location = own.origin, own.cached, own.has_location
@@ -277,7 +282,8 @@ class Stash(MetaPathFinder):
                 module = self._modules.pop(spec.name)
             else:  # an import in another thread, which needs it, was quicker
                 module = sys.modules[spec.name]
-        spec.loader_state = getattr(module, "__spec__", None)
+        if spec.loader_state is None:
+            spec.loader_state = getattr(module, "__spec__", None)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -297,7 +303,9 @@ class Stash(MetaPathFinder):
                 if found in self._cut:
                     setattr(self._cut.pop(found), found.rpartition(".")[2], given[found])
         # At once: code of one that another thread runs needs the others.
+        self._lead_imports(given)
         sys.modules.update(given)
+        self._lead_imports(given)  # those that have begun meanwhile
         for found in given:
             self._modules.pop(found, None)
         for owner, attribute in self._of_main:
@@ -315,6 +323,19 @@ class Stash(MetaPathFinder):
                 self._variables = self._variables_now()
                 set_here = {os.fsdecode(name) for name, _ in (*event.what[1], *event.what[2])}
                 self._begun |= {n: v for n, v in self._variables.items() if n in set_here}
+
+    def _lead_imports(self, given: Mapping[str, ModuleType]) -> None:
+        """Have imports of these modules that are under way in other threads end here.
+
+        Such an import goes by the spec of the module that it finds in `sys.modules`, and would run
+        the module a second time by the module's own.
+        """
+        for name, module in given.items():
+            own = getattr(module, "__spec__", None)
+            if _is_imported_elsewhere(name) and not isinstance(getattr(own, "loader", 0), _Given):
+                spec = self._spec_of(name, module)
+                spec.loader_state = own
+                module.__spec__ = spec
 
     def _closure(self, names: Sequence[str]) -> set[str]:
         """Return the names of all hidden modules that the import of some needs, and their own."""
@@ -355,6 +376,12 @@ class Stash(MetaPathFinder):
         if any(name in needs for other, needs in self._recorder.needs.items() if other != name):
             self._start_over(f"the program has put another {name} on its path", None)
         return True
+
+
+def _is_imported_elsewhere(name: str) -> bool:
+    """Tell whether another thread is just importing a module."""
+    lock: Any = bootstrap._module_locks.get(name, lambda: None)()
+    return lock is not None and lock.owner not in (None, get_ident())
 
 
 def _place(placed: tuple[int, Event]) -> int:
