@@ -5,11 +5,16 @@ of the decoder's names the other one, and `from_pretrained` of a combined class 
 middle. Components of it that are passed in are not loaded again.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Source
+from shmload._host.descriptors import Descriptor
+from shmload._host.linux import open_source
+from shmload.errors import ShmloadError
 from shmload.integrations._building.pipeline_maker import PipelineMaker
 
 PREFIXES = ("prior_",)
@@ -17,7 +22,7 @@ HANDED_ON_TOO = "Keyword arguments {'prior_"
 """The beginning of diffusers' warning: it hands these components on under this name, too."""
 _CARD = "README.md"
 _MAX_CARD_NBYTES = 1 << 20
-_NAMES_A_PRIOR = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?prior:", re.MULTILINE)
+_NAMES_A_PRIOR = re.compile(r"\A---[^\S\n]*\n(?:(?!---).*\n)*?prior:", re.MULTILINE)
 # What `from_pretrained` hands on to the other source's.
 _HANDED_ON = frozenset(
     {
@@ -51,10 +56,11 @@ def connected_to(
         kwargs: for `from_pretrained`.
     """
     try:
-        with open(source.root / _CARD, encoding="utf-8", errors="replace") as file:
-            names_one = _NAMES_A_PRIOR.match(file.read(_MAX_CARD_NBYTES))
-    except OSError:  # none, as almost everywhere; what cannot be read the library reports
-        return None
+        with Descriptor(open_source(source.root / _CARD)) as file:
+            content = os.pread(file.fd, _MAX_CARD_NBYTES, 0)
+            names_one = _NAMES_A_PRIOR.match(content.decode(errors="replace"))
+    except (OSError, ShmloadError):
+        return None  # there is none, as almost everywhere; what cannot be read the library reports
     if not names_one or not getattr(
         maker.class_chosen(source, kwargs), "_load_connected_pipes", False
     ):
@@ -63,7 +69,9 @@ def connected_to(
 
     card = ModelCard.load(source.root / _CARD).data
     for prefix in PREFIXES:
-        if named := getattr(card, prefix.removesuffix("_"), None):
+        named = getattr(card, prefix.removesuffix("_"), None)
+        # A URL came with somebody else's model, and would use this user's credentials.
+        if named and not is_url(str(named[0])):
             handed_on = {key: value for key, value in kwargs.items() if key in _HANDED_ON}
             own = {
                 key.removeprefix(prefix): value

@@ -67,6 +67,9 @@ def main(program: str, lock: str) -> None:
         lock: the number of the descriptor of the judge's lock, which is held; this process's own.
     """
     give_way()
+    # A thread that blocks signals may have started this: deadlines are signals here.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.set_inheritable(int(lock), False)
     with Lock(int(lock)) as held:
         Judge(queue(), held, msgspec.json.decode(program, type=Program)).run()
 

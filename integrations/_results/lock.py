@@ -5,7 +5,7 @@ import weakref
 from pathlib import Path
 
 from shmload._host.changes import add_row
-from shmload._host.linux import inode_of, try_lock
+from shmload._host.linux import close_sharing_lock, inode_of, try_lock
 from shmload._host.procfs import lock_holders
 from shmload.errors import ResultsBusy
 from shmload.integrations._results.names import LOCK_NAME
@@ -42,7 +42,7 @@ class FolderLock:
         """Give the lock up; a second call does nothing."""
         fd, self._fd = self._fd, None
         if fd is not None:
-            os.close(fd)
+            close_sharing_lock(fd)
 
 
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()

@@ -175,7 +175,7 @@ def _revisions_in(repository: Path) -> list[str]:
     commits, refs = _names_in(repository / "snapshots"), repository / "refs"
     found = []
     for path in sorted(path for path in refs.rglob("*") if path.is_file()):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
             if path.read_text().strip() in commits:
                 found.append(str(path.relative_to(refs)))  # such as `refs/pr/7`
     return found + commits

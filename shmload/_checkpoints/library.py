@@ -95,13 +95,16 @@ def _give_up_imports(_: object) -> None:
 
 def _bars() -> dict[int, Any]:
     """Return the bars that are shown now, by their ids."""
-    tqdm = sys.modules.get("tqdm.std")
-    return {id(bar): weakref.ref(bar) for bar in (tqdm.tqdm._instances if tqdm else ())}
+    # Another thread may just import it, or make a bar.
+    kind = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    found = [ref() for ref in list(kind._instances.data)] if kind else []
+    return {id(bar): weakref.ref(bar) for bar in found if bar is not None}
 
 
 def _forget_bars(before: dict[int, Any]) -> None:
     """Let a forked child show its bars where they belong, and not below those of its parent."""
-    if tqdm := sys.modules.get("tqdm.std"):
+    tqdm: Any = sys.modules.get("tqdm.std")
+    if hasattr(tqdm, "TqdmDefaultWriteLock") and hasattr(tqdm, "tqdm"):
         _free_bar_locks(tqdm.TqdmDefaultWriteLock)
         for key in _bars().keys() - before:
             tqdm.tqdm._instances.discard(_bars()[key]())

@@ -75,7 +75,7 @@ def ls_command(as_json: bool) -> None:
     for template in found:
         for branch in template.branches:
             if branch.reason:
-                click.echo(f"not loaded ahead: {', '.join(branch.sources)}: {branch.reason}")
+                say(f"not loaded ahead: {', '.join(branch.sources)}: {branch.reason}")
     for left_out in dict.fromkeys(each for template in found for each in template.left_out):
         say(f"left out: {left_out}")
 

@@ -76,21 +76,22 @@ def forks_wait() -> Iterator[None]:
 
 _FORK_TIMEOUT_S = 5.0
 _forking = threading.RLock()
-_is_forking = False
+# Of each thread: whether its fork has the lock.
+_fork = threading.local()
 
 
 def _begin_fork() -> None:
-    global _is_forking
-    _is_forking = _forking.acquire(timeout=_FORK_TIMEOUT_S)
+    _fork.has_lock = _forking.acquire(timeout=_FORK_TIMEOUT_S)
 
 
 def _end_fork() -> None:
-    if _is_forking:
+    if getattr(_fork, "has_lock", False):
+        _fork.has_lock = False
         _forking.release()
 
 
 os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_end_fork)
-os.register_at_fork(after_in_child=lambda: free(_forking))  # it was not to be had in time
+os.register_at_fork(after_in_child=lambda: free(_forking))  # was not free in time
 
 
 class Change:
@@ -130,17 +131,18 @@ class Change:
     def made(self, value: Any = None) -> Iterator[None]:
         """Make the change for a block; `values` has the value meanwhile."""
         need = (threading.get_ident(), value)
-        with self._lock:
-            self._needs.append(need)
-            if not self._before:
-                self._before.append(self._read())
-            if self._make:
-                self._make()
         try:
+            with self._lock:
+                self._needs.append(need)
+                if not self._before:
+                    self._before.append(self._read())
+                if self._make:
+                    self._make()
             yield
         finally:
             with self._lock:
-                self._needs.remove(need)
+                if need in self._needs:  # or it was interrupted before
+                    self._needs.remove(need)
                 self._settle(is_child=False)
 
     def values(self) -> list[Any]:

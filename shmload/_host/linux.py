@@ -221,6 +221,9 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
     except BlockingIOError:
         _lockers.pop(fd, None)
         return False
+    except BaseException:  # a file system without locks
+        _lockers.pop(fd, None)
+        raise
     if not exclusive:
         _lockers.pop(fd, None)
     return True
@@ -231,13 +234,16 @@ def close(fd: int) -> None:
 
     A child that was forked before the lock was taken has the same open file, and would keep it.
     """
-    if fd in _lockers:
-        unlock(fd)
-    os.close(fd)
+    try:
+        if fd in _lockers:
+            unlock(fd)
+    finally:
+        _lockers.pop(fd, None)
+        os.close(fd)
 
 
-def leave_lock(fd: int) -> None:
-    """Close a descriptor whose exclusive lock another process keeps, which has inherited it."""
+def close_sharing_lock(fd: int) -> None:
+    """Close a descriptor; its exclusive lock stays with the others of the open file, if any."""
     _lockers.pop(fd, None)
     os.close(fd)
 
@@ -270,8 +276,9 @@ def _leave_exclusive_locks() -> None:
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in locks:
             os.dup2(nothing, fd, inheritable=False)
-            del _lockers[fd]
         os.close(nothing)
+    # What the forking thread holds is shared: closed here, it stays the parent's.
+    _lockers.clear()
 
 
 add_row("exclusive locks of files", _exclusive_locks, _leave_exclusive_locks)

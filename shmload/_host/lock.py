@@ -4,7 +4,7 @@ import os
 from typing import Self
 
 from shmload._host.descriptors import Descriptor
-from shmload._host.linux import leave_lock, try_lock, unlock
+from shmload._host.linux import close_sharing_lock, try_lock, unlock
 
 
 class Lock(Descriptor):
@@ -25,7 +25,7 @@ class Lock(Descriptor):
 
     def leave(self) -> None:
         """Close it here; the process that has inherited it holds the lock from now on."""
-        leave_lock(self.take())
+        close_sharing_lock(self.take())
 
     def give_back(self) -> None:
         """Free the lock for all who have a descriptor of it, also for the process that left it."""

@@ -68,7 +68,7 @@ def open_private(path: str, *, makes: bool = False) -> int:
         FolderUnsafe: it is no directory, another user's, closed to this one, or open to others.
         OSError: it does not exist, or cannot be made or reached.
     """
-    fd = _open(path, os.O_NOFOLLOW, makes=makes)
+    fd = _open(os.path.abspath(path), os.O_NOFOLLOW, makes=makes)
     try:
         _require_private(path, os.fstat(fd))
     except BaseException:

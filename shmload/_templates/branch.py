@@ -29,6 +29,10 @@ from shmload._templates.serving import Serving
 _NICENESS = 10
 
 
+# Some errors of the libraries name each key of a checkpoint.
+_MAX_REASON = 500
+
+
 class Branch:
     """Loads pipelines, and serves the programs that want them.
 
@@ -59,10 +63,8 @@ class Branch:
             try:
                 self._pipelines.load(requests, modules)
             except Exception as exc:  # whatever it is, programs load by themselves
-                known = isinstance(exc, Unfit)
-                self._say(
-                    State(0, 0, 0, 0, 0, str(exc) if known else f"{type(exc).__name__}: {exc}")
-                )
+                reason = str(exc) if isinstance(exc, Unfit) else f"{type(exc).__name__}: {exc}"
+                self._say(State(0, 0, 0, 0, 0, reason[:_MAX_REASON]))
                 os._exit(0)
             gc.collect()
             gc.freeze()

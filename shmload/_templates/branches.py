@@ -24,6 +24,8 @@ from shmload._templates.wire import Socket
 # While there are branches, their memory is looked at this often.
 _LOOK_S = 5.0
 _MAX_REFUSED = 64
+# A pipeline that had no branch is tried again after this time.
+_REFUSED_S = 600.0
 # In the text of a request.
 _KEPT = '"keep":true'
 
@@ -76,9 +78,8 @@ class Branches:
         self._wanted = self._notes.all()
         """What programs load together, last used first."""
         self._running: dict[Requests, _Branch] = {}
-        """In the order of their last use."""
-        self._refused: dict[Requests, str] = {}
-        """Why some pipelines have no branch."""
+        self._refused: dict[Requests, tuple[str, float]] = {}
+        """Why some pipelines have no branch, and until when none is tried."""
         self._leaving: set[int] = set()
         """Branches that drain."""
         self._looked = 0.0
@@ -98,7 +99,7 @@ class Branches:
                         [*requests], branch.state.reason)
             for requests, branch in self._running.items()
         ]  # fmt: skip
-        refused = self._refused.items()
+        refused = ((each, reason) for each, (reason, _) in self._refused.items())
         return found + [AboutBranch(0, "none", 0, 0, [*each], reason) for each, reason in refused]
 
     def hand_over(self, call: Call, program: str, channel: Socket) -> bool:
@@ -138,9 +139,8 @@ class Branches:
     def read_warmed(self) -> None:
         """Look again which pipelines `shmload warm` has read."""
         for branch in list(self._running.values()):
-            if (
-                branch.word == "imported" and not branch.state.reason
-            ):  # perhaps it can be loaded now
+            is_imported = branch.word == "imported" and not branch.state.reason
+            if is_imported:  # perhaps it can be loaded now
                 self._end(branch)
         new = [each for each in self._notes.all() if each not in self._wanted]
         self._wanted = new + self._wanted
@@ -154,14 +154,16 @@ class Branches:
         now = time.monotonic()
         if self._running and now - self._looked > _LOOK_S:
             self._looked = now
-            running = list(self._running.values())
+            running = self._least_used_first()
             private = [branch.nbytes for branch in running]
             for branch in running[: branches_to_end(private, available_nbytes())]:
                 self._end(branch)
         if not self._can_load or any(not each.state.is_ready for each in self._running.values()):
             return  # one at a time: they leave the processor to programs
-        for requests in self._wanted[:MAX_BRANCHES]:
-            if requests not in self._running and requests not in self._refused:
+        self._forget_old_refusals(now)
+        wanted = [each for each in self._wanted if each not in self._refused]
+        for requests in wanted[:MAX_BRANCHES]:
+            if requests not in self._running:
                 if has_room(available_nbytes()):
                     self._fork(requests)
                 return
@@ -181,12 +183,10 @@ class Branches:
                 found = None
             if found is None:
                 if not branch.state.is_ready:
-                    self._refused.setdefault(branch.requests, "it has ended while it loaded")
+                    self._refuse(branch.requests, "it has ended while it loaded")
                 self._end(branch)
             elif found[0].reason and not found[0].is_ready:
-                self._refused[branch.requests] = found[0].reason
-                while len(self._refused) > _MAX_REFUSED:
-                    del self._refused[next(iter(self._refused))]
+                self._refuse(branch.requests, found[0].reason)
             else:
                 branch.state = found[0]
             return True
@@ -218,24 +218,39 @@ class Branches:
         A program that is not known gets the one that was used last: what it has more than the
         template is hidden, and the program may load the same.
         """
-        ready = [each for each in reversed(self._running.values()) if each.state.is_ready]
+        ready = [each for each in reversed(self._least_used_first()) if each.state.is_ready]
         fitting = [each for each in ready if set(requests) <= set(each.requests)]
         exact = [each for each in fitting if each.requests == requests]
         return next(iter(exact + fitting), None)
 
+    def _least_used_first(self) -> list[_Branch]:
+        places = {requests: place for place, requests in enumerate(self._wanted)}
+        running = self._running.values()
+        return sorted(running, key=lambda each: -places.get(each.requests, len(places)))
+
+    def _refuse(self, requests: Requests, reason: str) -> None:
+        """Note why pipelines have no branch; the cause may pass."""
+        self._refused.setdefault(requests, (reason, time.monotonic() + _REFUSED_S))
+        while len(self._refused) > _MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+
+    def _forget_old_refusals(self, now: float) -> None:
+        for requests, (_, until) in list(self._refused.items()):
+            if until < now:
+                del self._refused[requests]
+
     def _use(self, requests: Requests) -> None:
-        self._running[requests] = self._running.pop(requests)
         self._wanted = [requests, *(each for each in self._wanted if each != requests)]
 
     def _fork(self, requests: Requests) -> None:
         if len(self._running) >= MAX_BRANCHES:
-            self._end(next(iter(self._running.values())))
+            self._end(self._least_used_first()[0])
         ours = theirs = None
         try:
             ours, theirs = wire.pair()
             pid = os.fork()
         except OSError as exc:  # no descriptor, no process or no memory is left
-            self._refused[requests] = str(exc)
+            self._refuse(requests, str(exc))
             for channel in (ours, theirs):
                 if channel:
                     channel.close()

@@ -131,7 +131,7 @@ class Connections:
                 wire.close(found[1])
                 if peer.user != os.geteuid():
                     raise PeerDiffers("it is another user's")
-                if isinstance(found[0], Call):
+                if isinstance(found[0], Call | Noted):  # both say what is to run here
                     peer.require_equal(self._own)
                 question = Question(found[0], channel, peer)
         except BlockingIOError:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from shmload._templates import messages, place, wire
+from shmload._templates import kind, messages, place, wire
 from shmload._templates.copies import Unfit, in_copy
 from shmload._templates.freshness import Freshness
 from shmload._templates.imports import require_fitness
@@ -108,6 +108,8 @@ class Pipelines:
         self._recorder.stop()
         require_fitness("the load")
         self.freshness = Freshness(but=self._stash.names)
+        # A program for which one of these has another value gets a template of its own next time.
+        kind.note_variables(self._recorder.variables)
         self._stash.hide()
 
     def _which_decode(self, requests: Sequence[str]) -> str:
@@ -135,6 +137,7 @@ class Pipelines:
             settings_before = settings()
             with _no_output():  # of an import, a program hears when it makes that
                 if must_decode:
+                    _require_libraries(names, self._stash.names)
                     for name in names:
                         with contextlib.suppress(ImportError):
                             importlib.import_module(name)
@@ -194,15 +197,14 @@ class Pipelines:
 
 def tell(path: str, noted: Noted) -> None:
     """Tell a template of pipelines; do without it if it does not listen at once."""
-    channel = wire.open_socket()
-    channel.settimeout(_TELL_TIMEOUT_S)
-    try:
-        channel.connect(path)
-        messages.send(channel, noted)
-    except (OSError, ValueError):
-        pass
-    finally:
-        channel.close()
+    with contextlib.suppress(OSError, ValueError):
+        channel = wire.open_socket()
+        try:
+            channel.settimeout(_TELL_TIMEOUT_S)
+            channel.connect(path)
+            messages.send(channel, noted)
+        finally:
+            channel.close()
 
 
 def name_of(program: Program, folder: str) -> str:

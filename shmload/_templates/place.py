@@ -122,8 +122,10 @@ def write_note(key: str, name: str, text: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with open(f"{socket_of(key)}.{name}", "w", encoding="utf-8", errors="replace") as file:
+    path = f"{socket_of(key)}.{name}"
+    with open(f"{path}.{os.getpid()}", "w", encoding="utf-8", errors="replace") as file:
         file.write(text)
+    os.replace(file.name, path)  # a reader finds it whole
 
 
 def read_note(key: str, name: str) -> str | None:

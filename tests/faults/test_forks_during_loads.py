@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import tqdm
-import transformers
+import transformers.initialization
+import transformers.modeling_utils
 
 import shmload
 from shmload._checkpoints.library import whole_libraries
