@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import tqdm
-import transformers.initialization
-import transformers.modeling_utils
 
 import shmload
 from shmload._checkpoints.library import whole_libraries
@@ -40,15 +38,20 @@ ELSEWHERE = {"_host/changes.py", "_host/forks.py", "_templates/stash.py"}
 _WAIT_S = 60
 
 
+# transformers gives a module of its own only once it is imported by its name.
+initialization = importlib.import_module("transformers.initialization")
+modeling = importlib.import_module("transformers.modeling_utils")
+
+
 @contextlib.contextmanager
 def patched():
     with (
         libraries(),
-        transformers.modeling_utils.local_torch_dtype(torch.bfloat16),
-        transformers.modeling_utils.set_quantized_state(),
-        transformers.initialization.no_init_weights(),
-        transformers.initialization.no_tie_weights(),
-        transformers.initialization.meta_device_safe_creation_ops(),
+        modeling.local_torch_dtype(torch.bfloat16),
+        modeling.set_quantized_state(),
+        initialization.no_init_weights(),
+        initialization.no_tie_weights(),
+        initialization.meta_device_safe_creation_ops(),
     ):
         yield
 
