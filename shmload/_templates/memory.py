@@ -11,7 +11,8 @@ MAX_BRANCHES = 4
 _RESERVE_NBYTES = 512 << 20
 # What a branch takes until it has loaded; it was up to 120 MiB.
 ROOM_NBYTES = 256 << 20
-# Tasks that stood still for want of memory, in percent of the last ten seconds.
+# All tasks stood still for want of memory, in percent of the last ten seconds. A host that hands out
+# fresh pages slowly has some that wait, with gigabytes available.
 _MAX_STALL = 10.0
 
 
@@ -73,9 +74,10 @@ def _rooms_of(folder: str) -> list[int]:
 
 
 def _stalls() -> float:
-    """Return how much of the last ten seconds some task has waited for memory, in percent."""
+    """Return how much of the last ten seconds all tasks have waited for memory, in percent."""
     try:
-        with open("/proc/pressure/memory", encoding="ascii") as file:
-            return float(file.readline().split("avg10=")[1].split()[0])
-    except (OSError, ValueError, IndexError):  # this kernel does not count that
+        with open("/proc/pressure/memory", encoding="ascii") as lines:
+            full = next(line for line in lines if line.startswith("full"))
+            return float(full.split("avg10=")[1].split()[0])
+    except (OSError, ValueError, IndexError, StopIteration):  # this kernel does not count that
         return 0.0
