@@ -11,8 +11,8 @@ MAX_BRANCHES = 4
 _RESERVE_NBYTES = 512 << 20
 # What a branch takes until it has loaded; it was up to 120 MiB.
 ROOM_NBYTES = 256 << 20
-# All tasks stood still for want of memory, in percent of the last ten seconds. A host that hands out
-# fresh pages slowly has some that wait, with gigabytes available.
+# All tasks stood still for want of memory, in percent of the last ten seconds. Some wait also where
+# gigabytes are available and fresh pages come slowly.
 _MAX_STALL = 10.0
 
 
