@@ -52,7 +52,7 @@ class Notes:
         Args:
             program: its name.
             requests: the pipelines.
-            modules: what it has imported for the last one.
+            modules: what it has imported for the last one; none if that was loaded ahead.
         """
         before = self._of_programs.pop(program, ())
         # If it has loaded more the last time, the rest may come yet.
@@ -62,8 +62,10 @@ class Notes:
             del self._of_programs[next(iter(self._of_programs))]
         known = {each for loaded in self._of_programs.values() for each in loaded}
         self._modules = {each: held for each, held in self._modules.items() if each in known}
-        self._modules.setdefault(requests[-1], modules)
-        _write(self._path, [list(self._of_programs.items()), self._modules])
+        if modules:
+            self._modules.setdefault(requests[-1], modules)
+        if modules or found != before:
+            _write(self._path, [list(self._of_programs.items()), self._modules])
         return found
 
 

@@ -188,9 +188,8 @@ class Pipelines:
         except UnicodeEncodeError:  # the name of a file or directory is not UTF-8
             return
         self._requests = [*self._requests, text][:_MAX_PIPELINES]
-        if way == "prepared":
-            return
-        modules = [*request.modules]
+        # One that was loaded ahead for another program is noted for this one, too.
+        modules = [] if way == "prepared" else [*request.modules]
         noted = Noted(self._program, self._requests, modules, self._template, int(way == "stale"))
         tell(self._socket, noted)
 

@@ -108,6 +108,17 @@ def test_programs_in_turn_find_theirs_ready_and_share_branches(place, sources):
     assert os.path.basename(sources[1]) in listed
 
 
+def test_program_that_finds_the_pipeline_of_another_is_noted_too(place, sources):
+    place.shmload("template", "warm")
+    run(place, "a.py", sources[0])
+    wait_until_loaded(place, 1)
+    assert has_all(run(place, "c.py", sources[0]))  # what `a.py` has loaded
+    run(place, "b.py", sources[1])
+    wait_until_loaded(place, 2)
+    assert has_all(run(place, "b.py", sources[1]))
+    assert has_all(run(place, "c.py", sources[0]))  # though another branch was used last
+
+
 def test_program_that_loads_two_pipelines_finds_both_ready(place, sources):
     place.shmload("template", "warm")
     assert run(place, "a.py", *sources) == []
