@@ -1,5 +1,6 @@
 """The judge as a process: one for all programs of a user, with bounds, that ends with its cache."""
 
+import math
 import os
 import shutil
 import signal
@@ -134,6 +135,7 @@ def judge(place, monkeypatch):
     monkeypatch.setattr(judging, "observe", lambda seconds: Load(2, 0.0, 64 << 30))
     monkeypatch.setattr(judging, "_import_libraries", lambda: None)
     monkeypatch.setattr(judging, "_STAY_S", 0.0)
+    monkeypatch.setattr(judging, "_MOST_CPU_S", math.inf)  # other tests have used some, too
     monkeypatch.setattr(judging, "_WATCH_S", 0.02)
     locks = []
 

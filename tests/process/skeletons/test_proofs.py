@@ -1,5 +1,6 @@
 """A class is looked at once; its other dtypes and checkpoints are compared without that."""
 
+import logging
 import sys
 
 import diffusers
@@ -120,7 +121,9 @@ def test_code_that_runs_in_one_dtype_alone_takes_a_look(examined, plant, proved,
     assert len(proved) == 1 + has_one
 
 
-def test_what_one_dtype_alone_says_is_repeated(examined, plant, proved):
+def test_what_one_dtype_alone_says_is_repeated(examined, plant, proved, monkeypatch):
+    # Else the handlers of pytest are code that runs in one dtype alone.
+    monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", False)
     plant("import logging; logging.getLogger('diffusers.planted').warning('planted')")
     assert not examined("bfloat16").messages
     assert [each.text for each in examined("float16").messages] == ["planted"]
