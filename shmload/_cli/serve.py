@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -162,8 +162,7 @@ def _run(
         count = workers or worker_count(parent_is_busy=False)
         chosen = [given for given in (budget, settings().budget) if given is not None]
         state = ServiceState(count, chosen[0] if chosen else default_budget())
-        with contextlib.closing(state):
-            _end_by_signals(state)
+        with contextlib.closing(state), _ending_by_signals(state):
             for warning in budget_warnings(state.budget_nbytes, segments(), file_nbytes):
                 logger.warning("%s", warning)
             state.preloading.expect(len(wanted))
@@ -188,10 +187,18 @@ def _lead_to(path: Path) -> None:
         os.environ["SHMLOAD_SOCKET"] = str(path)
 
 
-def _end_by_signals(state: ServiceState) -> None:
+@contextlib.contextmanager
+def _ending_by_signals(state: ServiceState) -> Iterator[None]:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1)
             signal.signal(number, lambda *_: state.stop())
+    # Python calls these only between two instructions. A signal that comes just before the service
+    # waits for clients must end that wait.
+    signal.set_wakeup_fd(state.signalled_fd, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
 
 
 def _serve_http(host: str, port: int, state: ServiceState) -> None:

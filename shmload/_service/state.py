@@ -56,6 +56,7 @@ class ServiceState:
         """How far the preload list is."""
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
         self._clients = 0
         self._background: list[threading.Thread] = []
 
@@ -73,6 +74,11 @@ class ServiceState:
     def wake_fd(self) -> int:
         """A descriptor that becomes readable when the service must end, and stays so."""
         return self._woken.fileno()
+
+    @property
+    def signalled_fd(self) -> int:
+        """A descriptor that makes the other readable when something is written to it."""
+        return self._wake.fileno()
 
     def stop(self) -> None:
         """Tell the service to end; a second call is fine. Safe in a signal handler."""
