@@ -71,13 +71,17 @@ class Prepared:
         pipeline: its segments are given up.
         facts: what its build depends on.
         parked: its segments.
+        draw: draws the random numbers that the load has drawn.
     """
 
-    def __init__(self, request: Request, pipeline: Any, facts: Any, parked: Any) -> None:
+    def __init__(
+        self, request: Request, pipeline: Any, facts: Any, parked: Any, draw: Callable[[], None]
+    ) -> None:
         self.request = request
         self.pipeline = pipeline
         self.facts = facts
         self.parked = parked
+        self.draw = draw
 
 
 class Hidden(Protocol):
@@ -177,6 +181,7 @@ def claim(request: Request | None) -> Any:
     for name in found.request.modules:
         if name not in sys.modules:
             importlib.import_module(name)
+    found.draw()
     _show_bar(found.pipeline)
     logger.info("%s: prepared before the program started", found.request.source)
     if on_load is not None:

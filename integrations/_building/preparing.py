@@ -20,6 +20,7 @@ from shmload._loading.verbs import plan
 from shmload._segments.messages import factory_restored
 from shmload._segments.parking import park
 from shmload._segments.view import remove_dead_views
+from shmload.integrations._building.draws import Draw, Draws, repeat
 from shmload.integrations._building.prepared import Prepared, Request, put
 from shmload.integrations._building.unchanged import Facts
 
@@ -38,6 +39,23 @@ def load(request: Request) -> Any:
         return shmload.load_pipeline(source, **_arguments_of(request))
 
 
+def load_ahead(request: Request) -> tuple[Any, tuple[Draw, ...]]:
+    """Load a pipeline, and leave torch's random state as it was before, if that can be made up for.
+
+    Returns:
+        The pipeline; and the random numbers that its load draws, which its program has to draw.
+    """
+    before = torch.get_rng_state()
+    with Draws() as draws:
+        pipeline = load(request)
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    repeat(draws.found)
+    # Otherwise something else has changed the state, and it stays changed.
+    torch.set_rng_state(before if torch.equal(torch.get_rng_state(), after) else after)
+    return pipeline, tuple(draws.found)
+
+
 def prepare(request: Request) -> set[int]:
     """Load a pipeline ahead; return the descriptors that have to stay open for it.
 
@@ -48,13 +66,13 @@ def prepare(request: Request) -> set[int]:
         folder = os.path.join(request.folder or "/", request.source)
         files = files_below(folder)
         with factory_restored(), _context_restored():
-            pipeline = load(request)
+            pipeline, draws = load_ahead(request)
         facts = Facts(folder, files, [pipeline, *pipeline.components.values()])
     finally:
         # A copy that was in the midst of this was ended.
         remove_dead_views()
     parked = park()
-    put(Prepared(request, pipeline, facts, parked))
+    put(Prepared(request, pipeline, facts, parked, lambda: repeat(draws)))
     return parked.numbers
 
 

@@ -121,7 +121,9 @@ class Tables:
             if home in hidden:
                 continue
             module = sys.modules.get(home)
-            is_here = module is None or vars(module).get(name) is value
+            # One that imports its names at their first use may not have this one yet.
+            absent = value if hasattr(type(module), "__getattr__") else None
+            is_here = module is None or vars(module).get(name, absent) is value
             if not is_here or any(_is_other(*content) for content in contents):
                 return f"{home}.{name}"
         return None

@@ -156,7 +156,7 @@ class Pipelines:
         """Load a pipeline once more, with all its modules there; return why not ahead, or ""."""
         snapshot = Snapshot()
         with _no_output() as output:
-            self._loads.load(request)
+            self._loads.load_ahead(request)
             said = output.drain()
         changes = snapshot.changes()
         if changes:

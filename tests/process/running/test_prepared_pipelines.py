@@ -52,7 +52,7 @@ sees = dict(
         if n.startswith(("diffusers", "torch", "transformers"))
         and isinstance(each, logging.Logger)
     ),
-    cwd=os.getcwd(),
+    cwd=os.getcwd(), drawn=torch.rand(4).tolist(),
 )
 with torch.no_grad():
     for model in models.values():

@@ -214,7 +214,7 @@ def ahead(saved, monkeypatch):
     pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
     request = prepared.request_of(source, torch.bfloat16, False, None)
     facts = Facts(str(source), files_below(source), [pipe, *pipe.components.values()])
-    prepared.put(Prepared(request, pipe, facts, NotParked()))
+    prepared.put(Prepared(request, pipe, facts, NotParked(), lambda: None))
     yield source, pipe
     prepared.drop()
 
