@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shmload._segments.parking import CannotResume
+from shmload._segments.parking import CannotResume, DescriptorClosed
 from shmload._wording import logger_of
 from shmload.errors import ShmloadError
 
@@ -217,6 +217,8 @@ def _why_not(prepared: Prepared) -> str | None:
                 _stale.append(prepared.request)
             return str(reason)
         prepared.parked.resume()
+    except DescriptorClosed as exc:  # by this program: the next one may use what is prepared
+        return str(exc)
     except (CannotResume, ShmloadError, OSError) as exc:
         _stale.append(prepared.request)
         return str(exc)

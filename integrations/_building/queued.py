@@ -180,14 +180,20 @@ def ask(work: Work) -> None:
     # It is handed over, and never free in between: or loads in the meantime would start one each.
     lock = Lock.try_take(waiting.lock_path)
     if lock:
-        with lock:
+        try:
             start(work.program, lock)
+        finally:  # without freeing it: the judge may have started nevertheless
             lock.leave()
 
 
 def start(program: Program, lock: Lock) -> None:
-    """Start the judge as nobody's child; it inherits the lock."""
-    with forks_wait():
+    """Start the judge as nobody's child; it inherits the lock.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    # A machine on which that takes so long has no time for a judge; the work waits for a later one.
+    with forks_wait(), contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
             ["/bin/sh", "-c", _DETACH, "sh", *program.command(lock)],
             stdin=subprocess.DEVNULL,

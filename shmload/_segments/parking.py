@@ -19,7 +19,11 @@ class CannotPark(Exception):
 
 
 class CannotResume(Exception):
-    """A segment is not there any more, or a descriptor was closed; str says which."""
+    """A segment is not there any more; str says which."""
+
+
+class DescriptorClosed(CannotResume):
+    """The program has closed a descriptor that a segment had; str says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ class Parked:
         """Take the leases again, and map the segments where they were.
 
         Raises:
-            CannotResume: a segment was removed, or a descriptor is another file's by now.
+            CannotResume: a segment was removed.
+            DescriptorClosed: a descriptor is another file's by now.
             ShmloadError: a name in /dev/shm is another user's.
         """
         segments: dict[str, Segment] = {}
@@ -90,7 +95,7 @@ class Parked:
         except OSError:
             is_ours = False
         if not is_ours:
-            raise CannotResume(f"descriptor {descriptor.number} was closed")
+            raise DescriptorClosed(f"descriptor {descriptor.number} was closed")
         opened = reopen(segment.fd)
         try:
             if descriptor.is_leased:

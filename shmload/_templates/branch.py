@@ -106,8 +106,9 @@ class Branch:
         if self._pipelines.freshness and self._pipelines.freshness.is_lost():
             refuse(channel, "stale: a package has changed")
             channel.close()
-            self._orders.shutdown(_socket.SHUT_RDWR)  # the template makes another branch then
-            return False
+            # The template makes another branch then. What it has sent before still comes.
+            self._orders.shutdown(_socket.SHUT_RDWR)
+            return True
         try:
             peer = Peer(channel)
         except OSError:  # the caller has ended

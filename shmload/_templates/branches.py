@@ -26,6 +26,8 @@ _LOOK_S = 5.0
 _MAX_REFUSED = 64
 # A pipeline that had no branch is tried again after this time.
 _REFUSED_S = 600.0
+# It has loaded for so long: a file system does not answer, say.
+_LOAD_S = 300.0
 # In the text of a request.
 _KEPT = '"keep":true'
 
@@ -37,6 +39,7 @@ class _Branch:
     pid: int
     channel: Socket
     requests: Requests
+    began: float = field(default_factory=time.monotonic)
     state: State = field(default_factory=lambda: State(0, 0, 0, 0, 0, ""))
 
     @property
@@ -80,6 +83,8 @@ class Branches:
         self._running: dict[Requests, _Branch] = {}
         self._refused: dict[Requests, tuple[str, float]] = {}
         """Why some pipelines have no branch, and until when none is tried."""
+        self._renewed: dict[Requests, float] = {}
+        """When branches that could not load were ended, since they could from then on."""
         self._leaving: set[int] = set()
         """Branches that drain."""
         self._looked = 0.0
@@ -128,10 +133,7 @@ class Branches:
         wanted = self._notes.add(noted.program, requests, noted.modules)
         self._wanted = [wanted, *(each for each in self._wanted if each != wanted)]
         for branch in list(self._running.values()):
-            # What was kept by this load can be loaded ahead from now on.
-            is_imported = branch.word == "imported" and not branch.state.reason
-            may_load = is_imported and _KEPT in requests[-1]
-            if branch.pid == noted.parent and (noted.is_stale or may_load):
+            if branch.pid == noted.parent and (noted.is_stale or self._may_load(branch, noted)):
                 self._end(branch)
         if wanted in self._running:
             self._use(wanted)
@@ -152,6 +154,7 @@ class Branches:
             Born: in a copy.
         """
         now = time.monotonic()
+        self._end_late(now)
         if self._running and now - self._looked > _LOOK_S:
             self._looked = now
             running = self._least_used_first()
@@ -211,6 +214,27 @@ class Branches:
         """Close all sockets, in a copy of the template."""
         for branch in self._running.values():
             branch.channel.close()
+
+    def _may_load(self, branch: _Branch, noted: Noted) -> bool:
+        """Tell whether a branch without its pipeline can have it now, since a load has kept it.
+
+        Once in a while: what has no room beside others is soon removed again.
+        """
+        if branch.word != "imported" or branch.state.reason or _KEPT not in noted.requests[-1]:
+            return False
+        now = time.monotonic()
+        if now - self._renewed.get(branch.requests, -_REFUSED_S) < _REFUSED_S:
+            return False
+        self._renewed = {k: v for k, v in self._renewed.items() if now - v < _REFUSED_S}
+        self._renewed[branch.requests] = now
+        return True
+
+    def _end_late(self, now: float) -> None:
+        """End a branch that loads for too long: there are no others meanwhile."""
+        for branch in list(self._running.values()):
+            if not branch.state.is_ready and now - branch.began > _LOAD_S:
+                self._refuse(branch.requests, f"its load took more than {_LOAD_S:.0f} s")
+                self._end(branch)
 
     def _choose(self, requests: Requests) -> _Branch | None:
         """Return the branch for what a program will load: its own, or one that has that and more.

@@ -6,6 +6,7 @@ lets the process do. The template itself compares the rest.
 """
 
 import os
+import resource
 import sys
 import zlib
 
@@ -51,6 +52,8 @@ def facts_of_this_process(name: str, environment: "dict[str, str] | None" = None
             sorted(read_on_import(environment or first_environment()).items()),
             # Libraries choose the size of their thread pools when they are loaded.
             sorted(os.sched_getaffinity(0)),
+            # Of the first thread the kernel sets it up at exec, and never again.
+            resource.getrlimit(resource.RLIMIT_STACK),
             sorted(inherited.said_of_this_process().items()),
             None if rights.can_enter_cgroup() else _read("cgroup"),
             rights.rights_of(),

@@ -7,11 +7,13 @@ text of its request, see `prepared.Request`; a program's pipelines are a tuple o
 import contextlib
 import json
 import os
+import time
+import zlib
 
 from shmload._templates import place
 
 _MAX_PROGRAMS = 64
-_WARMED = "warmed-pipelines"
+_WARMED = "warmed"
 _MAX_WARMED = 4
 
 Requests = tuple[str, ...]
@@ -71,18 +73,31 @@ class Notes:
 
 def warmed() -> list[str]:
     """Return the requests of the pipelines that `shmload warm` has read last, the last first."""
-    try:
-        with open(f"{place.folder()}/{_WARMED}", encoding="utf-8") as file:
-            return [str(each) for each in json.load(file)]
-    except (OSError, ValueError, TypeError, place.PlaceUnsafe):
-        return []
+    return [request for _, request, _ in _warmed()]
 
 
 def note_warmed(request: str) -> None:
     """Note a pipeline for all templates of this user, those that run and those that will."""
     with contextlib.suppress(place.PlaceUnsafe):
-        known = [each for each in warmed() if each != request]
-        _write(f"{place.folder()}/{_WARMED}", [request, *known][:_MAX_WARMED])
+        # Each in a file of its own: several may warm at once.
+        path = f"{place.folder()}/{zlib.crc32(request.encode()):08x}.{_WARMED}"
+        _write(path, [time.time_ns(), request])
+        for _, _, path in _warmed()[_MAX_WARMED:]:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _warmed() -> list[tuple[int, str, str]]:
+    """Return what `shmload warm` has noted, the last first: when, the request, the note's path."""
+    found = []
+    with contextlib.suppress(OSError, place.PlaceUnsafe):
+        for entry in os.scandir(place.folder()):
+            if entry.name.endswith(f".{_WARMED}"):
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    with open(entry.path, encoding="utf-8") as file:
+                        noted_ns, request = json.load(file)
+                    found.append((int(noted_ns), str(request), entry.path))
+    return sorted(found, reverse=True)
 
 
 def _write(path: str, value: object) -> None:

@@ -131,7 +131,8 @@ def receive(channel: "Socket") -> "tuple[Any, list[int]] | None":
             _MAX_NBYTES, _socket.CMSG_SPACE(MAX_FDS * _FD_NBYTES), _socket.MSG_CMSG_CLOEXEC
         )
     except ConnectionResetError:
-        return None
+        # The other end was closed with something unread. What it sent before still comes.
+        return receive(channel)
     fds = [
         int.from_bytes(rights[at : at + _FD_NBYTES], "little")
         for level, kind, rights in control

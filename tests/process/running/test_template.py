@@ -321,6 +321,20 @@ def test_caller_with_little_room_starts_in_the_ordinary_way(running, limit):
     assert "in the ordinary way" in ended.stderr
 
 
+def test_another_limit_of_stacks_has_a_template_of_its_own(running, template):
+    warm = 'ulimit -s 1000; "$0" -m shmload template warm; "$0" -m shmload run -v -c "print(1)"'
+    for _ in range(2):
+        ended = subprocess.run(
+            ["bash", "-c", warm, sys.executable],
+            cwd=running.work, env=running.environment, capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, timeout=_DEADLINE_S, check=False,
+        )  # fmt: skip
+        assert ended.stdout.endswith("1\n")
+        own = running.shmload("run", "-v", "-c", "print(2)")
+        assert "in the ordinary way" not in ended.stderr + own.stderr
+    assert template in [found["pid"] for found in listed(running)]
+
+
 def test_message_of_another_version_is_named():
     ours, theirs = wire.pair()
     wire.send(ours, [messages.VERSION + 1, "Look", []])
