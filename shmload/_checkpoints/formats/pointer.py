@@ -56,7 +56,7 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         )
     real = os.path.realpath(path)
     # It may have come with somebody else's model, and would use this user's credentials.
-    if why := _why_not_own(real):
+    if why := _why_not_own(real, fd):
         raise ShardMalformed(path, f"it points to an object, and {why}", remedy="give the URL")
     front = Path(f"{real}{FRONT}")
     try:
@@ -67,15 +67,21 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
     except FetchError as exc:
         raise ShardUnreadable(wanted.url, str(exc)) from exc
     with Descriptor(open_source(front)) as opened:
+        try:
+            require_own(os.fstat(opened.fd), front)
+        except PermissionError as exc:
+            raise ShardUnreadable(wanted.url, str(exc)) from exc
         return safetensors.SAFETENSORS.read_header(opened.fd, wanted.url)
 
 
-def _why_not_own(path: str) -> str | None:
-    """Return why a pointer may not be this user's own; None if it is."""
+def _why_not_own(path: str, fd: int) -> str | None:
+    """Return why an open pointer may not be this user's own; None if it is."""
     mirrors = os.path.realpath(mirrors_folder())
     if not path.startswith(f"{mirrors}{os.sep}"):
         return "is not in shmload's cache"
     try:
+        if not os.path.samestat(os.lstat(path), os.fstat(fd)):
+            return "was replaced"
         while path.startswith(mirrors):
             require_own(os.lstat(path), path)
             path = os.path.dirname(path)

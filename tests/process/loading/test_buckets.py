@@ -307,6 +307,18 @@ def test_pointer_of_another_is_not_followed(server, tmp_path):
     assert not server.asked
 
 
+def test_pointer_that_took_the_place_of_an_own_one_is_not_followed(server, tmp_path):
+    """A link led to another file when it was opened than when its place was looked at."""
+    shmload.warm(URL)
+    path = tmp_path / "model.safetensors"
+    write_pointer(path, objects.describe(f"{URL}/vae/diffusion_pytorch_model.safetensors"))
+    with path.open("rb") as file:
+        path.unlink()
+        path.symlink_to(mirror(Wanted(source=URL)) / "vae" / "diffusion_pytorch_model.safetensors")
+        with pytest.raises(shmload.ShardMalformed, match="was replaced"):
+            pointer.POINTER.read_header(file.fileno(), path)
+
+
 def test_library_does_not_take_a_pointer_for_weights(server):
     shmload.warm(URL)
     folder = mirror(Wanted(source=URL)) / "vae"
