@@ -189,6 +189,12 @@ def claim(request: Request | None) -> Any:
     return found.pipeline
 
 
+def note_versions() -> None:
+    """Note the state of all code for the claims of programs; call it when nothing changes any."""
+    for found in _waiting:
+        found.facts.note_versions()
+
+
 def put(prepared: Prepared) -> None:
     """Keep a pipeline for the program that this process becomes."""
     _waiting.append(prepared)

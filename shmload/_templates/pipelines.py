@@ -111,6 +111,7 @@ class Pipelines:
         # A program for which one of these has another value gets a template of its own next time.
         kind.note_variables(self._recorder.variables)
         self._stash.hide()
+        self._door.note_versions()
 
     def _which_decode(self, requests: Sequence[str]) -> str:
         self._stash.show_all()

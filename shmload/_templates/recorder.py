@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+# Their finalizers give memory of this process back, and nothing else.
+_UNDONE_BY_KERNEL = {"torch.library"}
+
+
 class Event:
     """Something that the import of a module did, beside making the module.
 
@@ -188,7 +192,7 @@ def change_state(name: str, went: "list[Any]", came: "list[Any]") -> None:
             os.environ[os.fsdecode(variable)] = os.fsdecode(value)
     elif name == "finalizers":
         for finalizer in came:
-            finalizer.atexit = True
+            finalizer.atexit = finalizer.peek()[1].__module__ not in _UNDONE_BY_KERNEL
     else:
         items = _lists()[name]
         for item in went:
@@ -215,9 +219,10 @@ def differences(
     ]
 
 
-def forget_exits() -> None:
-    """Have nothing called when Python ends."""
+def forget_exits(last: "Callable[[], None]") -> None:
+    """Have nothing called when Python ends, but this after all that a program registers."""
     atexit._clear()
+    atexit.register(last)
     finalize = _finalize()
     if finalize:
         for finalizer in list(finalize._registry):

@@ -80,6 +80,7 @@ class Spare:
         self._events.watch()
         self._renewal.renew_seeds()
         self._keep |= self._pipelines.descriptors
+        self._stash.touch()
         try:
             found = messages.receive(orders, Call)
         except (OSError, ValueError):

@@ -75,6 +75,8 @@ class Stash(MetaPathFinder):
         """All modules of the template, once they are hidden."""
         self._tops: set[str] = set()
         self._modules: dict[str, ModuleType] = {}
+        self._all: dict[str, ModuleType] = {}
+        """Those that were given, too."""
         self._cut: dict[str, ModuleType] = {}
         """Packages that do not show a module while it is hidden, by its name."""
         self._events: dict[str, list[tuple[int, Event]]] = {}
@@ -109,7 +111,7 @@ class Stash(MetaPathFinder):
 
         Modules that were imported before work as ever. Call it again after `show_all`.
         """
-        forget_exits()
+        forget_exits(self._take_out_all)
         for change in differences(read_state(), self._recorder.fresh):
             if change[0] != "environ":
                 change_state(*change)
@@ -123,6 +125,7 @@ class Stash(MetaPathFinder):
         # A reference would keep the main module from being the first that goes when Python ends.
         # `multiprocessing` gives it this second name.
         self._modules.pop("__mp_main__", None)
+        self._all |= self._modules
         for name, attribute in self._of_main:
             vars(self._modules[name]).pop(attribute, None)
         for name, module in self._modules.items():
@@ -147,6 +150,10 @@ class Stash(MetaPathFinder):
                 self._events.setdefault(event.module, []).append((place, event))
         self._counted = len(self._recorder.events)
         self._loggers.hide()
+
+    def touch(self) -> None:
+        """Have the kernel copy now the pages that giving the modules writes to: it counts them."""
+        list(self._modules.items())
 
     def show_all(self) -> None:
         """Have all modules in `sys.modules`, for code of the template."""
@@ -225,6 +232,16 @@ class Stash(MetaPathFinder):
                 more.
         """
         self._start_over = start_over
+
+    def _take_out_all(self) -> None:
+        """Keep Python from taking the template's modules apart when a program ends.
+
+        It would copy thousands of pages to that end, 0.1 s of them with the libraries. The
+        program's own modules go as ever.
+        """
+        for name, module in self._all.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
 
     def shadowed_in(self, folder: str) -> str | None:
         """Return a hidden module that a file in this directory would replace, or None."""
@@ -333,9 +350,11 @@ class Stash(MetaPathFinder):
         Such an import goes by the spec of the module that it finds in `sys.modules`, and would run
         the module a second time by the module's own.
         """
-        for name, module in given.items():
+        # Not all that are given: to look at one means to copy its page.
+        for name in filter(_is_imported_elsewhere, given.keys() & bootstrap._module_locks.keys()):
+            module = given[name]
             own = getattr(module, "__spec__", None)
-            if _is_imported_elsewhere(name) and not isinstance(getattr(own, "loader", 0), _Given):
+            if not isinstance(getattr(own, "loader", 0), _Given):
                 spec = self._spec_of(name, module)
                 spec.loader_state = own
                 module.__spec__ = spec
