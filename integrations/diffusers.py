@@ -198,7 +198,8 @@ def load_pipeline(
     with Ahead(stay_ahead(asked, kwargs), workers=workers, may_link=asked.may_link) as ahead:
         maker, found, dtype = choose(pipeline_class, wanted, kwargs, ahead)
         others = {"workers": workers, "progress": progress}
-        if connected := _load_connected(maker, found, wanted.dtype, asked, kwargs, others):
+        connected = _load_connected(maker, found, wanted.dtype, asked, kwargs, others)
+        if connected is not None:
             kwargs |= connected
             request = None  # its files are not looked at before one that is ready is taken
         pipe: DiffusionPipeline = load(
@@ -240,10 +241,8 @@ def _load_connected(
     asked: Asked,
     kwargs: Mapping[str, Any],
     others: dict[str, Any],
-) -> dict[str, Any]:
-    """Load what a combined pipeline takes from another source; return the components by name.
-
-    None in doubt, and if it fails: the library loads it then, or says what is wrong.
+) -> dict[str, Any] | None:
+    """Load what a combined pipeline takes from another source.
 
     Args:
         maker: of the pipeline.
@@ -252,12 +251,18 @@ def _load_connected(
         asked: the arguments about memory and devices. The components stay on the host.
         kwargs: for `from_pretrained`.
         others: for `load_pipeline`.
+
+    Returns:
+        The components by name; none in doubt, and if it fails: the library loads them then, or says
+        what is wrong. None if the pipeline takes nothing from elsewhere.
     """
-    if not isinstance(maker, PipelineMaker) or asked.is_bounded or isinstance(dtype, Mapping):
-        return {}
+    if not isinstance(maker, PipelineMaker):
+        return None
     with whole_libraries():
         found = connected_to(source, maker, kwargs)
     if found is None:
+        return None
+    if asked.is_bounded or isinstance(dtype, Mapping):
         return {}
     import torch
 

@@ -18,7 +18,7 @@ from shmload._templates.memory import (
     private_nbytes,
 )
 from shmload._templates.messages import AboutBranch, Call, Noted, State
-from shmload._templates.notes import Notes, Requests
+from shmload._templates.notes import Notes, Requests, warmed
 from shmload._templates.wire import Socket
 
 # While there are branches, their memory is looked at this often.
@@ -144,8 +144,8 @@ class Branches:
             is_imported = branch.word == "imported" and not branch.state.reason
             if is_imported:  # perhaps it can be loaded now
                 self._end(branch)
-        new = [each for each in self._notes.all() if each not in self._wanted]
-        self._wanted = new + self._wanted
+        new = [(each,) for each in warmed()]
+        self._wanted = new + [each for each in self._wanted if each not in new]
 
     def tend(self) -> None:
         """Start and end branches, as there is memory.
