@@ -156,7 +156,7 @@ def _parse(variable: str, kind: object) -> Any:
             raise ArgumentError(f"the environment variable {variable}: {exc}") from exc
     try:
         value = msgspec.convert(text, kind, strict=False)
-    except msgspec.ValidationError as exc:
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
         raise ArgumentError(
             f"the environment variable {variable} is {text!r}; it must be {_EXPECTED[kind]}"
         ) from exc

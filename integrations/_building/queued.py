@@ -24,10 +24,14 @@ from shmload._host.own_folder import private_path, runtime_folder
 
 # The judge's program. The path is the program's, which may have found its packages by changing it.
 _PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])["path"]
+import sys
+if not sys.flags.safe_path:  # another user may write to the current directory
+    sys.path[0] = sys.prefix
+import json, os
+own = os.environ.pop("_SHMLOAD_JUDGE")
+sys.path[:] = json.loads(own)["path"]
 from shmload.integrations._building.judging import main
-main(*sys.argv[1:])
+main(own, sys.argv[1])
 """
 # A shell that ends at once: the judge is then nobody's child.
 _DETACH = '"$@" &'
@@ -36,6 +40,9 @@ _LOCK = "lock"
 _TAKEN = "taken"
 # What decides how models are built, other than the path; no secret is among it.
 _VARIABLES = ("DIFFUSERS_", "SHMLOAD_", "TRANSFORMERS_")
+# What interpreter and libraries read beside these.
+_OF_IMPORTS = ("CUDA_", "HF_", "HOME", "LANG", "LC_", "LD_", "MKL_", "OMP_", "PATH", "PYTHON",
+               "PYTORCH_", "TMPDIR", "TORCH", "TZ", "USER", "XDG_")  # fmt: skip
 # More is not kept, nor what no program has asked for again within this time, in seconds.
 _MOST_WAITING = 64
 _MOST_AGE_S = 3600.0
@@ -55,18 +62,26 @@ class Program(msgspec.Struct, frozen=True):
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         variables = (each for each in os.environ.items() if each[0].startswith(_VARIABLES))
         kept = (each for each in variables if each[0] != "SHMLOAD_CACHE_DIR")
-        return cls(sys.executable, tuple(flags), tuple(sys.path), tuple(sorted(kept)))
+        path = tuple(map(os.path.abspath, sys.path))  # the judge is elsewhere
+        return cls(sys.executable, tuple(flags), path, tuple(sorted(kept)))
 
     def command(self, lock: Lock) -> list[str]:
         """Return the command line of its judge, which inherits the lock."""
-        own = msgspec.json.encode(self).decode()
-        return [self.executable, *self.flags, "-c", _PROGRAM, own, str(lock.fd)]
+        return [self.executable, *self.flags, "-c", _PROGRAM, str(lock.fd)]
 
     @property
     def environment(self) -> dict[str, str]:
-        """This process's environment with the program's variables."""
-        others = {k: v for k, v in os.environ.items() if not k.startswith(_VARIABLES)}
-        return others | dict(self.variables)
+        """What this process's environment has for imports, with the program's variables.
+
+        Of the rest a judge must know nothing: it outlives the program, and works for others.
+        """
+        own = msgspec.json.encode(self).decode()  # other users can read a command line
+        others = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_OF_IMPORTS) and not name.endswith("TOKEN")
+        }
+        return others | dict(self.variables) | {"_SHMLOAD_JUDGE": own}
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +219,7 @@ def start(program: Program, lock: Lock) -> None:
             timeout=10,
             pass_fds=[lock.fd],
             env=program.environment,
+            cwd="/",
         )
 
 

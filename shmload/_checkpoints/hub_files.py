@@ -36,7 +36,10 @@ def hub_file_of(url: str) -> HubFile | None:
     Raises:
         ArgumentError: it names a repository and no file.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as exc:
+        raise ArgumentError(f"{url} is no URL: {exc}") from exc
     own = urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc
     if parts.scheme not in ("http", "https") or parts.netloc not in {*_HOSTS, own} - {""}:
         return None

@@ -42,12 +42,15 @@ class Identity(msgspec.Struct, frozen=True):
 def identify(path: str | os.PathLike[str], found: os.stat_result) -> Identity:
     """Return the identity of a file from its path and what fstat says of it.
 
-    A hub cache names each blob by its sha256, so that two snapshots, or a file downloaded twice,
-    are one. Elsewhere the inode number alone is not enough: ext4 reuses a number at once.
+    A hub cache of this user or of root names each blob by its sha256, so that two snapshots, or a
+    file downloaded twice, are one. Elsewhere the inode number alone is not enough: ext4 reuses a
+    number at once.
     """
     real = os.path.realpath(path)
     folder, name = os.path.split(real)
-    if os.path.basename(folder) == "blobs" and _SHA256.fullmatch(name):
+    # Another user may have given any name to any bytes.
+    is_own = found.st_uid in (os.geteuid(), 0)
+    if is_own and os.path.basename(folder) == "blobs" and _SHA256.fullmatch(name):
         stamp = f"sha256={name}"
     else:
         _, *rest = Fingerprint.of(found)

@@ -57,7 +57,7 @@ def say(*lines: str, err: bool = False) -> None:
 
 def print_page(page: Page) -> None:
     """Print tables: on a terminal in colours and no wider than that, else complete."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    width = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
     click.echo(page.text(width, color=True))  # click drops the colours unless it is a terminal
 
 

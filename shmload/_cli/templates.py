@@ -25,11 +25,23 @@ def template_group() -> None:
     """Show, start and end the templates of `shmload run`."""
 
 
+def _templates() -> list[look.Template]:
+    """Return the templates of this user.
+
+    Raises:
+        TemplateUnavailable: their directory is not this user's alone.
+    """
+    try:
+        return list(look.templates())
+    except place.PlaceUnsafe as exc:
+        raise TemplateUnavailable("default", str(exc)) from exc
+
+
 @template_group.command("ls")
 @as_json_option
 def ls_command(as_json: bool) -> None:
     """List the templates that run, and the modules that they leave out."""
-    found = list(look.templates())
+    found = _templates()
     starting = len(place.importing())
     if as_json:
         listed = [dataclasses.asdict(template) for template in found]
@@ -93,7 +105,7 @@ def warm_command(name: str, modules: tuple[str, ...], as_json: bool) -> None:
     """Start the template that programs of this terminal would use, and wait until it serves."""
     try:
         found = look.start_and_wait(name, modules)
-    except (look.NotStarted, OSError) as exc:
+    except (look.NotStarted, place.PlaceUnsafe, OSError) as exc:
         raise TemplateUnavailable(name, str(exc)) from exc
     if as_json:
         print_json("template warm", template=dataclasses.asdict(found))
@@ -109,7 +121,7 @@ def warm_command(name: str, modules: tuple[str, ...], as_json: bool) -> None:
 @as_json_option
 def stop_command(as_json: bool) -> None:
     """End all templates of this user. Programs that run go on, and theirs end with them."""
-    found = list(look.templates())
+    found = _templates()
     for template in found:
         look.end(template)
     if as_json:

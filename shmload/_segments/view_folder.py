@@ -9,6 +9,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -42,12 +43,25 @@ def staging_for(directory: str) -> str:
 
 
 def read_marker(directory: str) -> ViewRecord | None:
-    """Return what a view directory says of itself; None if it is none."""
+    """Return what a view directory says of itself; None if it is none of this user.
+
+    It may have come with somebody's files, so what it names must lie in the directory.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        content = Path(directory, MARKER).read_bytes()
-        return decode_paths(content, ViewRecord)
+        with open(os.open(os.path.join(directory, MARKER), flags), "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid not in (os.geteuid(), 0) or not stat.S_ISREG(found.st_mode):
+                return None
+            record = decode_paths(file.read(), ViewRecord)
     except (OSError, ValueError):
         return None
+    return record if all(map(_is_inside, (*record.links, *record.copies))) else None
+
+
+def _is_inside(path: str) -> bool:
+    """Tell whether a path of a record stays in its directory."""
+    return not os.path.isabs(path) and ".." not in path.split("/")
 
 
 def is_intact(record: ViewRecord) -> bool:
@@ -162,15 +176,21 @@ def take_down(staging: str, directory: str) -> str:
 
 def _remove_own(folder: str, record: ViewRecord) -> None:
     """Remove the links and copies of a record; a link that leads elsewhere now is not ours."""
-    root = Path(folder)
+    root = Path(os.path.realpath(folder))
     for path, target in record.links.items():
         with contextlib.suppress(OSError):
-            if os.readlink(root / path) == target:
+            if _leads_inside(root, path) and os.readlink(root / path) == target:
                 (root / path).unlink()
     for path in record.copies:
         with contextlib.suppress(OSError):
-            (root / path).unlink()
+            if _leads_inside(root, path):
+                (root / path).unlink()
     (root / MARKER).unlink(missing_ok=True)
+
+
+def _leads_inside(root: Path, path: str) -> bool:
+    """Tell whether the folders of a path are in a directory, and no links out of it."""
+    return Path(os.path.realpath((root / path).parent)).is_relative_to(root)
 
 
 def _remove_empty(folder: str) -> None:

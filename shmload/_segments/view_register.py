@@ -162,7 +162,7 @@ def _locked(key: str, what: str, timeout_s: float) -> Iterator[None]:
     while True:
         try:
             open_folder(path.parent, make=True).close()
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             raise _unwritable(path, exc) from exc
         try:

@@ -4,7 +4,7 @@ import os
 import sys
 
 from shmload._templates.messages import Program
-from shmload._templates.plain import flags_of_this_process, run_plainly
+from shmload._templates.plain import SHMLOAD, flags_of_this_process, run_plainly
 from shmload._templates.redirecting import VARIABLE
 
 TYPE_CHECKING = False
@@ -104,7 +104,7 @@ def _start_again(options: list[str], rest: list[str]) -> "NoReturn":
     """Become an interpreter with options of its own, which a program cannot get later."""
     with open("/proc/self/environ", "rb", buffering=0) as file:  # Python has changed some
         pairs = [entry.partition(b"=") for entry in file.read().split(b"\0") if entry]
-    words = [sys.executable, *flags_of_this_process(), *options, "-m", "shmload", "run", *rest]
+    words = [sys.executable, *flags_of_this_process(), *options, "-c", SHMLOAD, "run", *rest]
     os.execve(sys.executable, words, {name: value for name, _, value in pairs})
 
 

@@ -63,7 +63,7 @@ class Keeper:
         if look.keep(place.socket_of(key)) or place.is_taken(key):
             return
         # A process of its own: this one has threads, and a copy of it would have their locks.
-        command = [sys.executable, *plain.flags_of_this_process(), "-m", "shmload", "template"]
+        command = [sys.executable, *plain.flags_of_this_process(), "-c", plain.SHMLOAD, "template"]
         self._starting = subprocess.Popen(
             [*command, "warm", "--name", self._name],
             stdin=subprocess.DEVNULL,

@@ -14,10 +14,20 @@ if TYPE_CHECKING:
     from shmload._templates.messages import Program
 
 
+SHMLOAD = """\
+import sys
+if not sys.flags.safe_path:
+    sys.path[0] = sys.prefix
+from shmload.__main__ import run
+run()
+"""
+"""The code of the program `shmload`. Unlike `-m` it imports nothing from the current directory."""
+
+
 def flags_of_this_process() -> list[str]:
     """Return the options with which this interpreter was started, as they were given."""
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
-    return before[:-1] if before[-1:] == ["-m"] else before
+    return before[:-1] if before[-1:] in (["-m"], ["-c"]) else before
 
 
 def command_of(program: "Program") -> list[bytes]:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,21 @@ def site(running):
         (folder / name).write_text(text)
     running.environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     running.start_template(["pack.__main__", "pack.alone", "single", "eager"])
+
+
+def test_option_of_python_has_nothing_imported_from_the_current_folder(running):
+    """Another user may write there, and the script may lie elsewhere."""
+    folder = running.work / "open"
+    folder.mkdir()
+    for name in ("shmload", "json"):
+        (folder / f"{name}.py").write_text("print('planted')\n")
+    script = running.work / "hello.py"
+    script.write_text("print('hello')\n")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("shmload"), "run", "-X", "dev", script], cwd=folder,
+        env=running.environment, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("hello\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("name", ["pack", "pack.alone", "pack.part", "single", "eager.part"])

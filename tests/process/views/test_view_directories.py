@@ -1,5 +1,6 @@
 """A view directory stays, its segments are pinned, and another build replaces it in one step."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -199,6 +200,40 @@ def test_moved_directory_is_known_at_its_new_place(folder, place, tmp_path):
     (listed,) = shmload.view_directories()
     assert (listed.directory, listed.state) == (str(tmp_path / "moved"), "ready")
     assert pinned() == [True] * 3
+
+
+@pytest.mark.parametrize("kind", ["absolute", "above", "link"])
+def test_directory_that_came_with_a_marker_has_nothing_outside_removed(place, tmp_path, kind):
+    """Such as one that was unpacked: its marker is this user's, and names what it likes."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    place.mkdir(parents=True)
+    (place / "away").symlink_to(tmp_path)
+    name = {"absolute": str(precious), "above": "../precious", "link": "away/precious"}[kind]
+    record = {
+        "directory": str(place), "arguments": {"source": str(place)}, "build": "0" * 16,
+        "made_at": 0, "segments": [], "nbytes": 0, "links": {}, "copies": {name: "x"},
+    }  # fmt: skip
+    (place / MARKER).write_text(json.dumps(record))
+    with contextlib.suppress(shmload.ShmloadError):
+        shmload.remove_view_directory(place)
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_directory_with_another_users_marker_is_none(folder, place):
+    shmload.view_directory(folder, place, dtype="bfloat16")
+    os.chown(place / MARKER, 1, 1)
+    with pytest.raises(shmload.ShmloadError):
+        shmload.view_directory(folder, place, dtype="bfloat16")
+
+
+@pytest.mark.timeout(60)
+def test_pipe_in_place_of_a_marker_does_not_hang(place):
+    place.mkdir(parents=True)
+    os.mkfifo(place / MARKER)
+    with pytest.raises(shmload.ViewNotFound):
+        shmload.remove_view_directory(place)
 
 
 def test_copied_directory_is_another_one(folder, place, tmp_path):

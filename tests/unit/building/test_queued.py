@@ -1,11 +1,13 @@
 """What waits for the judge: newest first, and no more than its programs may come back for."""
 
 import os
+import subprocess
 import time
 
 import msgspec
 import pytest
 
+from shmload._host.lock import Lock
 from shmload.integrations._building import queued
 from shmload.integrations._building.queued import Program, Queue, Work
 
@@ -120,3 +122,28 @@ def test_program_knows_what_decides_a_build_and_no_secret(monkeypatch):
     assert environment["DIFFUSERS_VERBOSITY"] == "error"
     assert "TRANSFORMERS_VERBOSITY" not in environment
     assert "SHMLOAD_CACHE_DIR" not in environment
+    assert "secret" not in environment.values()
+
+
+def test_judge_imports_nothing_from_the_folder_in_which_a_program_ran(tmp_path, monkeypatch):
+    """Another user may write there; a script does not import from there either."""
+    for name in ("json", "shmload", "msgspec"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    program = Program.of_this_process()
+    with Lock.try_take(tmp_path / "lock") as lock:  # nothing waits: it ends
+        done = subprocess.run(
+            program.command(lock), env=program.environment, pass_fds=[lock.fd], check=False,
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_judge_finds_the_modules_that_its_program_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.syspath_prepend("below")
+    path = Program.of_this_process().path
+    assert {str(tmp_path), str(tmp_path / "below")} <= {*path}
+    assert all(map(os.path.isabs, path))

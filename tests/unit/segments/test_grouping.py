@@ -160,6 +160,17 @@ def test_versions_of_a_changed_source_are_models_apart():
     assert first.id != second.id
 
 
+def test_blob_of_another_user_is_not_known_by_its_name(tmp_path):
+    """Whoever names a file by a digest need not have the bytes."""
+    path = tmp_path / "blobs" / ("a" * 64)
+    path.parent.mkdir()
+    path.touch()
+    found = os.stat(path)
+    assert identify(path, found).stamp == f"sha256={path.name}"
+    foreign = os.stat_result([*found[:4], os.geteuid() + 1, *found[5:]])
+    assert not identify(path, foreign).stamp.startswith("sha256=")
+
+
 def test_variants_are_models_apart(tmp_path):
     folders = [tmp_path / name for name in ("unet", "vae")]
     for folder in folders:
