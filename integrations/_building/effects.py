@@ -214,7 +214,13 @@ def _message(said: Message | logging.LogRecord) -> Message:
 
 def hears_details() -> bool:
     """Tell whether this process hears what the model libraries say below a warning."""
-    return any(logging.getLogger(name).isEnabledFor(logging.INFO) for name in _DETAILED)
+    if any(logging.getLogger(name).isEnabledFor(logging.INFO) for name in _DETAILED):
+        return True
+    beginnings = tuple(f"{name}." for name in _DETAILED)
+    return any(
+        name.startswith(beginnings) and 0 < getattr(each, "level", 0) <= logging.INFO
+        for name, each in list(logging.root.manager.loggerDict.items())
+    )
 
 
 def say(messages: Iterable[Message]) -> None:

@@ -37,6 +37,7 @@ from shmload.integrations._building.draws import Draw, repeat
 from shmload.integrations._building.effects import Message
 from shmload.integrations._building.hooks import take_numbers
 from shmload.integrations._building.pickling import Files, Models, PickledModels, unpickle_models
+from shmload.integrations._building.state import replaced_name
 
 logger = logger_of(__name__)
 
@@ -111,7 +112,8 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
         """Return why this process cannot use it; None if it can."""
         if self.models is None or self.conditions is None:
             return self.reason
-        return why_unmet(self.conditions)
+        name = replaced_name()
+        return f"{name} was replaced" if name else why_unmet(self.conditions)
 
     @property
     def should_be_made_again(self) -> bool:

@@ -129,6 +129,26 @@ class Tables:
         return None
 
 
+def replaced_name() -> str | None:
+    """Return a name of a lazy package that leads elsewhere than to its module; None if none does.
+
+    A program that puts a class of its own there has the libraries build that.
+    """
+    for home, package in list(sys.modules.items()):
+        if home.partition(".")[0] not in _LIBRARIES or not isinstance(package, types.ModuleType):
+            continue
+        fetched = vars(package)
+        homes = fetched.get("_class_to_module", {})
+        for name in homes.keys() & fetched.keys():
+            origin = sys.modules.get(f"{home}.{homes[name]}")
+            value = fetched[name]
+            if isinstance(value, types.ModuleType) or origin is None:
+                continue
+            if getattr(origin, name, value) is not value:
+                return f"{home}.{name}"
+    return None
+
+
 def _with_inner(dicts: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
     inner = [each for held in dicts for each in dict.values(held) if isinstance(each, dict)]
     return dicts + inner

@@ -3,6 +3,7 @@
 It compares; it reads no file and runs no code of a library.
 """
 
+import builtins
 import ctypes
 import os
 import sys
@@ -16,9 +17,10 @@ import torch
 from shmload._host.fingerprint import Fingerprint, files_below
 from shmload.integrations._building.effects import hears_details
 from shmload.integrations._building.inside import what_is_behind
-from shmload.integrations._building.state import Tables, constants, modes, other_mode
+from shmload.integrations._building.state import Tables, constants, modes, other_mode, replaced_name
 
 _OTHER_VARIABLES = {"SHMLOAD_REDIRECT"}  # says how a call came here, not what it does
+_BUILTINS = frozenset(name for name in vars(builtins) if not name.startswith("_"))
 _OF_PROGRAMS = {"__main__", "__mp_main__"}
 _VARIABLES = ("DIFFUSERS_", "HF_", "SHMLOAD_", "TRANSFORMERS_")
 
@@ -57,6 +59,7 @@ class Facts:
             _noted.get(id(module)) or (home, module, _code_in(module))
             for home, module in _modules()
         ]
+        self._homes = {home: module for home, module, _ in self._code}
         self._dicts = array("Q", [id(vars(owner)) for _, owner, _ in self._code])
         self._versions: array[int] | None = None
         """Of each of these dicts, see `note_versions`."""
@@ -96,12 +99,20 @@ class Facts:
             return "a variable has changed"
         if (name := self._tables.changed(hidden)) is not None:
             return f"{name} has other entries"
+        for home, module in list(sys.modules.items()):
+            if self._homes.get(home, module) is not module:
+                return f"the module {home} was replaced"
+        if name := replaced_name():
+            return f"{name} was replaced"
         for home, owner, code in self._changed():
-            if home in hidden or code.items() <= vars(owner).items():
+            if home in hidden:
                 continue
-            for name, value in code.items():
-                if _bare(vars(owner).get(name)) is not _bare(value):
+            now = vars(owner)
+            for name, value in () if code.items() <= now.items() else code.items():
+                if _bare(now.get(name)) is not _bare(value):
                     return f"{owner.__name__}.{name} was replaced"
+            if added := [n for n in _BUILTINS & now.keys() - code.keys() if callable(now[n])]:
+                return f"{owner.__name__}.{min(added)} was added"
         for home, kind, content in self._classes:
             if home not in hidden and (name := _other_name(content, _content_of(kind))):
                 return f"{kind.__name__}.{name} was replaced"
@@ -191,12 +202,24 @@ def _other_name(before: dict[str, object], now: dict[str, object]) -> str | None
 
 
 def _code_in(owner: ModuleType | type) -> dict[str, object]:
-    """Return the functions and classes of a module or class."""
+    """Return the functions and classes of a module or class; of a module, the modules too."""
     kinds = (FunctionType, type, classmethod, staticmethod, property)
+    is_other = _is_code_too if isinstance(owner, ModuleType) else lambda *_: False
     kept = vars(owner).get("_class_to_module", ())  # a lazy package gives these again when asked
     return {
         name: value
         for name, value in list(vars(owner).items())
         # Not isinstance: some objects warn when they are asked for their class.
-        if issubclass(type(value), kinds) and name not in kept
+        if name not in kept
+        and (issubclass(type(value), kinds) or is_other(owner.__name__, name, value))
     }
+
+
+def _is_code_too(home: str, name: str, value: object) -> bool:
+    """Tell whether a name in a module leads to code that has no kind of its own in Python."""
+    if name.startswith("__") or name.endswith("hook"):  # programs set those of `sys`
+        return False
+    if issubclass(type(value), ModuleType):
+        is_below = sys.modules.get(f"{home}.{name}") is value  # its import sets it
+        return not is_below and vars(value).get("__name__") not in _OF_PROGRAMS
+    return callable(value)

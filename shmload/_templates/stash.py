@@ -120,7 +120,9 @@ class Stash(MetaPathFinder):
         before = self._modules
         hidden = [name for name in sys.modules if name not in self._known]
         self._modules = {name: sys.modules.pop(name) for name in hidden}
-        self._places = {name: place for place, name in enumerate(hidden)}
+        # The main module's second name is no hidden module, and has its place nevertheless.
+        second = {n: place for n, place in self._places.items() if n == "__mp_main__"}
+        self._places = second | {name: place for place, name in enumerate(hidden)}
         new = [name for name in hidden if name not in before]
         # A reference would keep the main module from being the first that goes when Python ends.
         # `multiprocessing` gives it this second name.
@@ -419,15 +421,27 @@ def _do_again(event: Event) -> None:
     match event.kind:
         case "said":
             fd, raw = event.what
-            stream = sys.stdout if fd == 1 else sys.stderr
-            if stream:
-                stream.flush()
-                os.write(fd, raw)
+            _write_again(sys.stdout if fd == 1 else sys.stderr, fd, raw)
         case "changed":
             change_state(*event.what)
         case "registered":
             function, args, kwargs = event.what
             atexit.register(function, *args, **kwargs)
+
+
+def _write_again(stream: Any, fd: int, raw: bytes) -> None:
+    """Write what an import has written, to the stream that the program has for that now."""
+    if stream is None:
+        return
+    stream.flush()
+    try:
+        is_plain = stream.fileno() == fd
+    except (AttributeError, OSError, ValueError):  # a stream in memory
+        is_plain = False
+    if is_plain:
+        os.write(fd, raw)
+    else:
+        stream.write(raw.decode(errors="replace"))
 
 
 def _forget_lazy_names(module: ModuleType) -> None:

@@ -148,6 +148,20 @@ def test_first_run_finds_ready_what_was_warmed(place, sources):
     assert has_all(run(place, "b.py", sources[1]))
 
 
+def test_program_of_a_branch_gets_objects_of_its_own_classes_from_other_processes(place, sources):
+    (place.work / "spawns.py").write_text(
+        "import multiprocessing\n"
+        "class Result:\n    def __init__(self, number): self.number = number\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print([each.number for each in pool.map(Result, [1, 2])])\n"
+    )
+    place.shmload("template", "warm")
+    run(place, "a.py", sources[0])
+    wait_until_loaded(place, 1)
+    assert run(place, "spawns.py") == [1, 2]
+
+
 def test_killed_branch_is_replaced_and_its_program_goes_on(place, sources):
     place.shmload("template", "warm")
     assert run(place, "a.py", sources[0]) == []

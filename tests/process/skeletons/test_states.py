@@ -3,10 +3,13 @@
 Both a skeleton and a pipeline that was loaded ahead: the load gives what the library gives there.
 """
 
+import builtins
 import contextlib
 import copy
+import logging
 import sys
 import warnings
+from types import ModuleType
 
 import diffusers
 import pytest
@@ -22,7 +25,9 @@ import shmload
 from shmload._host.fingerprint import files_below
 from shmload.integrations._building import build, prepared
 from shmload.integrations._building.conditions import Trace, conditions_of, why_unmet
+from shmload.integrations._building.pickling import PickledModels
 from shmload.integrations._building.prepared import Prepared
+from shmload.integrations._building.skeletons import Skeleton
 from shmload.integrations._building.state import MODES, constants
 from shmload.integrations._building.unchanged import Facts
 
@@ -88,6 +93,29 @@ CHANGES = {
 }
 
 
+def _other(*args, **kwargs):
+    raise AssertionError
+
+
+# What a program may put into libraries, and what is said of it.
+PATCHES = {
+    "torch.linspace was replaced": lambda patch: patch.setattr(torch, "linspace", _other),
+    "builtins.input was replaced": lambda patch: patch.setattr(builtins, "input", _other),
+    "diffusers.DDIMScheduler was replaced": lambda patch: patch.setattr(
+        diffusers, "DDIMScheduler", diffusers.EulerDiscreteScheduler
+    ),
+    "diffusers.schedulers.scheduling_ddim.torch was replaced": lambda patch: patch.setattr(
+        "diffusers.schedulers.scheduling_ddim.torch", object()
+    ),
+    "diffusers.configuration_utils.open was added": lambda patch: patch.setattr(
+        diffusers.configuration_utils, "open", _other, raising=False
+    ),
+    "the module diffusers was replaced": lambda patch: patch.setitem(
+        sys.modules, "diffusers", ModuleType("diffusers")
+    ),
+}
+
+
 @pytest.fixture(autouse=True)
 def _usual_filters():
     """Undo the filters of pytest: a program that asks for all warnings gets nothing made ahead."""
@@ -116,6 +144,44 @@ def test_other_mode_is_noticed(conditions, tmp_path, name):
     # Some are set by others: the precision of products is that of TF32.
     assert all(reason and reason.endswith("it is another") for reason in reasons)
     assert (facts.why_changed(), why_unmet(conditions)) == (None, None)
+
+
+@pytest.mark.parametrize("has_versions", [False, True])
+@pytest.mark.parametrize("reason", PATCHES)
+def test_patch_is_noticed(tmp_path, monkeypatch, reason, has_versions):
+    assert diffusers.DDIMScheduler
+    facts = Facts(str(tmp_path), {}, [])
+    if has_versions:
+        facts.note_versions()
+    assert facts.why_changed() is None
+    with monkeypatch.context() as patch:
+        PATCHES[reason](patch)
+        assert facts.why_changed() == reason
+    assert facts.why_changed() is None
+
+
+def test_hook_of_a_program_is_no_patch(tmp_path, monkeypatch):
+    facts = Facts(str(tmp_path), {}, [])
+    monkeypatch.setattr(sys, "excepthook", _other)
+    assert facts.why_changed() is None
+
+
+def test_skeleton_is_not_used_after_a_class_of_a_lazy_package_was_replaced(monkeypatch, conditions):
+    skeleton = Skeleton(
+        source="", root="", class_name="", dtype="",
+        models=PickledModels(stamps={}, tensors=[], models=b""),
+        conditions=conditions,
+    )  # fmt: skip
+    assert skeleton.why_not() is None
+    monkeypatch.setattr(diffusers, "AutoencoderTiny", diffusers.AutoencoderKL)
+    assert skeleton.why_not() == "diffusers.AutoencoderTiny was replaced"
+
+
+def test_logger_of_one_module_that_hears_details_is_noticed(tmp_path):
+    facts = Facts(str(tmp_path), {}, [])
+    logger = logging.getLogger("diffusers.pipelines.pipeline_utils")
+    with setting(logger.setLevel, "DEBUG", logging.NOTSET):
+        assert facts.why_changed() == "the libraries are asked to log more than warnings"
 
 
 def test_higher_recursion_limit_is_none(tmp_path):
