@@ -1,8 +1,9 @@
 """Whether a file is still what it was.
 
 Guarantee: a file that was written to or replaced since has another fingerprint, whatever size and
-times it was given: no program sets the time at which the kernel has changed an inode. Links are
-followed, as loads follow them. Templates import this module, so it imports little.
+times it was given: no program sets the time at which the kernel has changed an inode. Not so a
+write through a shared mapping to a page that was written to before: the kernel notes no time. Links
+are followed, as loads follow them. Templates import this module, so it imports little.
 """
 
 import os
