@@ -211,13 +211,14 @@ def _code_in(owner: ModuleType | type) -> dict[str, object]:
         for name, value in list(vars(owner).items())
         # Not isinstance: some objects warn when they are asked for their class.
         if name not in kept
+        and not (owner is sys and name.endswith("hook"))  # programs set those
         and (issubclass(type(value), kinds) or is_other(owner.__name__, name, value))
     }
 
 
 def _is_code_too(home: str, name: str, value: object) -> bool:
     """Tell whether a name in a module leads to code that has no kind of its own in Python."""
-    if name.startswith("__") or name.endswith("hook"):  # programs set those of `sys`
+    if name.startswith("__"):
         return False
     if issubclass(type(value), ModuleType):
         is_below = sys.modules.get(f"{home}.{name}") is value  # its import sets it

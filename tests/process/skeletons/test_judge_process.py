@@ -22,9 +22,10 @@ _DEADLINE_S = 30.0
 # Stands for the judge: says that it was started, and holds the lock until the pipe has a writer.
 _WAITS = """
 import os, sys
-with open(os.environ["STARTED"], "a") as file:
+place = os.environ["XDG_RUNTIME_DIR"]
+with open(f"{place}/started", "a") as file:
     file.write("once\\n")
-open(os.environ["PIPE"]).read()
+open(f"{place}/pipe").read()
 """
 
 
@@ -32,8 +33,6 @@ open(os.environ["PIPE"]).read()
 def place(tmp_path, monkeypatch):
     """A queue of this test's own, and a judge that only waits."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setenv("STARTED", str(tmp_path / "started"))
-    monkeypatch.setenv("PIPE", str(tmp_path / "pipe"))
     monkeypatch.setattr(queued, "_PROGRAM", _WAITS)
     os.mkfifo(tmp_path / "pipe")
     yield queued.queue()

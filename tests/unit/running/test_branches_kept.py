@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmload._templates import branches
+from shmload._templates import branches, notes
 from shmload._templates.branches import Branches
 from shmload._templates.messages import Noted, State
 
@@ -45,8 +45,9 @@ def children(monkeypatch):
 
 
 @pytest.fixture
-def kept(clock, children, tmp_path):
+def kept(clock, children, tmp_path, monkeypatch):
     """The branches of a template, of which one has just begun to load a pipeline."""
+    monkeypatch.setattr(notes, "warmed", list)
     kept = Branches(tmp_path.name, select.poll(), None, can_load=True)
     kept.note(Noted("program", [_REQUEST], ["module"], 0, 0))
     kept.tend()
