@@ -122,8 +122,9 @@ def test_code_that_runs_in_one_dtype_alone_takes_a_look(examined, plant, proved,
 
 
 def test_what_one_dtype_alone_says_is_repeated(examined, plant, proved, monkeypatch):
-    # Else the handlers of pytest are code that runs in one dtype alone.
+    # Else the handlers, those of pytest and of tests before, are code that runs in one dtype alone.
     monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", False)
+    monkeypatch.setattr(logging.getLogger("diffusers"), "handlers", [logging.NullHandler()])
     plant("import logging; logging.getLogger('diffusers.planted').warning('planted')")
     assert not examined("bfloat16").messages
     assert [each.text for each in examined("float16").messages] == ["planted"]
