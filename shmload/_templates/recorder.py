@@ -192,7 +192,9 @@ def change_state(name: str, went: "list[Any]", came: "list[Any]") -> None:
             os.environ[os.fsdecode(variable)] = os.fsdecode(value)
     elif name == "finalizers":
         for finalizer in came:
-            finalizer.atexit = finalizer.peek()[1].__module__ not in _UNDONE_BY_KERNEL
+            if alive := finalizer.peek():
+                home = getattr(alive[1], "__module__", None)
+                finalizer.atexit = home not in _UNDONE_BY_KERNEL
     else:
         items = _lists()[name]
         for item in went:

@@ -35,6 +35,7 @@ def test_variables_that_change_after_the_first_use_have_no_effect(monkeypatch):
     [
         ("SHMLOAD_WORKERS", "all", "a whole number"),
         ("SHMLOAD_WORKERS", "2.5", "a whole number"),
+        ("SHMLOAD_WORKERS", "\udcff", "a whole number"),  # bytes that are no text
         ("HF_PARALLEL_LOADING_WORKERS", "many", "a whole number"),
         ("SHMLOAD_INLINE_NBYTES", "64 MiB", "a whole number"),
         ("SHMLOAD_STALL_TIMEOUT_S", "2s", "a number of seconds from 0 to 2000000"),

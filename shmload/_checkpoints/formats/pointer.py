@@ -77,11 +77,11 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
 def _why_not_own(path: str, fd: int) -> str | None:
     """Return why an open pointer may not be this user's own; None if it is."""
     mirrors = os.path.realpath(mirrors_folder())
-    if os.path.lexists(mirrors_folder()) and os.lstat(mirrors_folder()).st_uid != os.geteuid():
-        return f"{mirrors_folder()} is another user's"
     if not path.startswith(f"{mirrors}{os.sep}"):
         return "is not in shmload's cache"
     try:
+        if os.lstat(mirrors_folder()).st_uid not in (os.geteuid(), 0):  # it may be a link
+            return f"{mirrors_folder()} is another user's"
         if not os.path.samestat(os.lstat(path), os.fstat(fd)):
             return "was replaced"
         while path.startswith(mirrors):

@@ -319,6 +319,23 @@ def test_pointer_that_took_the_place_of_an_own_one_is_not_followed(server, tmp_p
             pointer.POINTER.read_header(file.fileno(), path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give links away")
+def test_pointer_below_another_users_link_in_the_cache_is_not_followed(server, configure, tmp_path):
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    path = folder / "model.safetensors"
+    write_pointer(path, objects.describe(f"{URL}/vae/diffusion_pytorch_model.safetensors"))
+    (tmp_path / "shared").mkdir()
+    link = tmp_path / "shared" / "remote"
+    link.symlink_to(folder)
+    os.lchown(link, 1, 1)
+    configure(cache_dir=tmp_path / "shared", remote_timeout_s=0.3)
+    server.asked.clear()
+    with pytest.raises(shmload.ShardMalformed, match="another user's"):
+        shmload.load_state_dict(path)
+    assert not server.asked
+
+
 def test_library_does_not_take_a_pointer_for_weights(server):
     shmload.warm(URL)
     folder = mirror(Wanted(source=URL)) / "vae"

@@ -34,3 +34,8 @@ def test_file_of_a_url(monkeypatch, url, wanted):
 def test_page_without_a_file(path):
     with pytest.raises(ArgumentError, match="give the hub id, such as org/repo"):
         hub_file_of(f"https://huggingface.co/org/repo{path}")
+
+
+def test_url_that_is_none_is_named():
+    with pytest.raises(ArgumentError, match="is no URL"):
+        hub_file_of("http://[::1")
