@@ -202,7 +202,7 @@ def ask(work: Work) -> None:
 
 
 def start(program: Program, lock: Lock) -> None:
-    """Start the judge as nobody's child; it inherits the lock.
+    """Start the judge, which inherits the lock and is no child of this process.
 
     Raises:
         OSError: it cannot be started.

@@ -45,7 +45,7 @@ def staging_for(directory: str) -> str:
 def read_marker(directory: str) -> ViewRecord | None:
     """Return what a view directory says of itself; None if it is none of this user.
 
-    It may have come with somebody's files, so what it names must lie in the directory.
+    It may have come in an archive of somebody's. So it may name nothing outside of the directory.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:

@@ -75,8 +75,8 @@ class Stash(MetaPathFinder):
         """All modules of the template, once they are hidden."""
         self._tops: set[str] = set()
         self._modules: dict[str, ModuleType] = {}
-        self._all: dict[str, ModuleType] = {}
-        """Those that were given, too."""
+        self._ever_hidden: dict[str, ModuleType] = {}
+        """All that were ever hidden, also those that were given since."""
         self._cut: dict[str, ModuleType] = {}
         """Packages that do not show a module while it is hidden, by its name."""
         self._events: dict[str, list[tuple[int, Event]]] = {}
@@ -127,7 +127,7 @@ class Stash(MetaPathFinder):
         # A reference would keep the main module from being the first that goes when Python ends.
         # `multiprocessing` gives it this second name.
         self._modules.pop("__mp_main__", None)
-        self._all |= self._modules
+        self._ever_hidden |= self._modules
         for name, attribute in self._of_main:
             vars(self._modules[name]).pop(attribute, None)
         for name, module in self._modules.items():
@@ -241,7 +241,7 @@ class Stash(MetaPathFinder):
         It would copy thousands of pages to that end, 0.1 s of them with the libraries. The
         program's own modules go as ever.
         """
-        for name, module in self._all.items():
+        for name, module in self._ever_hidden.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
 
