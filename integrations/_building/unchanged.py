@@ -1,6 +1,6 @@
 """Whether what a pipeline was built of and by is still the same: files, code, settings.
 
-It compares; it reads no file and runs no code of a library.
+It compares, and runs no code of a library but the look-up in packages that import lazily.
 """
 
 import builtins

@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 
 from shmload._host.fingerprint import Fingerprint
+from shmload._host.owned import belongs_here
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -49,8 +50,7 @@ def identify(path: str | os.PathLike[str], found: os.stat_result) -> Identity:
     real = os.path.realpath(path)
     folder, name = os.path.split(real)
     # Another user may have given any name to any bytes.
-    is_own = found.st_uid in (os.geteuid(), 0)
-    if is_own and os.path.basename(folder) == "blobs" and _SHA256.fullmatch(name):
+    if belongs_here(found) and os.path.basename(folder) == "blobs" and _SHA256.fullmatch(name):
         stamp = f"sha256={name}"
     else:
         _, *rest = Fingerprint.of(found)

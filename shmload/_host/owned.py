@@ -65,6 +65,11 @@ def read_own(name: str, folder: Descriptor) -> bytes:
         return file.read()
 
 
+def belongs_here(found: os.stat_result) -> bool:
+    """Tell whether a file or folder is this user's or root's; others may still write to it."""
+    return found.st_uid in (os.geteuid(), 0)
+
+
 def require_own(found: os.stat_result, path: str | os.PathLike[str]) -> None:
     """Refuse a file or folder that another user can have written.
 
@@ -75,7 +80,7 @@ def require_own(found: os.stat_result, path: str | os.PathLike[str]) -> None:
     Raises:
         PermissionError: it is another user's, or others may write to it.
     """
-    if found.st_uid not in (os.geteuid(), 0):
+    if not belongs_here(found):
         raise PermissionError(f"{path} belongs to another user")
     if found.st_mode & _OTHERS_WRITE:
         raise PermissionError(f"other users may write to {path}")

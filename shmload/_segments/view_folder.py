@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from shmload._host.linux import exchange_names
+from shmload._host.owned import belongs_here
 from shmload._segments.source_text import decode_paths, encode_paths
 from shmload._segments.view_register import ViewRecord
 from shmload.errors import ViewRefused, ViewUnwritable
@@ -51,7 +52,7 @@ def read_marker(directory: str) -> ViewRecord | None:
     try:
         with open(os.open(os.path.join(directory, MARKER), flags), "rb") as file:
             found = os.fstat(file.fileno())
-            if found.st_uid not in (os.geteuid(), 0) or not stat.S_ISREG(found.st_mode):
+            if not belongs_here(found) or not stat.S_ISREG(found.st_mode):
                 return None
             record = decode_paths(file.read(), ViewRecord)
     except (OSError, ValueError):

@@ -29,7 +29,7 @@ from shmload._checkpoints.remote import (
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import replacing
 from shmload._host.linux import open_source
-from shmload._host.owned import is_own, require_own
+from shmload._host.owned import belongs_here, is_own, require_own
 from shmload.errors import ShardChanged, ShardMalformed, ShardUnreadable, WrongFormat
 
 _LENGTH_NBYTES = 8
@@ -80,7 +80,7 @@ def _why_not_own(path: str, fd: int) -> str | None:
     if not path.startswith(f"{mirrors}{os.sep}"):
         return "is not in shmload's cache"
     try:
-        if os.lstat(mirrors_folder()).st_uid not in (os.geteuid(), 0):  # it may be a link
+        if not belongs_here(os.lstat(mirrors_folder())):  # it may be a link
             return f"{mirrors_folder()} is another user's"
         if not os.path.samestat(os.lstat(path), os.fstat(fd)):
             return "was replaced"
