@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._host.files import replacing
+from shmload._host.files import plain_only, replacing
 from shmload.errors import ArgumentError, ResultsCorrupt, ResultsMismatch
 from shmload.integrations._results.names import FACTS_NAME, FORMATS
 
@@ -52,7 +52,7 @@ def check_facts(folder: Path, facts: Facts, others: set[str]) -> None:
 
 
 def _read(path: str | os.PathLike[str]) -> Facts:
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=plain_only) as file:
         content = file.read()
     try:
         return msgspec.json.decode(content, type=Facts)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from shmload._checkpoints.dtypes import NBITS
-from shmload._host.files import replacing
+from shmload._host.files import plain_only, replacing
 from shmload._host.linux import Inode, inode_of
 from shmload.errors import ArgumentError, ResultsChanged, ResultsCorrupt, ResultsUnfinished
 from shmload.integrations._results.errors import accessing
@@ -102,7 +102,7 @@ def is_index_of(folder: Path, items: Iterable[tuple[str, int, bool]]) -> bool:
         ResultsInaccessible: the index cannot be read.
     """
     path = folder / INDEX_NAME
-    with accessing(path), open(path, "rb") as index:
+    with accessing(path), open(path, "rb", opener=plain_only) as index:
         try:
             return all(_is_line_of(*pair) for pair in zip(index, items, strict=True))
         except ValueError:  # of `zip`; msgspec's errors are among them
@@ -206,7 +206,7 @@ class Index:
 
     def _open(self) -> None:
         try:
-            file = open(self._path, "rb")  # noqa: SIM115 closed below
+            file = open(self._path, "rb", opener=plain_only)  # noqa: SIM115 closed below
         except FileNotFoundError as exc:
             raise ResultsUnfinished(self._folder, exists=self._folder.exists()) from exc
         except NotADirectoryError as exc:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 import xxhash
 
+from shmload._host.files import plain_only
 from shmload._host.procfs import boot_id
 
 Buffer = bytes | bytearray | memoryview
@@ -172,7 +173,7 @@ def read_heads(path: str | os.PathLike[str]) -> Iterator[Head]:
     Raises:
         OSError: it cannot be opened or read.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=plain_only) as file:
         offset = len(file.readline(_FIRST_NBYTES))
         while record := _read_record(file.fileno(), offset):
             head, body = record

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
-from shmload._host.files import replacing
+from shmload._host.files import plain_only, replacing
 from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError, ResultsCorrupt
 from shmload.integrations._results.description import check_names, describe, read_description
@@ -56,7 +56,7 @@ class ParquetFile:
     def __init__(self, path: Path) -> None:
         parquet = import_library("pyarrow.parquet", "parquet")
         self.path = path
-        self._file = open(path, "rb")  # noqa: SIM115 closed by __exit__
+        self._file = open(path, "rb", opener=plain_only)  # noqa: SIM115 closed by __exit__
         try:
             with _reading(path):
                 self._parquet = parquet.ParquetFile(

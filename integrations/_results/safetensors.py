@@ -13,7 +13,7 @@ import msgspec
 
 from shmload._checkpoints.formats.safetensors import build_header, read_header
 from shmload._checkpoints.header import TensorSpec
-from shmload._host.files import replacing
+from shmload._host.files import plain_only, replacing
 from shmload._segments.layout import alignment
 from shmload.errors import CheckpointError, ResultsCorrupt
 from shmload.integrations._results.description import check_names, describe, read_description
@@ -55,7 +55,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY)
+        self._fd = plain_only(os.fspath(path), os.O_RDONLY)
 
     def __enter__(self) -> Self:
         return self
@@ -139,7 +139,7 @@ def _write(path: Path, first: int, items: Sequence[StoredItem], facts: Mapping[s
 
 
 def _read_contents(path: Path) -> Contents:
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=plain_only) as file:
         nbytes = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if length > nbytes:

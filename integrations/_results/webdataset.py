@@ -19,7 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 from shmload._checkpoints.formats.safetensors import parse_header
-from shmload._host.files import replacing
+from shmload._host.files import plain_only, replacing
 from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError, CheckpointError, ResultsCorrupt
 from shmload.integrations._results.description import check_names, describe, read_description
@@ -50,7 +50,7 @@ class WebdatasetFile(SafetensorsFile):
     def items(self) -> list[StoredItem]:
         """See `ResultsFile`."""
         try:
-            with open(self.path, "rb") as file:
+            with open(self.path, "rb", opener=plain_only) as file:
                 return list(self._items(file))
         except (tarfile.TarError, CheckpointError, KeyError, ValueError) as exc:
             raise ResultsCorrupt(self.path, str(exc), AGAIN) from exc
@@ -131,7 +131,7 @@ def _write(path: Path, first: int, items: Sequence[StoredItem], facts: Mapping[s
 
 def _read_contents(path: Path) -> Contents:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=plain_only) as file:
             _check_end(file)
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:") as archive:

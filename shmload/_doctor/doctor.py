@@ -126,14 +126,19 @@ def _plan(source: str, dtype: object) -> Plan | ShmloadError:
 
 def _idle_nbytes(own: Iterable[ShardPlan]) -> int:
     """Return how much a load would evict if it were short of room, in bytes; not its own."""
-    if not SHM_DIR.is_dir():
+    if not _has_list():
         return 0
     attached = {shard.segment for shard in own}
     return sum(info.nbytes for info in segments() if may_go(info) and info.name not in attached)
 
 
 def _resident_nbytes() -> int:
-    return sum(info.nbytes for info in segments_by_lock()) if SHM_DIR.is_dir() else 0
+    return sum(info.nbytes for info in segments_by_lock()) if _has_list() else 0
+
+
+def _has_list() -> bool:
+    """Tell whether this user may list /dev/shm."""
+    return SHM_DIR.is_dir() and os.access(SHM_DIR, os.R_OK | os.X_OK)
 
 
 def _outdated_nbytes() -> tuple[int, int]:
@@ -145,15 +150,17 @@ def _outdated_nbytes() -> tuple[int, int]:
 
 
 def _diagnose_shared_memory(needed: int | None, idle: int) -> Iterator[Finding]:
-    if SHM_DIR.is_dir():
+    is_writable = os.access(SHM_DIR, os.W_OK | os.X_OK)
+    if not SHM_DIR.is_dir():
+        yield check_shared_memory(FileSystem("no directory", ()), 0, 0, is_writable=False)
+    elif not _has_list():
+        yield check_shared_memory(None, 0, 0, is_writable)
+    else:
         found = file_system(SHM_DIR.stat().st_dev)
-        is_writable = os.access(SHM_DIR, os.W_OK | os.X_OK)
         total, free = shm_total_nbytes(), shm_free_nbytes()
         yield check_shared_memory(found, total, free, is_writable, needed, idle)
         yield check_huge_pages(found, huge_page_policy())
         yield check_leftovers(find_garbage(), *_outdated_nbytes())
-    else:
-        yield check_shared_memory(FileSystem("no directory", ()), 0, 0, is_writable=False)
 
 
 class _Answer(msgspec.Struct, frozen=True):

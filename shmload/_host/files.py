@@ -1,8 +1,10 @@
 """Files that are written completely or not at all."""
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -50,6 +52,19 @@ def replacing(
         raise
     if durable:
         sync_directory(folder)
+
+
+def plain_only(path: str, flags: int) -> int:
+    """Open a regular file: an `opener` for `open`.
+
+    Raises:
+        OSError: it cannot be opened, or is something else: a pipe, say, which would be waited for.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "it is not a regular file", path)
 
 
 def _open_nameless(folder: str, mode: int) -> int | None:

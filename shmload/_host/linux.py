@@ -29,6 +29,7 @@ from shmload.errors import (
     ShardMissing,
     ShardUnreadable,
     SharedMemoryFull,
+    SharedMemoryUnusable,
     ShmloadError,
 )
 
@@ -70,13 +71,18 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
 
     Raises:
         SegmentUntrusted: the name is a link, belongs to another user, or is open to others.
+        SharedMemoryUnusable: nothing can be opened or made in /dev/shm.
     """
     flags = os.O_NONBLOCK | (os.O_CREAT if create else 0)  # a planted FIFO must not block
     try:
         opened = posix_ipc.SharedMemory(f"/{name}", flags, 0o600, 0, not (create or writable))
     except posix_ipc.ExistentialError:
+        if create:
+            raise SharedMemoryUnusable(errno.ENOENT) from None
         return None
     except posix_ipc.PermissionsError as exc:
+        if create and not os.path.lexists(SHM_DIR / name):
+            raise SharedMemoryUnusable(errno.EACCES) from None
         raise SegmentUntrusted(name, _why_forbidden(name, exc)) from exc
     except ValueError as exc:  # posix_ipc's answer to EISDIR
         raise SegmentUntrusted(name, "it is not a regular file") from exc
@@ -87,6 +93,8 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
             raise no_inodes() from exc
         if exc.errno == errno.EMFILE or (not exc.errno and "number of files" in str(exc)):
             raise too_many_files(SHM_DIR / name) from exc
+        if exc.errno in (errno.EROFS, errno.ENOTDIR):
+            raise SharedMemoryUnusable(exc.errno) from None
         raise ShmloadError(f"/dev/shm/{name} cannot be opened: {exc.strerror or exc}") from exc
     found = os.fstat(opened.fd)
     reason = None
@@ -113,8 +121,15 @@ def _why_forbidden(name: str, error: Exception) -> str:
 
 
 def shm_names() -> list[str]:
-    """Return the names of everything in /dev/shm."""
-    return os.listdir(SHM_DIR)
+    """Return the names of everything in /dev/shm.
+
+    Raises:
+        SharedMemoryUnusable: it cannot be listed.
+    """
+    try:
+        return os.listdir(SHM_DIR)
+    except OSError as exc:
+        raise SharedMemoryUnusable(exc.errno) from None
 
 
 def no_inodes() -> SharedMemoryFull:
@@ -160,11 +175,17 @@ def unwritten_nbytes(names: Iterable[str]) -> int:
 
 
 def shm_nbytes(name: str) -> int:
-    """Return the length of an object in bytes; 0 if there is none."""
+    """Return the length of an object in bytes; 0 if there is none.
+
+    Raises:
+        SharedMemoryUnusable: nobody can tell.
+    """
     try:
         return os.stat(SHM_DIR / name, follow_symlinks=False).st_size
     except FileNotFoundError:
         return 0
+    except OSError as exc:
+        raise SharedMemoryUnusable(exc.errno) from None
 
 
 def shm_unlink(name: str) -> None:
@@ -386,15 +407,30 @@ def read_ahead(fd: int) -> None:
 
 
 def shm_free_nbytes() -> int:
-    """Return how many bytes are free in the file system at /dev/shm."""
-    found = os.statvfs(SHM_DIR)
+    """Return how many bytes are free in the file system at /dev/shm.
+
+    Raises:
+        SharedMemoryUnusable: there is none.
+    """
+    found = _shm_statistics()
     return found.f_bavail * found.f_frsize
 
 
 def shm_total_nbytes() -> int:
-    """Return the size of the file system at /dev/shm, in bytes."""
-    found = os.statvfs(SHM_DIR)
+    """Return the size of the file system at /dev/shm, in bytes.
+
+    Raises:
+        SharedMemoryUnusable: there is none.
+    """
+    found = _shm_statistics()
     return found.f_blocks * found.f_frsize
+
+
+def _shm_statistics() -> os.statvfs_result:
+    try:
+        return os.statvfs(SHM_DIR)
+    except OSError as exc:
+        raise SharedMemoryUnusable(exc.errno) from None
 
 
 # Names -------------------------------------------------------------------------------------------

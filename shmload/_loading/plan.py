@@ -18,7 +18,7 @@ from shmload._checkpoints.identity import Identity, identify
 from shmload._checkpoints.left_out import LeftOut
 from shmload._checkpoints.quantised import are_quantised
 from shmload._checkpoints.rule import RAW, Rule
-from shmload._host.linux import SHM_DIR
+from shmload._host.linux import shm_nbytes
 from shmload._host.procfs import is_remote
 from shmload._placement.placement import Placement
 from shmload._segments.layout import Layout, lay_out, needs_conversion
@@ -171,7 +171,7 @@ def plan_shard(
     name = segment_name(_named_by(identity, fd, may_read=not may_link), applied.text)
     metadata = make_metadata(identity.path, identity.key, applied.text)
     make_layout = functools.cache(partial(lay_out, header, applied, metadata, piece_nbytes))
-    resident_nbytes = _resident_nbytes(name)
+    resident_nbytes = shm_nbytes(name) or None
     if resident_nbytes is not None:
         action, nbytes = Action.ATTACH, resident_nbytes
     elif may_link:
@@ -196,14 +196,6 @@ def plan_shard(
         leaves_casts=any(rule.leaves_cast(tensor, applied) for tensor in header.tensors),
         header=header,
     )
-
-
-def _resident_nbytes(name: str) -> int | None:
-    """Return the size of a resident segment, in bytes; None if there is none of that name."""
-    try:
-        return os.stat(SHM_DIR / name).st_size
-    except FileNotFoundError:
-        return None
 
 
 def _named_by(identity: Identity, fd: int, *, may_read: bool) -> Identity:

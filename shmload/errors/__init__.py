@@ -75,6 +75,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
         ├── SegmentProtected
         ├── SegmentRemoved
         ├── SegmentUntrusted
+        ├── SharedMemoryUnusable (OSError)
         └── SegmentTimeout (TimeoutError)
 """
 
@@ -144,6 +145,7 @@ from shmload.errors.segments import (
     SegmentRemoved,
     SegmentTimeout,
     SegmentUntrusted,
+    SharedMemoryUnusable,
 )
 from shmload.errors.service import (
     PeerRefused,
@@ -225,6 +227,7 @@ __all__ = [
     "ShardTruncated",
     "ShardUnreadable",
     "SharedMemoryFull",
+    "SharedMemoryUnusable",
     "ShmloadError",
     "SocketUnusable",
     "SourceChanged",

@@ -1,5 +1,7 @@
 """The errors of segments."""
 
+import errno
+import os
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -121,6 +123,21 @@ class SegmentUntrusted(SegmentError):
     def __init__(self, name: str, reason: str) -> None:
         self.name = name
         super().__init__(f"/dev/shm/{name} is not trusted: {reason}; ask its owner to remove it")
+
+
+class SharedMemoryUnusable(SegmentError, OSError):
+    """/dev/shm is missing, is no directory, or may not be read or written.
+
+    Args:
+        number: the kernel's number of the error.
+    """
+
+    def __init__(self, number: int | None) -> None:
+        self.errno = number
+        super().__init__(
+            f"/dev/shm cannot be used: {os.strerror(number or errno.EIO)}; mount a file system of memory there that every "
+            "user may write: `mount -t tmpfs -o mode=1777 tmpfs /dev/shm`"
+        )
 
 
 class SegmentTimeout(SegmentError, TimeoutError):

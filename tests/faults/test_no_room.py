@@ -38,6 +38,47 @@ def in_small_shm():
     return run
 
 
+# Of these, /dev/shm is hidden in a namespace by a mount over /dev, which needs what Python opens.
+NEW_DEV = "mount -t tmpfs tmpfs /dev && touch /dev/null /dev/urandom"
+UNUSABLE = {
+    "missing": (NEW_DEV, "No such file or directory"),
+    "a file": (f"{NEW_DEV} && touch /dev/shm", "Not a directory"),
+    "read-only": ("mount -t tmpfs -o ro tmpfs /dev/shm", "Read-only file system"),
+    "another's": ("mount -t tmpfs -o mode=755 tmpfs /dev/shm && chmod 555 /dev/shm", "Permission"),
+    "locked": ("mount -t tmpfs -o mode=0 tmpfs /dev/shm", "Permission denied"),
+}
+COMMANDS = """
+import sys
+from click.testing import CliRunner
+from shmload._cli.main import main
+for command in (["warm", sys.argv[1]], ["ls"], ["gc"], ["plan", sys.argv[1]], ["doctor"]):
+    done = CliRunner().invoke(main, command)
+    if done.exception and not isinstance(done.exception, SystemExit):
+        print("TRACEBACK", command, repr(done.exception))
+    print(done.output)
+"""
+
+
+@pytest.mark.parametrize("how", UNUSABLE)
+def test_unusable_shared_memory_is_one_sentence(checkpoint, how):
+    prepare, reason = UNUSABLE[how]
+    drop = "setpriv --inh-caps -all --bounding-set -all"
+    command = ["unshare", "-Urm", "sh", "-c", f'{prepare} && exec {drop} "$0" "$@"']
+    if subprocess.run([*command, "true"], capture_output=True, timeout=60).returncode:
+        pytest.skip("this system does not let one mount in a namespace")
+    done = subprocess.run(
+        [*command, sys.executable, "-c", COMMANDS, checkpoint],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "TRACEBACK" not in done.stdout
+    assert f"/dev/shm cannot be used: {reason}" in done.stdout
+    assert "bad   shared memory" in done.stdout
+
+
 TRY = """
 import os, sys
 import shmload

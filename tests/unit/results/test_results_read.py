@@ -183,6 +183,14 @@ def test_shard_that_is_cut_or_gone_is_an_error(folder):
         results[0]
 
 
+@pytest.mark.parametrize("name", ["index.jsonl", "shard-00000.safetensors"])
+def test_pipe_in_place_of_a_file_is_not_waited_for(folder, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(shmload.ResultsInaccessible, match="it is not a regular file"):
+        Results(folder)[0]
+
+
 def test_folder_that_does_not_exist_is_said_so(tmp_path):
     with pytest.raises(shmload.ResultsUnfinished, match="nix does not exist; check its path"):
         Results(tmp_path / "nix")
