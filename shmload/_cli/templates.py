@@ -37,6 +37,10 @@ def _templates() -> list[look.Template]:
         raise TemplateUnavailable("default", str(exc)) from exc
 
 
+def _stop_of(template: look.Template) -> str:
+    return f"process {template.pid} is stopped by a signal; `kill -CONT {template.pid}`"
+
+
 @template_group.command("ls")
 @as_json_option
 def ls_command(as_json: bool) -> None:
@@ -85,6 +89,8 @@ def ls_command(as_json: bool) -> None:
             right=(1, 3),
         )
     for template in found:
+        if template.state == "stopped":
+            say(_stop_of(template))
         for branch in template.branches:
             if branch.reason:
                 say(f"not loaded ahead: {', '.join(branch.sources)}: {branch.reason}")
@@ -104,6 +110,7 @@ def ls_command(as_json: bool) -> None:
 def warm_command(name: str, modules: tuple[str, ...], as_json: bool) -> None:
     """Start the template that programs of this terminal would use, and wait until it serves."""
     try:
+        before = look.running(name) if modules else None
         found = look.start_and_wait(name, modules)
     except (look.NotStarted, place.PlaceUnsafe, OSError) as exc:
         raise TemplateUnavailable(name, str(exc)) from exc
@@ -111,6 +118,9 @@ def warm_command(name: str, modules: tuple[str, ...], as_json: bool) -> None:
         print_json("template warm", template=dataclasses.asdict(found))
     else:
         say(f"template {name}: process {found.pid}")
+    if before and before.pid == found.pid:
+        remedy = "to have it import them, `shmload template stop` first"
+        say(f"template {name} ran already with the modules that it has; {remedy}", err=True)
     for left_out in found.left_out:
         say(f"left out: {left_out}", err=True)
     if modules and found.left_out:
@@ -124,13 +134,16 @@ def stop_command(as_json: bool) -> None:
     found = _templates()
     for template in found:
         look.end(template)
+    ended = [template.pid for template in found if template.state != "stopped"]
     if as_json:
-        print_json("template stop", stopped=[template.pid for template in found])
+        print_json("template stop", stopped=ended)
         return
-    say(f"ended {count_of(len(found), 'template')}")
+    say(f"ended {count_of(len(ended), 'template')}")
     if starting := len(place.importing()):
         say(f"{count_of(starting, 'template')} still starting: stop again in some seconds")
     for template in found:
+        if template.state == "stopped":
+            say(f"{_stop_of(template)}: then it ends")
         if template.programs:
             programs = count_of(template.programs, "program")
             say(f"process {template.pid} ends when its {programs} have ended")

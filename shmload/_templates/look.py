@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shmload._templates import kind, messages, place, wire
 from shmload._templates.imports import how_it_crashed
 from shmload._templates.messages import About, End, Keep, Look, Message, Noted
-from shmload._templates.rights import has_ended
+from shmload._templates.rights import has_ended, read_status
 from shmload._templates.start import start_template
 
 _ANSWER_TIMEOUT_S = 5.0
@@ -48,7 +48,8 @@ class Template:
     Fields:
         name: as it was given.
         pid: its process id.
-        state: `ready`, or `draining`: it takes no more programs, and ends with its last one.
+        state: `ready`, or `draining`: it takes no more programs, and ends with its last one; or
+            `stopped` by a signal: then only `pid`, `memory_nbytes` and `socket` are known.
         programs: how many run.
         idle_s: how long ago a program came or ended, in seconds.
         memory_nbytes: its share of memory (PSS), with its branches and the copies that wait for
@@ -84,8 +85,10 @@ def templates() -> Iterator[Template]:
 
 
 def template_at(path: str) -> Template | None:
-    """Return the template that answers at a socket; None if none does."""
+    """Return the template that answers at a socket, or is stopped; None if there is none."""
     answer = _ask(path, Look())
+    if isinstance(answer, int):
+        return Template("?", answer, "stopped", 0, 0.0, _memory_of(answer), (), (), (), path)
     if answer is None:
         return None
     branches = [
@@ -121,12 +124,24 @@ def tell_all(noted: Noted) -> None:
 def keep(path: str) -> bool:
     """Tell whether a template at a socket takes programs, and have it not end from idleness."""
     answer = _ask(path, Keep())
-    return answer is not None and not answer.is_draining
+    return isinstance(answer, About) and not answer.is_draining
 
 
 def end(template: Template) -> None:
-    """Tell a template to take no more programs, and to end with its last one."""
+    """Tell a template to take no more programs, and to end with its last one.
+
+    One that is stopped ends when it goes on.
+    """
     _ask(template.socket, End())
+
+
+def running(name: str) -> Template | None:
+    """Return the template that this process's programs use; None if none runs.
+
+    Args:
+        name: of the template.
+    """
+    return template_at(place.socket_of(kind.key_of(kind.facts_of_this_process(name))))
 
 
 def start_and_wait(name: str, modules: tuple[str, ...] = ()) -> Template:
@@ -142,6 +157,8 @@ def start_and_wait(name: str, modules: tuple[str, ...] = ()) -> Template:
     """
     key = kind.key_of(kind.facts_of_this_process(name))
     found = template_at(place.socket_of(key)) or _start(name, key, modules)
+    if found.state == "stopped":
+        raise NotStarted(f"process {found.pid}, which is it, is stopped; `kill -CONT {found.pid}`")
     if key == kind.key_of(kind.facts_of_this_process(name)):
         return found
     end(found)  # its imports have read variables that it did not get
@@ -168,18 +185,30 @@ def _start(name: str, key: str, modules: tuple[str, ...]) -> Template:
     raise NotStarted(f"it does not serve after {_START_TIMEOUT_S:g} s")
 
 
-def _ask(path: str, message: Message) -> About | None:
+def _ask(path: str, message: Message) -> About | int | None:
+    """Return what a template answers, or its process id if it is stopped; None if neither."""
+    pid = 0
     channel = wire.open_socket()
     channel.settimeout(_ANSWER_TIMEOUT_S)
     try:
         channel.connect(path)
+        pid, *_ = wire.peer_of(channel)
         messages.send(channel, message)
         found = messages.receive(channel, About)
+    except TimeoutError:
+        return pid if _is_stopped(pid) else None
     except (OSError, ValueError):  # it ends, or is of another version
         return None
     finally:
         channel.close()
     return found[0] if found else None
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return read_status(pid)["State"].startswith(("T", "t"))
+    except OSError:
+        return False
 
 
 def _source_of(request: str) -> str:

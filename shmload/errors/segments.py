@@ -135,8 +135,8 @@ class SharedMemoryUnusable(SegmentError, OSError):
     def __init__(self, number: int | None) -> None:
         self.errno = number
         super().__init__(
-            f"/dev/shm cannot be used: {os.strerror(number or errno.EIO)}; mount a file system of memory there that every "
-            "user may write: `mount -t tmpfs -o mode=1777 tmpfs /dev/shm`"
+            f"/dev/shm cannot be used: {os.strerror(number or errno.EIO)}; mount a file system of "
+            "memory there that every user may write: `mount -t tmpfs -o mode=1777 tmpfs /dev/shm`"
         )
 
 

@@ -1,5 +1,6 @@
 """`shmload run`: what comes back of a program, whatever becomes of its caller and its template."""
 
+import json
 import os
 import pty
 import re
@@ -337,6 +338,28 @@ def test_stopped_template_costs_a_second(running, template):
     assert ended.stdout == "1\n"
     assert "in the ordinary way: the template does not answer" in ended.stderr
     assert run(running, "-c", "print(2)").stderr == ""  # it serves again
+
+
+def test_stopped_template_is_listed_and_named(running, template):
+    os.kill(template, signal.SIGSTOP)
+    remedy = f"process {template} is stopped by a signal; `kill -CONT {template}`"
+    try:
+        listed = running.shmload("template", "ls").stdout
+        assert "stopped" in listed
+        assert remedy in listed
+        assert f"kill -CONT {template}" in running.shmload("template", "warm").stderr
+        assert running.shmload("template", "stop").stdout == (
+            f"ended 0 templates\n{remedy}: then it ends\n"
+        )
+    finally:
+        os.kill(template, signal.SIGCONT)
+    running.wait_for_templates(lambda found: not found)
+
+
+def test_template_that_runs_already_says_that_it_imports_nothing_more(running, template):
+    again = running.shmload("template", "warm", "--import=colorsys", "--json")
+    assert json.loads(again.stdout)["template"]["pid"] == template
+    assert "ran already with the modules that it has" in again.stderr
 
 
 @pytest.mark.usefixtures("template")
