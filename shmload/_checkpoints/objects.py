@@ -9,6 +9,7 @@ import asyncio
 import functools
 import itertools
 import math
+import re
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -36,11 +37,16 @@ def require_readable_url(url: str) -> None:
     parts = urlsplit(url)
     if parts.query or parts.fragment or parts.password:
         raise ArgumentError(
-            f"{QUERY.sub('?...', url)!r} has a query, a fragment or a password; give the plain "
-            "URL, and credentials by obstore's environment variables"
+            f"{_shown(url)!r} has a query, a fragment or a password; give the plain URL, and "
+            "credentials by obstore's environment variables"
         )
     if parts.scheme == "http" and parts.hostname not in _LOOPBACK:
         raise ArgumentError(f"{url} would be read without encryption; give an https URL")
+
+
+def _shown(url: str) -> str:
+    """Return a URL without what may be secret in it."""
+    return QUERY.sub("?...", re.sub(r"(?<=://)[^/@]*@", "...@", url))
 
 
 def describe(url: str, deadline: float = math.inf) -> RemoteObject:

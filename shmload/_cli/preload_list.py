@@ -21,6 +21,7 @@ from shmload._checkpoints.dtypes import AUTO, dtype_by_component, parse_dtype
 from shmload._settings import parse_keep_for
 from shmload.errors import ArgumentError, UnknownDtype
 
+_MAX_NBYTES = 16 << 20  # /dev/zero has no end
 # Words of a line.
 _PIN = "pin"
 _KEEP_FOR = "keep-for="
@@ -63,7 +64,11 @@ def read_list(path: Path) -> list[ListedSource]:
         ArgumentError: a line has a mistake; the message has its number.
     """
     found = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    with open(path, "rb") as file:  # perhaps a pipe
+        content = file.read(_MAX_NBYTES + 1)
+    if len(content) > _MAX_NBYTES:
+        raise ArgumentError(f"{path} has more than {_MAX_NBYTES} bytes: it is no list of sources")
+    for number, line in enumerate(content.split(b"\n"), 1):
         try:
             if b"\0" in line:
                 raise ValueError("no name has a NUL character")

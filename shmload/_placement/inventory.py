@@ -27,6 +27,7 @@ _NAMES = (*_KINDS, *_WITHOUT_INDEX)
 _USUAL = f"an index, cuda:0, {', '.join(_WITHOUT_INDEX)}"
 _NAME = re.compile(r"([a-z][a-z_]*)(?::(\d+))?")
 _BARE = re.compile(r"0*[1-9]\d{0,5}")
+_MAX_DEVICES = 1024  # no machine has more
 _COUNTED = re.compile(r"(\d+)\s*x\s*(.+)")
 
 
@@ -158,8 +159,10 @@ def _named_sizes(item: str, index: int) -> list[tuple[str, str]]:
         return [(_held(name), size)]
     counted = _COUNTED.fullmatch(item)
     count, size = (int(counted[1]), counted[2]) if counted else (1, item)
-    if count < 1:
-        raise ArgumentError(f"{item!r} is no device; write 1x{size} for one")
+    if not 1 <= count <= _MAX_DEVICES:
+        raise ArgumentError(
+            f"{item!r}: there are 1 to {_MAX_DEVICES} devices; write 1x{size} for one"
+        )
     return [(f"cuda:{index + number}", size) for number in range(count)]
 
 

@@ -1,5 +1,6 @@
 """The options of `shmload run`, read without the libraries of the command line."""
 
+import contextlib
 import os
 import sys
 
@@ -57,12 +58,11 @@ def main(arguments: list[str]) -> "NoReturn":
         elif option.startswith("--template="):
             name = option.partition("=")[2]
         elif option == "--help":
-            print(USAGE, end="")
-            sys.exit(0)
+            _show_usage()
         elif option == "--":
             break
         else:
-            _fail(f"no such option: {option}")
+            _fail(f"no such option: {option!r}")
     flags = sys.flags
     if is_redirected and (flags.ignore_environment or flags.isolated or flags.no_site):
         _fail("--redirect needs PYTHONPATH, which -E, -I and -S of Python turn off")
@@ -127,6 +127,16 @@ def _program(words: list[str], redirect: str, prepares: bool, of_python: list[st
     value, *arguments = map(os.fsencode, words)
     flags = list(map(os.fsencode, [*flags_of_this_process(), *of_python]))
     return Program(kind, value, arguments, flags, redirect, int(prepares))
+
+
+def _show_usage() -> "NoReturn":
+    try:
+        print(USAGE, end="", flush=True)
+    except OSError as exc:
+        with contextlib.suppress(OSError):  # or Python tries again at its end
+            sys.stdout.close()
+        sys.exit(f"shmload: the output cannot be written: {exc.strerror}")
+    sys.exit(0)
 
 
 def _fail(reason: str) -> "NoReturn":

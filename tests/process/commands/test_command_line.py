@@ -22,13 +22,26 @@ def run(*arguments, **options):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("ls",), ("ls", "--json"), ("--help",), ("serve", "--help"), ("--version",)]
+    "arguments",
+    [
+        ("ls",),
+        ("ls", "--json"),
+        ("--help",),
+        ("serve", "--help"),
+        ("--version",),
+        ("run", "--help"),
+    ],
 )
 def test_output_that_cannot_be_written_is_one_sentence(arguments):
     with open("/dev/full", "w") as full:
         done = run(*arguments, stdout=full)
     assert done.returncode == 1
     assert done.stderr == "shmload: the output cannot be written: No space left on device\n"
+
+
+def test_option_of_run_is_escaped():
+    done = run("run", "--\x1b[31m")
+    assert done.stderr.startswith("shmload run: no such option: '--\\x1b[31m'\n")
 
 
 def test_closed_pipe_gives_no_traceback():

@@ -153,3 +153,4 @@ def test_url_that_is_not_safe(url, message):
     with pytest.raises(ArgumentError, match=message) as caught:
         require_readable_url(url)
     assert "abc" not in str(caught.value)
+    assert ":word" not in str(caught.value)

@@ -1,5 +1,7 @@
 """Each line of a preload list is a source, a dtype if any, and what keeps it."""
 
+from pathlib import Path
+
 import pytest
 
 from shmload._cli.preload_list import ListedSource, read_list
@@ -51,6 +53,11 @@ def test_mistake_is_named_with_its_line(tmp_path, line, said):
     with pytest.raises(ArgumentError, match="line 2: ") as caught:
         read(tmp_path, f"/fine\n{line}\n")
     assert said in str(caught.value)
+
+
+def test_file_without_an_end_is_no_list():
+    with pytest.raises(ArgumentError, match="/dev/zero has more than 16777216 bytes"):
+        read_list(Path("/dev/zero"))
 
 
 def test_components_have_dtypes_of_their_own(tmp_path):
