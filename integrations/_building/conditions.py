@@ -7,6 +7,7 @@ environment. A later process that finds other code or other values there builds 
 import dis
 import enum
 import functools
+import gc
 import importlib
 import os
 import sys
@@ -61,7 +62,10 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trace:
-    """Notes which code runs; a context for one thread."""
+    """Notes which code runs; a context for one thread.
+
+    The collector rests: what it would end runs code of its own, which is no code of the build.
+    """
 
     def __init__(self) -> None:
         self.codes: set[_Code] = set()
@@ -70,11 +74,15 @@ class Trace:
         self._read = os._Environ.__getitem__.__code__
 
     def __enter__(self) -> Self:
+        self._collects = gc.isenabled()
+        gc.disable()
         sys.setprofile(self._note)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         sys.setprofile(None)
+        if self._collects:
+            gc.enable()
 
     def _note(self, frame: types.FrameType, event: str, _: object) -> None:
         code = frame.f_code

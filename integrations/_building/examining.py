@@ -17,6 +17,7 @@ from shmload._host.linux import SHM_DIR
 from shmload._host.memo import Memo
 from shmload._host.procfs import mappings, modified_nbytes
 from shmload._segments.names import name_prefix
+from shmload._wording import logger_of
 from shmload.integrations._building.build import Build
 from shmload.integrations._building.conditions import Trace, conditions_of, without_unmet
 from shmload.integrations._building.draws import CannotRepeat, Draw, Draws
@@ -39,6 +40,8 @@ from shmload.integrations._building.sameness import Comparison, Different
 from shmload.integrations._building.skeletons import Skeleton
 from shmload.integrations._building.snapshot import Snapshot, is_memo
 from shmload.integrations._building.stand_ins import StandIns
+
+logger = logger_of(__name__)
 
 
 class Refused(Exception):
@@ -170,7 +173,8 @@ class Examination:
             Refused: as for `make`, or the class can have no skeleton.
         """
         first, taken, trace = self._first_built()
-        if not proof.covers(trace, _kinds(self._build.models_of(first))):
+        if lacking := proof.lacks(trace, _kinds(self._build.models_of(first))):
+            logger.info("a class is examined again: %s is new", lacking)
             return None
         if proof.reason:
             raise Refused(proof.reason)
@@ -198,7 +202,10 @@ class Examination:
             made = replace(made, messages=missing)
             third, _, got = built(lambda: self._built_around(made))
         self._require_same(second, third, "from a skeleton, ")
-        return None if _difference(wanted, got) else made
+        if difference := _difference(wanted, got):
+            logger.info("a class is examined again: %s", difference)
+            return None
+        return made
 
     def _first_built(self) -> tuple[Any, int, Trace]:
         """Return what `_built` does for an ordinary build, and a trace of it.

@@ -49,21 +49,32 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """What building leaves that a skeleton cannot; empty if there is nothing."""
 
-    def covers(self, trace: Trace, kinds: Iterable[type]) -> bool:
-        """Tell whether a build has run no other code and has made nothing of other classes."""
-        return codes_of(trace) <= self.codes and names_of(kinds) <= self.kinds
+    def lacks(self, trace: Trace, kinds: Iterable[type]) -> str:
+        """Name code that a build has run, or a class that it has made, and this proof has not.
+
+        Returns:
+            Nothing if the proof covers the build.
+        """
+        places = _places_of(trace)
+        found = [places[digest] for digest in places.keys() - self.codes]
+        return min([*found, *(names_of(kinds) - self.kinds)], default="")
 
 
 def codes_of(trace: Trace) -> frozenset[int]:
     """Return digests of the code that ran, other than the standard library's and shmload's."""
+    return frozenset(_places_of(trace))
+
+
+def _places_of(trace: Trace) -> dict[int, str]:
     homes = _homes()
-    found = set()
+    found = {}
     for code in trace.codes:
         file = code.co_filename
         if not _is_standard(file) and not _is_skipped(homes.get(file, "")):
             place = f"{file}:{code.co_firstlineno}:{code.co_qualname}"
-            found.add(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest()))
-    return frozenset(found)
+            digest = hashlib.blake2b(place.encode(), digest_size=7).digest()
+            found[int.from_bytes(digest)] = place
+    return found
 
 
 def names_of(kinds: Iterable[type]) -> frozenset[str]:
