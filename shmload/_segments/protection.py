@@ -23,7 +23,7 @@ from shmload._segments.view_register import (
     write_entry,
 )
 from shmload._wording import logger_of
-from shmload.errors import SegmentRemoved, ShmloadError, ViewBusy
+from shmload.errors import SegmentRemoved, ShmloadError, ViewBusy, ViewUnwritable
 
 logger = logger_of(__name__)
 
@@ -103,9 +103,27 @@ def settle(directory: str) -> ViewEntry:
         The directory's entry, with nothing under way.
 
     Raises:
-        ViewBusy, ViewUnwritable: as `changing_register`.
+        ViewBusy: as `changing_register`.
+        ViewUnwritable: the register or the directory cannot be written.
     """
     entry = read_entry(directory)
+    try:
+        kept, standing = _settled(entry)
+    except OSError as exc:
+        if isinstance(exc, ShmloadError):
+            raise
+        remedy = "what is under way there is finished by the next change of it, or by `shmload gc`"
+        raise ViewUnwritable(directory, exc.strerror or str(exc), remedy) from exc
+    if kept == directory:
+        logger.warning("%s: what shmload did not make stays there", directory)
+    elif kept:
+        logger.warning("what shmload did not make in %s is in %s now", directory, kept)
+    return _release(directory, standing)
+
+
+def _settled(entry: ViewEntry) -> tuple[str, ViewRecord | None]:
+    """Return where the rest of a directory is that was taken down, and what stands."""
+    directory = entry.directory
     standing = entry.standing
     kept = ""
     if entry.staging:
@@ -121,11 +139,7 @@ def settle(directory: str) -> ViewEntry:
         standing = entry.pending
     elif entry.staging:
         discard(entry.staging)
-    if kept == directory:
-        logger.warning("%s: what shmload did not make stays there", directory)
-    elif kept:
-        logger.warning("what shmload did not make in %s is in %s now", directory, kept)
-    return _release(directory, standing)
+    return kept, standing
 
 
 def _release(directory: str, standing: ViewRecord | None) -> ViewEntry:

@@ -18,7 +18,7 @@ from shmload._segments.view_register import (
 from shmload._settings import settings
 from shmload._tables import Cell, Listing, Page, Printable, Table
 from shmload._wording import count_of, format_age, format_nbytes, printing
-from shmload.errors import ViewNotFound
+from shmload.errors import ViewNotFound, ViewUnwritable
 
 State = Literal["ready", "empty", "changed", "gone", "being made"]
 _STYLES = {"ready": "green", "being made": ""}
@@ -171,10 +171,13 @@ def remove_view_directory(directory: str | os.PathLike[str]) -> ViewDirectory:
     Raises:
         ViewNotFound: it is no view directory.
         ViewBusy: another process makes it, for longer than `SHMLOAD_WAIT_TIMEOUT_S`.
-        ViewUnwritable: the record of it cannot be written.
+        ViewUnwritable: it, or the record of it, cannot be written.
     """
     place = os.path.realpath(os.path.expanduser(os.fspath(directory)))
     known_view(place)
+    above = os.path.dirname(place)
+    if os.path.isdir(above) and not os.access(above, os.W_OK | os.X_OK):
+        raise ViewUnwritable(above, "this user may not", "have its owner remove the view")
     with changing_view(place, settings().wait_timeout_s):
         entry = settle(place)
         here = read_marker(place)

@@ -1,6 +1,7 @@
 """A view directory stays, its segments are pinned, and another build replaces it in one step."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -226,6 +227,34 @@ def test_directory_with_another_users_marker_is_none(folder, place):
     os.chown(place / MARKER, 1, 1)
     with pytest.raises(shmload.ShmloadError):
         shmload.view_directory(folder, place, dtype="bfloat16")
+
+
+def test_view_where_this_user_may_not_write_is_left_as_it_is(folder, place, monkeypatch):
+    shmload.view_directory(folder, place, dtype="bfloat16")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(shmload.ViewUnwritable, match="have its owner remove the view"):
+        shmload.remove_view_directory(place)
+    monkeypatch.undo()
+    assert [each.state for each in shmload.view_directories()] == ["ready"]
+
+
+def test_removal_that_the_file_system_refuses_is_said_and_finished_later(
+    folder, place, monkeypatch
+):
+    def refuse(old, new):
+        if os.path.isdir(old):
+            raise OSError(errno.EROFS, "Read-only file system")
+        rename(old, new)
+
+    rename = os.rename
+    shmload.view_directory(folder, place, dtype="bfloat16")
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(shmload.ViewUnwritable, match=r"Read-only file system; what is under way"):
+        shmload.remove_view_directory(place)
+    monkeypatch.undo()
+    shmload.remove_view_directory(place)
+    assert shmload.view_directories() == []
+    assert not place.exists()
 
 
 def test_lock_of_the_register_follows_no_link(folder, place, tmp_path):
