@@ -179,7 +179,10 @@ def remove_view_directory(directory: str | os.PathLike[str]) -> ViewDirectory:
     if os.path.isdir(above) and not os.access(above, os.W_OK | os.X_OK):
         raise ViewUnwritable(above, "this user may not", "have its owner remove the view")
     with changing_view(place, settings().wait_timeout_s):
+        before = read_entry(place)
         entry = settle(place)
+        if before.is_removed and before.standing:  # what had begun is done now
+            return describe_view(before)
         here = read_marker(place)
         if here and (not entry.standing or entry.standing.build != here.build):
             entry = adopt(entry, here)
