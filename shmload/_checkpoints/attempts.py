@@ -39,7 +39,8 @@ def attempt(request: Callable[[], Any], url: str, deadline: float) -> Any:
     """
     attempts = Attempts(url, deadline)
     if time.monotonic() > deadline:
-        raise FetchError(f"{url} was not asked for: the time for the whole is spent")
+        spent = "the time for the whole is spent; SHMLOAD_REMOTE_TIMEOUT_S sets it"
+        raise FetchError(f"{url} was not asked for: {spent}")
     while True:
         try:
             return request()
