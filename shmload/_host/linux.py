@@ -567,8 +567,11 @@ def die_with_parent() -> None:
 def give_way() -> None:
     """Let everything else on the machine go first; be the first to end where memory lacks.
 
-    What the kernel refuses stays as it is.
+    What the kernel refuses stays as it is. The caller leads a session of its own: all of a session
+    is scheduled with the same weight.
     """
+    if os.getsid(0) != os.getpid():
+        raise ValueError("this process shares its session with others, which would give way too")
     with contextlib.suppress(OSError):
         os.nice(19)
     with contextlib.suppress(OSError):

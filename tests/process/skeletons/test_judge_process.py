@@ -260,7 +260,17 @@ def test_work_of_a_judge_that_was_killed_is_given_up(place, judge, tmp_path):
 
 def test_judge_gives_way_to_all_else():
     def look():
+        os.setsid()
         linux.give_way()
         return os.sched_getscheduler(0), os.nice(0)
 
     assert judging.in_child(look) == (os.SCHED_IDLE, 19)
+
+
+def test_judge_does_not_slow_down_the_session_of_others():
+    def look():
+        with pytest.raises(ValueError, match="shares its session"):
+            linux.give_way()
+        return os.sched_getscheduler(0)
+
+    assert judging.in_child(look) == os.SCHED_OTHER
