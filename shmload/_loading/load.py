@@ -24,6 +24,7 @@ from shmload._decoding.ring import Ring
 from shmload._host.background import Background
 from shmload._host.limits import explained
 from shmload._host.linux import Inode, inode_of
+from shmload._host.procfs import mappings_below
 from shmload._loading.decoder import Decoder
 from shmload._loading.holdings import Holdings, Lend
 from shmload._loading.plan import Action
@@ -34,11 +35,11 @@ from shmload._segments.acquire import Awaited
 from shmload._segments.evicted import group_evicted
 from shmload._segments.expiry import remove_expired
 from shmload._segments.listing import SegmentInfo, segments_by_lock
+from shmload._segments.names import name_prefix
 from shmload._segments.roots import Root, find_roots
 from shmload._segments.segment import Stay
 from shmload._segments.source_text import source_text
 from shmload._segments.upkeep import check_digest
-from shmload._segments.variables import holders_of
 from shmload._settings import settings, worker_count
 from shmload._wording import format_nbytes, logger_of
 from shmload.errors import ArgumentError, MemoryLimitExceeded, SegmentTimeout, SharedMemoryFull
@@ -202,7 +203,9 @@ class Load:
         try:
             self._prepare(mine)
         except (SharedMemoryFull, MemoryLimitExceeded) as exc:
-            raise exc.held_here(holders_of(None).remedy) from exc.__cause__
+            if mappings_below(name_prefix()):
+                exc.held_here()
+            raise
         self._log(mine)
         if self.holdings.is_complete:
             self._run([])

@@ -15,7 +15,6 @@ from shmload._segments.protection import find_unsettled, settle_leftovers
 from shmload._segments.removal import give_back, is_free, remove_idle, remove_leftovers
 from shmload._segments.segment import Segment, attach
 from shmload._segments.selection import select
-from shmload._segments.variables import holders_of
 from shmload._segments.view import dead_views
 from shmload._segments.view_register import views_by_segment
 from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt
@@ -116,19 +115,10 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
     if busy or views:
         used = users_of(busy)
         pids = {name: used.get(name, set()) for name in busy}
-        mine = [name for name, by in pids.items() if os.getpid() in by]
         called = {
             info.name: model.full_name for model in find_models(chosen) for info in model.segments
         }
-        held = holders_of(mine) if mine else None
-        raise SegmentBusy(
-            pids,
-            (info.name for info in removed),
-            held and held.variables,
-            called,
-            held.remedy if held else "",
-            views,
-        )
+        raise SegmentBusy(pids, (info.name for info in removed), called, views)
     return removed
 
 

@@ -41,19 +41,16 @@ class CapacityError(ShmloadError, OSError):
         super().__init__(f"{amounts[0]} needed in shared memory{what}; {remedy}")
         self.errno = errno.ENOSPC
 
-    def held_here(self, dropping: str) -> Self:
-        """Say that this process holds some of the room, and how to drop it; return the error.
+    def held_here(self) -> Self:
+        """Say that this process holds some of the room; return the error.
 
         Says nothing if the load is larger than the limit itself: nothing that goes makes room then.
-
-        Args:
-            dropping: what to do, such as a `del`; empty if this process holds nothing known.
         """
         most = getattr(self, "most", None)  # an older service sends none
-        if dropping and (most is None or self.needed <= most):
+        if most is None or self.needed <= most:
             # Pipelines refer to themselves: a dropped one stays until a collection.
             what, _, remedy = str(self).partition("; ")
-            own = f"in this process {dropping}, then call `gc.collect()` and load again"
+            own = "in this process drop models, then call `gc.collect()` and load again"
             self.args = (f"{what}; {own}; or {remedy}",)
         return self
 

@@ -49,15 +49,11 @@ class SegmentBusy(SegmentError):
     Attributes:
         names: names of the segments that are in use.
         removed: names of the other segments of this request, which were removed.
-        variables: names of this process's variables that hold some of them; None if this process
-            holds none.
 
     Args:
         pids: the processes that use each segment, by its name.
         removed: as the attribute.
-        variables: as the attribute.
         models: what to call the segments' models, by segment.
-        dropping: how to drop what holds them in this process; empty if that is not known.
         views: the view directories that need each segment, by its name.
     """
 
@@ -65,9 +61,7 @@ class SegmentBusy(SegmentError):
         self,
         pids: Mapping[str, Collection[int]],
         removed: Iterable[str] = (),
-        variables: Sequence[str] | None = None,
         models: Mapping[str, str] | None = None,
-        dropping: str = "",
         views: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         views = views or {}
@@ -83,15 +77,11 @@ class SegmentBusy(SegmentError):
         for name, of_model in by_view.items():
             noun = "directory" if len(of_model) == 1 else "directories"
             held.append(f"{name} by the view {noun} {', '.join(sorted(of_model))}")
-        self.variables = None if variables is None else tuple(variables)
         rest = f" ({len(self.removed)} removed)" if self.removed else ""
         remedies = ["end that process, or evict later"] if pids else []
-        if self.variables is not None:
+        if any(os.getpid() in by for by in pids.values()):
             # Pipelines refer to themselves: a dropped one stays until a collection.
-            remedies = [
-                f"in this process {dropping or 'drop the models'}, then call `gc.collect()` and "
-                "evict again"
-            ]
+            remedies = ["in this process drop the models, then call `gc.collect()` and evict again"]
         for directory in sorted({each for several in views.values() for each in several}):
             remedies.append(f"`shmload view --remove {shlex.quote(directory)}`")
         super().__init__(f"still in use: {', '.join(held)}; {', or '.join(remedies)}{rest}")

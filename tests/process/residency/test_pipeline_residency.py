@@ -95,18 +95,6 @@ def test_lease_lasts_as_long_as_the_pipeline(saved, shm_names, evicts, attached)
     assert shm_names() == []
 
 
-def test_eviction_of_ones_own_pipeline_names_the_variable(saved, shm_names, evicts):
-    cell = {"__name__": "notebook", "shmload": shmload, "source": saved("flux")}
-    exec("loaded = [shmload.load_pipeline(source, dtype='bfloat16', keep=True)]", cell)
-    with pytest.raises(shmload.SegmentBusy, match="in this process `del loaded`, then") as busy:
-        exec("shmload.evict(source)", cell)
-    assert busy.value.variables == ("loaded",)
-    exec("del loaded", cell)
-    gc.collect()
-    exec("shmload.evict(source)", cell)
-    assert shm_names() == []
-
-
 def test_one_tensor_that_lives_on_keeps_its_segments_lease(saved, evicts):
     source = saved("flux")
     pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, keep=True)
