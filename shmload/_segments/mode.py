@@ -5,8 +5,8 @@
 01400   pinned: resident, and never evicted to make room, nor because it is idle
 
 Guarantee: a complete segment's mode is changed by one process at a time, and as a whole. So no
-change is lost, and no process leaves a segment writable. One that is killed while it writes the
-segment's header may; the next change ends that.
+change is lost. A process that is killed while it publishes a segment, or writes into its header,
+leaves it writable to its user; the next to attach it, or to change its mode, ends that.
 """
 
 import contextlib
@@ -59,6 +59,21 @@ def changing_mode(segment: str) -> Iterator[None]:
         if time.monotonic() >= deadline:
             raise SegmentTimeout(segment, _TIMEOUT_S, "pinned or given a time to stay")
         time.sleep(_POLL_S)
+
+
+def end_writing(fd: int, segment: str) -> None:
+    """Make a complete segment read-only, if a process that was killed has left it writable.
+
+    Args:
+        fd: of the segment; a lease, so its builder is done with it.
+        segment: its name.
+
+    Raises:
+        SegmentTimeout, SharedMemoryFull: as `changing_mode`.
+    """
+    if os.fstat(fd).st_mode & stat.S_IWUSR:
+        with changing_mode(segment):
+            os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~stat.S_IWUSR)
 
 
 def overwrite(fd: int, content: bytes, offset: int) -> None:

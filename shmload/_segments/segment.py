@@ -1,19 +1,9 @@
-"""Segments in shared memory: how one comes to be, is attached, and goes.
-
-    nothing --acquire--> NAME.part, locked by its builder --publish--> NAME, leased by its users
-                         |                                            |
-                         | builder dies: the lock is free             | evict: only while it
-                         v                                            v has no lease
-                     taken over by the next to acquire it          nothing
-
-A private segment never gets its final name. A shared one loses it with its last lease. The process
-that gave back the last lease removes the name; if it died, the next process that finds the segment
-without a lease does.
+"""A complete segment that this process holds a lease on, and how one is attached.
 
 Guarantee: a segment with its final name, or with a digest in its header, is complete: the digest is
 written after the last byte. The kernel holds the locks, so a process that dies leaves none behind.
 A lease is a shared lock on an open descriptor, or on a mapping made from it (Python's mmap keeps a
-duplicate).
+duplicate). The states of a segment's file stand in the room's `__init__`.
 """
 
 import enum
@@ -39,6 +29,7 @@ from shmload._segments.mode import (
     PINNED,
     READ_ONLY,
     changing_mode,
+    end_writing,
     is_pinned,
     is_shared,
     overwrite,
@@ -193,12 +184,19 @@ def attach(name: str) -> Segment | None:
 
     Raises:
         SegmentUntrusted: the name belongs to another user.
+        SegmentTimeout, SharedMemoryFull: as `changing_mode`, of a segment that is still writable.
     """
     fd = shm_open(name)
     if fd is None:
         return None
     # A process that evicts it holds the exclusive lock for a moment; then the name is gone.
-    if wait_lock(fd, exclusive=False, timeout_s=1.0) and is_named(fd, name):
-        return Segment(name, fd)
-    os.close(fd)
-    return None
+    if not (wait_lock(fd, exclusive=False, timeout_s=1.0) and is_named(fd, name)):
+        os.close(fd)
+        return None
+    segment = Segment(name, fd)
+    try:
+        end_writing(fd, name)
+    except BaseException:
+        segment.close()
+        raise
+    return segment

@@ -5,6 +5,7 @@ strace injects the fault into real processes at the exact call, so the code need
 
 import errno
 import json
+import stat
 
 import pytest
 import torch
@@ -211,5 +212,6 @@ def test_killed_at_any_step_it_leaves_a_segment_or_garbage(
     assert report.segments == (segment.name,)
     assert (report.read_nbytes == 0) == is_there
     assert shm_names() == [segment.name]
+    assert stat.S_IMODE(segment.stat().st_mode) == 0o400  # also where the step had left it writable
     got = shmload.load_state_dict(checkpoint, torch.bfloat16)
     assert torch.equal(got["a"], load_file(checkpoint)["a"].bfloat16())
