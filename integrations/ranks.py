@@ -5,8 +5,8 @@ import time
 from collections.abc import Collection, Iterable
 
 from shmload._segments.lease import Lease
-from shmload._segments.pids import holders
 from shmload._segments.segment import Segment
+from shmload._segments.users import holders
 from shmload._settings import local_world_size
 
 # How late a rank may be. Ranks start together; their imports differ by seconds.

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shmload._segments.mentions import repair_errors
-from shmload._segments.messages import message_of, repaired_messages, rewrite
+from shmload._segments.messages import message_of, repair_errors, repaired_messages, rewrite
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)

@@ -10,8 +10,7 @@ from shmload._decoding.job import DecodeCancelled, Job, OnBytes, OnPiece, error_
 from shmload._decoding.ring import FilledSlot, Ring
 from shmload._decoding.worker_process import Task, WorkerProcess
 from shmload._host.limits import no_memory
-from shmload._segments.digest import combine_digests
-from shmload._segments.pieces import Run
+from shmload._segments.pieces import Run, combine_digests
 from shmload._settings import settings
 from shmload._wording import logger_of
 from shmload.errors import ProtocolError, ShmloadError, WorkerDied, WorkerFailed, WorkerStalled

@@ -8,8 +8,7 @@ import msgspec
 from shmload._checkpoints.identity import SourceStat
 from shmload._host.limits import is_lack_of_memory, no_memory
 from shmload._host.linux import shm_free_nbytes
-from shmload._segments.digest import combine_digests
-from shmload._segments.pieces import Run
+from shmload._segments.pieces import Run, combine_digests
 from shmload.errors import (
     ShardChanged,
     ShardTruncated,

@@ -32,7 +32,7 @@ from shmload._loading.progress import Progress
 from shmload._loading.shard import OpenShard
 from shmload._loading.steps import Step
 from shmload._segments.acquire import Awaited
-from shmload._segments.evicted import group_evicted
+from shmload._segments.eviction import group_evicted
 from shmload._segments.expiry import remove_expired
 from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.names import name_prefix

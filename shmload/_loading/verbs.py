@@ -26,10 +26,9 @@ from shmload._loading.sources import find_with_rules, require_read
 from shmload._loading.steps import Step
 from shmload._placement.inventory import Inventory, choose_inventory, without_host_limits
 from shmload._placement.placement import place
-from shmload._segments.evicted import Evicted, group_evicted
+from shmload._segments.eviction import Evicted, group_evicted
 from shmload._segments.listing import segments_by_lock
-from shmload._segments.mentions import repair_errors
-from shmload._segments.messages import LentPath, repaired_messages
+from shmload._segments.messages import LentPath, repair_errors, repaired_messages
 from shmload._segments.pins import move_pins
 from shmload._segments.protection import note_pins
 from shmload._segments.segment import Stay

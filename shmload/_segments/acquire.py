@@ -10,8 +10,8 @@ from shmload._host.linux import close, is_named, shm_open, try_lock, unlock
 from shmload._segments.metadata import read_digest
 from shmload._segments.names import part_name
 from shmload._segments.part import Hollow, Part
-from shmload._segments.pids import holders
 from shmload._segments.segment import Segment, attach
+from shmload._segments.users import holders
 from shmload._wording import logger_of
 from shmload.errors import SegmentTimeout, SegmentUntrusted, ShmloadError
 

@@ -1,4 +1,7 @@
-"""Which segments go to make room: the least recently used first; leased and pinned ones never."""
+"""Which segments go to make room: the least recently used first; leased and pinned ones never.
+
+What went is told as a person thinks of it: by model.
+"""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -7,6 +10,7 @@ import msgspec
 
 from shmload._segments.capacity import require_room, room_nbytes
 from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
+from shmload._segments.models import find_models
 from shmload._segments.removal import remove_idle, remove_leftovers
 from shmload._segments.roots import model_names
 from shmload._wording import count_of, format_nbytes, logger_of
@@ -182,3 +186,45 @@ def _log_eviction(gone: Sequence[SegmentInfo], found: Sequence[SegmentInfo]) -> 
 
 def _leased(info: SegmentInfo) -> SegmentInfo:
     return msgspec.structs.replace(info, is_leased=True)
+
+
+class Evicted(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, or the part of one, that was evicted to make room."""
+
+    model: str
+    """Its name, as `shmload ls` shows it."""
+    dtype: str
+    """torch's name of the dtype of the weights that went."""
+    components: tuple[str, ...]
+    """The components that went, the largest first; empty for a model without components."""
+    nbytes: int
+    """How much went, in bytes."""
+    segments: tuple[str, ...]
+    """Names of the segments that went."""
+
+    def __str__(self) -> str:
+        what = f"{self.model} ({self.dtype})" if self.dtype else self.model
+        parts = f": {', '.join(self.components)}" if self.components else ""
+        return f"evicted {what}{parts}, {format_nbytes(self.nbytes)}, for room"
+
+
+def group_evicted(
+    gone: Sequence[SegmentInfo], resident: Iterable[SegmentInfo] = ()
+) -> tuple[Evicted, ...]:
+    """Group the segments that went by the models that they were part of.
+
+    Args:
+        gone: the segments that went.
+        resident: those that stay, whose models have names too.
+    """
+    names = model_names(info.source for info in (*gone, *resident) if info.source)
+    return tuple(
+        Evicted(
+            model=names.get(model.segments[0].source, model.name),
+            dtype=model.dtype,
+            components=model.components,
+            nbytes=model.nbytes,
+            segments=tuple(info.name for info in model.segments),
+        )
+        for model in find_models(gone)
+    )

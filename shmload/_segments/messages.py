@@ -7,10 +7,11 @@ its block lasts, unless something else has taken over `warnings.showwarning`.
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TextIO
 
 from shmload._host.changes import Change
+from shmload._host.tracebacks import chain_of
 
 
 class MessageRepair(Protocol):
@@ -136,3 +137,16 @@ def _show_repaired(
 
 
 _repairing = Change("how warnings are shown", lambda: warnings.showwarning, _install, _remove_hook)
+
+
+def repair_errors(error: BaseException | None, repair: Callable[[str], str]) -> None:
+    """Repair the texts of an error and of its causes.
+
+    Args:
+        error: changed in place.
+        repair: returns a text with the right paths.
+    """
+    for found in chain_of(error):
+        found.args = tuple(repair(each) if isinstance(each, str) else each for each in found.args)
+        if isinstance(found, OSError) and isinstance(found.filename, str):
+            found.filename = repair(found.filename)

@@ -1,12 +1,17 @@
 """Pieces, the units in which a segment is filled and digested, and the runs they consist of.
 
+A segment's digest is XXH3-128 of the XXH3-128 of each piece of its data. The process that fills a
+piece digests it, so no byte is read twice and pieces can be filled in any order. The digest finds
+damage, not forgery: a process that can write to this user's memory can also write a digest.
+
 A worker process imports this module, so it imports only what is light.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
+import xxhash
 
 from shmload._checkpoints.blocks import RAW_BLOCKS, unit_nbytes
 
@@ -113,3 +118,8 @@ def piece_ranges(data_offset: int, data_nbytes: int) -> Iterator[tuple[int, int]
     """Yield the offset and the size of each piece of a segment, in bytes."""
     for begin in range(0, data_nbytes, PIECE_NBYTES):
         yield data_offset + begin, min(PIECE_NBYTES, data_nbytes - begin)
+
+
+def combine_digests(pieces: Iterable[bytes]) -> str:
+    """Combine the digests of a segment's pieces into the segment's, 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(b"".join(pieces))

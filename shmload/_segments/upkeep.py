@@ -2,22 +2,28 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from shmload._segments.digest import digest_data
+import xxhash
+
+from shmload._checkpoints.header import Header
 from shmload._segments.eviction import may_go
 from shmload._segments.expiry import find_expired, remove_expired
 from shmload._segments.listing import SegmentInfo, Segments, segments, segments_by_lock
 from shmload._segments.metadata import read_digest
 from shmload._segments.models import find_models
 from shmload._segments.names import part_names
-from shmload._segments.pids import users_of
+from shmload._segments.pieces import combine_digests, piece_ranges
 from shmload._segments.protection import find_unsettled, settle_leftovers
 from shmload._segments.removal import give_back, is_free, remove_idle, remove_leftovers
 from shmload._segments.segment import Segment, attach
 from shmload._segments.selection import select
+from shmload._segments.users import users_of
 from shmload._segments.view import dead_views
 from shmload._segments.view_register import views_by_segment
 from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt
+
+_BLOCK_NBYTES = 1 << 20
 
 
 def verify(*patterns: str | os.PathLike[str]) -> Segments:
@@ -151,3 +157,24 @@ def find_garbage() -> list[str]:
     expired = [name for name in find_expired() if name not in unused]
     parts = filter(is_free, part_names())
     return [*unused, *expired, *parts, *dead_views(), *find_unsettled()]
+
+
+def digest_data(fd: int, header: Header) -> str:
+    """Read all data of a segment, on all cores, and return its digest."""
+    # Both pread and the hash release the interpreter lock, so threads suffice.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        pieces = piece_ranges(header.data_offset, header.data_nbytes)
+        return combine_digests(pool.map(lambda piece: _digest(fd, *piece), pieces))
+
+
+def _digest(fd: int, offset: int, nbytes: int) -> bytes:
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_BLOCK_NBYTES))
+    end = offset + nbytes
+    while offset < end:
+        got = os.preadv(fd, [buffer[: min(_BLOCK_NBYTES, end - offset)]], offset)
+        if got == 0:
+            break
+        digest.update(buffer[:got])
+        offset += got
+    return digest.digest()

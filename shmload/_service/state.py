@@ -16,8 +16,8 @@ from shmload._segments.capacity import room_nbytes
 from shmload._segments.eviction import evict_for, require_possible
 from shmload._segments.expiry import remove_expired
 from shmload._segments.listing import SegmentInfo, segments_by_lock
-from shmload._segments.pids import users_of
 from shmload._segments.roots import Root, find_roots
+from shmload._segments.users import users_of
 from shmload._service.budget import service_budget
 from shmload._service.pool import WorkerPool
 from shmload._service.protocol import Holders, Status

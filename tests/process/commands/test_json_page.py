@@ -15,7 +15,7 @@ from shmload._checkpoints.left_out import LeftOut
 from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
 from shmload._doctor.checks import Finding
-from shmload._segments.evicted import Evicted
+from shmload._segments.eviction import Evicted
 from shmload._segments.page_locks import PageLock, PageLocks
 from shmload._segments.unfinished import UnfinishedModel
 from shmload._segments.users import User

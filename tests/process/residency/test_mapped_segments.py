@@ -126,9 +126,9 @@ def test_service_evicts_no_segment_that_is_mapped(service, shards, map_through_v
 
 
 def test_load_does_not_look_at_other_processes(checkpoint, monkeypatch):
-    from shmload._segments import listing, pids, removal
+    from shmload._segments import listing, removal, users
 
-    for module in (listing, pids, removal):
+    for module in (listing, users, removal):
         monkeypatch.setattr(module, "mappers", pytest.fail)
     shmload.warm(checkpoint, torch_dtype="bfloat16")
     for keep in (False, True):

@@ -14,7 +14,7 @@ from serving import ask, status, stopped, wait_until, workers_of
 
 import shmload
 from shmload._loading import room
-from shmload._segments import eviction, listing, pids
+from shmload._segments import eviction, listing, users
 from shmload._segments.acquire import acquire
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
@@ -96,7 +96,7 @@ def test_segment_that_is_only_looked_at_may_go(shards, evicts, monkeypatch):
 def test_status_reads_the_mappings_of_processes_once(shards, evicts, monkeypatch):
     shmload.warm(shards[0], torch_dtype="bfloat16")
     looks = []
-    for module in (listing, pids):
+    for module in (listing, users):
         monkeypatch.setattr(module, "mappers", lambda inodes: looks.append(inodes) or {})
     with contextlib.closing(ServiceState(1, _SEGMENT)) as state:
         assert state.status().segments == len(looks) == 1

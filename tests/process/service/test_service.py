@@ -104,7 +104,7 @@ def test_lease_of_a_process_that_cannot_be_seen_is_listed_too(service, checkpoin
     # As in another pid namespace, where /proc/locks shows no pids.
     code = (
         "import contextlib, shmload\n"
-        "from shmload._segments import pids\n"
+        "from shmload._segments import users\n"
         "from shmload._service.state import ServiceState\n"
         "pids.lock_holders, pids.mappers = dict, lambda inodes: {}\n"
         "with contextlib.closing(ServiceState(1, 0)) as state:\n"

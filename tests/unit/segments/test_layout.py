@@ -16,7 +16,6 @@ from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.linux import PAGE_NBYTES
 from shmload._host.reading import PLAIN, Reading
 from shmload._segments import pieces
-from shmload._segments.digest import combine_digests, digest_data
 from shmload._segments.layout import lay_out, needs_conversion
 from shmload._segments.metadata import (
     FOR_EVER,
@@ -27,6 +26,8 @@ from shmload._segments.metadata import (
     read_digest,
     read_metadata,
 )
+from shmload._segments.pieces import combine_digests
+from shmload._segments.upkeep import digest_data
 from shmload.workers.fill import Filler
 from shmload.workers.reader import Source
 
