@@ -106,7 +106,7 @@ def test_lease_of_a_process_that_cannot_be_seen_is_listed_too(service, checkpoin
         "import contextlib, shmload\n"
         "from shmload._segments import users\n"
         "from shmload._service.state import ServiceState\n"
-        "pids.lock_holders, pids.mappers = dict, lambda inodes: {}\n"
+        "users.lock_holders, users.mappers = dict, lambda inodes: {}\n"
         "with contextlib.closing(ServiceState(1, 0)) as state:\n"
         "    for lease in state.status().leases: print('LEASE', lease.segment, lease.pids)\n"
         "print('END', flush=True)"
