@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-# What a library keeps to be quicker the next time, what is looked up on first use, and what each
-# import of `typing_extensions` adds to `typing`.
+# What a library keeps to be quicker the next time, what is looked up on first use, what each import
+# of `typing_extensions` adds to `typing`, and what a thread that runs keeps of itself.
 _MEMOS = re.compile(
     r"cache|__warningregistry__|__slotnames__|__annotations__|__dynamo_disable|^inspect\._|^re\._|"
     r"^inspect\.modulesbyfile|_overload_registry|_value2member_map_|^concurrent\.futures\.\w+Executor$|"
-    r"pythonapi\.Py|^threading\._threading_atexits|^typing\._(check_generic|cleanups|collect_param)"
+    r"pythonapi\.Py|^threading\._(threading_atexits|active\[\d+\]\.)|"
+    r"^typing\._(check_generic|cleanups|collect_param)"
 )
 # `recorder` and `stash` see to these, or they change with every import.
 _RECORDED = {

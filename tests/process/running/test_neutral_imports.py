@@ -163,3 +163,27 @@ def test_libraries_leave_all_else_as_it_was():
     changes = json.loads(ended.stdout.splitlines()[-1])
     unexpected = [each for each in changes if not any(re.match(a, each) for a in _ALLOWED)]
     assert unexpected == []
+
+
+def test_what_a_running_thread_keeps_of_itself_is_no_change():
+    # As the thread of tqdm's bars does, which wakes every ten seconds.
+    program = """
+import threading
+from shmload._templates.neutral import Snapshot
+end = threading.Event()
+thread = threading.Thread(target=end.wait)
+thread.woken = 1
+thread.start()
+snapshot = Snapshot()
+thread.woken = 2
+print(snapshot.changes())
+threading.excepthook = print
+print(snapshot.changes())
+end.set()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    first, second = ended.stdout.splitlines()
+    assert first == "[]"
+    assert "threading.excepthook" in second
