@@ -567,17 +567,20 @@ def die_with_parent() -> None:
 def give_way() -> None:
     """Let everything else on the machine go first; be the first to end where memory lacks.
 
-    What the kernel refuses stays as it is. The caller leads a session of its own: all of a session
-    is scheduled with the same weight.
+    This process gets a session of its own, since all of a session is scheduled with one weight.
+    What the kernel refuses stays as it is.
     """
-    if os.getsid(0) != os.getpid():
-        raise ValueError("this process shares its session with others, which would give way too")
+    with contextlib.suppress(OSError):  # it leads one
+        os.setsid()
     with contextlib.suppress(OSError):
         os.nice(19)
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     # Where each session is scheduled as a group, only the group's weight counts (sched(7)).
-    for file, value in (("autogroup", "19"), ("oom_score_adj", "1000")):
+    files = {"oom_score_adj": "1000"}
+    if os.getsid(0) == os.getpid():
+        files["autogroup"] = "19"
+    for file, value in files.items():
         with contextlib.suppress(OSError), open(f"/proc/self/{file}", "w") as setting:
             setting.write(value)
     with contextlib.suppress(KeyError):
