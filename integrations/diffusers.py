@@ -13,31 +13,22 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import msgspec
 
 from shmload._checkpoints.hub import find_source
-from shmload._checkpoints.hub_download import Follow
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source, components_with_weights
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._checkpoints.weights import has_variant
-from shmload._loading.ahead import Ahead
 from shmload._loading.progress import Callback
 from shmload._wording import logger_of
 from shmload.errors import ArgumentError, CheckpointError, SourceNotFound, UnknownArgument
 from shmload.integrations._building import prepared
 from shmload.integrations._building.attempt import load
 from shmload.integrations._building.connected import connected_to
-from shmload.integrations._building.early import judge_by
 from shmload.integrations._building.gguf_maker import is_gguf
 from shmload.integrations._building.keywords import require_taken
 from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.pipeline_maker import PipelineMaker, components_by_name
-from shmload.integrations._building.route import (
-    CONVERTED,
-    Asked,
-    Keep,
-    require_readable,
-    stay_ahead,
-)
+from shmload.integrations._building.route import CONVERTED, Asked, Keep, require_readable
 from shmload.integrations._building.single_file import (
     SinglePipelineMaker,
     bring_single_file,
@@ -195,38 +186,33 @@ def load_pipeline(
         verify=verify,
     )
     require_readable(asked, kwargs)
-    with Ahead(stay_ahead(asked, kwargs), workers=workers, may_link=asked.may_link) as ahead:
-        maker, found, dtype = choose(pipeline_class, wanted, kwargs, ahead)
-        others = {"workers": workers, "progress": progress}
-        connected = _load_connected(maker, found, wanted.dtype, asked, kwargs, others)
-        if connected is not None:
-            kwargs |= connected
-            request = None  # its files are not looked at before one that is ready is taken
-        pipe: DiffusionPipeline = load(
-            found,
-            maker,
-            dtype,
-            asked,
-            kwargs,
-            title=wanted.title,
-            workers=workers,
-            progress=progress,
-            place=_place,
-            linger=linger,
-            lend=ahead.lend,
-        )
+    maker, found, dtype = choose(pipeline_class, wanted, kwargs)
+    others = {"workers": workers, "progress": progress}
+    connected = _load_connected(maker, found, wanted.dtype, asked, kwargs, others)
+    if connected is not None:
+        kwargs |= connected
+        request = None  # its files are not looked at before one that is ready is taken
+    pipe: DiffusionPipeline = load(
+        found,
+        maker,
+        dtype,
+        asked,
+        kwargs,
+        title=wanted.title,
+        workers=workers,
+        progress=progress,
+        place=_place,
+        linger=linger,
+    )
     prepared.note(request, imported)
     return pipe
 
 
 def _choose_for_directory(
-    pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any], ahead: Ahead
+    pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any]
 ) -> tuple[Maker, Source, object]:
     """Return what makes a pipeline from a directory or hub id, the source found, and the dtype."""
-    judge = judge_by(
-        PipelineMaker(pipeline_class), lambda there: settle_dtype(wanted.dtype, there, kwargs)
-    )
-    found, left_out = _find_pipeline(wanted, kwargs, ahead.follow(judge))
+    found, left_out = _find_pipeline(wanted, kwargs)
     maker = PipelineMaker(pipeline_class, left_out)
     with whole_libraries():
         require_taken(kwargs, found, load_pipeline, maker.find_class)
@@ -288,7 +274,7 @@ def _load_connected(
 
 
 def _choose_for_file(
-    pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any], _: Ahead
+    pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any]
 ) -> tuple[Maker, Source, object]:
     """Return what makes a pipeline from a file of weights, the file as a source, and the dtype."""
     wanted = bring_single_file(wanted)
@@ -308,16 +294,14 @@ def _choose_for_file(
     return maker, found, settle_single_dtype(wanted.dtype, found)
 
 
-def _find_pipeline(
-    wanted: Wanted, kwargs: Mapping[str, Any], follow: Follow | None
-) -> tuple[Source, Collection[str]]:
+def _find_pipeline(wanted: Wanted, kwargs: Mapping[str, Any]) -> tuple[Source, Collection[str]]:
     """Find a pipeline; return it, and the components with weights that are not wanted."""
     if kwargs.get("dduf_file") and os.path.isdir(wanted.source):
         # One file in place of a directory. Releases of diffusers differ: they load it or refuse.
         root = Path(wanted.source)
         nothing: dict[str, Any] = {"class_name": "", "components": (), "checkpoints": ()}
         return Source(given=wanted.source, root=root, **nothing), ()
-    found = find_source(wanted, kwargs, follow)
+    found = find_source(wanted, kwargs)
     if not found.is_pipeline:
         raise SourceNotFound(
             wanted.source,

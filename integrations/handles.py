@@ -15,7 +15,6 @@ from shmload._checkpoints.wanted import Wanted
 from shmload._host.changes import add_lock
 from shmload._host.collector import paused_gc
 from shmload._host.forks import limit_inherited_threads
-from shmload._loading.ahead import Ahead
 from shmload._loading.complete import complete_load
 from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import find_with_rules
@@ -239,10 +238,8 @@ def share(
         Progress(progress, wanted.title) as counter,
         contextlib.ExitStack() as ending,
     ):
-        ahead = ending.enter_context(Ahead(Stay.SHARED, workers=workers))
         # With a class all components are found here, and narrowed down below.
-        follow = ahead.follow if pipeline_class is None else None
-        found, rules = find_with_rules(wanted, counter.steps, follow=follow)
+        found, rules = find_with_rules(wanted, counter.steps)
         _require_pipeline(found)
         recipe = Recipe.of(wanted, found, pipeline_class)
         with whole_libraries():

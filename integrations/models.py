@@ -14,22 +14,14 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
-from shmload._loading.ahead import Ahead
 from shmload._loading.progress import Callback
 from shmload.errors import ArgumentError
 from shmload.integrations._building.attempt import load
-from shmload.integrations._building.early import judge_by
 from shmload.integrations._building.gguf_maker import is_gguf, maker_of_gguf
 from shmload.integrations._building.keywords import explained_keywords, require_taken_by_model
 from shmload.integrations._building.maker import Maker
 from shmload.integrations._building.model_maker import ModelMaker
-from shmload.integrations._building.route import (
-    CONVERTED,
-    Asked,
-    Keep,
-    require_readable,
-    stay_ahead,
-)
+from shmload.integrations._building.route import CONVERTED, Asked, Keep, require_readable
 from shmload.integrations._building.single_file import (
     SingleFileMaker,
     bring_single_file,
@@ -128,11 +120,8 @@ def load_model(
         verify=verify,
     )
     require_readable(asked, kwargs)
-    with (
-        explained_keywords(kwargs, load_model, _name_of(cls)),
-        Ahead(stay_ahead(asked, kwargs), workers=workers, may_link=asked.may_link) as ahead,
-    ):
-        maker, found, dtype = choose(cls, source, wanted, kwargs, ahead)
+    with explained_keywords(kwargs, load_model, _name_of(cls)):
+        maker, found, dtype = choose(cls, source, wanted, kwargs)
         return load(
             found,
             maker,
@@ -144,7 +133,6 @@ def load_model(
             progress=progress,
             place=_place,
             linger=linger,
-            lend=ahead.lend,
         )
 
 
@@ -173,12 +161,10 @@ def _choose_for_directory(
     source: str | os.PathLike[str],
     wanted: Wanted,
     kwargs: dict[str, Any],
-    ahead: Ahead,
 ) -> tuple[Maker, Source, object]:
     """Return what makes a model from a directory or hub id, what was found there, and the dtype."""
-    maker, early = (ModelMaker(cls, takes_path=not isinstance(source, str)) for _ in range(2))
-    judge = judge_by(early, lambda there: _settle(wanted, there, early))
-    found = find_model(wanted, kwargs, ahead.follow(judge))
+    maker = ModelMaker(cls, takes_path=not isinstance(source, str))
+    found = find_model(wanted, kwargs)
     with whole_libraries():
         require_taken_by_model(kwargs, load_model, lambda: maker.find_class_made(found))
     return maker, found, _settle(wanted, found, maker)
@@ -189,7 +175,6 @@ def _choose_for_file(
     source: str | os.PathLike[str],
     wanted: Wanted,
     kwargs: dict[str, Any],
-    _: Ahead,
 ) -> tuple[Maker, Source, object]:
     """Return what makes a model from a file of weights, the file as a source, and the dtype."""
     wanted = bring_single_file(wanted)

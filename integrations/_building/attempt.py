@@ -17,7 +17,6 @@ from shmload._host.collector import paused_gc
 from shmload._host.linux import Inode
 from shmload._host.procfs import mappings
 from shmload._host.tracebacks import forget_locals
-from shmload._loading.holdings import Lend
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import Rules
@@ -57,7 +56,6 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress
     place: Place
     linger: Linger
-    lend: Lend
     inodes: set[Inode]
     """The inodes of all segments that were mapped for it."""
 
@@ -145,7 +143,6 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             is_raw=self.route.is_bypassed,
             ring=ring,
             may_link=self.route.may_link,
-            lend=self.lend,
             check=self.fit.require if self.fit else None,
         )
 
@@ -179,7 +176,6 @@ def load(
     progress: Callback | bool | None,
     place: Place,
     linger: Linger,
-    lend: Lend,
 ) -> Any:
     """Load a pipeline or a model; what `load_pipeline` and `load_model` have in common.
 
@@ -194,7 +190,6 @@ def load(
         progress: as given.
         place: copies what was built to its devices.
         linger: keeps shared segments for other ranks.
-        lend: finds what was decoded during the download.
     """
     with whole_libraries(), paused_gc(), Progress(progress, title) as counter:
         # Where only the class knows which components it takes, the others are not decoded. With a
@@ -222,7 +217,6 @@ def load(
             progress=counter,
             place=place,
             linger=linger,
-            lend=lend,
             inodes=set(),
         )
         try:

@@ -5,15 +5,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._decoding.ring import Ring
-from shmload._host.collector import freeze_imports, paused_gc
-from shmload._loading.holdings import Lend
+from shmload._host.collector import freeze_imports
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
-from shmload._loading.sources import Judge, Rules
+from shmload._loading.sources import Rules
 from shmload._loading.steps import Step
 from shmload._segments.segment import Stay
 from shmload.integrations._building.maker import Maker
@@ -31,7 +29,6 @@ def begin_early(
     is_raw: bool = False,
     ring: Ring | None = None,
     may_link: bool = False,
-    lend: Lend | None = None,
     check: Callable[[Source], None] | None = None,
 ) -> Iterator[tuple[Load, Rules, Source]]:
     """Begin a load by the likely rules, and import its classes while it decodes.
@@ -49,7 +46,6 @@ def begin_early(
         is_raw: leave every tensor in its stored dtype.
         ring: as for `Load`.
         may_link: as for `Load`.
-        lend: as for `Load`.
         check: called when the classes are imported, with the source as they take it; if it raises,
             the load is discarded.
 
@@ -67,7 +63,6 @@ def begin_early(
             workers=workers,
             ring=ring,
             may_link=may_link,
-            lend=lend,
         )
 
     def choose(source: Source, choose_rule: Callable[[Checkpoint, object], Rule]) -> Rules:
@@ -96,23 +91,6 @@ def begin_early(
                 ring.reset()
             load = loads.enter_context(begin(taken, certain, parent_is_busy=False))
         yield load, certain, taken
-
-
-def judge_by(maker: Maker, settle: Callable[[Source], object]) -> Judge:
-    """Return what tells of weights that are there early how the load will take them.
-
-    Args:
-        maker: of the pipeline or model; not the load's own, since another thread uses it.
-        settle: given the source, the dtype as for `begin_early`.
-    """
-
-    def judge(source: Source) -> tuple[Source, Rules]:
-        with whole_libraries(), paused_gc():
-            taken = maker.import_classes(source)
-            dtype = settle(taken)
-            return taken, {each.component: maker.rule(each, dtype) for each in taken.checkpoints}
-
-    return judge
 
 
 def _shards(source: Source) -> list[tuple[Path, ...]]:

@@ -143,20 +143,6 @@ def require_readable(asked: Asked, kwargs: Mapping[str, Any]) -> None:
     _destination(asked, kwargs.get("offload_folder", "")).require_present()
 
 
-def stay_ahead(asked: Asked, kwargs: Mapping[str, Any]) -> Stay | None:
-    """Return how long segments stay that are made during a download; None to make none.
-
-    None where the files decide, when all of them are there, how weights travel: perhaps by a ring,
-    which takes no segments, or in their stored dtypes.
-    """
-    if kwargs.get("use_safetensors") is False or any(map(kwargs.get, BYPASSING_KWARGS)):
-        return None
-    if asked.tries_to_share:
-        return Stay.SHARED
-    may_stream = asked.device_map is not None and asked.stay is Stay.PRIVATE and not asked.verify
-    return None if may_stream or asked.is_bounded else asked.stay
-
-
 def is_quantised(source: Source, kwargs: Mapping[str, Any]) -> bool:
     """Tell whether the library quantises weights, or loads some that are quantised."""
     return any(map(kwargs.get, _QUANTISING_KWARGS)) or any(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shmload._checkpoints.hub_download import Follow, download
+from shmload._checkpoints.hub_download import download
 from shmload._checkpoints.hub_files import bring_file, hub_file_of
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.paths import not_found
@@ -25,15 +25,12 @@ from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadE
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def find_source(
-    wanted: Wanted, kwargs: Mapping[str, Any] | None = None, follow: Follow | None = None
-) -> Source:
+def find_source(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Source:
     """Find a source on the local disk, or bring it there.
 
     Args:
         wanted: what to find; its dtype is not used.
         kwargs: other arguments of `from_pretrained`. Components among them are not looked for.
-        follow: lasts as long as the download, if there is one.
 
     Raises:
         SourceNotFound: there is no such path or hub id.
@@ -62,19 +59,16 @@ def find_source(
         )
 
     is_model = bool(hub.subfolder or hub.weight_names)
-    return _find(wanted, resolve_in, kwargs or {}, follow, is_model=is_model)
+    return _find(wanted, resolve_in, kwargs or {}, is_model=is_model)
 
 
-def find_model(
-    wanted: Wanted, kwargs: Mapping[str, Any] | None = None, follow: Follow | None = None
-) -> Source:
+def find_model(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Source:
     """Find one model on the local disk, or bring it there.
 
     Args:
         wanted: the model's repository or directory, its subfolder and variant; its dtype is not
             used.
         kwargs: other arguments of `from_pretrained`.
-        follow: as for `find_source`.
 
     Returns:
         The repository or directory, as `resolve_model` describes it.
@@ -94,14 +88,13 @@ def find_model(
             use_safetensors=(kwargs or {}).get("use_safetensors"),
         )
 
-    return _find(wanted, resolve_in, kwargs or {}, follow, is_model=True)
+    return _find(wanted, resolve_in, kwargs or {}, is_model=True)
 
 
 def _find(
     wanted: Wanted,
     resolve_in: Callable[[Path], Source],
     kwargs: Mapping[str, Any],
-    follow: Follow | None,
     *,
     is_model: bool,
 ) -> Source:
@@ -130,7 +123,7 @@ def _find(
                 _folders(found, wanted, kwargs), use_safetensors
             ):
                 return found
-    return resolve_in(download(wanted, kwargs, follow, is_model=is_model))
+    return resolve_in(download(wanted, kwargs, is_model=is_model))
 
 
 def _folders(found: Source, wanted: Wanted, kwargs: Mapping[str, Any]) -> list[Path]:

@@ -1,36 +1,27 @@
 """Brings models of the hub into its cache, by the libraries' own downloads.
 
-Guarantee: the bytes come, and the cache is filled, as without shmload. Who follows a download may
-use each file as soon as it is there.
+Guarantee: the bytes come, and the cache is filled, as without shmload.
 """
 
-import contextlib
 import glob
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shmload._checkpoints.incoming import Incoming, parts_there
 from shmload._checkpoints.library import library
 from shmload._checkpoints.paths import not_found
 from shmload._checkpoints.repository import files_of_model
 from shmload._checkpoints.wanted import Hub, Wanted
 
-Follow = Callable[[Incoming], contextlib.AbstractContextManager[None]]
-"""Makes a context that lasts as long as a download, and may use what that brings."""
 
-
-def download(
-    wanted: Wanted, kwargs: Mapping[str, Any], follow: Follow | None, *, is_model: bool
-) -> Path:
+def download(wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool) -> Path:
     """Bring into the cache what a load needs, and return the repository's directory.
 
     Args:
         wanted: what to bring.
         kwargs: other arguments of `from_pretrained`.
-        follow: lasts as long as the download.
         is_model: one model is wanted and not a whole pipeline.
 
     Raises:
@@ -38,7 +29,7 @@ def download(
     """
     repo_id = str(wanted.source)
     try:
-        return Path(_download_files(repo_id, wanted, kwargs, follow, is_model=is_model))
+        return Path(_download_files(repo_id, wanted, kwargs, is_model=is_model))
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version
         reason = why_not_downloaded(exc, wanted.hub)
         raise not_found(
@@ -63,12 +54,7 @@ def why_not_downloaded(exc: Exception, hub: Hub) -> str:
 
 
 def _download_files(
-    repo_id: str,
-    wanted: Wanted,
-    kwargs: Mapping[str, Any],
-    follow: Follow | None,
-    *,
-    is_model: bool,
+    repo_id: str, wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool
 ) -> str:
     from huggingface_hub import model_info, snapshot_download
 
@@ -76,17 +62,11 @@ def _download_files(
     subfolder = where.pop("subfolder") or ""
     del where["weight_name"]
     info = model_info(repo_id, revision=where["revision"], token=where["token"])
-    names = frozenset(each.rfilename for each in info.siblings or ())
-    is_pipeline = "model_index.json" in names and not is_model
-    following: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if follow and info.sha and not wanted.hub.weight_names:
-        following = follow(_incoming(wanted, kwargs, names, info.sha, is_pipeline=is_pipeline))
-    if is_pipeline:
+    names = {each.rfilename for each in info.siblings or ()}
+    if "model_index.json" in names and not is_model:
         # diffusers knows which of a repository's files a pipeline needs.
         given = {name: value for name, value in kwargs.items() if name != "subfolder"}
-        bring = library().download
-        with following:
-            return bring(repo_id, **{**given, **where, "variant": wanted.variant})
+        return library().download(repo_id, **{**given, **where, "variant": wanted.variant})
     files = files_of_model(
         names,
         subfolder=subfolder,
@@ -95,30 +75,4 @@ def _download_files(
         kwargs=kwargs,
     )
     patterns = [glob.escape(each) for each in files]
-    with following:
-        return str(snapshot_download(repo_id, allow_patterns=patterns, **where))
-
-
-def _incoming(
-    wanted: Wanted,
-    kwargs: Mapping[str, Any],
-    names: frozenset[str],
-    commit: str,
-    *,
-    is_pipeline: bool,
-) -> Incoming:
-    """Describe the download of a commit; call it before the download begins."""
-    from huggingface_hub import constants
-
-    cache = Path(wanted.hub.cache_dir or constants.HF_HUB_CACHE)
-    repository = f"models--{str(wanted.source).replace('/', '--')}"
-    snapshot = cache / repository / "snapshots" / commit
-    return Incoming(
-        wanted=wanted,
-        names=names,
-        snapshot=snapshot,
-        is_pipeline=is_pipeline,
-        passed=frozenset(kwargs),
-        use_safetensors=kwargs.get("use_safetensors"),
-        before=parts_there(snapshot, names),
-    )
+    return str(snapshot_download(repo_id, allow_patterns=patterns, **where))

@@ -57,22 +57,9 @@ def indexed_shards(index_path: Path) -> tuple[Path, ...]:
     """Return the shard files that an index names: each once, sorted by name; perhaps none.
 
     Raises:
-        IndexMalformed: as `named_shards`.
-        ShardMissing: it names a file that does not exist.
-    """
-    shards = named_shards(index_path)
-    for shard in shards:
-        if not os.path.exists(shard):  # Path.exists raises if the name is too long
-            raise ShardMissing(shard, index_path)
-    return shards
-
-
-def named_shards(index_path: Path) -> tuple[Path, ...]:
-    """Return the shard files that an index names, sorted by name, whether or not they are there.
-
-    Raises:
         IndexMalformed: it cannot be read, has no `weight_map`, or names a file outside its
             directory, or for diffusers one in a folder below.
+        ShardMissing: it names a file that does not exist.
     """
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -86,7 +73,11 @@ def named_shards(index_path: Path) -> tuple[Path, ...]:
             raise IndexMalformed(index_path, f"it names {name!r}, {why}", _MOVE)
         if leads_outside(name):
             raise IndexMalformed(index_path, f"it names {name!r}, outside its own directory", _MOVE)
-    return tuple(index_path.parent / name for name in names)
+    shards = tuple(index_path.parent / name for name in names)
+    for shard in shards:
+        if not os.path.exists(shard):  # Path.exists raises if the name is too long
+            raise ShardMissing(shard, index_path)
+    return shards
 
 
 def leads_outside(name: str) -> bool:

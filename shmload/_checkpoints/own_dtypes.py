@@ -48,7 +48,7 @@ def settle_dtype(dtype: object, source: Source, passed: Collection[str] = ()) ->
         for name in given:
             if name not in known:
                 raise UnknownComponent(str(name), source.given, known - {"default"})
-    if not names_auto(dtype):
+    if not any(map(_is_auto, given.values())):
         return dtype
     by_name = {checkpoint.component: checkpoint for checkpoint in source.checkpoints}
     if not source.is_pipeline:
@@ -60,11 +60,6 @@ def settle_dtype(dtype: object, source: Source, passed: Collection[str] = ()) ->
             found = by_name.get(name)
             settled[name] = (_own_dtype(found) if found else _unread(source, name)) or _DEFAULT
     return {"default": _DEFAULT} | settled
-
-
-def names_auto(dtype: object) -> bool:
-    """Tell whether a wanted dtype is `auto`, for one component at least."""
-    return any(map(_is_auto, dtype.values() if isinstance(dtype, Mapping) else [dtype]))
 
 
 def most_common_dtype(source: Source, folder: Path) -> str:

@@ -43,11 +43,6 @@ def are_quantised(headers: Collection[Header]) -> bool:
     return any(_has_scales(name, names) for name in packed)
 
 
-def have_scales(names: Collection[str]) -> bool:
-    """Tell whether some of a model's tensors, by their names, are scales of others."""
-    return any(_has_scales(name, names) for name in names)
-
-
 def says_quantised(checkpoint: Checkpoint) -> bool:
     """Tell whether a model's configuration says that its weights are quantised."""
     return bool(checkpoint.config.get(_CONFIG_KEY))

@@ -77,7 +77,7 @@ def find_shards(
         IndexMalformed, ShardMissing: as `indexed_shards`.
         ShardTruncated: a file of a format that `may_be_unread` has no end.
     """
-    found = chosen_name(names, library, choice)
+    found = _chosen_name(names, library, choice)
     if found is None:
         return ()
     shards: tuple[Path, ...] = (folder / found,)
@@ -101,16 +101,8 @@ def _names_others(index_path: Path) -> bool:
     return any(isinstance(name, str) and leads_outside(name) for name in names)
 
 
-def chosen_name(names: Collection[str], library: str, choice: Choice) -> str | None:
-    """Return the file of weights, or the index of some, that a library would load of a folder.
-
-    Without some of the other files the answer is the same.
-
-    Args:
-        names: of all files in the folder.
-        library: as for `find_shards`.
-        choice: as for `find_shards`.
-    """
+def _chosen_name(names: Collection[str], library: str, choice: Choice) -> str | None:
+    """Return the file of weights, or the index of some, that a library would load of a folder."""
     applicable = _applicable_variant(names, choice.variant)
     candidates = (
         name
@@ -121,18 +113,13 @@ def chosen_name(names: Collection[str], library: str, choice: Choice) -> str | N
     return next((name for name in candidates if name in names), None)
 
 
-def is_in_doubt(path: Path) -> bool:
-    """Tell whether a file is of a format some of whose files are left to the libraries."""
-    return path.name.endswith(_IN_DOUBT)
-
-
 def why_file_is_unread(path: Path) -> CheckpointError | None:
     """Return why a file is left to the libraries; None if shmload reads it.
 
     Only files of formats that `may_be_unread` are. A damaged file of another format is not: reading
     it says what is wrong.
     """
-    if not is_in_doubt(path):
+    if not path.name.endswith(_IN_DOUBT):
         return None
     try:
         with Descriptor(open_source(path)) as shard:
@@ -181,11 +168,6 @@ def default_name(names: Collection[str], library: str) -> str:
 def has_variant(folder: Path, variant: str) -> bool:
     """Tell whether a component's directory has files of a variant."""
     return os.path.isdir(folder) and _applicable_variant(os.listdir(folder), variant) is not None
-
-
-def lacks_variant(names: Collection[str], choice: Choice) -> bool:
-    """Tell whether a folder with these files has none of the variant that was asked for."""
-    return choice.variant is not None and _applicable_variant(names, choice.variant) is None
 
 
 def variant_of(path: Path) -> str | None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
 from shmload._host.collector import paused_gc
-from shmload._loading.holdings import Lend
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._segments.segment import Stay
@@ -21,7 +20,6 @@ def complete_load(
     workers: int | None,
     verify: bool,
     progress: Progress,
-    lend: Lend | None = None,
 ) -> Iterator[Load]:
     """Load and wait until every segment is complete; a context that ends the load.
 
@@ -32,7 +30,6 @@ def complete_load(
         workers: as for `Load`.
         verify: recompute the digest of every segment.
         progress: shows the load's progress; stays the caller's.
-        lend: as for `Load`.
 
     Yields:
         The load, with every segment complete.
@@ -50,7 +47,6 @@ def complete_load(
                     progress=progress,
                     parent_is_busy=False,
                     workers=workers,
-                    lend=lend,
                 )
             )
             load.wait()

@@ -30,7 +30,6 @@ class Decoder:
         keep: the load's segments will be resident.
         workers: number of worker processes if no service decodes.
         progress: counts the bytes.
-        is_cancelled: set by `cancel`; others may set it too.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class Decoder:
         keep: bool,
         workers: int,
         progress: Progress,
-        is_cancelled: threading.Event,
     ) -> None:
         self._model = model
         self._keep = keep
@@ -48,7 +46,7 @@ class Decoder:
         self._progress = progress
         self._service: Client | None = None
         self._coordinator: Coordinator | None = None
-        self._is_cancelled = is_cancelled
+        self._is_cancelled = threading.Event()
 
     def find_service(self) -> None:
         """Connect to the running service, if there is one.

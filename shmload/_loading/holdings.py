@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 
-Lend = Callable[[str], Segment | None]
-"""Given a segment's name, returns a lease on it if this process has it, even without a name."""
 _Kind = TypeVar("_Kind", Segment, Part, Hollow, Awaited)
 
 
@@ -46,20 +44,10 @@ class Holdings:
         is_hollow: use a stand-in (`Hollow`) for each part: its bytes go through a ring.
         may_link: files that have the wanted dtypes get no segment where the library can map them,
             even if the other segments are to stay.
-        lend: finds the private segments that were decoded before for this load; None for none.
     """
 
-    def __init__(
-        self,
-        stay: Stay,
-        *,
-        is_hollow: bool,
-        may_link: bool = False,
-        lend: Lend | None = None,
-    ) -> None:
+    def __init__(self, stay: Stay, *, is_hollow: bool, may_link: bool = False) -> None:
         self._stay = stay
-        # Segments that are to have a name are found by it; a ring takes none.
-        self._lend = lend if stay is Stay.PRIVATE and not is_hollow else None
         self._may_link = may_link
         self._is_hollow = is_hollow
         self._shards: list[OpenShard] = []
@@ -133,8 +121,7 @@ class Holdings:
             with contextlib.suppress(SegmentUntrusted):  # the bytes go elsewhere
                 return attach(name) or Hollow(name)
             return Hollow(name)
-        needs_name = self._stay is not Stay.PRIVATE
-        return (self._lend(name) if self._lend else None) or acquire(name, needs_name=needs_name)
+        return acquire(name, needs_name=self._stay is not Stay.PRIVATE)
 
     def make_parts(
         self,

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import os
 import queue
-import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -26,7 +25,7 @@ from shmload._host.limits import explained
 from shmload._host.linux import Inode, inode_of
 from shmload._host.procfs import mappings_below
 from shmload._loading.decoder import Decoder
-from shmload._loading.holdings import Holdings, Lend
+from shmload._loading.holdings import Holdings
 from shmload._loading.plan import Action
 from shmload._loading.progress import Progress
 from shmload._loading.shard import OpenShard
@@ -71,9 +70,6 @@ class Load:
         ring: takes the bytes that are not resident, instead of segments, and without a service;
             stays the caller's.
         may_link: as for `Holdings`.
-        lend: as for `Holdings`.
-        given_up: cancels the load when it is set, and is set when the load ends; None for one of
-            its own.
 
     Raises:
         CheckpointError, CapacityError, SegmentError: before any byte was decoded.
@@ -90,8 +86,6 @@ class Load:
         workers: int | None = None,
         ring: Ring | None = None,
         may_link: bool = False,
-        lend: Lend | None = None,
-        given_up: threading.Event | None = None,
     ) -> None:
         self._source = source
         self._ring = ring
@@ -105,9 +99,8 @@ class Load:
             keep=stay is Stay.RESIDENT,
             workers=workers or worker_count(parent_is_busy=parent_is_busy),
             progress=progress,
-            is_cancelled=given_up or threading.Event(),
         )
-        self.holdings = Holdings(stay, is_hollow=ring is not None, may_link=may_link, lend=lend)
+        self.holdings = Holdings(stay, is_hollow=ring is not None, may_link=may_link)
         """The open shards and their segments; the load closes them."""
         self.filled: queue.SimpleQueue[FilledPiece | None] = queue.SimpleQueue()
         """The pieces of parts that have their bytes, as they come; None when no more will come."""

@@ -1,11 +1,8 @@
 """The first step of a load: find the source, check the arguments, derive its dtype rules."""
 
-from collections.abc import Callable
-
 import msgspec
 
 from shmload._checkpoints.hub import find_source
-from shmload._checkpoints.hub_download import Follow
 from shmload._checkpoints.left_out import why_unread
 from shmload._checkpoints.library import library, whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
@@ -20,8 +17,6 @@ from shmload.errors import ArgumentError, SourceNotFound
 
 Rules = dict[str, Rule]
 """The rule of each component's checkpoint."""
-Judge = Callable[[Source], tuple[Source, Rules]]
-"""Given a source, perhaps with only some of its weights: what a load takes of it, and its rules."""
 
 
 def find_with_rules(
@@ -30,7 +25,6 @@ def find_with_rules(
     *,
     may_be_unread: bool = False,
     pipeline_class: object = None,
-    follow: Callable[[Judge], Follow | None] | None = None,
 ) -> tuple[Source, Rules]:
     """Find a source and derive its rules.
 
@@ -39,43 +33,35 @@ def find_with_rules(
         steps: count the time of imports and of rules.
         may_be_unread: as for `find_certain`.
         pipeline_class: only the components that it takes; None for all.
-        follow: `Ahead.follow`, to decode during a download; None to wait for its end.
 
     Raises:
         SourceNotFound: as `find_certain`.
         ArgumentError: the class loads no pipelines, or the source is none.
         UnknownComponent, UnknownDtype, CheckpointError.
     """
-
-    def judge(found: Source) -> tuple[Source, Rules]:
-        if pipeline_class is not None:
-            if not found.is_pipeline:
-                raise ArgumentError(f"pipeline_class is for pipelines, and {wanted.source} is none")
-            with steps.during(Step.IMPORTING, "importing diffusers for the class (once)"):
-                found = library().as_taken(found, pipeline_class)
-        return found, derive_rules(found, settle_dtype(wanted.dtype, found), steps)
-
-    following = follow(judge) if follow else None
-    return judge(find_certain(wanted, may_be_unread=may_be_unread, follow=following))
+    found = find_certain(wanted, may_be_unread=may_be_unread)
+    if pipeline_class is not None:
+        if not found.is_pipeline:
+            raise ArgumentError(f"pipeline_class is for pipelines, and {wanted.source} is none")
+        with steps.during(Step.IMPORTING, "importing diffusers for the class (once)"):
+            found = library().as_taken(found, pipeline_class)
+    return found, derive_rules(found, settle_dtype(wanted.dtype, found), steps)
 
 
-def find_certain(
-    wanted: Wanted, *, may_be_unread: bool = False, follow: Follow | None = None
-) -> Source:
+def find_certain(wanted: Wanted, *, may_be_unread: bool = False) -> Source:
     """Find a source whose weights are those that were asked for.
 
     Args:
         wanted: the source.
         may_be_unread: leave a source without weights that shmload reads, or without any of the
             variant, to the library: it then has no checkpoints.
-        follow: as for `find_source`.
 
     Raises:
         SourceNotFound: it is nowhere, has no weights of the variant, or several files to choose
             from.
         UnknownComponent, CheckpointError.
     """
-    found = find_source(wanted, follow=follow)
+    found = find_source(wanted)
     if found.choices:
         raise SourceNotFound(
             wanted.source,

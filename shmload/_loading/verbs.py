@@ -17,7 +17,6 @@ from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._checkpoints.weights import name_as_safetensors
 from shmload._host.collector import paused_gc
-from shmload._loading.ahead import Ahead
 from shmload._loading.complete import complete_load
 from shmload._loading.plan import Plan
 from shmload._loading.progress import Callback, Progress
@@ -148,10 +147,7 @@ def warm(
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=warm)
     with Progress(progress, wanted.title) as counter, contextlib.ExitStack() as ending:
         steps = counter.steps
-        ahead = ending.enter_context(Ahead(Stay.RESIDENT, workers=workers))
-        found, rules = find_with_rules(
-            wanted, steps, pipeline_class=pipeline_class, follow=ahead.follow
-        )
+        found, rules = find_with_rules(wanted, steps, pipeline_class=pipeline_class)
         require_read(found, wanted)
         load = ending.enter_context(
             complete_load(
@@ -182,7 +178,6 @@ def warm(
                     segment.name,
                     segment.name,
                 )
-        evicted = ahead.evicted + load.evicted
         left_out = find_left_out(found, variant)
         for each in left_out:  # a preload list's log has this line
             logger.info("%s: left to the library: %s", source, each)
@@ -190,15 +185,15 @@ def warm(
             source=str(source),
             segments=tuple(segment.name for segment in held),
             resident_nbytes=sum(segment.nbytes for segment in held),
-            read_nbytes=load.read_nbytes + ahead.read_nbytes,
+            read_nbytes=load.read_nbytes,
             elapsed_s=time.monotonic() - began,
             importing_s=steps.elapsed_s(Step.IMPORTING),
             deriving_rules_s=steps.elapsed_s(Step.DERIVING_RULES),
-            making_room_s=steps.elapsed_s(Step.MAKING_ROOM) + ahead.elapsed_s(Step.MAKING_ROOM),
-            waiting_s=steps.elapsed_s(Step.WAITING) + ahead.elapsed_s(Step.WAITING),
-            reading_s=steps.elapsed_s(Step.READING) + ahead.elapsed_s(Step.READING),
+            making_room_s=steps.elapsed_s(Step.MAKING_ROOM),
+            waiting_s=steps.elapsed_s(Step.WAITING),
+            reading_s=steps.elapsed_s(Step.READING),
             left_out=left_out,
-            evicted=group_evicted(evicted, segments_by_lock() if evicted else ()),
+            evicted=group_evicted(load.evicted, segments_by_lock() if load.evicted else ()),
         )
 
 
@@ -314,13 +309,8 @@ def view(
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=view)
     stay = Stay.RESIDENT if keep else Stay.PRIVATE
     with contextlib.ExitStack() as ending:
-        with (
-            Progress(progress, wanted.title) as counter,
-            Ahead(stay, workers=workers) as ahead,
-        ):
-            found, rules = find_with_rules(
-                wanted, counter.steps, may_be_unread=True, follow=ahead.follow
-            )
+        with Progress(progress, wanted.title) as counter:
+            found, rules = find_with_rules(wanted, counter.steps, may_be_unread=True)
             load = ending.enter_context(
                 complete_load(
                     found,
@@ -329,7 +319,6 @@ def view(
                     workers=workers,
                     verify=verify,
                     progress=counter,
-                    lend=ahead.lend,
                 )
             )
         lent = ending.enter_context(View(found.root, load.holdings.files()))

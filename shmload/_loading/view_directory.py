@@ -14,7 +14,6 @@ from shmload._checkpoints.left_out import find_left_out
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Hub, Wanted, require_bools
 from shmload._host.linux import SHM_DIR
-from shmload._loading.ahead import Ahead
 from shmload._loading.complete import complete_load
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
@@ -102,10 +101,7 @@ def view_directory(
         if not replace and os.path.lexists(place):
             _require_same(entry, arguments)
         with Progress(progress, wanted.title) as counter, contextlib.ExitStack() as ending:
-            ahead = ending.enter_context(Ahead(Stay.RESIDENT, workers=workers))
-            found, rules = find_with_rules(
-                wanted, counter.steps, may_be_unread=True, follow=ahead.follow
-            )
+            found, rules = find_with_rules(wanted, counter.steps, may_be_unread=True)
             require_read(found, wanted)
             _require_apart(found, place)
             ending.callback(settle, place)  # last: also if the load fails

@@ -15,7 +15,7 @@ import msgspec
 from shmload._checkpoints.formats.safetensors import read_header
 from shmload._checkpoints.header import Header
 from shmload._host.descriptors import Descriptor
-from shmload._host.linux import is_named, reopen, shm_open, try_lock, wait_lock
+from shmload._host.linux import is_named, shm_open, wait_lock
 from shmload._segments.metadata import (
     KEEP_FOR_OFFSET,
     Metadata,
@@ -69,12 +69,6 @@ class Segment(Descriptor):
     def nbytes(self) -> int:
         """Size in bytes, header included."""
         return os.fstat(self.fd).st_size
-
-    def lend(self) -> "Segment":
-        """Take another lease on it, the caller's; it need not have a name."""
-        fd = reopen(self.fd)
-        try_lock(fd, exclusive=False)  # free: this lease keeps others from the exclusive lock
-        return Segment(self.name, fd)
 
     def touch(self) -> None:
         """Record that it is used now; the least recently used segments are evicted first.

@@ -1,10 +1,7 @@
-"""Models are decoded while they are downloaded from the hub, which a server here stands in for."""
+"""Models are downloaded from the hub, which a server here stands in for."""
 
-import logging
 import os
-import shutil
 import signal
-import threading
 
 import diffusers
 import pytest
@@ -17,32 +14,8 @@ import shmload
 
 pytestmark = pytest.mark.libraries
 
-# Much more than decoding a tiny model takes, in seconds.
-_DEADLINE_S = 20.0
 _VAE = "vae/diffusion_pytorch_model.safetensors"
 _UNET = "unet/diffusion_pytorch_model.safetensors"
-_TEXT = "text_encoder/model.safetensors"
-_CHECKER = "safety_checker/model.safetensors"
-
-
-class Decoded(logging.Handler):
-    """Knows what was decoded during a download, by the log."""
-
-    def __init__(self):
-        super().__init__()
-        self._changed = threading.Condition()
-        self.files = set()
-
-    def emit(self, record):
-        _, _, files = record.getMessage().partition("decoded while the rest is downloaded: ")
-        with self._changed:
-            self.files.update(files.split(", ") if files else ())
-            self._changed.notify_all()
-
-    def wait_for(self, *files):
-        """Wait until some files were decoded; return whether they were."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.files.issuperset(files), _DEADLINE_S)
 
 
 @pytest.fixture
@@ -55,129 +28,22 @@ def hub(monkeypatch):
 
 
 @pytest.fixture
-def decoded():
-    handler = Decoded()
-    logger = logging.getLogger("shmload._loading.ahead")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield handler
-    logger.setLevel(before)
-    logger.removeHandler(handler)
-
-
-@pytest.fixture
-def hold(hub, decoded):
-    """Hold a file back until others are decoded; then `then` goes wrong with it.
-
-    Returns a list that gets, each time, whether they were decoded.
-    """
-
-    def hold_back(name, *others, then=lambda: ""):
-        seen = []
-
-        def trouble(asked):
-            if asked != name:
-                return ""
-            seen.append(decoded.wait_for(*others))
-            return then()
-
-        hub.trouble = trouble
-        return seen
-
-    return hold_back
-
-
-@pytest.fixture
 def where(tmp_path):
     return {"cache_dir": tmp_path / "cache"}
 
 
-# Decoding beside the download ---------------------------------------------------------------------
+# What users know of the hub -----------------------------------------------------------------------
 
 
-def test_pipeline_is_decoded_while_it_is_downloaded(hub, hold, saved, where, shm_names):
-    hub.publish(saved("stable-diffusion"))
-    seen = hold(_VAE, _UNET, _TEXT, _CHECKER)
-    totals = set()
-    pipe = shmload.load_pipeline(
-        "org/name", dtype="bfloat16", progress=lambda done, total: totals.add(total), **where
-    )
-    assert seen == [True]
+def test_pipeline_is_downloaded_and_decoded(hub, saved, where, shm_names):
+    hub.publish(saved("stable-diffusion", sharded=True))
+    pipe = shmload.load_pipeline("org/name", dtype="bfloat16", **where)
     assert shm_names() == []
-    # What was decoded before is not decoded again; the VAE may have come in time, too.
-    shards = {each.component: each.read_nbytes for each in shmload.plan("org/name", **where).shards}
-    assert totals <= {shards["vae"]}
     wanted = from_pretrained(diffusers.StableDiffusionPipeline, "org/name", torch.bfloat16, **where)
     assert_equal(pipe, wanted)
-
-
-def test_shards_are_decoded_one_by_one(hub, hold, saved, where, evicts, shm_names):
-    source = saved("stable-diffusion", sharded=True)
-    hub.publish(source)
-    first, *_, last = sorted(path.name for path in source.glob("unet/*.safetensors"))
-    names = []
-    seen = hold(f"unet/{last}", f"unet/{first}", then=lambda: names.extend(shm_names()) or "")
-    report = shmload.warm("org/name", dtype="bfloat16", **where)
-    assert seen == [True]
-    assert set(names) < set(report.segments)
-    assert report.read_nbytes == sum(each.read_nbytes for each in shmload.plan(source).shards)
-    assert shmload.warm("org/name", dtype="bfloat16", **where).read_nbytes == 0
-
-
-def test_model_and_view_are_decoded_while_they_are_downloaded(hub, hold, copied, where, shm_names):
-    source = copied("stable-diffusion", sharded=True)
-    hub.publish(source)
-    first, *_, last = sorted(path.name for path in source.glob("unet/*.safetensors"))
-    seen = hold(f"unet/{last}", f"unet/{first}")
-    unet = shmload.load_model(
-        "UNet2DConditionModel", "org/name", subfolder="unet", dtype="bfloat16", **where
-    )
-    assert (seen, shm_names()) == ([True], [])
-    wanted = from_pretrained(
-        diffusers.UNet2DConditionModel, source, torch.bfloat16, subfolder="unet"
-    ).state_dict()
-    assert wanted.keys() == unet.state_dict().keys()
-    assert all(torch.equal(each, wanted[name]) for name, each in unet.state_dict().items())
-    shutil.rmtree(where["cache_dir"])
-    with shmload.view("org/name", subfolder="unet", dtype="bfloat16", **where) as path:
-        assert {each.dtype for each in load_file(path / last).values()} == {torch.bfloat16}
-    assert seen == [True, True]
-
-
-def test_service_decodes_what_is_downloaded(hub, hold, saved, where, service):
-    service()
-    hub.publish(saved("stable-diffusion"))
-    seen = hold(_VAE, _UNET, _TEXT, _CHECKER)
-    report = shmload.warm("org/name", dtype="bfloat16", **where)
-    assert seen == [True]
-    assert set(report.segments) == {info.name for info in shmload.segments()}
-
-
-def test_files_that_the_load_does_not_read_are_not_decoded(hub, hold, copied, where, decoded):
-    source = copied("stable-diffusion")
-    weights = load_file(source / _UNET)
-    for name in ("fp16.safetensors", "non_ema.safetensors", "bin"):
-        save_file(weights, source / f"unet/diffusion_pytorch_model.{name}")
-    hub.publish(source)
-    # They are in the cache, as if another program had loaded them.
-    hub_files = {"allow_patterns": ["unet/*.bin", "unet/*.fp16*", "unet/*.non_ema*"]}
-    from huggingface_hub import snapshot_download
-
-    snapshot_download("org/name", **hub_files, **where)
-    seen = hold(_VAE, _TEXT, _CHECKER)
-    shmload.load_pipeline("org/name", dtype="bfloat16", unet=None, **where)
-    assert seen == [True]
-    assert not any(name.startswith("unet") for name in decoded.files)
-    shutil.rmtree(where["cache_dir"])
-    snapshot_download("org/name", **hub_files, **where)
-    seen = hold(_VAE, _UNET)
-    with shmload.view("org/name", dtype="bfloat16", components=["unet", "vae"], **where):
-        assert seen == [True]
-    assert {name for name in decoded.files if name.startswith("unet")} == {_UNET}
-
-
-# What users know of the hub -----------------------------------------------------------------------
+    with shmload.view("org/name", subfolder="vae", dtype="bfloat16", **where) as path:
+        (weights,) = path.glob("*.safetensors")
+        assert {each.dtype for each in load_file(weights).values()} == {torch.bfloat16}
 
 
 def test_revision_is_the_one_that_was_asked_for(hub, saved, copied, where):
@@ -222,24 +88,20 @@ def test_nothing_is_asked_for_what_is_cached(hub, saved, where):
 # Downloads that fail ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_download_that_fails_leaves_nothing_and_goes_on_later(
-    hub, hold, saved, where, shm_names, evicts, keep
-):
+def test_download_that_fails_leaves_nothing_and_goes_on_later(hub, saved, where, shm_names):
     hub.publish(saved("stable-diffusion"))
-    names = []
-    seen = hold(_VAE, _UNET, then=lambda: names.extend(shm_names()) or "403")
-    arguments = {"dtype": "bfloat16", "keep": keep, **where}
+    hub.trouble = lambda name: "403" if name == _VAE else ""
     with pytest.raises(shmload.SourceNotFound, match=r"org/name.*cannot be downloaded"):
-        shmload.load_pipeline("org/name", **arguments)
-    assert seen[0]
-    assert bool(names) == keep
+        shmload.load_pipeline("org/name", dtype="bfloat16", **where)
     assert shm_names() == []
+    (snapshot,) = where["cache_dir"].glob("models--*/snapshots/*")
+    there = {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()}
+    assert "model_index.json" in there
     del hub.asked[:]
     hub.trouble = lambda name: ""
-    shmload.load_pipeline("org/name", **arguments)
+    shmload.load_pipeline("org/name", dtype="bfloat16", **where)
     assert _VAE in hub.asked
-    assert _UNET not in hub.asked
+    assert there.isdisjoint(hub.asked)
 
 
 def test_file_whose_download_is_cut_is_equal(hub, saved, where):
@@ -256,12 +118,12 @@ def test_file_whose_download_is_cut_is_equal(hub, saved, where):
     assert all(torch.equal(each, wanted[name]) for name, each in got.state_dict().items())
 
 
-def test_interrupt_during_a_download_leaves_nothing(hub, hold, saved, where, shm_names):
+def test_interrupt_during_a_download_leaves_nothing(hub, saved, where, shm_names):
     hub.publish(saved("stable-diffusion"))
-    seen = hold(_VAE, _UNET, then=lambda: os.kill(os.getpid(), signal.SIGINT) or "")
+    interrupts = iter([lambda: os.kill(os.getpid(), signal.SIGINT)])
+    hub.trouble = lambda name: next(interrupts, str)() or "" if name == _VAE else ""
     with pytest.raises(KeyboardInterrupt):
         shmload.warm("org/name", dtype="bfloat16", **where)
-    assert seen == [True]
     assert shm_names() == []
 
 
