@@ -100,9 +100,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget: Size | None = None
     """Limit for resident segments in bytes, where no service runs; None for no limit."""
 
-    share_copies: bool = False
-    """Whether copies of a file share a segment: each file is read once for its sha256."""
-
     skeletons: bool = True
     """Whether built models are cached, without their weights, to be built faster next time."""
 

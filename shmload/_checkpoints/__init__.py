@@ -1,6 +1,5 @@
 """Checkpoints on disk: the files of a source, their headers, the dtypes that are wanted.
 
 Guarantee: a header is checked against its file before it is used, and no tensor's bytes are read
-here, but for the sha256 of a whole file with `SHMLOAD_SHARE_COPIES`. May import `_placement`
-and below.
+here. May import `_placement` and below.
 """

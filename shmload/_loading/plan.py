@@ -9,12 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._checkpoints.contents import content_identity
 from shmload._checkpoints.dequantising import require_dequantised
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.header import Header
-from shmload._checkpoints.identity import Identity, identify
+from shmload._checkpoints.identity import identify
 from shmload._checkpoints.left_out import LeftOut
 from shmload._checkpoints.quantised import are_quantised
 from shmload._checkpoints.rule import RAW, Rule
@@ -24,10 +23,8 @@ from shmload._placement.placement import Placement
 from shmload._segments.layout import Layout, lay_out, needs_conversion
 from shmload._segments.metadata import make_metadata
 from shmload._segments.names import segment_name
-from shmload._settings import settings
 from shmload._tables import Page, Printable, Table
 from shmload._wording import format_nbytes
-from shmload.errors import ShardUnreadable
 
 
 class Action(enum.Enum):
@@ -168,7 +165,7 @@ def plan_shard(
     may_link = (
         file_format.can_be_linked and applied == RAW and not keep and not is_remote(found.st_dev)
     )
-    name = segment_name(_named_by(identity, fd, may_read=not may_link), applied.text)
+    name = segment_name(identity, applied.text)
     metadata = make_metadata(identity.path, identity.key, applied.text)
     make_layout = functools.cache(partial(lay_out, header, applied, metadata, piece_nbytes))
     resident_nbytes = shm_nbytes(name) or None
@@ -196,16 +193,3 @@ def plan_shard(
         leaves_casts=any(rule.leaves_cast(tensor, applied) for tensor in header.tensors),
         header=header,
     )
-
-
-def _named_by(identity: Identity, fd: int, *, may_read: bool) -> Identity:
-    """Return what a shard's segment is named by: the shard, or its content where that is asked for.
-
-    The segment's header always has the shard itself.
-    """
-    if not settings().share_copies:
-        return identity
-    try:
-        return content_identity(identity, fd, may_read=may_read)
-    except OSError as exc:
-        raise ShardUnreadable(identity.path, exc.strerror or str(exc)) from exc

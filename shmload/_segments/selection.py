@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
-from shmload._checkpoints.contents import known_content
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.remote import is_url, mirror_home
 from shmload._segments.grouping import Model
@@ -131,18 +130,18 @@ def _likely_names(pattern: str, models: Iterable[Model]) -> list[str]:
 def _of_copies_below(found: Iterable[SegmentInfo], pattern: str) -> list[SegmentInfo]:
     """Return the segments that loads of the files at a path attach: they are of copies of these.
 
-    The conversion is in the name of a segment too, and in its header.
+    In a hub cache copies are one blob. The conversion is in the name of a segment too, and in its
+    header.
     """
     path = os.path.expanduser(pattern)
     try:
         files = [identify(path, os.stat(path)), *weights_below(path)]
     except (OSError, ValueError):  # no file has a zero byte in its name
         return []
-    copies = [known_content(file) for file in files]
     return [
         info
         for info in found
-        if any(info.name == segment_name(copy, info.conversion) for copy in copies)
+        if any(info.name == segment_name(file, info.conversion) for file in files)
     ]
 
 

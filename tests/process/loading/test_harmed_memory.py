@@ -15,7 +15,7 @@ from shmload.integrations._devices import calibration
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("skeletons")]
 
-_STORES = {"classes", "contents", "pins", "proofs", "rules", "skeletons", "unpickled"}
+_STORES = {"classes", "pins", "proofs", "rules", "skeletons", "unpickled"}
 
 
 @pytest.fixture
@@ -31,10 +31,10 @@ def load(saved, configure, tmp_path, monkeypatch, evicts):
 
     def load_all(**given):
         monkeypatch.setattr(calibration, "_noted", set())
-        configure(skeletons=1, share_copies=1, **(place | given))
+        configure(skeletons=1, **(place | given))
         got = shmload.load_model("AutoencoderKL", source, **vae).state_dict()
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-        configure(skeletons=0, share_copies=1, **(place | given))
+        configure(skeletons=0, **(place | given))
         pipe = shmload.load_pipeline(
             source, dtype="bfloat16", pipeline_class="StableDiffusionPipeline"
         )

@@ -36,9 +36,11 @@ def test_files_of_the_hub_cache_are_known_by_their_sha256(hub_cache, folder):
     first = hub_cache.add("org/name", folder)
     names = shmload.warm("org/name", **where).segments
     # Another repository and revision with the same content in new files.
-    hub_cache.add("org/copy", folder, "b" * 40)
+    copy = hub_cache.add("org/copy", folder, "b" * 40)
     assert shmload.warm("org/copy", **where).read_nbytes == 0
     assert shmload.warm("org/copy", **where).segments == names
+    assert {info.name for info in shmload.pin(copy)} == set(names)
+    shmload.unpin(copy)
     for blob in (first.parents[1] / "blobs").iterdir():
         os.utime(blob)
     assert shmload.warm("org/name", **where).read_nbytes == 0
@@ -51,6 +53,7 @@ def test_only_a_hub_caches_blobs_are_known_by_their_names(tmp_path, checkpoint):
     path.parent.mkdir()
     shutil.copy(checkpoint, path)
     before = shmload.warm(path).segments
+    assert shmload.warm(checkpoint).segments != before
     os.utime(path)
     assert shmload.warm(path).segments != before
 
