@@ -9,8 +9,7 @@ from typing import Final
 import gguf
 import numpy as np
 
-from shmload._checkpoints.blocks import BLOCKS
-from shmload._checkpoints.dtypes import NBITS
+from shmload._checkpoints.dtypes import BLOCKS, NBITS
 from shmload.workers.convert import Converter
 
 # Elements dequantised at a time. Measured on one core, 3072 x 3072 elements of Q4_K to bf16,

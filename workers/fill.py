@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from shmload._checkpoints.blocks import BLOCKS, unit_nbytes
+from shmload._checkpoints.dtypes import BLOCKS, unit_nbytes
 from shmload._host.reading import READ_NBYTES
 from shmload._segments.pieces import Run
 from shmload.workers.messages import Reason

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
-from shmload._checkpoints.formats.state_dicts import UnknownPickle, find_tensors, shorten
-from shmload._checkpoints.formats.unpickling import (
+from shmload._checkpoints.formats.tensor_pickle import UnknownPickle, find_tensors, shorten
+from shmload._checkpoints.formats.unpickled import (
     MAX_WHY,
     Answer,
     Failed,

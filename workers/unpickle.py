@@ -1,6 +1,6 @@
 """The program that unpickles one file: `python -P -m shmload.workers.unpickle CHANNEL PARENT`.
 
-Started by `_checkpoints.formats.unpickling`, with a Unix socket as descriptor CHANNEL and the id of
+Started by `_checkpoints.formats.unpickled`, with a Unix socket as descriptor CHANNEL and the id of
 the process that asks.
 
 Guarantee: the process ends with the thread that asks, which waits for the answer.
@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from shmload._checkpoints.formats.unpickling import read_unpickle
+from shmload._checkpoints.formats.unpickled import read_unpickle
 from shmload._host.linux import die_with_parent
 from shmload._ipc.frames import Inbox, send, take_channel
 from shmload.errors import ProtocolError

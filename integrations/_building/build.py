@@ -19,8 +19,7 @@ import torch
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Source, is_in_pickles, weight_files
-from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.rules import forget_rule
+from shmload._checkpoints.rule import Rule, forget_rule
 from shmload._host.changes import Change
 from shmload._host.procfs import mappings, modified_nbytes
 from shmload._loading.load import Load

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from shmload._checkpoints.rules import library_versions
+from shmload._checkpoints.rule import library_versions
 from shmload._host.memo import Memo
 
 

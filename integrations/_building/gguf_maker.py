@@ -16,8 +16,7 @@ from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.header import Header
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule
-from shmload._checkpoints.rules import wanted_dtype
+from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule, wanted_dtype
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
 from shmload._loading.plan import Action, plan_shard

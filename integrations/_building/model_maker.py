@@ -9,8 +9,7 @@ import msgspec
 
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import RAW, Rule
-from shmload._checkpoints.rules import likely_rule, rule_for, wanted_dtype
+from shmload._checkpoints.rule import RAW, Rule, likely_rule, rule_for, wanted_dtype
 from shmload.errors import ArgumentError
 from shmload.integrations._building.classes import find_class_named, require_installed
 

@@ -14,8 +14,7 @@ import torch
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.rules import rule_for, wanted_dtype
+from shmload._checkpoints.rule import Rule, rule_for, wanted_dtype
 from shmload._loading.headers import stored_sizes, stored_tensors
 from shmload._placement.modules import Component, Module, join, parent_of
 from shmload._wording import logger_of

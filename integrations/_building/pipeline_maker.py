@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.rules import likely_rule, rule_for
+from shmload._checkpoints.rule import Rule, likely_rule, rule_for
 from shmload.errors import ArgumentError
 from shmload.integrations._building.class_parts import remember_parts, remembered_parts
 from shmload.integrations._building.classes import find_class_named, require_installed

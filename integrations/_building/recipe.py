@@ -10,7 +10,7 @@ from typing import Any, Self
 import msgspec
 
 from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
-from shmload._checkpoints.formats.known import has_known_suffix
+from shmload._checkpoints.formats.known import format_named
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source, files_of
@@ -106,7 +106,7 @@ def identity_of(source: Source, components: Collection[str] | None) -> str:
 def _stamp(path: Path) -> str:
     """Identify a file: a small one by its content, weights by what stat says of them."""
     found = os.stat(path)
-    if found.st_size <= _SMALL_NBYTES and not has_known_suffix(path.name):
+    if found.st_size <= _SMALL_NBYTES and not format_named(path.name):
         with contextlib.suppress(OSError):  # the library cannot read it either
             return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     return identify(path, found).key

@@ -14,15 +14,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shmload._checkpoints.formats.known import has_known_suffix
-from shmload._checkpoints.hub import find_cached, find_source
-from shmload._checkpoints.hub_files import bring_file, hub_file_of
+from shmload._checkpoints.formats.known import format_named
+from shmload._checkpoints.hub import bring_file, find_cached, find_source
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.rules import wanted_dtype
+from shmload._checkpoints.rule import Rule, wanted_dtype
 from shmload._checkpoints.wanted import Hub, Wanted, named_arguments
 from shmload._checkpoints.weights import why_file_is_unread
 from shmload.errors import ArgumentError, PickleUnread, UnknownArgument
@@ -66,7 +64,7 @@ def is_single_file(source: str | os.PathLike[str]) -> bool:
     What a file on this machine holds is told by its content, and not by its name.
     """
     if is_url(source):
-        return has_known_suffix(urlsplit(str(source)).path)
+        return format_named(urlsplit(str(source)).path) is not None
     return os.path.isfile(source)
 
 
@@ -76,10 +74,8 @@ def bring_single_file(wanted: Wanted) -> Wanted:
     Raises:
         SourceNotFound: there is no such file, or it cannot be downloaded.
     """
-    on_hub = hub_file_of(str(wanted.source)) if is_url(wanted.source) else None
-    if not on_hub:
-        return wanted
-    return msgspec.structs.replace(wanted, source=bring_file(on_hub, wanted.hub))
+    found = bring_file(str(wanted.source), wanted.hub) if is_url(wanted.source) else None
+    return msgspec.structs.replace(wanted, source=found) if found else wanted
 
 
 def find_single_file(wanted: Wanted) -> Source:

@@ -169,8 +169,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
 
 def source_nbytes(source: Source) -> int:
     """Return the size of a source's shards together, in bytes."""
-    shards = (shard for checkpoint in source.checkpoints for shard in checkpoint.shards)
-    return sum(os.stat(shard).st_size for shard in shards)
+    return sum(os.stat(shard).st_size for shard in source.shards)
 
 
 def parse_max_host_memory(value: float | str | None) -> int | None:

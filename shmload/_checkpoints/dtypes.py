@@ -1,81 +1,104 @@
 """Names and sizes of tensor dtypes, without torch.
 
 Inside shmload a dtype is its safetensors name (`"BF16"`); users give torch's (`torch.bfloat16` or
-`"bfloat16"`).
+`"bfloat16"`). A quantised kind of GGUF is a dtype of a shard, by ggml's name (`Q4_K`): a row of
+blocks, of which only a whole one at a time can be dequantised. A segment has the blocks as `U8`, or
+floats.
 """
 
 from collections.abc import Sequence
 
 from shmload.errors import ArgumentError, UnknownDtype
 
-# Bits per element of every dtype that safetensors 0.8 knows
+# Bits per element, and torch's name where torch has one, of every dtype that safetensors 0.8 knows
 # (github.com/huggingface/safetensors, safetensors/src/tensor.rs, `Dtype::bitsize`).
-NBITS: dict[str, int] = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
+_DTYPES = {
+    "BOOL": (8, "bool"),
+    "F4": (4, "float4_e2m1fn_x2"),
+    "F6_E2M3": (6, ""),
+    "F6_E3M2": (6, ""),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "I16": (16, "int16"),
+    "U16": (16, "uint16"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "I32": (32, "int32"),
+    "U32": (32, "uint32"),
+    "F32": (32, "float32"),
+    "C64": (64, "complex64"),
+    "F64": (64, "float64"),
+    "I64": (64, "int64"),
+    "U64": (64, "uint64"),
 }
-
-# torch's name of each dtype, for those that torch has.
-TORCH_NAMES: dict[str, str] = {
-    "BOOL": "bool",
-    "F4": "float4_e2m1fn_x2",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
+NBITS = {name: nbits for name, (nbits, _) in _DTYPES.items()}
+"""Bits per element, by dtype."""
+TORCH_NAMES = {name: torch_name for name, (_, torch_name) in _DTYPES.items() if torch_name}
+"""torch's names of the dtypes that it has."""
 
 # What `torch.is_floating_point` says of a dtype, and the conversions cover.
 FLOATS = frozenset(
-    {
-        "F64",
-        "F32",
-        "F16",
-        "BF16",
-        "F8_E4M3",
-        "F8_E5M2",
-        "F8_E4M3FNUZ",
-        "F8_E5M2FNUZ",
-        "F8_E8M0",
-    }
+    name for name, nbits in NBITS.items() if name.startswith(("F", "BF")) and nbits >= 8
 )
 
 # Floats whose every value float32 holds exactly.
 WITHIN_F32 = FLOATS - {"F64", "F32"}
+
+# ggml_type: name, elements and bytes of a block, by number. The missing numbers were removed
+# from ggml. (GGML_QUANT_SIZES of the gguf package 0.19; a test compares them.)
+_GGML_TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}
+GGML_TYPES = {number: kind for number, (kind, _, _) in _GGML_TYPES.items()}
+"""A tensor's kind by its number. A kind that is not in `BLOCKS` is a plain dtype."""
+BLOCKS = {
+    kind: (elements, nbytes) for kind, elements, nbytes in _GGML_TYPES.values() if elements > 1
+}
+"""Elements and bytes of a block, by kind."""
+
+LARGEST_BLOCK = 256
+"""The most elements that a block has; the other sizes divide it."""
+
+RAW_BLOCKS = "U8"
+"""The dtype of blocks in a segment."""
 
 AUTO = "auto"
 """In place of a dtype: the checkpoint's own."""
@@ -132,3 +155,33 @@ def parse_dtype(dtype: object) -> str:
     if found is None:
         raise UnknownDtype(dtype, [*_BY_TORCH_NAME, AUTO], ("bf16", "fp16", "fp32"))
     return found
+
+
+def unit_nbytes(source: str, target: str) -> tuple[int, int]:
+    """Return the size of what is converted at a time, an element or a block, in bytes.
+
+    Args:
+        source: dtype in the shard; at least 8 bits.
+        target: dtype in the segment, likewise.
+
+    Returns:
+        The size in the shard, and in the segment.
+    """
+    if source in BLOCKS:
+        count, nbytes = BLOCKS[source]
+        return nbytes, count * NBITS[target] // 8
+    return NBITS[source] // 8, NBITS[target] // 8
+
+
+def converted_nbytes(nbytes: int, source: str, target: str) -> int:
+    """Return the size of a tensor after its conversion, in bytes; the same if there is none."""
+    if source == target:
+        return nbytes
+    before, after = unit_nbytes(source, target)
+    return nbytes // before * after
+
+
+def shape_in_bytes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a quantised tensor's blocks as bytes; the last dimension has the rows."""
+    count, nbytes = BLOCKS[kind]
+    return (*shape[:-1], shape[-1] // count * nbytes)

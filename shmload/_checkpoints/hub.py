@@ -1,28 +1,35 @@
-"""Find a source on the local disk: a path as it is, a hub id in huggingface's cache.
+"""Finds a source on the local disk: a path as it is, a hub id or URL in huggingface's cache.
 
-The network is asked only for what the cache lacks.
+The network is asked only for what the cache lacks. It comes by the libraries' own downloads: the
+bytes come, and the cache is filled, as without shmload; with the user's token, and under the sha256
+by which the segments of a hub model are named.
 """
 
 import contextlib
+import glob
 import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from shmload._checkpoints.hub_download import download
-from shmload._checkpoints.hub_files import bring_file, hub_file_of
+import msgspec
+
+from shmload._checkpoints.library import library
 from shmload._checkpoints.mirror import mirror
-from shmload._checkpoints.paths import not_found
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.repository import are_in_format
 from shmload._checkpoints.resolve import Source, resolve, resolve_model
-from shmload._checkpoints.wanted import Hub, Wanted
+from shmload._checkpoints.wanted import Hub, Wanted, not_found
+from shmload._checkpoints.weights import are_in_format, files_of_model
 from shmload._wording import nearest
 from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
 
 # huggingface_hub.utils.validate_repo_id, without its details.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+# Of the hub, for URLs of files; and what stands before a revision in one.
+_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
+_OF_FILES = ("blob", "resolve", "raw")
 
 
 def find_source(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Source:
@@ -36,7 +43,7 @@ def find_source(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Sour
         SourceNotFound: there is no such path or hub id.
         CheckpointError: an index is wrong, or a shard is missing.
     """
-    given, hub = wanted.source, wanted.hub
+    given, hub, kwargs = wanted.source, wanted.hub, kwargs or {}
     if isinstance(wanted.components, str):
         raise ArgumentError(f"components is {wanted.components!r}; give a list of names")
 
@@ -53,13 +60,13 @@ def find_source(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Sour
             below,
             variant=wanted.variant,
             components=wanted.components,
-            passed=kwargs or (),
+            passed=kwargs,
             weight_names=hub.weight_names,
-            use_safetensors=(kwargs or {}).get("use_safetensors"),
+            use_safetensors=kwargs.get("use_safetensors"),
         )
 
     is_model = bool(hub.subfolder or hub.weight_names)
-    return _find(wanted, resolve_in, kwargs or {}, is_model=is_model)
+    return _find(wanted, resolve_in, kwargs, is_model=is_model)
 
 
 def find_model(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Source:
@@ -77,18 +84,18 @@ def find_model(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Sourc
         SourceNotFound: there is no such path or hub id.
         CheckpointError: an index is wrong, or a shard is missing.
     """
-    given = os.fspath(wanted.source)
+    kwargs = kwargs or {}
 
     def resolve_in(root: Path) -> Source:
         return resolve_model(
-            given,
+            os.fspath(wanted.source),
             root,
             subfolder=wanted.hub.subfolder,
             variant=wanted.variant,
-            use_safetensors=(kwargs or {}).get("use_safetensors"),
+            use_safetensors=kwargs.get("use_safetensors"),
         )
 
-    return _find(wanted, resolve_in, kwargs or {}, is_model=True)
+    return _find(wanted, resolve_in, kwargs, is_model=True)
 
 
 def _find(
@@ -99,10 +106,9 @@ def _find(
     is_model: bool,
 ) -> Source:
     """Find a source, and its files by a function that gets its directory."""
-    given = wanted.source
+    given, hub = wanted.source, wanted.hub
     if is_url(given):
-        on_hub = hub_file_of(str(given))
-        return resolve_in(bring_file(on_hub, wanted.hub) if on_hub else mirror(wanted))
+        return resolve_in(bring_file(str(given), hub) or mirror(wanted))
     try:
         if Path(given).exists():
             return resolve_in(Path(given))
@@ -112,18 +118,18 @@ def _find(
         raise SourceNotFound(given, exc.strerror or str(exc)) from exc
     if not _HUB_ID.fullmatch(str(given)):
         raise not_found(given, "no such file or directory")
-    if _is_offline(wanted.hub):
-        return _find_cached(wanted, resolve_in)
-    if not wanted.hub.force_download:
+    from huggingface_hub import constants  # not for what is on the disk
+
+    if hub.local_files_only or constants.HF_HUB_OFFLINE:
+        return resolve_in(_require_cached(wanted))
+    if not hub.force_download:
         # Download what the cache lacks, or has only in part.
         with contextlib.suppress(ShardMissing, IndexMalformed, SourceNotFound):
-            found = _find_cached(wanted, resolve_in)
-            use_safetensors = kwargs.get("use_safetensors")
-            if found.is_complete and are_in_format(
-                _folders(found, wanted, kwargs), use_safetensors
-            ):
+            found = resolve_in(_require_cached(wanted))
+            folders = _folders(found, wanted, kwargs)
+            if found.is_complete and are_in_format(folders, kwargs.get("use_safetensors")):
                 return found
-    return resolve_in(download(wanted, kwargs, is_model=is_model))
+    return resolve_in(_download(wanted, kwargs, is_model=is_model))
 
 
 def _folders(found: Source, wanted: Wanted, kwargs: Mapping[str, Any]) -> list[Path]:
@@ -136,16 +142,20 @@ def _folders(found: Source, wanted: Wanted, kwargs: Mapping[str, Any]) -> list[P
     ]
 
 
-def _find_cached(wanted: Wanted, resolve_in: Callable[[Path], Source]) -> Source:
-    root = find_cached(str(wanted.source), wanted.hub)
-    if root is None:
-        cause = "local_files_only" if wanted.hub.local_files_only else "HF_HUB_OFFLINE"
-        there, near = _what_is_cached(str(wanted.source), wanted.hub)
-        reason = f"not in the hub cache{there}, and downloads are off ({cause}){near}"
-        with contextlib.suppress(FileNotFoundError):  # this process's directory may be gone
-            reason = f"no such file or directory in {os.getcwd()}; as a hub id it is {reason}"
-        raise not_found(wanted.source, reason)
-    return resolve_in(root)
+def _require_cached(wanted: Wanted) -> Path:
+    """Return the directory of a hub id in the hub cache.
+
+    Raises:
+        SourceNotFound: it is not there.
+    """
+    if found := find_cached(str(wanted.source), wanted.hub):
+        return found
+    cause = "local_files_only" if wanted.hub.local_files_only else "HF_HUB_OFFLINE"
+    there, near = _what_is_cached(str(wanted.source), wanted.hub)
+    reason = f"not in the hub cache{there}, and downloads are off ({cause}){near}"
+    with contextlib.suppress(FileNotFoundError):  # this process's directory may be gone
+        reason = f"no such file or directory in {os.getcwd()}; as a hub id it is {reason}"
+    raise not_found(wanted.source, reason)
 
 
 def _what_is_cached(repo_id: str, hub: Hub) -> tuple[str, str]:
@@ -187,36 +197,136 @@ def find_cached(repo_id: str, hub: Hub) -> Path | None:
     Raises:
         SourceNotFound: it is not a hub id.
     """
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
 
+    where: dict[str, Any] = {"cache_dir": hub.cache_dir, "revision": hub.revision}
     for name in ("model_index.json", "config.json"):
         try:
-            found = try_to_load_from_cache(
-                repo_id, name, cache_dir=hub.cache_dir, revision=hub.revision
-            )
+            found = try_to_load_from_cache(repo_id, name, **where)
         except ValueError as exc:  # such as `a--b`, which is not a valid hub id
             raise SourceNotFound(
                 repo_id, f"no such file or directory, nor a hub id: {exc}"
             ) from exc
         if isinstance(found, str):
             return Path(found).parent
-    return _cached_snapshot(repo_id, hub)
+    with contextlib.suppress(OSError):  # LocalEntryNotFoundError is one
+        # Its root may have no model, only its folders.
+        return Path(snapshot_download(repo_id, local_files_only=True, **where))
+    return None
 
 
-def _cached_snapshot(repo_id: str, hub: Hub) -> Path | None:
-    """Return the directory of a cached repository whose root has no model, only its folders."""
-    from huggingface_hub import snapshot_download
+# Downloads ----------------------------------------------------------------------------------------
 
+
+def _download(wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool) -> Path:
+    """Bring into the cache what a load needs, and return the repository's directory.
+
+    Args:
+        wanted: what to bring.
+        kwargs: other arguments of `from_pretrained`.
+        is_model: one model is wanted and not a whole pipeline.
+
+    Raises:
+        SourceNotFound: there is no such hub id, or it cannot be downloaded.
+    """
+    from huggingface_hub import model_info, snapshot_download
+
+    repo_id = str(wanted.source)
+    where = msgspec.structs.asdict(wanted.hub)
+    del where["subfolder"], where["weight_name"]
     try:
-        found = snapshot_download(
-            repo_id, cache_dir=hub.cache_dir, revision=hub.revision, local_files_only=True
+        info = model_info(repo_id, revision=where["revision"], token=where["token"])
+        names = {each.rfilename for each in info.siblings or ()}
+        if "model_index.json" in names and not is_model:
+            # diffusers knows which of a repository's files a pipeline needs.
+            given = {name: value for name, value in kwargs.items() if name != "subfolder"}
+            given |= {**where, "variant": wanted.variant}
+            return Path(library().download(repo_id, **given))
+        files = files_of_model(names, wanted, kwargs)
+        patterns = [glob.escape(each) for each in files]
+        return Path(snapshot_download(repo_id, allow_patterns=patterns, **where))
+    except Exception as exc:  # of the hub's HTTP client too, which changes with its version
+        reason = _why_not_downloaded(exc, wanted.hub)
+        raise not_found(
+            repo_id, f"no such file or directory, and it cannot be downloaded: {reason}"
+        ) from exc
+
+
+def _why_not_downloaded(exc: Exception, hub: Hub) -> str:
+    """Say why a download failed, in a line: the hub's own first line may be `404 Client Error`."""
+    from huggingface_hub import errors
+
+    if isinstance(exc, errors.GatedRepoError):  # a RepositoryNotFoundError too
+        return "its owner grants access, and has granted none to your token; ask on its page"
+    if isinstance(exc, errors.RepositoryNotFoundError):
+        return (
+            "the hub has none of that name, or it is private: give a token that may read it "
+            "(token=, HF_TOKEN, or `hf auth login`)"
         )
-    except OSError:  # LocalEntryNotFoundError is one
+    if isinstance(exc, errors.RevisionNotFoundError):
+        return f"the hub has no revision {hub.revision!r} of it"
+    return next(iter(str(exc).splitlines()), type(exc).__name__)
+
+
+class HubFile(msgspec.Struct, frozen=True):
+    """Where a file is on the hub."""
+
+    repo_id: str
+    name: str
+    revision: str | None
+
+
+def hub_file_of(url: str) -> HubFile | None:
+    """Return the file of the hub that a URL means; None if it is a URL of another server.
+
+    The forms are those that diffusers' `from_single_file` reads, and the hub's own of today:
+    `HOST/OWNER/REPO/blob/REVISION/NAME` (or `resolve`, `raw`), and `HOST/OWNER/REPO/NAME`.
+
+    Raises:
+        ArgumentError: it names a repository and no file.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError as exc:
+        raise ArgumentError(f"{url} is no URL: {exc}") from exc
+    own = urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc
+    if parts.scheme not in ("http", "https") or parts.netloc not in {*_HOSTS, own} - {""}:
         return None
-    return Path(found)
+    owner, repo, *rest = [*(unquote(each) for each in parts.path.split("/") if each), "", ""]
+    rest = rest[:-2]
+    revision = None
+    if len(rest) > 2 and rest[0] in _OF_FILES:
+        revision, rest = rest[1], rest[2:]
+    if not rest or rest[0] in ("tree", *_OF_FILES):
+        raise ArgumentError(
+            f"{url} is a page of the hub and no file of it; give the hub id, such as {owner}/{repo}"
+        )
+    return HubFile(f"{owner}/{repo}", "/".join(rest), revision)
 
 
-def _is_offline(hub: Hub) -> bool:
-    from huggingface_hub import constants
+def bring_file(url: str, hub: Hub) -> Path | None:
+    """Bring a file of the hub into its cache, unless it is there, and return its path.
 
-    return bool(hub.local_files_only or constants.HF_HUB_OFFLINE)
+    Args:
+        url: of the file.
+        hub: the cache and the token; its revision counts before that of the file, as in diffusers.
+
+    Returns:
+        The path; None if it is a URL of another server.
+
+    Raises:
+        ArgumentError: it names a repository and no file.
+        SourceNotFound: there is no such file, or it cannot be downloaded.
+    """
+    from huggingface_hub import hf_hub_download
+
+    wanted = hub_file_of(url)
+    if wanted is None:
+        return None
+    where = msgspec.structs.asdict(hub) | {"revision": hub.revision or wanted.revision}
+    del where["subfolder"], where["weight_name"]
+    try:
+        return Path(hf_hub_download(wanted.repo_id, wanted.name, **where))
+    except Exception as exc:  # of the hub's HTTP client too, which changes with its version
+        name = f"{wanted.repo_id}/{wanted.name}"
+        raise SourceNotFound(name, _why_not_downloaded(exc, hub)) from exc

@@ -10,18 +10,17 @@ from pathlib import Path
 import msgspec
 
 from shmload._checkpoints.formats.foreign import name_of_kind
-from shmload._checkpoints.formats.gguf import GGUF
-from shmload._checkpoints.formats.known import is_of_weights
-from shmload._checkpoints.formats.pytorch import PYTORCH
-from shmload._checkpoints.formats.safetensors import SAFETENSORS
+from shmload._checkpoints.formats.known import format_named, is_pickled
 from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.weights import variant_of, variants_below, why_file_is_unread
+from shmload._checkpoints.weights import (
+    is_of_model,
+    variant_of,
+    variants_below,
+    weights_in,
+    why_file_is_unread,
+)
 from shmload._wording import format_nbytes, nearest
 from shmload.errors import PickleUnread
-
-# diffusers.utils.WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME; a model's folder may have others,
-# such as `optimizer.bin`.
-_MODELS = ("diffusion_pytorch_model", "pytorch_model")
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,17 +52,21 @@ def find_left_out(source: Source, variant: str | None) -> tuple[LeftOut, ...]:
         source: resolved for the same variant.
         variant: as for `from_pretrained`.
     """
-    return tuple(
-        LeftOut(
-            component=component,
-            path=path,
-            kind=_kind_of(path, variant),
-            nbytes=os.stat(path).st_size,
-            why=_why_unread(path),
-        )
-        for component in source.unread
-        for path in weights_in(source.root / component, variant)
-    )
+    found = []
+    for component in source.unread:
+        for path in files_left(source.root / component, variant):
+            cause = why_file_is_unread(path)
+            is_variant = _is_variant(path, variant)
+            found.append(
+                LeftOut(
+                    component=component,
+                    path=path,
+                    kind=f"variant {variant_of(path.name)}" if is_variant else name_of_kind(path),
+                    nbytes=os.stat(path).st_size,
+                    why=cause.why if isinstance(cause, PickleUnread) else "",
+                )
+            )
+    return tuple(found)
 
 
 def why_unread(source: Source, variant: str | None) -> str:
@@ -77,7 +80,7 @@ def why_unread(source: Source, variant: str | None) -> str:
         reason = f"it has no weights of variant {variant!r} that shmload reads"
     if variants:
         reason += f"; {_ask_for(variants)}"
-    elif others and all(each.path.name.endswith(GGUF.suffixes) for each in others):
+    elif others and all(_needs_a_name(each.path) for each in others):
         reason += f" by themselves, but {', '.join(map(str, others))}: give the path of the file"
     elif others:
         reason += (
@@ -138,36 +141,30 @@ def _ask_for(variants: Sequence[str]) -> str:
     )
 
 
-def _kind_of(path: Path, asked: str | None) -> str:
-    return f"variant {variant_of(path)}" if _is_variant(path, asked) else name_of_kind(path)
+def _needs_a_name(path: Path) -> bool:
+    """Tell whether a file has a format in which a library is told the name."""
+    named = format_named(path.name)
+    return named is not None and not named.base_names
 
 
 def _is_variant(path: Path, asked: str | None) -> bool:
     """Tell whether a file is left out because it is of another variant than was asked for."""
-    return variant_of(path) not in (None, asked)
+    return variant_of(path.name) not in (None, asked)
 
 
-def _why_unread(path: Path) -> str:
-    cause = why_file_is_unread(path)
-    return cause.why if isinstance(cause, PickleUnread) else ""
-
-
-def weights_in(folder: Path, variant: str | None) -> Iterator[Path]:
+def files_left(folder: Path, variant: str | None) -> Iterator[Path]:
     """Yield the files of weights in a folder: the first kind that it has, as the libraries look."""
-    if not os.path.isdir(folder):
-        return
-    names = [each for each in sorted(os.listdir(folder)) if is_of_weights(each)]
-    torch_names = [each for each in names if each.endswith(PYTORCH.suffixes)]
-    models = [each for each in torch_names if each.startswith(_MODELS)]
-    of_variant = [each for each in models if f".{variant}" in each] if variant else []
-    plain = [each for each in models if _has_no_variant(each)]
-    known = [each for each in names if each.endswith(SAFETENSORS.suffixes)]
-    for group in (of_variant, plain, known, models, torch_names, names):
-        if group:
-            yield from (folder / each for each in group if os.path.isfile(folder / each))
-            return
-
-
-def _has_no_variant(name: str) -> bool:
-    stem = name.rpartition(".")[0]
-    return "." not in stem
+    names = weights_in(folder)
+    pickled = [name for name in names if is_pickled(name)]
+    models = [name for name in pickled if is_of_model(name)]
+    groups = (
+        [name for name in models if variant_of(name) == variant],
+        [name for name in models if variant_of(name) is None],
+        [name for name in names if format_named(name) and not is_pickled(name)],
+        models,
+        pickled,
+        names,
+    )
+    for name in next(filter(None, groups), ()):
+        if os.path.isfile(folder / name):
+            yield folder / name

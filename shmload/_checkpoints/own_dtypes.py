@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from shmload._checkpoints.dtypes import AUTO, FLOATS, TORCH_NAMES, parse_dtype
-from shmload._checkpoints.formats.known import read_header
-from shmload._checkpoints.header import TensorSpec
+from shmload._checkpoints.formats.known import is_pickled, read_header
 from shmload._checkpoints.indexes import read_json
-from shmload._checkpoints.left_out import weights_in
+from shmload._checkpoints.left_out import files_left
 from shmload._checkpoints.library import library
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._host.descriptors import Descriptor
@@ -72,8 +71,7 @@ def most_common_dtype(source: Source, folder: Path) -> str:
     Raises:
         CheckpointError: a header is wrong.
     """
-    found = [tensor for checkpoint in source.checkpoints for tensor in _floats(checkpoint)]
-    floats = [(tensor.dtype, tensor.nbytes) for tensor in found]
+    floats = [each for checkpoint in source.checkpoints for each in _floats(checkpoint)]
     return _most_common(floats if source.checkpoints else _pickled(source, folder)) or _DEFAULT
 
 
@@ -85,10 +83,7 @@ def _own_dtype(checkpoint: Checkpoint) -> str | None:
     """Return torch's name of a checkpoint's dtype; None if it has no class or no floats."""
     if not checkpoint.class_name:
         return None
-    floats = [(tensor.dtype, tensor.nbytes) for tensor in _floats(checkpoint)]
-    if checkpoint.library == "diffusers":
-        return _most_common(floats)
-    return _configured(checkpoint.config) or _first(floats)
+    return _of_library(_floats(checkpoint), checkpoint.config, checkpoint.library == "diffusers")
 
 
 def _unread(source: Source, component: str) -> str | None:
@@ -98,16 +93,18 @@ def _unread(source: Source, component: str) -> str | None:
     config = read_json(path) if path.is_file() else {}
     if not config or component not in source.unread:
         return _configured(config)
-    floats = _pickled(source, folder)
-    if "_class_name" in config:  # of diffusers, which notes no dtype
-        return _most_common(floats)
-    return _configured(config) or _first(floats)
+    return _of_library(_pickled(source, folder), config, "_class_name" in config)
+
+
+def _of_library(floats: Floats, config: Mapping[str, Any], is_of_diffusers: bool) -> str | None:
+    """Return the dtype that a model's library takes for `auto`; diffusers notes none."""
+    return _most_common(floats) if is_of_diffusers else _configured(config) or _first(floats)
 
 
 def _pickled(source: Source, folder: Path) -> Floats:
     """Return the floats in PyTorch's files of a folder; it imports torch if there are any."""
-    files = [path for path in weights_in(folder, source.variant) if path.suffix in (".bin", ".pt")]
-    return [each for path in files for each in library().pickled_floats(path)]
+    pickled = [path for path in files_left(folder, source.variant) if is_pickled(path.name)]
+    return [each for path in pickled for each in library().pickled_floats(path)]
 
 
 def _most_common(floats: Floats) -> str | None:
@@ -133,10 +130,10 @@ def _configured(config: Mapping[str, Any]) -> str | None:
         return None
 
 
-def _floats(checkpoint: Checkpoint) -> list[TensorSpec]:
+def _floats(checkpoint: Checkpoint) -> list[tuple[str, int]]:
     found = []
     for path in checkpoint.shards:
         with Descriptor(open_source(path)) as shard:
             header = read_header(shard.fd, path)
-        found += [tensor for tensor in header.tensors if tensor.dtype in FLOATS]
+        found += [(each.dtype, each.nbytes) for each in header.tensors if each.dtype in FLOATS]
     return found

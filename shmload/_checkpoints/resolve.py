@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shmload._checkpoints.formats.known import format_names, is_of_weights
-from shmload._checkpoints.formats.pytorch import PYTORCH
+from shmload._checkpoints.formats.known import format_names, is_of_weights, is_pickled
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.indexes import (
     indexed_shards,
@@ -21,7 +20,7 @@ from shmload._checkpoints.indexes import (
     read_json,
     require_beside,
 )
-from shmload._checkpoints.paths import not_found
+from shmload._checkpoints.wanted import not_found
 from shmload._checkpoints.weights import (
     Choice,
     choose,
@@ -30,6 +29,7 @@ from shmload._checkpoints.weights import (
     find_shards,
     has_variant,
     name_as_safetensors,
+    weights_in,
 )
 from shmload.errors import (
     ArgumentError,
@@ -53,15 +53,15 @@ _WITHOUT_WEIGHTS = (
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The weight files of a pipeline's component, or of a single directory or file."""
 
-    component: str
+    component: str = ""
     """Its name in the pipeline; empty where there is no pipeline."""
     folder: Path
     """The directory that the weights are in."""
-    library: str
+    library: str = ""
     """`diffusers`, `transformers`, a module of diffusers' pipelines, or empty if unknown."""
-    class_name: str
+    class_name: str = ""
     """Name of the model's class; empty if unknown."""
-    config: dict[str, Any]
+    config: dict[str, Any] = {}
     """Its `config.json`, or empty."""
     shards: tuple[Path, ...]
     """In the order of their names."""
@@ -74,11 +74,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """What the user named."""
     root: Path
     """The directory, or the file."""
-    class_name: str
+    class_name: str = ""
     """Name of the pipeline's class; empty if the source is no pipeline, or brings its own code."""
-    components: tuple[str, ...]
+    components: tuple[str, ...] = ()
     """All components that the pipeline lists, with weights or without."""
-    checkpoints: tuple[Checkpoint, ...]
+    checkpoints: tuple[Checkpoint, ...] = ()
     """Those whose weights are in a format that shmload reads."""
     is_complete: bool = True
     """Whether every wanted component has a directory, and at least one has files of the variant.
@@ -96,6 +96,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     def is_pipeline(self) -> bool:
         """Whether there is a `model_index.json`."""
         return bool(self.components)
+
+    @property
+    def shards(self) -> list[Path]:
+        """The files of all checkpoints."""
+        return [shard for checkpoint in self.checkpoints for shard in checkpoint.shards]
 
 
 def resolve(
@@ -133,7 +138,7 @@ def resolve(
         choice = choose(variant, use_safetensors)
         found = _resolve(given, root, choice, components, passed)
         if use_safetensors is False and (
-            _leaves_weights(found) or any(_has_rivals(each.shards) for each in found.checkpoints)
+            any(weights_in(root / name) for name in found.unread) or _has_rivals(found.shards)
         ):
             # The library looks for no safetensors then, and so for no segment: all is left to it.
             found = _resolve(given, root, Choice(variant, ()), components, passed)
@@ -142,12 +147,6 @@ def resolve(
         raise
     except OSError as exc:  # a name too long, a directory that may not be entered
         raise SourceNotFound(given, exc.strerror or str(exc)) from exc
-
-
-def _leaves_weights(source: Source) -> bool:
-    """Tell whether a component has weights of which none are read."""
-    folders = [source.root / name for name in source.unread]
-    return any(any(map(is_of_weights, os.listdir(each))) for each in folders if each.is_dir())
 
 
 def _has_rivals(shards: Collection[Path]) -> bool:
@@ -171,10 +170,8 @@ def _resolve(
     passed: Collection[str],
 ) -> Source:
     if root.is_file():
-        alone = Checkpoint(
-            component="", folder=root.parent, library="", class_name="", config={}, shards=(root,)
-        )
-        return Source(given=given, root=root, class_name="", components=(), checkpoints=(alone,))
+        alone = Checkpoint(folder=root.parent, shards=(root,))
+        return Source(given=given, root=root, checkpoints=(alone,))
     if not root.is_dir():
         raise not_found(given, "neither a file, a directory nor a model in the hub cache")
     if (root / "model_index.json").is_file():
@@ -212,31 +209,23 @@ def resolve_model(
     folder = root / subfolder if subfolder else root
     is_below = folder.is_relative_to(root) and ".." not in folder.parts[len(root.parts) :]
     names = os.listdir(folder) if is_below and os.path.isdir(folder) else []
-    library, class_name, config = describe_folder(folder) if names else ("", "", {})
-    shards: tuple[Path, ...] = ()
+    library, class_name, config = _describe(folder) if names else ("", "", {})
     # A single model's variant is there, or the library refuses.
-    if names and (variant is None or has_variant(folder, variant)):
-        choice = choose(variant, use_safetensors)
-        shards = find_shards(folder, names, library, choice)
+    is_there = variant is None or has_variant(folder, variant)
+    shards: tuple[Path, ...] = ()
+    if names and is_there:
+        shards = find_shards(folder, names, library, choose(variant, use_safetensors))
         if use_safetensors is False and _has_rivals(shards):
             shards = ()
     found = Checkpoint(
-        component="",
-        folder=folder,
-        library=library,
-        class_name=class_name,
-        config=config,
-        shards=shards,
+        folder=folder, library=library, class_name=class_name, config=config, shards=shards
     )
     return Source(
         given=given,
         root=root,
-        class_name="",
-        components=(),
         checkpoints=(found,) if shards else (),
         variant=variant,
-        is_complete=any(map(is_of_weights, names))
-        and (variant is None or has_variant(folder, variant)),
+        is_complete=any(map(is_of_weights, names)) and is_there,
     )
 
 
@@ -251,45 +240,29 @@ def _resolve_named(
                 f"weight_name is {name!r}; give a name, and its folder as subfolder"
             )
         if not os.path.exists(root / name):
-            there = sorted(filter(is_of_weights, os.listdir(root)))
-            raise ShardMissing(root / name, "weight_name", there)
+            raise ShardMissing(root / name, "weight_name", weights_in(root))
     return _adapters(given, root, sorted(set(weight_names)))
 
 
 def _adapters(given: str | os.PathLike[str], root: Path, names: Collection[str]) -> Source:
-    shards = tuple(root / name for name in names)
-    found = Checkpoint(
-        component="", folder=root, library="", class_name="", config={}, shards=shards
-    )
-    return Source(given=given, root=root, class_name="", components=(), checkpoints=(found,))
+    found = Checkpoint(folder=root, shards=tuple(root / name for name in names))
+    return Source(given=given, root=root, checkpoints=(found,))
 
 
 def components_with_weights(source: Source) -> set[str]:
     """Return the components of a pipeline that have weights, in any format."""
-    folders = ((name, source.root / name) for name in source.components)
-    return {
-        name
-        for name, folder in folders
-        if os.path.isdir(folder) and any(map(is_of_weights, os.listdir(folder)))
-    }
+    return {name for name in source.components if weights_in(source.root / name)}
 
 
 def is_in_pickles(source: Source) -> bool:
     """Tell whether all weights that are read of a source are in PyTorch's files, and some are."""
-    shards = [shard for checkpoint in source.checkpoints for shard in checkpoint.shards]
-    return bool(shards) and all(shard.name.endswith(PYTORCH.suffixes) for shard in shards)
+    return bool(source.shards) and all(is_pickled(shard.name) for shard in source.shards)
 
 
 def weight_files(source: Source) -> list[Path]:
     """Return all files of weights in the directories of a pipeline's components."""
     folders = (source.root / name for name in source.components)
-    return [
-        folder / name
-        for folder in folders
-        if os.path.isdir(folder)
-        for name in os.listdir(folder)
-        if is_of_weights(name)
-    ]
+    return [folder / name for folder in folders for name in weights_in(folder)]
 
 
 def files_of(source: Source, components: Collection[str] | None = None) -> list[Path]:
@@ -309,8 +282,7 @@ def files_of(source: Source, components: Collection[str] | None = None) -> list[
             if name in with_shards:  # other weights in the folder are not read
                 names = [each for each in names if not (is_of_weights(each) or ".index." in each)]
             found += (folder / each for each in names)
-    shards = (shard for checkpoint in source.checkpoints for shard in checkpoint.shards)
-    return [*filter(os.path.isfile, found), *shards]
+    return [*filter(os.path.isfile, found), *source.shards]
 
 
 def _resolve_pipeline(
@@ -327,7 +299,7 @@ def _resolve_pipeline(
         require_beside(name, index_path)
     for name in components or ():
         if name not in listed:
-            offered = [each for each in listed if _has_weights(root / each)] or listed
+            offered = [each for each in listed if weights_in(root / each)] or listed
             raise UnknownComponent(name, given, offered)
     wanted = [
         name
@@ -352,14 +324,9 @@ def _resolve_pipeline(
     )
 
 
-def _has_weights(folder: Path) -> bool:
-    return os.path.isdir(folder) and any(map(is_of_weights, os.listdir(folder)))
-
-
-def describe_folder(folder: Path) -> tuple[str, str, dict[str, Any]]:
+def _describe(folder: Path) -> tuple[str, str, dict[str, Any]]:
     """Return library, class and configuration of a model's directory; empty where unknown."""
-    config_path = folder / "config.json"
-    config = read_json(config_path) if config_path.is_file() else {}
+    config = _config_of(folder)
     # diffusers writes its class here, transformers a list of them.
     match config:
         case {"_class_name": str(class_name)}:
@@ -369,34 +336,28 @@ def describe_folder(folder: Path) -> tuple[str, str, dict[str, Any]]:
     return "", "", config
 
 
+def _config_of(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    return read_json(path) if path.is_file() else {}
+
+
 def _resolve_component(given: str | os.PathLike[str], root: Path, choice: Choice) -> Source:
-    library, class_name, _ = describe_folder(root)
+    library, class_name, _ = _describe(root)
     checkpoint = _checkpoint(root, choice, "", library, class_name)
     if checkpoint:
-        return Source(
-            given=given, root=root, class_name="", components=(), checkpoints=(checkpoint,)
-        )
+        return Source(given=given, root=root, checkpoints=(checkpoint,))
     names = os.listdir(root)
     adapters, others = find_adapters(root, names)
     if adapters:
         return _adapters(given, root, adapters)
     if len(others) == 1:  # so do the libraries' loaders of adapters
         return msgspec.structs.replace(_adapters(given, root, others), is_complete=False)
-    if not any(map(is_of_weights, names)):
+    if not weights_in(root):
         for name in sorted(each for each in names if ".index." in each):
             indexed_shards(root / name)  # raises: its shards lie elsewhere
         reason = f"a directory without model_index.json or {format_names()} weights"
         raise SourceNotFound(given, reason)
-    return Source(
-        given=given,
-        root=root,
-        class_name="",
-        components=(),
-        checkpoints=(),
-        is_complete=False,
-        unread=("",),
-        choices=tuple(others),
-    )
+    return Source(given=given, root=root, is_complete=False, unread=("",), choices=tuple(others))
 
 
 def _checkpoint(
@@ -409,13 +370,12 @@ def _checkpoint(
     if not shards:
         _require_weights(folder, names, library, class_name)
         return None
-    config_path = folder / "config.json"
     return Checkpoint(
         component=component,
         folder=folder,
         library=library,
         class_name=class_name,
-        config=read_json(config_path) if config_path.is_file() else {},
+        config=_config_of(folder),
         shards=shards,
     )
 

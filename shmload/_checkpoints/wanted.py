@@ -1,4 +1,7 @@
-"""What a caller wants loaded: one value, parsed once from the arguments of a public function."""
+"""What a caller wants loaded: one value, parsed once from the arguments of a public function.
+
+In a path `~` is the home directory, and a mistyped one gets a hint.
+"""
 
 import os
 from collections.abc import Callable, Collection, Sequence
@@ -7,8 +10,8 @@ from typing import Any, Self
 
 import msgspec
 
-from shmload._checkpoints.paths import expand_home
-from shmload.errors import ArgumentError, UnknownArgument
+from shmload._wording import nearest_name
+from shmload.errors import ArgumentError, SourceNotFound, UnknownArgument
 
 
 class Hub(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +31,11 @@ class Hub(msgspec.Struct, frozen=True, kw_only=True):
     """Never download."""
     force_download: bool = False
     """Download a hub id even if it is cached."""
+
+    @property
+    def folder(self) -> str:
+        """`subfolder` without slashes around it; empty for the root."""
+        return (self.subfolder or "").strip("/")
 
     @property
     def weight_names(self) -> tuple[str, ...]:
@@ -164,3 +172,41 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
             variant=variant,
             hub=Hub(**given),
         )
+
+
+_Given = str | os.PathLike[str]
+
+
+def expand_home(given: _Given) -> _Given:
+    """Replace a leading `~` or `~user` as a shell does, unless a path of that name exists."""
+    text = os.fspath(given)
+    if not text.startswith("~") or os.path.lexists(text):
+        return given
+    expanded = os.path.expanduser(text)
+    return expanded if isinstance(given, str) else Path(expanded)
+
+
+def not_found(given: _Given, reason: str) -> SourceNotFound:
+    """Return the error for a source that is nowhere, with the nearest path that exists."""
+    near = nearest_path(given)
+    return SourceNotFound(given, f"{reason}; did you mean {near}?" if near else reason)
+
+
+def nearest_path(given: _Given) -> Path | None:
+    """Return the existing path most like one that does not exist; None if none is like it.
+
+    It is a neighbour of the first directory, or file, on the way that does not exist.
+    """
+    missing = Path(given)
+    rest = Path()
+    try:
+        while not os.path.lexists(missing.parent):
+            rest = missing.name / rest
+            missing = missing.parent
+        name = nearest_name(missing.name, sorted(os.listdir(missing.parent)))
+    except (OSError, ValueError):  # it may not be listed, or no file can have this name
+        return None
+    if name is None:
+        return None
+    near = missing.parent / name
+    return near / rest if os.path.lexists(near / rest) else near

@@ -8,13 +8,12 @@ Guarantee: no more than `MOST_OBJECTS` names are asked for, and none after the d
 import posixpath
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from shmload._checkpoints.formats.format import Format
-from shmload._checkpoints.formats.pytorch import PYTORCH
-from shmload._checkpoints.formats.safetensors import SAFETENSORS
+from shmload._checkpoints.formats import known
+from shmload._checkpoints.header import Format
 from shmload._checkpoints.objects import describe, fetch
 from shmload._checkpoints.remote import (
     MOST_OBJECTS,
@@ -26,7 +25,7 @@ from shmload._checkpoints.remote import (
     RemoteObject,
 )
 from shmload._checkpoints.wanted import Wanted
-from shmload._checkpoints.weights import ADAPTERS
+from shmload._checkpoints.weights import ADAPTERS, model_names
 from shmload.errors import IndexMalformed
 
 _INDEX = "model_index.json"
@@ -51,19 +50,6 @@ _SMALL = (
 _T = TypeVar("_T")
 
 
-class Sought(msgspec.Struct, frozen=True):
-    """What is wanted of a source, as far as it decides which names are asked for."""
-
-    subfolder: str = ""
-    variant: str | None = None
-    weight_names: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, wanted: Wanted) -> Self:
-        subfolder = (wanted.hub.subfolder or "").strip("/")
-        return cls(subfolder, wanted.variant, wanted.hub.weight_names)
-
-
 class _ShardIndex(msgspec.Struct):
     """An index of a sharded checkpoint."""
 
@@ -76,12 +62,12 @@ def is_below(path: str) -> bool:
     return not {"", ".", ".."}.intersection(parts) and "\0" not in path
 
 
-def probe(url: str, sought: Sought, deadline: float) -> Found:
+def probe(url: str, wanted: Wanted, deadline: float) -> Found:
     """Ask a web server for the files that are wanted of a source.
 
     Args:
         url: of the folder.
-        sought: what is wanted of it.
+        wanted: what is wanted of it.
         deadline: when no more is asked for, by `time.monotonic`.
 
     Raises:
@@ -90,15 +76,17 @@ def probe(url: str, sought: Sought, deadline: float) -> Found:
     """
     asking = _Asking(url, deadline)
     asking.ask([_INDEX])
-    folders = [sought.subfolder] if sought.subfolder else ["", *asking.components()]
-    names = [*_SMALL, *_weights(SAFETENSORS, sought.variant), *sought.weight_names]
+    folders = [wanted.hub.folder] if wanted.hub.folder else ["", *asking.components()]
+    names = [*_SMALL, *_weights(wanted.variant, is_read=True), *wanted.hub.weight_names]
     asking.ask(posixpath.join(folder, name) for folder in folders for name in names)
     asking.ask_for_shards()
     # That there are others is asked for where there are no safetensors, for a useful error.
     has_weights = {
-        posixpath.dirname(path) for path in asking.found if SAFETENSORS.suffixes[0] in path
+        posixpath.dirname(path)
+        for path in asking.found
+        if any(each.suffixes[0] in path for each in _formats(is_read=True))
     }
-    others = _weights(PYTORCH, sought.variant)
+    others = _weights(wanted.variant, is_read=False)
     asking.ask(
         posixpath.join(folder, name)
         for folder in folders
@@ -108,15 +96,24 @@ def probe(url: str, sought: Sought, deadline: float) -> Found:
     return asking.found
 
 
-def _weights(file_format: Format, variant: str | None) -> list[str]:
-    """Return what weights of models and adapters are called in a format, and indexes of some."""
-    end = file_format.suffixes[0]
-    models = dict.fromkeys(file_format.base_names.values())
-    names = [f"{base}{end}" for base in (*models, *ADAPTERS)]
-    names += [f"{base}{end}.index.json" for base in models]
-    if variant:
-        names += [f"{base}.{variant}{end}" for base in models]
-        names += [f"{base}{end}.index.{variant}.json" for base in models]
+def _formats(*, is_read: bool) -> list[Format]:
+    return [each for each in known.FORMATS if each.base_names and each.is_read_remotely == is_read]
+
+
+def _weights(variant: str | None, *, is_read: bool) -> list[str]:
+    """Return what weights of models and adapters are called, and indexes of some.
+
+    Args:
+        variant: names of this variant, too.
+        is_read: in the formats that are read from a server, or in the others.
+    """
+    names = []
+    for each in _formats(is_read=is_read):
+        suffix = each.suffixes[0]
+        names += [f"{base}{suffix}" for base in ADAPTERS]
+        for base in each.base_names.values():
+            for wanted in {None, variant}:
+                names += model_names(base, suffix, wanted)
     return names
 
 
@@ -149,7 +146,8 @@ class _Asking:
 
     def ask_for_shards(self) -> None:
         """Ask for the files that the indexes of checkpoints name."""
-        indexes = [path for path in self.found if f"{SAFETENSORS.suffixes[0]}.index." in path]
+        ends = [f"{each.suffixes[0]}.index." for each in _formats(is_read=True)]
+        indexes = [path for path in self.found if any(end in path for end in ends)]
         self.ask(
             posixpath.join(posixpath.dirname(path), shard)
             for path in indexes

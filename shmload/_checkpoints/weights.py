@@ -1,43 +1,39 @@
-"""What files of weights are called, and which files of a directory the libraries load."""
+"""What files of weights are called, and which of a folder's files a load takes.
+
+A library finds a model's weights by their names; of adapters, whose names may be anything, the user
+chooses. So all is decided from names alone, but for files that shmload may leave to the libraries:
+these are looked into.
+"""
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from shmload._checkpoints.formats import known
-from shmload._checkpoints.formats.format import Format
-from shmload._checkpoints.formats.pytorch import PYTORCH
+from shmload._checkpoints.formats.known import format_named, is_of_weights
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
+from shmload._checkpoints.header import Format
 from shmload._checkpoints.indexes import indexed_shards, leads_outside, read_json
+from shmload._checkpoints.wanted import Wanted
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
 from shmload.errors import CheckpointError, ShardTruncated
 
 # As in `model.fp16.safetensors` and `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`,
-# without the suffix.
-_VARIANT = re.compile(r"[a-z_]+\.([A-Za-z]\w*)(?:-\d+-of-\d+)?")
-
-# A model's weights of any variant, and their index.
-_MODELS = re.compile(
-    "|".join(
-        rf"{re.escape(base)}[.-]"
-        for base in dict.fromkeys(
-            (*SAFETENSORS.base_names.values(), *PYTORCH.base_names.values()),
-        )
-    )
-)
-# Of formats some of whose files are left to the libraries.
-_IN_DOUBT = tuple(
-    suffix for each in known.FORMATS if each.may_be_unread for suffix in each.suffixes
-)
+# without the suffix. An older shard has its number before the variant.
+_VARIANT = re.compile(r"[a-z_]+(?:-\d+-of-\d+)?\.([A-Za-z]\w*)(?:-\d+-of-\d+)?")
 # LORA_WEIGHT_NAME and TEXT_INVERSION_NAME of diffusers, and peft's name.
-ADAPTERS = ("pytorch_lora_weights", "learned_embeds", "adapter_model")
+_PEFT = "adapter_model"
+ADAPTERS = ("pytorch_lora_weights", "learned_embeds", _PEFT)
 """What files of adapters are called that a library loads by itself, without their suffixes."""
-# In the order in which the libraries look for them.
-_OF_ADAPTERS = (SAFETENSORS.suffixes, PYTORCH.suffixes)
+# What a model needs beside its weights.
+_SMALL = (".json", ".txt", ".model", ".jinja")
+# With these the library reads files of other kinds.
+_OTHER_FILES = ("from_flax", "from_tf", "use_flashpack", "use_onnx")
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -51,9 +47,101 @@ class Choice(msgspec.Struct, frozen=True):
 
 def choose(variant: str | None, use_safetensors: bool | None) -> Choice:
     """Return the choice that arguments of `from_pretrained` make."""
-    if use_safetensors is None:
-        return Choice(variant, known.FORMATS)
-    return Choice(variant, (SAFETENSORS,) if use_safetensors else (PYTORCH,))
+    return Choice(
+        variant,
+        tuple(
+            each
+            for each in known.FORMATS
+            if each.base_names and use_safetensors in (None, each.use_safetensors)
+        ),
+    )
+
+
+# One name -----------------------------------------------------------------------------------------
+
+
+def is_of_model(name: str) -> bool:
+    """Tell whether a file has the name of a model's weights, of any variant, or of their index."""
+    bases = (base for each in known.FORMATS for base in each.base_names.values())
+    return any(_is_called(name, base) for base in bases)
+
+
+def _is_called(name: str, base: str) -> bool:
+    return name.startswith((f"{base}.", f"{base}-"))
+
+
+def variant_of(name: str) -> str | None:
+    """Return the variant that the name of a file of weights has, or None."""
+    match = _VARIANT.fullmatch(name.rpartition(".")[0]) if is_of_weights(name) else None
+    return match[1] if match else None
+
+
+def name_as_safetensors(name: str) -> str:
+    """Return what a file of weights, or an index of some, is called as a safetensors file.
+
+    So a library finds a segment that stands in for a file of another format. Other names stay.
+    """
+    weights, index = name, ""
+    if name.endswith(".json"):
+        weights, *rest = name.partition(".index.")
+        index = "".join(rest)
+    named = format_named(weights)
+    if named is None:
+        return name
+    stem = weights.rpartition(".")[0]
+    for owner, base in named.base_names.items():
+        if _is_called(weights, base):
+            stem = SAFETENSORS.base_names.get(owner, base) + stem.removeprefix(base)
+            break
+    return f"{stem}{SAFETENSORS.suffixes[0]}{index}"
+
+
+def name_alone_as_safetensors(name: str) -> str:
+    """Return what a file of weights, given by its own path, is called as a safetensors file.
+
+    It may have any suffix: what it holds was told by its content.
+    """
+    renamed, suffix = name_as_safetensors(name), SAFETENSORS.suffixes[0]
+    return renamed if renamed.endswith(suffix) else f"{renamed}{suffix}"
+
+
+# A folder's names ---------------------------------------------------------------------------------
+
+
+def weights_in(folder: Path) -> list[str]:
+    """Return the names of all files of weights in a directory; none if it is no directory."""
+    return sorted(filter(is_of_weights, os.listdir(folder))) if os.path.isdir(folder) else []
+
+
+def has_variant(folder: Path, variant: str) -> bool:
+    """Tell whether a component's directory has files of a variant."""
+    return os.path.isdir(folder) and _applicable_variant(os.listdir(folder), variant) is not None
+
+
+def variants_below(root: Path) -> set[str]:
+    """Return the variants of all files of weights below a directory."""
+    suffixes = {suffix for each in known.FORMATS for suffix in each.suffixes}
+    paths = (path for suffix in suffixes for path in root.glob(f"**/*{suffix}"))
+    return {variant for path in paths if (variant := variant_of(path.name))}
+
+
+def model_names(base: str, suffix: str, variant: str | None) -> tuple[str, str]:
+    """Return what a model's only file of weights is called, and the index of several.
+
+    Args:
+        base: as a library begins the name.
+        suffix: of the format.
+        variant: as for `from_pretrained`.
+    """
+    if variant:
+        return f"{base}.{variant}{suffix}", f"{base}{suffix}.index.{variant}.json"
+    return f"{base}{suffix}", f"{base}{suffix}.index.json"
+
+
+def default_name(names: Collection[str], library: str) -> str:
+    """Return what the weights would be called in a directory that has none."""
+    preferred = known.FORMATS[0]
+    return _base_name(preferred, names, library)[1] + preferred.suffixes[0]
 
 
 def find_shards(
@@ -101,25 +189,14 @@ def _names_others(index_path: Path) -> bool:
     return any(isinstance(name, str) and leads_outside(name) for name in names)
 
 
-def _chosen_name(names: Collection[str], library: str, choice: Choice) -> str | None:
-    """Return the file of weights, or the index of some, that a library would load of a folder."""
-    applicable = _applicable_variant(names, choice.variant)
-    candidates = (
-        name
-        for file_format in choice.formats
-        if file_format.base_names
-        for name in _preferred_names(file_format, names, library, applicable)
-    )
-    return next((name for name in candidates if name in names), None)
-
-
 def why_file_is_unread(path: Path) -> CheckpointError | None:
     """Return why a file is left to the libraries; None if shmload reads it.
 
     Only files of formats that `may_be_unread` are. A damaged file of another format is not: reading
     it says what is wrong.
     """
-    if not path.name.endswith(_IN_DOUBT):
+    named = format_named(path.name)
+    if named is None or not named.may_be_unread:
         return None
     try:
         with Descriptor(open_source(path)) as shard:
@@ -145,96 +222,33 @@ def find_adapters(folder: Path, names: Collection[str]) -> tuple[list[str], list
         nothing there belongs to a model. Where there are safetensors, no others are: these may be
         anything, such as the state of an optimizer.
     """
-    for suffixes in _OF_ADAPTERS:
-        there = sorted(name for name in names if name.endswith(suffixes))
-        known = [name for name in there if not why_file_is_unread(folder / name)]
-        if known:
-            adapters = [name for name in known if name.rpartition(".")[0] in ADAPTERS]
-            return adapters, [] if any(map(_MODELS.match, names)) else known
+    for each in choose(None, None).formats:
+        there = sorted(name for name in names if name.endswith(each.suffixes))
+        read = [name for name in there if not why_file_is_unread(folder / name)]
+        if read:
+            adapters = [name for name in read if name.rpartition(".")[0] in ADAPTERS]
+            return adapters, [] if any(map(is_of_model, names)) else read
     return [], []
 
 
-def is_of_model(name: str) -> bool:
-    """Tell whether a file has the name of a model's weights, of any variant, or of their index."""
-    return _MODELS.match(name) is not None
-
-
-def default_name(names: Collection[str], library: str) -> str:
-    """Return what the weights would be called in a directory that has none."""
-    preferred = known.FORMATS[0]
-    return _base_name(preferred, names, library)[1] + preferred.suffixes[0]
-
-
-def has_variant(folder: Path, variant: str) -> bool:
-    """Tell whether a component's directory has files of a variant."""
-    return os.path.isdir(folder) and _applicable_variant(os.listdir(folder), variant) is not None
-
-
-def variant_of(path: Path) -> str | None:
-    """Return the variant that the name of a file of weights has, or None."""
-    for file_format in known.FORMATS:
-        for suffix in file_format.suffixes:
-            stem = path.name.removesuffix(suffix)
-            if stem != path.name and (match := _VARIANT.fullmatch(stem)):
-                return match[1]
+def _chosen_name(names: Collection[str], library: str, choice: Choice) -> str | None:
+    """Return the file of weights, or the index of some, that a library would load of a folder."""
+    applicable = _applicable_variant(names, choice.variant)
+    for each in choice.formats:
+        owner, base = _base_name(each, names, library)
+        single, index = model_names(base, each.suffixes[0], applicable)
+        # diffusers looks for an index first, transformers for the single file.
+        for name in (index, single) if owner == "diffusers" else (single, index):
+            if name in names:
+                return name
     return None
-
-
-def name_as_safetensors(name: str) -> str:
-    """Return what a file of weights, or an index of some, is called as a safetensors file.
-
-    So a library finds a segment that stands in for a file of another format. Other names stay.
-    """
-    for file_format in known.FORMATS:
-        suffixes = "|".join(map(re.escape, file_format.suffixes))
-        match = re.fullmatch(rf"(.+)(?:{suffixes})(\.index(?:\..+)?\.json)?", name)
-        if match:
-            stem, index = match.groups("")
-            return f"{_rename_base(stem, file_format)}{SAFETENSORS.suffixes[0]}{index}"
-    return name
-
-
-def name_alone_as_safetensors(name: str) -> str:
-    """Return what a file of weights, given by its own path, is called as a safetensors file.
-
-    It may have any suffix: what it holds was told by its content.
-    """
-    renamed, suffix = name_as_safetensors(name), SAFETENSORS.suffixes[0]
-    return renamed if renamed.endswith(suffix) else f"{renamed}{suffix}"
-
-
-def variants_below(root: Path) -> set[str]:
-    """Return the variants of all files of weights below a directory."""
-    suffixes = {suffix for file_format in known.FORMATS for suffix in file_format.suffixes}
-    paths = (path for suffix in suffixes for path in root.glob(f"**/*{suffix}"))
-    return {variant for variant in map(variant_of, paths) if variant is not None}
-
-
-def _preferred_names(
-    file_format: Format, names: Iterable[str], library: str, variant: str | None
-) -> tuple[str, str]:
-    """Return the names of a model's single file and its index, the preferred one first."""
-    owner, base = _base_name(file_format, names, library)
-    suffix = file_format.suffixes[0]
-    single = f"{base}.{variant}{suffix}" if variant else f"{base}{suffix}"
-    index = f"{base}{suffix}.index.{variant}.json" if variant else f"{base}{suffix}.index.json"
-    # diffusers looks for an index first, transformers for the single file.
-    return (index, single) if owner == "diffusers" else (single, index)
-
-
-def _rename_base(stem: str, file_format: Format) -> str:
-    """Replace the base name of a model's weights by that of its library's safetensors."""
-    for owner, base in file_format.base_names.items():
-        if stem == base or stem.startswith((f"{base}.", f"{base}-")):
-            return SAFETENSORS.base_names.get(owner, base) + stem.removeprefix(base)
-    return stem
 
 
 def _base_name(file_format: Format, names: Iterable[str], library: str) -> tuple[str, str]:
     """Return the library that names a folder's weights, and what it calls them, without suffix."""
     by_library = file_format.base_names
     for owner, base in by_library.items():
-        if any(name.startswith((f"{base}.", f"{base}-")) for name in names):
+        if any(_is_called(name, base) for name in names):
             return owner, base
     owner = library if library in by_library else [*by_library][-1]
     return owner, by_library[owner]
@@ -248,3 +262,62 @@ def _applicable_variant(names: Iterable[str], variant: str | None) -> str | None
     parts = (name.split(".") for name in names)
     is_there = variant and any(len(part) > 1 and part[1].startswith(variant) for part in parts)
     return variant if is_there else None
+
+
+# A repository's names -----------------------------------------------------------------------------
+
+
+def files_of_model(names: Collection[str], wanted: Wanted, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the files that one model, or an adapter, is made of.
+
+    Args:
+        names: all files of the repository.
+        wanted: the model; the files of weights are those that the library would choose, unless it
+            names some.
+        kwargs: other arguments of `from_pretrained`.
+
+    Returns:
+        The files of weights, in the format that the library prefers, and the small files that may
+        belong to them: configurations, code, tokenizers.
+    """
+    folder = wanted.hub.folder
+    inside = {os.path.basename(name): name for name in names if os.path.dirname(name) == folder}
+    weights = [name for name in sorted(inside) if is_of_weights(name)]
+    chosen = wanted.hub.weight_names or _chosen_weights(weights, wanted.variant, kwargs)
+    small = [name for name in inside if name.endswith(_SMALL)]
+    # The root has a pipeline's index; code may import other code of its repository.
+    shared = (n for n in names if n.endswith(".py") or (n.endswith(".json") and "/" not in n))
+    return sorted({*(inside[name] for name in (*chosen, *small) if name in inside), *shared})
+
+
+def _chosen_weights(
+    names: Collection[str], variant: str | None, kwargs: Mapping[str, Any]
+) -> list[str]:
+    """Return the files of weights in a folder that the library would load; all in doubt."""
+    use_safetensors = kwargs.get("use_safetensors")
+    if any(map(kwargs.get, _OTHER_FILES)):
+        return list(names)
+    if kwargs.get("gguf_file"):
+        return [kwargs["gguf_file"]]
+    for each in choose(variant, use_safetensors).formats:
+        there = [name for name in names if name.endswith(each.suffixes)]
+        models = [name for name in there if is_of_model(name) or name.startswith(_PEFT)]
+        # Of adapters, which have names of any kind, the user chooses.
+        if chosen := [name for name in models if variant_of(name) == variant] if models else there:
+            return chosen
+    return [] if variant or use_safetensors is not None else list(names)
+
+
+def are_in_format(folders: Iterable[Path], use_safetensors: bool | None) -> bool:
+    """Tell whether each folder with weights has some in the format that was asked for.
+
+    Args:
+        folders: of models; one may be missing.
+        use_safetensors: as for `from_pretrained`; None for any format.
+    """
+    wanted = choose(None, use_safetensors).formats[0]
+    return use_safetensors is None or all(
+        any(name.endswith(wanted.suffixes) for name in names)
+        for names in map(weights_in, folders)
+        if names
+    )

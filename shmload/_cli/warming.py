@@ -101,8 +101,7 @@ def _size(task: Task) -> tuple[bool, int]:
         return True, 0
     try:
         found = resolve(task.source, root)
-        shards = {shard for each in found.checkpoints for shard in each.shards}
-        return False, sum(shard.stat().st_size for shard in shards)
+        return False, sum(shard.stat().st_size for shard in set(found.shards))
     except (ShmloadError, OSError):  # warming it says what is wrong
         return False, 0
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 
-from shmload._checkpoints.blocks import converted_nbytes
+from shmload._checkpoints.dtypes import converted_nbytes
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.resolve import Checkpoint

@@ -317,8 +317,7 @@ class Load:
 
 def _root_of(source: Source) -> Root:
     """Return the model that a source is, as the listings name it after its segments' shards."""
-    shards = [path for checkpoint in source.checkpoints for path in checkpoint.shards]
-    paths = [source_text(os.path.abspath(path)) for path in shards or [source.root]]
+    paths = [source_text(os.path.abspath(path)) for path in source.shards or [source.root]]
     roots = find_roots(paths)
     # Components that lack the variant have plain files.
     of_variant = (root for root in roots.values() if root.variant == (source.variant or ""))

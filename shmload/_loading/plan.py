@@ -9,13 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._checkpoints.dequantising import require_dequantised
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.header import Header
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.left_out import LeftOut
-from shmload._checkpoints.quantised import are_quantised
+from shmload._checkpoints.quantised import are_quantised, require_dequantised
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._host.linux import shm_nbytes
 from shmload._host.procfs import is_remote

@@ -7,8 +7,7 @@ from shmload._checkpoints.left_out import why_unread
 from shmload._checkpoints.library import library, whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.rules import is_known, rule_for
+from shmload._checkpoints.rule import Rule, is_known, rule_for
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import variant_of
 from shmload._host.collector import paused_gc
@@ -67,9 +66,8 @@ def find_certain(wanted: Wanted, *, may_be_unread: bool = False) -> Source:
             wanted.source,
             f"it has several files of weights: {', '.join(found.choices)}; choose with weight_name",
         )
-    shards = [shard for checkpoint in found.checkpoints for shard in checkpoint.shards]
-    variant = wanted.variant
-    if variant and shards and variant not in map(variant_of, shards):
+    shards, variant = found.shards, wanted.variant
+    if variant and shards and variant not in {variant_of(shard.name) for shard in shards}:
         if not may_be_unread:
             raise SourceNotFound(wanted.source, why_unread(found, variant))
         return msgspec.structs.replace(found, checkpoints=())

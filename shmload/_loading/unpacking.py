@@ -11,7 +11,7 @@ import msgspec
 
 from shmload._checkpoints.formats import safetensors
 from shmload._checkpoints.formats.pytorch import wish_for
-from shmload._checkpoints.formats.unpickling import (
+from shmload._checkpoints.formats.unpickled import (
     Answer,
     Failed,
     Lost,

@@ -342,11 +342,10 @@ def _note_of_other_name(source: Source, text: str) -> str:
 
     A library that is told to load `lora.bin` finds no such file: a segment is in safetensors.
     """
-    for checkpoint in source.checkpoints:
-        for shard in checkpoint.shards:
-            name = name_as_safetensors(shard.name)
-            if name != shard.name and shard.name in text:
-                return f"in the view {shard.name} is called {name}: give that name"
+    for shard in source.shards:
+        name = name_as_safetensors(shard.name)
+        if name != shard.name and shard.name in text:
+            return f"in the view {shard.name} is called {name}: give that name"
     return ""
 
 

@@ -246,8 +246,8 @@ def _require_apart(found: Source, place: str) -> None:
     root = os.path.realpath(found.root)
     if _is_in(place, root) or _is_in(root, place):
         raise ArgumentError(f"{place} and its source {root} lie in one another; choose another")
-    shards = (shard for checkpoint in found.checkpoints for shard in checkpoint.shards)
-    if any(os.path.realpath(shard).startswith(f"{SHM_DIR}{os.sep}shmload-") for shard in shards):
+    segments = f"{SHM_DIR}{os.sep}shmload-"
+    if any(os.path.realpath(shard).startswith(segments) for shard in found.shards):
         raise ArgumentError(f"{found.given} is a view directory itself; give what it was made of")
 
 

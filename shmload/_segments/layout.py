@@ -10,14 +10,14 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from shmload._checkpoints.blocks import (
+from shmload._checkpoints.dtypes import (
     BLOCKS,
+    FLOATS,
     LARGEST_BLOCK,
     RAW_BLOCKS,
     converted_nbytes,
     shape_in_bytes,
 )
-from shmload._checkpoints.dtypes import FLOATS
 from shmload._checkpoints.formats.safetensors import build_header
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.linux import PAGE_NBYTES

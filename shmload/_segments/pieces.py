@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
-from shmload._checkpoints.blocks import RAW_BLOCKS, unit_nbytes
+from shmload._checkpoints.dtypes import RAW_BLOCKS, unit_nbytes
 
 if TYPE_CHECKING:
     from shmload._checkpoints.header import TensorSpec

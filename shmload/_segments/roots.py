@@ -17,11 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from shmload._checkpoints.formats.known import has_known_suffix
+from shmload._checkpoints.formats.known import format_named
 from shmload._checkpoints.identity import Identity, identify
 from shmload._checkpoints.remote import mirrors_folder, pointed_object
-from shmload._checkpoints.repository import variant_in
-from shmload._checkpoints.weights import is_of_model
+from shmload._checkpoints.weights import is_of_model, variant_of
 from shmload._segments.source_text import source_paths, source_text
 
 _IN_HUB_CACHE = re.compile(r"(?P<root>.*/models--(?P<id>[^/]+)/snapshots/(?P<revision>[^/]+))/.+")
@@ -137,7 +136,7 @@ def model_names(sources: Iterable[str]) -> dict[str, str]:
 
 
 def _variant_of(name: str) -> str:
-    return (variant_in(name) or "") if is_of_model(name) else ""
+    return (variant_of(name) or "") if is_of_model(name) else ""
 
 
 def _root_of_folder(folder: str, *, is_part: bool, is_gone: bool) -> str:
@@ -210,6 +209,6 @@ def weights_below(path: str) -> Iterator[Identity]:
         return
     for folder in folders:
         with contextlib.suppress(OSError):
-            for name in filter(has_known_suffix, os.listdir(folder)):
+            for name in filter(format_named, os.listdir(folder)):
                 file = os.path.join(folder, name)
                 yield identify(file, os.stat(file))

@@ -8,8 +8,7 @@ import itertools
 import os
 import stat
 
-from shmload._checkpoints.blocks import BLOCKS
-from shmload._checkpoints.dtypes import FLOATS, NBITS
+from shmload._checkpoints.dtypes import BLOCKS, FLOATS, NBITS
 from shmload._decoding.job import Job
 from shmload._host.limits import require_file_size
 from shmload._host.linux import is_writable

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import shmload
-from shmload._checkpoints.attempts import obstore
-from shmload._checkpoints.dequantising import require_dequantised
 from shmload._checkpoints.header import TensorSpec
+from shmload._checkpoints.objects import obstore
+from shmload._checkpoints.quantised import require_dequantised
 from shmload._checkpoints.rule import Rule
 from shmload.integrations._results.format import import_library
 

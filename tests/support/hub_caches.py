@@ -64,7 +64,7 @@ class Hub:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Take the place of the hub during a test."""
-        monkeypatch.setattr("shmload._checkpoints.hub._is_offline", lambda hub: False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.model_info", self._info)
         monkeypatch.setattr("huggingface_hub.snapshot_download", self._download)
         monkeypatch.setattr("diffusers.DiffusionPipeline.download", self._download)

@@ -11,8 +11,7 @@ import random
 import torch
 
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
-from shmload._checkpoints.formats.format import Format
-from shmload._checkpoints.header import Header, TensorSpec
+from shmload._checkpoints.header import Format, Header, TensorSpec
 from shmload.errors import ShardMalformed, ShardTruncated
 
 _MAGIC = b"TOY\x00"

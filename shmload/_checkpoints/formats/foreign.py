@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._checkpoints.formats.format import HEAD_NBYTES
+from shmload._checkpoints.header import HEAD_NBYTES
 from shmload.errors import ShmloadError, WrongFormat
 
 # A name of a zip archive's first member, after its fixed fields (PKWARE's 4.3.7).

@@ -14,10 +14,8 @@ import os
 import struct
 from typing import Any
 
-from shmload._checkpoints.blocks import BLOCKS, GGML_TYPES
-from shmload._checkpoints.dtypes import NBITS
-from shmload._checkpoints.formats.format import Format
-from shmload._checkpoints.header import Header, TensorSpec
+from shmload._checkpoints.dtypes import BLOCKS, GGML_TYPES, NBITS
+from shmload._checkpoints.header import Format, Header, TensorSpec
 from shmload.errors import ShardMalformed, ShardTruncated, ShardUnreadable
 
 _MAGIC = b"GGUF"

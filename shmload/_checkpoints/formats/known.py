@@ -2,12 +2,11 @@
 
 import os
 
-from shmload._checkpoints.formats.format import Format, read_head
 from shmload._checkpoints.formats.gguf import GGUF
 from shmload._checkpoints.formats.pointer import POINTER
 from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
-from shmload._checkpoints.header import Header
+from shmload._checkpoints.header import Format, Header, read_head
 
 FORMATS = (SAFETENSORS, PYTORCH, GGUF)
 """In the order in which they are preferred where a model has weights in several."""
@@ -51,18 +50,22 @@ def format_of(path: str | os.PathLike[str], head: bytes) -> Format:
         The first of `FORMATS` if neither is known; its reader then says what is wrong.
     """
     by_content = (known for known in (POINTER, *FORMATS) if known.recognises(head))
-    by_name = (known for known in FORMATS if os.fspath(path).endswith(known.suffixes))
-    return next(by_content, None) or next(by_name, FORMATS[0])
+    return next(by_content, None) or format_named(os.fspath(path)) or FORMATS[0]
 
 
-def has_known_suffix(name: str) -> bool:
-    """Tell whether a file is called like weights that shmload reads."""
-    return any(name.endswith(known.suffixes) for known in FORMATS)
+def format_named(name: str) -> Format | None:
+    """Return the format that the name of a file says; None if it is none that shmload reads."""
+    return next((known for known in FORMATS if name.endswith(known.suffixes)), None)
+
+
+def is_pickled(name: str) -> bool:
+    """Tell whether a file is called like weights in PyTorch's own format."""
+    return format_named(name) is PYTORCH
 
 
 def is_of_weights(name: str) -> bool:
     """Tell whether a file is called like weights, in a format that shmload reads or in another."""
-    return has_known_suffix(name) or name.endswith(_OTHER_SUFFIXES)
+    return format_named(name) is not None or name.endswith(_OTHER_SUFFIXES)
 
 
 def format_names() -> str:

@@ -12,10 +12,9 @@ from pathlib import Path
 import msgspec
 
 from shmload._checkpoints.formats import safetensors
-from shmload._checkpoints.formats.format import Format
 from shmload._checkpoints.formats.gguf import GGUF
 from shmload._checkpoints.formats.pytorch import PYTORCH
-from shmload._checkpoints.header import Header
+from shmload._checkpoints.header import Format, Header
 from shmload._checkpoints.objects import fetch
 from shmload._checkpoints.remote import (
     FRONT,

@@ -11,23 +11,22 @@ import functools
 import os
 
 from shmload._checkpoints.formats.foreign import PICKLE, refuse
-from shmload._checkpoints.formats.format import Format
-from shmload._checkpoints.formats.state_dicts import (
+from shmload._checkpoints.formats.tensor_pickle import (
     NoTensors,
+    StoredTensor,
     UnknownPickle,
     find_tensors,
+    read_pickle,
     shorten,
 )
-from shmload._checkpoints.formats.tensor_pickle import StoredTensor, read_pickle
-from shmload._checkpoints.formats.unpickled import header_by_torch
-from shmload._checkpoints.formats.unpickling import Wish
+from shmload._checkpoints.formats.unpickled import Wish, header_by_torch
 from shmload._checkpoints.formats.zip_archive import (
     BadArchive,
     CutShort,
     Member,
     read_members,
 )
-from shmload._checkpoints.header import Header, TensorSpec
+from shmload._checkpoints.header import Format, Header, TensorSpec
 from shmload._host.fingerprint import Fingerprint
 from shmload._wording import format_nbytes
 from shmload.errors import (
@@ -202,6 +201,7 @@ PYTORCH = Format(
     name="PyTorch",
     suffixes=(_OF_ONE_MODEL, ".pt", ".pth", ".ckpt"),
     base_names=_BASE_NAMES,
+    use_safetensors=False,
     can_be_linked=False,
     may_be_unread=True,
     recognises=_recognises,

@@ -18,8 +18,7 @@ import msgspec
 
 from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.formats.foreign import refuse
-from shmload._checkpoints.formats.format import Format
-from shmload._checkpoints.header import Header, TensorSpec
+from shmload._checkpoints.header import Format, Header, TensorSpec
 from shmload.errors import ShardMalformed, ShardTruncated, ShardUnreadable
 
 # The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE).
@@ -222,7 +221,9 @@ SAFETENSORS = Format(
     suffixes=(".safetensors",),
     # diffusers.utils.SAFETENSORS_WEIGHTS_NAME, transformers.utils.SAFE_WEIGHTS_NAME
     base_names={"diffusers": "diffusion_pytorch_model", "transformers": "model"},
+    use_safetensors=True,
     can_be_linked=True,
+    is_read_remotely=True,
     recognises=_recognises,
     read_header=read_header,
 )

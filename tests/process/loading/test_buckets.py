@@ -19,7 +19,7 @@ from watching import Watched, workers_of
 
 import shmload
 from benchmarks import single_files
-from shmload._checkpoints import attempts, objects, web_server
+from shmload._checkpoints import objects, web_server
 from shmload._checkpoints.formats import pointer
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import mirror_home, write_pointer
@@ -36,7 +36,7 @@ URL = "s3://models/sd"
 def server(monkeypatch, configure, tmp_path, saved, evicts):
     """A server that has Stable Diffusion, as a bucket too; `url` is that of a web server."""
     configure(cache_dir=tmp_path / "cache", remote_timeout_s=9)
-    monkeypatch.setattr(attempts, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 0.001)
     with ObjectServer() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
@@ -362,10 +362,10 @@ def test_wrong_rule_is_corrected_without_the_stored_file(server, saved, monkeypa
 
 def test_without_obstore_the_package_is_named(server, monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    attempts.obstore.cache_clear()
+    objects.obstore.cache_clear()
     with pytest.raises(shmload.LibraryMissing, match=r"pip install .*shmload\[cloud\]"):
         shmload.warm(URL)
-    attempts.obstore.cache_clear()
+    objects.obstore.cache_clear()
 
 
 @pytest.mark.parametrize("url", ["https://host/a?key=1", "http://example.org/a"])

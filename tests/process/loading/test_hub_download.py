@@ -42,8 +42,8 @@ def test_pipeline_is_downloaded_and_decoded(hub, saved, where, shm_names):
     wanted = from_pretrained(diffusers.StableDiffusionPipeline, "org/name", torch.bfloat16, **where)
     assert_equal(pipe, wanted)
     with shmload.view("org/name", subfolder="vae", dtype="bfloat16", **where) as path:
-        (weights,) = path.glob("*.safetensors")
-        assert {each.dtype for each in load_file(weights).values()} == {torch.bfloat16}
+        tensors = [each for file in path.glob("*.safetensors") for each in load_file(file).values()]
+        assert {each.dtype for each in tensors} == {torch.bfloat16}
 
 
 def test_revision_is_the_one_that_was_asked_for(hub, saved, copied, where):

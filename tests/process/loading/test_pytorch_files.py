@@ -12,7 +12,7 @@ from mappings import copied_nbytes
 from safetensors.torch import load_file, save_file
 
 import shmload
-from shmload._checkpoints.formats import unpickling
+from shmload._checkpoints.formats import unpickled
 
 pytestmark = pytest.mark.libraries
 
@@ -190,7 +190,7 @@ def _older(tensors, path):
 @pytest.fixture
 def refuses_unpickling(monkeypatch):
     """Return a function after whose call no process unpickles anything."""
-    return lambda: monkeypatch.setattr(unpickling, "_MODULE", "shmload._version")
+    return lambda: monkeypatch.setattr(unpickled, "_MODULE", "shmload._version")
 
 
 def test_what_torch_unpickles_is_shared(copied, evicts, refuses_unpickling):
@@ -246,7 +246,7 @@ def test_state_dict_and_a_process_that_dies(tmp_path, refuses_unpickling, evicts
     torch.save(tensors, path)
     assert [shard.tensors for shard in shmload.plan(path).shards] == [3]
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(unpickling, "_MODULE", "shmload._version")
+        patching.setattr(unpickled, "_MODULE", "shmload._version")
         with pytest.raises(shmload.WorkerDied, match=r"exit code 0.*model\.pt, twice"):
             shmload.load_state_dict(path)
     assert not shmload.segments()

@@ -264,8 +264,8 @@ def test_hub_that_cannot_be_reached_is_one_sentence(monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("shmload._checkpoints.hub._is_offline", lambda hub_kwargs: False)
-    monkeypatch.setattr("huggingface_hub.list_repo_files", fail)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.model_info", fail)
     with pytest.raises(shmload.SourceNotFound) as caught:
         shmload.warm("models/sd")
     assert str(caught.value).startswith("models/sd: no such file or directory, and it cannot be")

@@ -17,7 +17,7 @@ import shmload
 from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.resolve import resolve
-from shmload._checkpoints.rules import rule_for
+from shmload._checkpoints.rule import rule_for
 from shmload._cli.main import main
 from shmload._placement.inventory import limit_inventory
 from shmload._placement.placement import place

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_format import TOY, save_toy
 
-from shmload._checkpoints.blocks import BLOCKS, unit_nbytes
+from shmload._checkpoints.dtypes import BLOCKS, unit_nbytes
 from shmload._checkpoints.formats import known
-from shmload._checkpoints.formats.format import HEAD_NBYTES
 from shmload._checkpoints.formats.gguf import GGUF
-from shmload._checkpoints.formats.known import format_of, has_known_suffix, is_of_weights
+from shmload._checkpoints.formats.known import format_named, format_of, is_of_weights
 from shmload._checkpoints.formats.pytorch import PYTORCH, read_strictly
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
+from shmload._checkpoints.header import HEAD_NBYTES
 from shmload.errors import CheckpointError
 
 _SAFETENSORS_HEAD = safetensors.torch.save({"a": torch.ones(3)})[:HEAD_NBYTES]
@@ -149,8 +149,8 @@ def test_file_of_no_tensors_is_recognised():
 
 @pytest.mark.usefixtures("two_formats")
 def test_names_of_weights():
-    assert has_known_suffix("a.toy")
-    assert not has_known_suffix("a.onnx")
+    assert format_named("a.toy")
+    assert not format_named("a.onnx")
     assert is_of_weights("a.toy")
     assert is_of_weights("a.onnx")
     assert not is_of_weights("config.json")

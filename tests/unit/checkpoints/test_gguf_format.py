@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gguf_files import KINDS, content, entry, front, padded, pair, random_blocks, text
 
-from shmload._checkpoints.blocks import BLOCKS, GGML_TYPES
+from shmload._checkpoints.dtypes import BLOCKS, GGML_TYPES
 from shmload._checkpoints.formats.gguf import read_header
 from shmload.errors import CheckpointError, ShardMalformed, ShardTruncated
 

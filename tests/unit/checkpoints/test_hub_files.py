@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmload._checkpoints.hub_files import HubFile, hub_file_of
+from shmload._checkpoints.hub import HubFile, hub_file_of
 from shmload.errors import ArgumentError
 
 MAIN = HubFile("org/repo", "unet/model.safetensors", "main")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.resolve import resolve
-from shmload._checkpoints.rules import likely_rule
+from shmload._checkpoints.rule import likely_rule
 from shmload._checkpoints.wanted import Wanted
 from shmload.errors import (
     ArgumentError,

@@ -6,7 +6,7 @@ import time
 import pytest
 from object_server import ObjectServer
 
-from shmload._checkpoints import attempts, objects
+from shmload._checkpoints import objects
 from shmload._checkpoints.objects import (
     describe,
     fetch,
@@ -22,7 +22,7 @@ CONTENT = bytes(range(256)) * 40
 
 @pytest.fixture
 def server(monkeypatch, configure):
-    monkeypatch.setattr(attempts, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 0.001)
     configure(remote_timeout_s=0.15)
     with ObjectServer() as server:
         for name, value in server.environment.items():

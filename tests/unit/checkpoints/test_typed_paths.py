@@ -6,8 +6,7 @@ import pytest
 
 import shmload
 from shmload._checkpoints.hub import find_source
-from shmload._checkpoints.paths import expand_home, nearest_path
-from shmload._checkpoints.wanted import Wanted
+from shmload._checkpoints.wanted import Wanted, expand_home, nearest_path
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ import pytest
 import torch
 from gguf_files import KINDS, content, dequantised, random_blocks
 
-from shmload._checkpoints.blocks import BLOCKS
-from shmload._checkpoints.dequantising import require_dequantised
-from shmload._checkpoints.dtypes import FLOATS, TORCH_NAMES, parse_dtype
+from shmload._checkpoints.dtypes import BLOCKS, FLOATS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.formats.gguf import read_header
 from shmload._checkpoints.formats.safetensors import read_header as read_segment
+from shmload._checkpoints.quantised import require_dequantised
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._segments.layout import lay_out
 from shmload._segments.metadata import make_metadata

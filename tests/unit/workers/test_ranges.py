@@ -6,7 +6,7 @@ import threading
 import pytest
 from object_server import ObjectServer
 
-from shmload._checkpoints import attempts, objects
+from shmload._checkpoints import objects
 from shmload._checkpoints.remote import FetchError, RemoteObject
 from shmload.workers import ranges
 from shmload.workers.ranges import RANGE_NBYTES, RangeReader, join_spans
@@ -106,7 +106,7 @@ class Interrupted(BaseException):
 @pytest.mark.parametrize("trouble", ["stall", "503"])
 def test_end_does_not_wait_for_a_server(monkeypatch, trouble):
     """It ends a request without an answer, and the pause before another one."""
-    monkeypatch.setattr(attempts, "_FIRST_PAUSE_S", 20.0)
+    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 20.0)
     monkeypatch.setattr(ranges, "_SIGN_OF_LIFE_S", 0.1)
     asked = threading.Event()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shmload._checkpoints.formats import safetensors
-from shmload._checkpoints.formats.unpickling import Failed, Refused, Unpickle, Unpickled, Wish
+from shmload._checkpoints.formats.unpickled import Failed, Refused, Unpickle, Unpickled, Wish
 from shmload._loading.state_dict import wrap
 from shmload.workers import tensors as program
 from shmload.workers.tensors import unpickle_to

@@ -2,7 +2,8 @@
 
 import pytest
 
-from shmload._checkpoints.repository import are_in_format, files_of_model
+from shmload._checkpoints.wanted import Hub, Wanted
+from shmload._checkpoints.weights import are_in_format, files_of_model
 
 _SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 _VARIANT = ["model.fp16-00001-of-00002.safetensors", "model.fp16-00002-of-00002.safetensors"]
@@ -24,7 +25,8 @@ _ROOT = {"model_index.json", "own.py", "package/own.py"}
 
 def weights(names=_REPOSITORY, subfolder="encoder/", variant=None, **kwargs):
     """Return the files of weights that are needed, without their folder."""
-    found = files_of_model(names, subfolder=subfolder, variant=variant, kwargs=kwargs)
+    wanted = Wanted(source="org/name", variant=variant, hub=Hub(subfolder=subfolder))
+    found = files_of_model(names, wanted, kwargs)
     prefix = f"{subfolder.strip('/')}/" if subfolder else ""
     small = {f"{prefix}{name}" for name in _SMALL} & set(names)
     assert set(found) >= small | (_ROOT & set(names))
@@ -65,7 +67,8 @@ def test_adapters_are_all_needed_unless_one_is_named():
     names = ["first.v1.safetensors", "second.safetensors", "own.py"]
     assert weights(names, subfolder="") == names[:2]
     names = ["a.safetensors", "b.safetensors", "config.json"]
-    found = files_of_model(names, weight_names=["b.safetensors"], kwargs={})
+    named = Wanted(source="org/name", hub=Hub(weight_name="b.safetensors"))
+    found = files_of_model(names, named, {})
     assert found == ["b.safetensors", "config.json"]
 
 
