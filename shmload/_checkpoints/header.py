@@ -1,11 +1,12 @@
 """What the header of a file of weights says, and what shmload must know of the file's format."""
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from shmload.errors import ShardUnreadable
+from shmload.errors import ShardUnreadable, ShmloadError
 
 HEAD_NBYTES = 512
 """How much of a file's front `Format.recognises` gets, in bytes."""
@@ -95,7 +96,20 @@ def read_head(fd: int, path: str | os.PathLike[str]) -> bytes:
     Raises:
         ShardUnreadable: the kernel reports an error.
     """
-    try:
+    with reading(path):
         return os.pread(fd, HEAD_NBYTES, 0)
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Read a file in the block.
+
+    Raises:
+        ShardUnreadable: the kernel reports an error.
+    """
+    try:
+        yield
+    except ShmloadError:  # some are OSErrors, too
+        raise
     except OSError as exc:
         raise ShardUnreadable(path, exc.strerror or str(exc)) from exc

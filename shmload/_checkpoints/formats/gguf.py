@@ -15,8 +15,8 @@ import struct
 from typing import Any
 
 from shmload._checkpoints.dtypes import BLOCKS, GGML_TYPES, NBITS
-from shmload._checkpoints.header import Format, Header, TensorSpec
-from shmload.errors import ShardMalformed, ShardTruncated, ShardUnreadable
+from shmload._checkpoints.header import Format, Header, TensorSpec, reading
+from shmload.errors import ShardMalformed, ShardTruncated
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -59,12 +59,8 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         ShardTruncated: the file is shorter than its header says.
         ShardUnreadable: the kernel reports an error.
     """
-    try:
+    with reading(path):
         return _read(_Cursor(fd, path))
-    except OSError as exc:
-        if isinstance(exc, ShardUnreadable):
-            raise
-        raise ShardUnreadable(path, exc.strerror or str(exc)) from exc
 
 
 class _Cursor:

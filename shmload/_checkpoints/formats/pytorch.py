@@ -19,24 +19,17 @@ from shmload._checkpoints.formats.tensor_pickle import (
     read_pickle,
     shorten,
 )
-from shmload._checkpoints.formats.unpickled import Wish, header_by_torch
+from shmload._checkpoints.formats.unpickled import Outcome, Wish, header_by_torch
 from shmload._checkpoints.formats.zip_archive import (
     BadArchive,
     CutShort,
     Member,
     read_members,
 )
-from shmload._checkpoints.header import Format, Header, TensorSpec
+from shmload._checkpoints.header import Format, Header, TensorSpec, reading
 from shmload._host.fingerprint import Fingerprint
 from shmload._wording import format_nbytes
-from shmload.errors import (
-    PickleUnread,
-    ShardMalformed,
-    ShardTruncated,
-    ShardUnreadable,
-    ShmloadError,
-    WrongFormat,
-)
+from shmload.errors import PickleUnread, ShardMalformed, ShardTruncated, WrongFormat
 
 # 100,000 tensors have 20 MB. A pickle of nothing but empty lists takes 80 times its size.
 _MAX_PICKLE_NBYTES = 64 << 20
@@ -58,8 +51,13 @@ _BASE_NAMES = {"diffusers": "diffusion_pytorch_model", "transformers": "pytorch_
 _OLDER_HEAD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
-def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
+def read_header(fd: int, path: str | os.PathLike[str], *, may_ask_torch: bool = True) -> Header:
     """Read and check the header of an open file, or have torch unpickle it.
+
+    Args:
+        fd: an open descriptor; its position is not moved.
+        path: what errors call the file.
+        may_ask_torch: where torch may know more than the reader here.
 
     Raises:
         PickleUnread: it has something that is left to the libraries, tensors that share far more
@@ -68,21 +66,11 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         ShardTruncated: its end is missing.
         ShardUnreadable: the kernel reports an error.
     """
-    return _read(fd, path, may_ask_torch=True)
-
-
-def read_strictly(fd: int, path: str | os.PathLike[str]) -> Header:
-    """Read and check the header of an open file, without torch; raises as `read_header`."""
-    return _read(fd, path, may_ask_torch=False)
-
-
-def _read(fd: int, path: str | os.PathLike[str], *, may_ask_torch: bool) -> Header:
-    try:
+    with reading(path):
         found = Fingerprint.of(os.fstat(fd))
         wish = wish_for(path)
         try:
             header = _read_kept(_File(fd, found, wish.may_be_nested))
-            return _require_in_proportion(header, path, found.nbytes)
         except CutShort:
             raise ShardTruncated(path, None, found.nbytes) from None
         except (BadArchive, UnknownPickle) as exc:
@@ -90,16 +78,14 @@ def _read(fd: int, path: str | os.PathLike[str], *, may_ask_torch: bool) -> Head
             why = str(exc)
             if not (isinstance(error, WrongFormat) and error.kind == PICKLE):
                 raise error from None
+            outcome = Outcome()
             if may_ask_torch and _may_know_more(fd, exc):
                 outcome = header_by_torch(fd, path, wish)
-                if outcome.header:
-                    return _require_in_proportion(outcome.header, path, found.nbytes)
                 why = outcome.why if isinstance(exc, BadArchive) else f"{why}; {outcome.why}"
-            raise PickleUnread(path, found.nbytes, why) from None
-    except OSError as exc:
-        if isinstance(exc, ShmloadError):
-            raise
-        raise ShardUnreadable(path, exc.strerror or str(exc)) from exc
+            if outcome.header is None:
+                raise PickleUnread(path, found.nbytes, why) from None
+            header = outcome.header
+        return _require_in_proportion(header, path, found.nbytes)
 
 
 def _require_in_proportion(header: Header, path: str | os.PathLike[str], nbytes: int) -> Header:

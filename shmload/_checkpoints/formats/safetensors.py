@@ -18,8 +18,8 @@ import msgspec
 
 from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.formats.foreign import refuse
-from shmload._checkpoints.header import Format, Header, TensorSpec
-from shmload.errors import ShardMalformed, ShardTruncated, ShardUnreadable
+from shmload._checkpoints.header import Format, Header, TensorSpec, reading
+from shmload.errors import ShardMalformed, ShardTruncated
 
 # The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_NBYTES = 100_000_000
@@ -46,27 +46,23 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         ShardUnreadable: the kernel reports an error.
     """
     try:
-        return _read_header(fd, path)
+        with reading(path):
+            return _read_header(fd, path)
     except (ShardMalformed, ShardTruncated) as exc:
         raise refuse(fd, path, exc) from None
 
 
 def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
-    try:
-        file_nbytes = os.fstat(fd).st_size
-        start = os.pread(fd, _LENGTH_NBYTES, 0)
-        if len(start) < _LENGTH_NBYTES:
-            raise ShardTruncated(path, _LENGTH_NBYTES, file_nbytes)
-        length = int.from_bytes(start, "little")
-        if length > MAX_HEADER_NBYTES:
-            raise ShardMalformed(path, f"its first 8 bytes claim a header of {length} bytes")
-        if _LENGTH_NBYTES + length > file_nbytes:
-            raise ShardTruncated(path, _LENGTH_NBYTES + length, file_nbytes)
-        raw = os.pread(fd, length, _LENGTH_NBYTES)
-    except OSError as exc:
-        if isinstance(exc, ShardUnreadable):
-            raise
-        raise ShardUnreadable(path, exc.strerror or str(exc)) from exc
+    file_nbytes = os.fstat(fd).st_size
+    start = os.pread(fd, _LENGTH_NBYTES, 0)
+    if len(start) < _LENGTH_NBYTES:
+        raise ShardTruncated(path, _LENGTH_NBYTES, file_nbytes)
+    length = int.from_bytes(start, "little")
+    if length > MAX_HEADER_NBYTES:
+        raise ShardMalformed(path, f"its first 8 bytes claim a header of {length} bytes")
+    if _LENGTH_NBYTES + length > file_nbytes:
+        raise ShardTruncated(path, _LENGTH_NBYTES + length, file_nbytes)
+    raw = os.pread(fd, length, _LENGTH_NBYTES)
     header = parse_header(raw, path)
     wanted = header.data_offset + (header.tensors[-1].end if header.tensors else 0)
     if file_nbytes < wanted:

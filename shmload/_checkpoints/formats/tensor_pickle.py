@@ -161,26 +161,27 @@ def read_pickle(raw: bytes) -> dict[str, Any]:
 
 
 class _Machine:
-    """The stack machine of a pickle."""
+    """The stack machine of a pickle; each operation gets the number behind its opcode."""
 
     def __init__(self, raw: bytes) -> None:
         self.position = 0
+        self.stack: list[Any] = []
         self._raw = raw
-        self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._storages: dict[str, Storage] = {}
 
     def run(self) -> Any:
         raw, operations = self._raw, _OPERATIONS
         while True:
-            code = raw[self.position]
-            self.position += 1
+            code = raw[self.position]  # raises if the last number was cut short
             if code == _STOP:
-                return self._stack.pop()
-            operation = operations.get(code)
+                return self.stack.pop()
+            operation, nbytes = operations.get(code, (None, 0))
             if operation is None:
                 raise UnknownPickle(f"its pickle has the opcode 0x{code:02x}")
-            operation(self)
+            begin = self.position + 1
+            self.position = begin + nbytes
+            operation(self, int.from_bytes(raw[begin : self.position], "little") if nbytes else 0)
 
     def _take(self, nbytes: int) -> bytes:
         begin, self.position = self.position, self.position + nbytes
@@ -188,92 +189,84 @@ class _Machine:
             raise IndexError
         return self._raw[begin : self.position]
 
-    def _unsigned(self, nbytes: int) -> int:
-        return int.from_bytes(self._take(nbytes), "little")
-
     def _line(self) -> str:
         end = self._raw.index(b"\n", self.position)
         return self._take(end + 1 - self.position)[:-1].decode()
 
-    def _pop_mark(self) -> list[Any]:
-        index = len(self._stack) - 1
-        while self._stack[index] is not _MARK:
-            index -= 1
-            if index < 0:
-                raise IndexError
-        items = self._stack[index + 1 :]
-        del self._stack[index:]
-        return items
-
     # Values ---------------------------------------------------------------------------------------
 
-    def protocol(self) -> None:
-        found = self._unsigned(1)
+    def protocol(self, found: int) -> None:
         if found != _PROTOCOL:
             raise NoTensors(f"its pickle has protocol {found}")
 
-    def mark(self) -> None:
-        self._stack.append(_MARK)
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
 
-    def text(self) -> None:
-        self._stack.append(self._take(self._unsigned(4)).decode())
+    def text(self, nbytes: int) -> None:
+        self.stack.append(self._take(nbytes).decode())
 
-    def byte(self) -> None:
-        self._stack.append(self._unsigned(1))
+    def signed(self, _: int) -> None:
+        self.stack.append(int.from_bytes(self._take(4), "little", signed=True))
 
-    def short(self) -> None:
-        self._stack.append(self._unsigned(2))
+    def long(self, nbytes: int) -> None:
+        self.stack.append(int.from_bytes(self._take(nbytes), "little", signed=True))
 
-    def integer(self) -> None:
-        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+    def double(self, _: int) -> None:
+        self.stack.append(struct.unpack(">d", self._take(8))[0])
 
-    def long(self) -> None:
-        self._stack.append(int.from_bytes(self._take(self._unsigned(1)), "little", signed=True))
+    def name(self, _: int) -> None:
+        self.stack.append(_Global(f"{self._line()}.{self._line()}"))
 
-    def double(self) -> None:
-        self._stack.append(struct.unpack(">d", self._take(8))[0])
+    def put(self, place: int) -> None:
+        self._memo[place] = self.stack[-1]
 
-    def put(self) -> None:
-        self._memo[self._unsigned(1)] = self._stack[-1]
-
-    def long_put(self) -> None:
-        self._memo[self._unsigned(4)] = self._stack[-1]
-
-    def get(self) -> None:
-        self._stack.append(self._memo[self._unsigned(1)])
-
-    def long_get(self) -> None:
-        self._stack.append(self._memo[self._unsigned(4)])
-
-    def name(self) -> None:
-        self._stack.append(_Global(f"{self._line()}.{self._line()}"))
+    def get(self, place: int) -> None:
+        self.stack.append(self._memo[place])
 
     # Containers -----------------------------------------------------------------------------------
 
-    def tuple(self) -> None:
-        self._stack.append(tuple(self._pop_mark()))
+    def tuple(self, _: int) -> None:
+        self.stack.append(tuple(self._pop_mark()))
 
-    def append(self) -> None:
-        self._extend([self._stack.pop()])
+    def append(self, _: int) -> None:
+        self._extend([self.stack.pop()])
 
-    def appends(self) -> None:
+    def appends(self, _: int) -> None:
         self._extend(self._pop_mark())
 
-    def set_item(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
+    def set_item(self, _: int) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
         self._update([key, value])
 
-    def set_items(self) -> None:
+    def set_items(self, _: int) -> None:
         self._update(self._pop_mark())
 
+    def pop(self, count: int) -> list[Any]:
+        """Take the last items from the stack."""
+        if len(self.stack) < count:
+            raise IndexError
+        items = self.stack[-count:]
+        del self.stack[-count:]
+        return items
+
+    def _pop_mark(self) -> list[Any]:
+        index = len(self.stack) - 1
+        while self.stack[index] is not _MARK:
+            index -= 1
+            if index < 0:
+                raise IndexError
+        items = self.stack[index + 1 :]
+        del self.stack[index:]
+        return items
+
     def _extend(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if not isinstance(target, list):
             raise TypeError
         target += items
 
     def _update(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if not isinstance(target, dict):
             raise TypeError
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -286,11 +279,11 @@ class _Machine:
 
     # Tensors --------------------------------------------------------------------------------------
 
-    def persistent(self) -> None:
-        kind, storage, key, _, count = self._stack.pop()
+    def persistent(self, _: int) -> None:
+        kind, storage, key, _device, count = self.stack.pop()
         if kind != "storage" or not isinstance(key, str) or not isinstance(storage, _Global):
             raise TypeError
-        module, _, name = storage.name.rpartition(".")
+        module, name = storage.name.rsplit(".", 1)
         dtype = "" if storage.name == _UNTYPED else _BY_STORAGE.get(name)
         if dtype is None or module not in ("torch", "torch.storage"):
             raise _refuse_name(storage)
@@ -298,25 +291,25 @@ class _Machine:
         # torch takes what it meets first.
         if self._storages.setdefault(key, found) != found:
             raise UnknownPickle(f"it describes the storage {shorten(key)} in two ways")
-        self._stack.append(found)
+        self.stack.append(found)
 
-    def call(self) -> None:
-        arguments, function = self._stack.pop(), self._stack.pop()
+    def call(self, _: int) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, _Global):
             raise TypeError
         if function.name == _ORDERED_DICT and arguments == ():
-            self._stack.append({})
+            self.stack.append({})
         elif function.name in (_V2, _V3):
-            self._stack.append(_rebuild(function.name, arguments))
+            self.stack.append(_rebuild(function.name, arguments))
         elif function.name == _PARAMETER:
-            self._stack.append(_unwrapped(arguments))
+            self.stack.append(_unwrapped(arguments))
         else:
             raise _refuse_name(function)
 
-    def build(self) -> None:
+    def build(self, _: int) -> None:
         # A state dict has the versions of its modules as an attribute, and no other.
-        state = self._stack.pop()
-        if not (isinstance(state, dict) and isinstance(self._stack[-1], dict)):
+        state = self.stack.pop()
+        if not (isinstance(state, dict) and isinstance(self.stack[-1], dict)):
             raise TypeError
         if state.keys() - {"_metadata"}:
             raise UnknownPickle(f"its dict has the attributes {shorten([*state])}")
@@ -401,52 +394,48 @@ def _refuse_name(found: Any) -> UnknownPickle:
     return kind(f"its pickle names {shorten(found.name)[1:-1]}")
 
 
-def _push(make: Callable[[], Any]) -> Callable[[_Machine], None]:
-    return lambda machine: machine._stack.append(make())
+_Operation = Callable[[_Machine, int], None]
 
 
-def _push_tuple(count: int) -> Callable[[_Machine], None]:
-    def operation(machine: _Machine) -> None:
-        stack = machine._stack
-        if len(stack) < count:
-            raise IndexError
-        items = tuple(stack[-count:])
-        del stack[-count:]
-        stack.append(items)
+def _make(kind: Callable[[], Any]) -> _Operation:
+    return lambda machine, _: machine.push(kind())
 
-    return operation
+
+def _make_tuple(count: int) -> _Operation:
+    return lambda machine, _: machine.push(tuple(machine.pop(count)))
 
 
 _STOP = ord(".")
-_OPERATIONS: dict[int, Callable[[_Machine], None]] = {
-    0x80: _Machine.protocol,
-    ord("("): _Machine.mark,
-    ord("X"): _Machine.text,
-    ord("K"): _Machine.byte,
-    ord("M"): _Machine.short,
-    ord("J"): _Machine.integer,
-    0x8A: _Machine.long,
-    ord("G"): _Machine.double,
-    ord("N"): _push(lambda: None),
-    0x88: _push(lambda: True),
-    0x89: _push(lambda: False),
-    ord("q"): _Machine.put,
-    ord("r"): _Machine.long_put,
-    ord("h"): _Machine.get,
-    ord("j"): _Machine.long_get,
-    ord("c"): _Machine.name,
-    ord(")"): _push(tuple),
-    ord("]"): _push(list),
-    ord("}"): _push(dict),
-    ord("t"): _Machine.tuple,
-    0x85: _push_tuple(1),
-    0x86: _push_tuple(2),
-    0x87: _push_tuple(3),
-    ord("a"): _Machine.append,
-    ord("e"): _Machine.appends,
-    ord("s"): _Machine.set_item,
-    ord("u"): _Machine.set_items,
-    ord("Q"): _Machine.persistent,
-    ord("R"): _Machine.call,
-    ord("b"): _Machine.build,
+# With the size of the number behind the opcode, in bytes.
+_OPERATIONS: dict[int, tuple[_Operation, int]] = {
+    0x80: (_Machine.protocol, 1),
+    ord("("): (_make(lambda: _MARK), 0),
+    ord("X"): (_Machine.text, 4),
+    ord("K"): (_Machine.push, 1),
+    ord("M"): (_Machine.push, 2),
+    ord("J"): (_Machine.signed, 0),
+    0x8A: (_Machine.long, 1),
+    ord("G"): (_Machine.double, 0),
+    ord("N"): (_make(lambda: None), 0),
+    0x88: (_make(lambda: True), 0),
+    0x89: (_make(lambda: False), 0),
+    ord("q"): (_Machine.put, 1),
+    ord("r"): (_Machine.put, 4),
+    ord("h"): (_Machine.get, 1),
+    ord("j"): (_Machine.get, 4),
+    ord("c"): (_Machine.name, 0),
+    ord(")"): (_make(tuple), 0),
+    ord("]"): (_make(list), 0),
+    ord("}"): (_make(dict), 0),
+    ord("t"): (_Machine.tuple, 0),
+    0x85: (_make_tuple(1), 0),
+    0x86: (_make_tuple(2), 0),
+    0x87: (_make_tuple(3), 0),
+    ord("a"): (_Machine.append, 0),
+    ord("e"): (_Machine.appends, 0),
+    ord("s"): (_Machine.set_item, 0),
+    ord("u"): (_Machine.set_items, 0),
+    ord("Q"): (_Machine.persistent, 0),
+    ord("R"): (_Machine.call, 0),
+    ord("b"): (_Machine.build, 0),
 }

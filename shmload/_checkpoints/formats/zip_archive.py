@@ -108,15 +108,10 @@ def _entries(directory: bytes, count: int) -> Iterator[tuple[str, int, int]]:
     for _ in range(count):
         if position + _ENTRY.size > len(directory):
             raise BadArchive("its directory is cut short")
-        entry = _ENTRY.unpack_from(directory, position)
-        flags, method, packed, nbytes = entry[3], entry[4], entry[8], entry[9]
-        name_nbytes, extra_nbytes, comment_nbytes, offset = (
-            entry[10],
-            entry[11],
-            entry[12],
-            entry[16],
-        )
-        if entry[0] != b"PK\1\2":
+        magic, _, _, flags, method, *rest = _ENTRY.unpack_from(directory, position)
+        _, _, _, packed, nbytes, *rest = rest
+        name_nbytes, extra_nbytes, comment_nbytes, part, _, attributes, offset = rest
+        if magic != b"PK\1\2":
             raise BadArchive("its directory is damaged")
         position += _ENTRY.size
         raw = directory[position : position + name_nbytes]
@@ -129,9 +124,9 @@ def _entries(directory: bytes, count: int) -> Iterator[tuple[str, int, int]]:
             raise BadArchive("it has a member whose name is no text") from None
         if flags & _ENCRYPTED or method != _STORED or packed != nbytes:
             raise BadArchive(f"its {name!r} is compressed or encrypted")
-        if entry[13]:
+        if part:
             raise BadArchive(f"its {name!r} is in another part")
-        if entry[15] & _FOLDER:  # torch reads nothing of it
+        if attributes & _FOLDER:  # torch reads nothing of it
             raise BadArchive(f"its {name!r} is a folder")
         yield name, offset, nbytes
     if position != len(directory):
