@@ -12,8 +12,7 @@ items and their results alone: the order of results, kills and earlier failures 
 """
 
 from shmload.integrations._results.folder import ResultFolder, ResultsReport
-from shmload.integrations._results.items import Array
-from shmload.integrations._results.order import continued_order
-from shmload.integrations._results.reading import Results
+from shmload.integrations._results.journal import Array
+from shmload.integrations._results.reading import Results, continued_order
 
 __all__ = ["Array", "ResultFolder", "Results", "ResultsReport", "continued_order"]

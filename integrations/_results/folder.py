@@ -2,36 +2,37 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
 from shmload._wording import logger_of
-from shmload.errors import ArgumentError, ResultsMismatch
-from shmload.integrations._results.errors import accessing
-from shmload.integrations._results.facts import Facts, check_facts
+from shmload.errors import ArgumentError, DuplicateKey, ResultsMismatch
+from shmload.integrations._results.claim import Facts, FolderLock, check_facts
+from shmload.integrations._results.format import Item, Place, accessing, check_names
 from shmload.integrations._results.index import is_index_of, write_index
-from shmload.integrations._results.items import Array, NewItem, failure, note, result
-from shmload.integrations._results.keys import plain
-from shmload.integrations._results.lock import FolderLock
+from shmload.integrations._results.journal import Array, Buffer, flat
 from shmload.integrations._results.names import (
     FACTS_NAME,
     INDEX_NAME,
+    KeyDigests,
+    digest_key,
     file_name,
     format_named,
     is_left_over,
     is_ours,
     number_of,
+    plain,
 )
-from shmload.integrations._results.progress import FileProgress
-from shmload.integrations._results.table import ItemTable
+from shmload.integrations._results.shard import Shard
 
 logger = logger_of(__name__)
 
 # safetensors limits a header to 100 MB.
 _MAX_SHARD_ITEMS = 10_000
+_MAX_ERROR_CHARS = 1000
 
 
 class ResultsReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +91,12 @@ class ResultFolder:
         self._facts = {plain(name): plain(value) for name, value in facts.items()}
         self._format = format_named(format)
         self._format.require_library()
-        self._items = ItemTable(self.folder, shard_items, self._format, retry_failed=retry_failed)
+        self._retry_failed = retry_failed
+        self._shards: dict[int, Shard] = {}
+        """By number; each is looked at when an item of it is first asked for."""
+        self._written: Shard | None = None
+        """The one whose journal may be open."""
+        self._keys = KeyDigests()
         self._begun: dict[int, str] = {}
         """Keys of items that are not settled, by number; without those that a journal has."""
         self._added = 0
@@ -112,7 +118,8 @@ class ResultFolder:
 
     def close(self) -> None:
         """Release the folder, finished or not; a second call does nothing."""
-        self._items.release()
+        if self._written:
+            self._written.release()
         self._lock.release()
 
     def is_done(self, index: int, key: str) -> bool:
@@ -129,8 +136,7 @@ class ResultFolder:
             ResultsCorrupt, ResultsInaccessible: of its results file or journal.
         """
         with accessing(self.folder):
-            file, place = self._locate(index, key)
-            return file.is_done(place)
+            return self._locate(index, key).is_done(index)
 
     def is_settled(self, index: int, key: str) -> bool:
         """Tell whether nothing is left to do for an item.
@@ -148,8 +154,7 @@ class ResultFolder:
                 for `is_done`.
         """
         with accessing(self.folder):
-            file, place = self._locate(index, key)
-            is_settled = file.is_settled_at(place)
+            is_settled = self._locate(index, key).is_settled_at(index)
         if not is_settled:
             self._begun[index] = key
         return is_settled
@@ -171,7 +176,19 @@ class ResultFolder:
                 item; a later run completes the results file.
             DuplicateKey, ResultsMismatch, ResultsCorrupt: as for `is_done`.
         """
-        self._append(result(index, key, arrays, self._format, self._size))
+        places: dict[str, Place] = {}
+        contents: list[Buffer] = []
+        offset = 0
+        for name, given in sorted(arrays.items()):
+            if not name or "/" in name:
+                raise ArgumentError(
+                    f"item {index}: the array name {name!r} is empty, or has a slash"
+                )
+            content = flat(given, f"item {index}, array {name!r}")
+            places[plain(name)] = Place(given.dtype, tuple(given.shape), offset)
+            contents.append(content)
+            offset += len(content)
+        self._append(index, Item(plain(key), arrays=places), contents)
 
     def fail(self, index: int, key: str, error: str) -> None:
         """Store an item's error. A later run with `retry_failed` tries the item again.
@@ -185,7 +202,8 @@ class ResultFolder:
             ArgumentError, DuplicateKey, ResultsMismatch, ResultsCorrupt, ResultsInaccessible: as
                 for `add`.
         """
-        self._append(failure(index, key, error, self._format, self._size))
+        error = error.encode(errors="backslashreplace").decode()[-_MAX_ERROR_CHARS:]
+        self._append(index, Item(plain(key), error=error or "unknown"), ())
 
     def finish(self, count: int) -> ResultsReport:
         """Write the results files and the index that are missing, once every item is settled.
@@ -202,16 +220,16 @@ class ResultFolder:
         """
         self._check_open()
         files = -(-count // self._size)
-        beyond = [number for number in self._there | self._items.numbers if number >= files]
+        beyond = [number for number in self._there | set(self._shards) if number >= files]
         if beyond:
             self._refuse_more(min(beyond) * self._size, count)
         nbytes = failed = failed_before = 0
         with accessing(self.folder):
             for number in range(files):
-                file = self._items.file(number)
-                self._complete(file, min(self._size, count - file.first), count)
-                nbytes += file.path.stat().st_size
-                now, before = file.failures()
+                shard = self._shard(number)
+                self._complete(shard, min(self._size, count - shard.first), count)
+                nbytes += shard.path.stat().st_size
+                now, before = shard.failures()
                 failed += now + before
                 failed_before += before
             self._ensure_index(files)
@@ -240,35 +258,101 @@ class ResultFolder:
         check_facts(self.folder, facts, ours - {FACTS_NAME})
         return {number for name in ours if (number := number_of(name)) is not None}
 
-    def _locate(self, index: int, key: str) -> tuple[FileProgress, int]:
+    # Items ----------------------------------------------------------------------------------------
+
+    def _locate(self, index: int, key: str) -> Shard:
+        """Return the results file of an item; the key is the item's from now on."""
         self._check_open()
-        return self._items.locate(index, key)
+        if index < 0:
+            raise ArgumentError(f"an item cannot have the number {index}")
+        shard = self._shard(index // self._size)
+        digest = digest_key(key)
+        known = shard.keys[index - shard.first]
+        if known == 0:
+            if not self._keys.add(digest):
+                raise DuplicateKey(key, (self._find(digest), index))
+            shard.keys[index - shard.first] = digest
+        elif known != digest:
+            stored = shard.key_of(index)
+            was = f"was {stored!r}" if stored else "had another key"
+            raise ResultsMismatch(self.folder, f"item {index} {was} and is {key!r} now")
+        return shard
 
-    def _append(self, item: NewItem) -> None:
-        head = item.head
+    def _shard(self, number: int) -> Shard:
+        """Return a results file, which need not exist yet."""
+        shard = self._shards.get(number)
+        if shard is None:
+            shard = Shard(
+                self.folder, number, self._size, self._format, retry_failed=self._retry_failed
+            )
+            for index, digest in enumerate(shard.keys, shard.first):
+                if digest and not self._keys.add(digest):
+                    raise DuplicateKey(shard.key_of(index) or "", (self._find(digest), index))
+            self._shards[number] = shard
+        return shard
+
+    def _find(self, digest: int) -> int:
+        """Return the number of the item that has a key, or -1."""
+        found = (s.first + s.keys.index(digest) for s in self._shards.values() if digest in s.keys)
+        return next(found, -1)
+
+    def _append(self, index: int, item: Item, contents: Sequence[Buffer]) -> None:
+        check_names(index, item, self._size)
+        if self._format.check_item:
+            self._format.check_item(index, item)
         with accessing(self.folder):
-            file, place = self._locate(head.index, head.key)
-            if file.is_done(place):
-                raise ArgumentError(f"item {head.index}, {head.key!r}, was added before")
+            shard = self._locate(index, item.key)
+            if shard.is_done(index):
+                raise ArgumentError(f"item {index}, {item.key!r}, was added before")
             self._remove_index()
-            self._begun.pop(head.index, None)
-            self._note_begun(head.index)
-            self._items.use_journal(file)
-            file.append(place, head, item.contents)
-            self._added += head.error is None
-            if file.is_settled:
-                self._commit(file, self._size)
+            self._begun.pop(index, None)
+            # Begun items may be gone when a run goes on: then only their keys tell which they were.
+            for number in sorted(number for number in self._begun if number < index):
+                key = self._begun[number]
+                self._write_to(self._locate(number, key)).append(number, Item(plain(key)))
+                del self._begun[number]
+            self._write_to(shard).append(index, item, contents)
+            self._added += item.error is None
+            if shard.is_settled:
+                self._commit(shard, self._size)
 
-    def _note_begun(self, end: int) -> None:
-        """Write down the keys of begun items below a number, for `continued_order`.
+    def _write_to(self, shard: Shard) -> Shard:
+        """Return a results file, with no other journal open than its own."""
+        if self._written and self._written is not shard:
+            self._written.release()
+        self._written = shard
+        return shard
 
-        The items may be gone when a run goes on: then only their keys tell which they were.
+    def _complete(self, shard: Shard, size: int, count: int) -> None:
+        """Check that a results file has its first `size` items; write it if a journal is left.
+
+        Args:
+            shard: the file.
+            size: how many items it must have, and no more.
+            count: how many items the whole run has, for messages.
+
+        Raises:
+            ArgumentError: an item is missing.
+            ResultsMismatch: the file has more items.
         """
-        for index in sorted(number for number in self._begun if number < end):
-            file, _ = self._locate(index, self._begun[index])
-            self._items.use_journal(file)
-            file.note(note(index, self._begun[index]))
-            del self._begun[index]
+        missing = shard.missing(size)
+        if missing >= 0:
+            index = shard.first + missing
+            raise ArgumentError(f"item {index} of {count} was neither added nor did it fail")
+        if any(shard.keys[size:]):
+            self._refuse_more(count, count)
+        if shard.has_journal:
+            self._commit(shard, size)
+
+    def _commit(self, shard: Shard, count: int) -> None:
+        self._remove_index()
+        self._write_to(shard)
+        shard.commit(count, self._facts)
+
+    def _refuse_more(self, index: int, count: int) -> None:
+        raise ResultsMismatch(self.folder, f"it has an item {index}, but there are {count} now")
+
+    # The index ------------------------------------------------------------------------------------
 
     def _remove_index(self) -> None:
         """Mark the folder as unfinished, before anything else in it changes."""
@@ -283,7 +367,7 @@ class ResultFolder:
         entries = (
             (name, *entry)
             for number, name in enumerate(names)
-            for entry in self._items.file(number).entries()
+            for entry in self._shard(number).entries()
         )
         if self._has_index and not is_index_of(self.folder, entries):
             path = self.folder / INDEX_NAME
@@ -292,32 +376,3 @@ class ResultFolder:
         if not self._has_index:
             write_index(self.folder, names)
             self._has_index = True
-
-    def _complete(self, file: FileProgress, size: int, count: int) -> None:
-        """Check that a results file has its first `size` items; write it if a journal is left.
-
-        Args:
-            file: the file's progress.
-            size: how many items the file must have, and no more.
-            count: how many items the whole run has, for messages.
-
-        Raises:
-            ArgumentError: an item is missing.
-            ResultsMismatch: the file has more items.
-        """
-        missing = file.missing(size)
-        if missing >= 0:
-            index = file.first + missing
-            raise ArgumentError(f"item {index} of {count} was neither added nor did it fail")
-        if any(file.keys[size:]):
-            self._refuse_more(count, count)
-        if file.has_journal:
-            self._commit(file, size)
-
-    def _commit(self, file: FileProgress, count: int) -> None:
-        self._remove_index()
-        file.commit(count, self._facts)
-        self._items.forget_journal(file)
-
-    def _refuse_more(self, index: int, count: int) -> None:
-        raise ResultsMismatch(self.folder, f"it has an item {index}, but there are {count} now")

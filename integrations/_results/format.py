@@ -1,95 +1,85 @@
-"""What shmload must know of a format of results files, and what such a file holds.
+"""What files say of items, and what shmload must know of a format of results files.
 
 A format is one module that makes a `ResultsFormat`, and its entry in `names.FORMATS`.
 """
 
+import contextlib
+import errno
 import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 import msgspec
-import xxhash
 
-from shmload.errors import ArgumentError, ResultsCorrupt
-from shmload.integrations._results.errors import AGAIN
-from shmload.integrations._results.journal import Head
+from shmload._checkpoints.dtypes import NBITS
+from shmload.errors import ArgumentError, ResultsCorrupt, ResultsInaccessible, ShmloadError
 
 Path = str | os.PathLike[str]
 
+AGAIN = "remove it and run the job again, which computes its items anew"
+"""What to do about a damaged file."""
 
-class ArraySource(Protocol):
-    """An open file that holds arrays."""
-
-    @property
-    def path(self) -> Path:
-        """Path of the file."""
-        ...
-
-    def blocks(self, place: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield an array's bytes, or as many as there are; each block is valid until the next.
-
-        Args:
-            place: where the array is, in the file's own terms.
-            nbytes: its size.
-        """
-        ...
+_VERSION = "1"
+# Bytes for all items' names, out of the 100 MB that a header of safetensors may have.
+_NAMES_NBYTES = 80_000_000
+# Header bytes besides the names: per array, and per dimension.
+_ENTRY_NBYTES = 100
+_SIZE_NBYTES = 20
 
 
-class StoredArray(NamedTuple):
-    """One array of an item, in a file."""
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """What an array is, and where it is in its file."""
 
-    name: str
     dtype: str
     """Safetensors name, such as `BF16`."""
     shape: tuple[int, ...]
-    nbytes: int
-    source: ArraySource
-    """Stays open as long as its owner keeps it so."""
-    place: int
-    """Where `source` has it."""
-    digest: bytes | None = None
-    """XXH3-128 of its bytes if known; `blocks` compares it."""
+    offset: int
+    """Offset of its first byte in the file, or what else the format finds it by."""
 
-    def blocks(self) -> Iterator[memoryview]:
-        """Yield its bytes; each block is valid until the next.
-
-        Raises:
-            ResultsCorrupt: they are too few, or do not have the digest; after the last block.
-            OSError: they cannot be read.
-        """
-        digest = xxhash.xxh3_128()
-        left = self.nbytes
-        for block in self.source.blocks(self.place, self.nbytes):
-            yield block
-            if self.digest is not None:
-                digest.update(block)
-            left -= len(block)
-        if left or self.digest not in (None, digest.digest()):
-            raise ResultsCorrupt(self.source.path, f"{self.name!r} is not what was written", AGAIN)
-
-    def content(self) -> bytearray:
-        """Return all of its bytes.
-
-        Raises:
-            ResultsCorrupt, OSError: as `blocks`.
-        """
-        content = bytearray()
-        for block in self.blocks():
-            content += block
-        return content
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        nbits = NBITS[self.dtype]
+        for size in self.shape:
+            nbits *= size
+        return nbits // 8
 
 
-class StoredItem(NamedTuple):
-    """One item in a file."""
+class Item(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An item, as a results file, a journal or a line of the index has it."""
 
     key: str
-    error: str | None
-    """Why it failed; such an item has no arrays."""
-    arrays: tuple[StoredArray, ...]
-    """In the order of their names."""
+    shard: str = ""
+    """The name of its results file; said by the index alone, and of items with a result."""
+    arrays: dict[str, Place] | None = None
+    """In the order of their names; None if it has no result."""
+    error: str | None = None
+    """Why it failed."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it has neither result nor error yet."""
+        return self.arrays is None and self.error is None
+
+
+class Source(Protocol):
+    """An open file that holds arrays."""
+
+    def read(self, place: Place) -> bytes | bytearray:
+        """Return an array's bytes.
+
+        Raises:
+            ResultsCorrupt: the file ends too early.
+            OSError: they cannot be read.
+        """
+        ...
+
+
+Stored = tuple[Item, Source]
+"""An item, and the file that holds its arrays."""
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,31 +93,26 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """Errors of the items that failed, by the item's number."""
 
 
-class ResultsFile(ArraySource, Protocol):
+class ResultsFile(Source, Protocol):
     """An open results file; a context that closes it."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc_info: object) -> None: ...
 
-    def items(self) -> list[StoredItem]:
+    def contents(self) -> Contents:
+        """Return which items it holds, fast: the arrays are not looked at.
+
+        Raises:
+            ResultsCorrupt, OSError.
+        """
+        ...
+
+    def items(self) -> list[Item]:
         """Return its items, after a strict check of everything but the arrays' bytes.
 
         Raises:
             ResultsCorrupt: it is no results file, or not a whole one.
-        """
-        ...
-
-    def read(self, place: int, nbytes: int) -> bytearray:
-        """Return an array's bytes.
-
-        Args:
-            place: as in its `StoredArray`.
-            nbytes: its size.
-
-        Raises:
-            ResultsCorrupt: the file ends too early.
-            OSError: they cannot be read.
         """
         ...
 
@@ -143,20 +128,26 @@ class ResultsFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Suffix of its files' names, with the dot."""
     library: str | None = None
     """The package that it needs beside shmload's own dependencies."""
-    check_item: Callable[[Head, int], None]
-    """Raises `ArgumentError` for an item if a file could not hold that many items like it."""
-    write: Callable[[Path, int, Sequence[StoredItem], Mapping[str, str]], None]
+    check_item: Callable[[int, Item], None] | None = None
+    """Raises `ArgumentError` if a file cannot hold an item of this number, whatever its names."""
+    write: Callable[[Path, int, Sequence[Stored], Mapping[str, str]], None]
     """Writes or replaces the file at a path, with the number of its first item, its items in their
     order and its facts. On return it would survive a loss of power.
 
     Arrays may be in the file that it replaces. Raises `ResultsCorrupt` for an array that is not
     what was written, `OSError` if the file cannot be written; then nothing has changed.
     """
-    read_contents: Callable[[Path], Contents]
-    """Returns which items a file holds, fast: the arrays' bytes are not read. Raises
-    `ResultsCorrupt`, `OSError`."""
     open: Callable[[Path], ResultsFile]
     """Opens a file. Raises `OSError`, `ResultsCorrupt`."""
+
+    def contents(self, path: Path) -> Contents:
+        """Return which items a file holds.
+
+        Raises:
+            ResultsCorrupt, OSError.
+        """
+        with self.open(path) as file:
+            return file.contents()
 
     def require_library(self) -> None:
         """Raise ArgumentError if its library is not installed; import nothing."""
@@ -187,3 +178,104 @@ def _missing(library: str, name: str) -> ArgumentError:
         f"results in the format {name!r} need {library}, which is not installed: "
         f"pip install 'shmload[{name}]'"
     )
+
+
+@contextlib.contextmanager
+def accessing(path: Path) -> Iterator[None]:
+    """Raise what the kernel says of a file, or of one beneath it, as `ResultsInaccessible`."""
+    try:
+        yield
+    except OSError as exc:
+        if isinstance(exc, ShmloadError):
+            raise
+        where = exc.filename if isinstance(exc.filename, str) else path
+        number = exc.errno or errno.EIO
+        raise ResultsInaccessible(where, exc.strerror or str(exc), number) from exc
+
+
+def read_at(fd: int, path: Path, offset: int, nbytes: int) -> bytearray:
+    """Return a range of an open file.
+
+    Raises:
+        ResultsCorrupt: the file ends before it does.
+        OSError: it cannot be read.
+    """
+    if offset + nbytes > os.fstat(fd).st_size:
+        raise ResultsCorrupt(path, "it ends too early", AGAIN)
+    content = bytearray(nbytes)
+    view = memoryview(content)
+    while view:
+        got = os.preadv(fd, [view], offset)
+        if got == 0:  # it was cut meanwhile
+            raise ResultsCorrupt(path, "it ends too early", AGAIN)
+        view, offset = view[got:], offset + got
+    return content
+
+
+# How a file describes itself ----------------------------------------------------------------------
+
+
+def describe(first: int, items: Sequence[Item], facts: Mapping[str, str]) -> dict[str, str]:
+    """Return what a results file says of itself, in every format: texts by name.
+
+    Args:
+        first: the number of its first item.
+        items: all of them, in their order.
+        facts: what the results depend on.
+    """
+    texts = {
+        "shmload.results": _VERSION,
+        "shmload.first": str(first),
+        "shmload.keys": _as_json([item.key for item in items]),
+        "shmload.facts": _as_json(dict(sorted(facts.items()))),
+    }
+    errors = {first + place: item.error for place, item in enumerate(items) if item.error}
+    if errors:
+        texts["shmload.errors"] = _as_json(errors)
+    return texts
+
+
+def read_description(texts: Mapping[str, str]) -> Contents:
+    """Return which items a file with this description holds.
+
+    Raises:
+        KeyError, ValueError: it is no description.
+    """
+    return Contents(
+        first=int(texts["shmload.first"]),
+        keys=msgspec.json.decode(texts["shmload.keys"], type=list[str]),
+        errors=msgspec.json.decode(texts.get("shmload.errors", "{}"), type=dict[int, str]),
+    )
+
+
+def check_names(index: int, item: Item, file_items: int) -> None:
+    """Check that the names of an item fit into the header of its file.
+
+    Args:
+        index: the item's number.
+        item: with its key, and the names of its arrays.
+        file_items: how many items the file has.
+
+    Raises:
+        ArgumentError: they are too long, or not text that UTF-8 can encode.
+    """
+    try:
+        # The list of keys is JSON within JSON.
+        nbytes = len(msgspec.json.encode(_as_json(item.key)))
+        for name, place in (item.arrays or {}).items():
+            nbytes += len(msgspec.json.encode(f"{item.key}/{name}"))
+            nbytes += _ENTRY_NBYTES + _SIZE_NBYTES * len(place.shape)
+    except UnicodeEncodeError as exc:
+        raise ArgumentError(
+            f"the key of item {index}, {item.key!r}, or the name of an array is not text that "
+            "UTF-8 can encode; give it another one"
+        ) from exc
+    if nbytes > _NAMES_NBYTES // file_items:
+        raise ArgumentError(
+            f"the names in item {index} take {nbytes} bytes, too many for a file of "
+            f"{file_items} items; give shorter ones, or fewer shard_items"
+        )
+
+
+def _as_json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

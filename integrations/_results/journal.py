@@ -1,70 +1,77 @@
 """The journal of an unfinished results file: a record for each item, in order of arrival.
 
-    journal   "shmload journal 1 ", the kernel's boot id padded to 36 bytes, a line feed; records
     record    size of the head (4 bytes, little-endian), size of the body (8 bytes), digest, head,
-              body; the digest is XXH3-128 of both sizes and the head
-    head      `Head` as msgpack, with a digest of each array
+              body; the digest is XXH3-128 of all but itself
+    head      the item's number and the `Item`, as msgpack; offsets count from the body's begin
     body      the arrays' bytes, one after the other
 
 An item that is overtaken by one behind it has a second record before its own, a note of its key:
 if the run is killed between the two, the next one still knows which item has this number.
 
-A record survives kill -9 of the process once `append` has returned: the kernel has it. A record
-that was cut off is recognised by its head or its size, and is removed when the journal is next
-opened. After a loss of power any byte may be missing: if the boot id is another one, the arrays
-are compared with their digests first.
+A record survives kill -9 of the process once `append` has returned: the kernel has it. One that was
+cut off, or lost a byte with the machine's power, does not have its digest: it and all behind it are
+removed when the journal is next opened.
 """
 
 import contextlib
-import itertools
 import os
 import struct
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import xxhash
 
-from shmload._host.files import plain_only
-from shmload._host.procfs import boot_id
+from shmload._checkpoints.dtypes import NBITS
+from shmload.errors import ArgumentError
+from shmload.integrations._results.format import Item, Path, Place, read_at
 
 Buffer = bytes | bytearray | memoryview
 
-_MAGIC = "shmload journal 1"
-_FIRST_NBYTES = len(_MAGIC) + 1 + 36 + 1
 _SIZES = struct.Struct("<IQ")
 _DIGEST_NBYTES = 16
 _PREFIX_NBYTES = _SIZES.size + _DIGEST_NBYTES
-_MAX_BUFFERS = 1024  # IOV_MAX
 _BLOCK_NBYTES = 1 << 20
-
-
-class ArrayHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a record says of one array."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    digest: bytes
-    """XXH3-128 of its bytes."""
-
-
-class Head(msgspec.Struct, frozen=True, array_like=True):
-    """What a record says of one item."""
-
-    index: int
-    key: str
-    error: str | None
-    """Why the item failed, or None; a record with an error has no arrays."""
-    arrays: tuple[ArrayHead, ...]
-    is_begun: bool = False
-    """It is a note: the item was begun, and had neither result nor error when one behind it was
-    stored. It says the item's key alone."""
-
+# The limit of shmload's reader of safetensors files.
+_MAX_RANK = 64
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Head)
+_DECODER = msgspec.msgpack.Decoder(tuple[int, Item])
+
+
+class Array(NamedTuple):
+    """One array of a result."""
+
+    dtype: str
+    """Safetensors name, such as `BF16`."""
+    shape: tuple[int, ...]
+    content: Buffer
+    """Its bytes, C-contiguous and little-endian, in any object with a buffer."""
+
+
+def flat(given: Array, what: str) -> Buffer:
+    """Return an array's bytes as a flat buffer.
+
+    Args:
+        given: the array.
+        what: names it in the error.
+
+    Raises:
+        ArgumentError: its dtype is unknown, or it has not as many bytes as that and its shape say.
+    """
+    nbits = NBITS.get(given.dtype)
+    if nbits is None:
+        raise ArgumentError(f"{what}: unknown dtype {given.dtype!r}")
+    for size in given.shape:
+        nbits *= size
+    view = memoryview(given.content)
+    is_shape = min(given.shape, default=0) >= 0 and len(given.shape) <= _MAX_RANK
+    if not is_shape or nbits != 8 * view.nbytes or not view.c_contiguous:
+        raise ArgumentError(
+            f"{what}: {given.dtype} of shape {list(given.shape)} does not have the {view.nbytes} "
+            "bytes that were given, or they are not in a row"
+        )
+    return view.cast("B") if view.nbytes else b""
 
 
 class Journal:
@@ -72,151 +79,110 @@ class Journal:
 
     Args:
         path: made if it does not exist.
-        found: called with the offset and the head of each record that is there already.
 
     Raises:
         OSError: it cannot be opened, read or cut.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], found: Callable[[int, Head], None] | None = None
-    ) -> None:
-        self.path = path
-        self._fd: int | None = None
+    def __init__(self, path: Path) -> None:
+        self.items: dict[int, Item] = {}
+        """The items that have a result or an error here, by number."""
+        self._path = path
+        self._fd = -1
         self._end = 0
         try:
-            self._recover(found or (lambda offset, head: None))
+            for index, item, end in read_records(self._open()):
+                self._note(index, item)
+                self._end = end
+            if os.fstat(self._fd).st_size > self._end:
+                os.ftruncate(self._fd, self._end)
         except BaseException:
             self.release()
             raise
 
-    def append(self, head: Head, contents: Sequence[Buffer]) -> int:
-        """Write a record and return its offset; an error leaves no part of it.
+    def append(self, index: int, item: Item, contents: Sequence[Buffer]) -> None:
+        """Write a record; an error leaves no part of it.
 
         Args:
-            head: has one array for each of the contents.
+            index: the item's number.
+            item: offsets of its arrays count from the first one's begin.
             contents: the arrays' bytes.
 
         Raises:
             OSError: it cannot be written.
         """
-        raw = _ENCODER.encode(head)
-        sizes = _SIZES.pack(len(raw), sum(map(len, contents)))
-        prefix = sizes + xxhash.xxh3_128_digest(sizes + raw)
+        head = _ENCODER.encode((index, item))
+        sizes = _SIZES.pack(len(head), sum(map(len, contents)))
+        digest = xxhash.xxh3_128(sizes + head)
+        for content in contents:
+            digest.update(content)
+        fd, end = self._open(), self._end
         try:
-            nbytes = _write(self._open(), (prefix, raw, *contents), self._end)
+            for buffer in (sizes + digest.digest() + head, *contents):
+                view = memoryview(buffer)
+                while view:
+                    done = os.pwrite(fd, view, end)
+                    view, end = view[done:], end + done
         except OSError:
             # The next record would overwrite it; this only frees the room.
             with contextlib.suppress(OSError):
-                os.ftruncate(self._open(), self._end)
+                os.ftruncate(fd, self._end)
             raise
-        offset = self._end
-        self._end += nbytes
-        return offset
+        self._note(index, _moved(item, self._end + _PREFIX_NBYTES + len(head)))
+        self._end = end
 
-    def read(self, offset: int) -> tuple[Head, int] | None:
-        """Return a record's head and its body's offset; None if there is no whole record."""
-        return _read_record(self._open(), offset)
-
-    def blocks(self, place: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield a range of the file from an offset, or as much as there is.
-
-        Each block is valid until the next.
-        """
-        return read_blocks(self._open(), place, nbytes)
+    def read(self, place: Place) -> bytearray:
+        """See `Source`."""
+        return read_at(self._open(), self._path, place.offset, place.nbytes)
 
     def release(self) -> None:
         """Close the descriptor; a second call does nothing."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             os.close(fd)
 
     def _open(self) -> int:
-        """Return the descriptor, opened again after `release`."""
-        if self._fd is None:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        if self._fd < 0:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         return self._fd
 
-    def _recover(self, found: Callable[[int, Head], None]) -> None:
-        """Find the records, and cut off everything after the last whole one."""
-        boot = boot_id()
-        first = f"{_MAGIC} {boot:36}\n".encode()
-        there = os.pread(self._open(), len(first), 0)
-        self._end = len(first)
-        if there.startswith(f"{_MAGIC} ".encode()) and there.endswith(b"\n"):
-            is_sure = there == first and boot != ""
-            while (record := self.read(self._end)) and (is_sure or self._is_whole(*record)):
-                head, body = record
-                found(self._end, head)
-                self._end = body + sum(array.nbytes for array in head.arrays)
-        if os.fstat(self._open()).st_size > self._end:
-            os.ftruncate(self._open(), self._end)
-        if there != first:
-            _write(self._open(), (first,), 0)
-
-    def _is_whole(self, head: Head, body: int) -> bool:
-        for array in head.arrays:
-            digest = xxhash.xxh3_128()
-            for block in self.blocks(body, array.nbytes):
-                digest.update(block)
-            if digest.digest() != array.digest:
-                return False
-            body += array.nbytes
-        return True
+    def _note(self, index: int, item: Item) -> None:
+        if not item.is_begun:
+            self.items[index] = item
 
 
-def read_heads(path: str | os.PathLike[str]) -> Iterator[Head]:
-    """Yield what a journal says of its items; change nothing, and compare no array.
+def read_records(fd: int) -> Iterator[tuple[int, Item, int]]:
+    """Yield each whole record of a journal: number, item, and the offset behind the record.
 
     A process may write to it meanwhile.
 
     Raises:
-        OSError: it cannot be opened or read.
+        OSError: it cannot be read.
     """
-    with open(path, "rb", opener=plain_only) as file:
-        offset = len(file.readline(_FIRST_NBYTES))
-        while record := _read_record(file.fileno(), offset):
-            head, body = record
-            yield head
-            offset = body + sum(array.nbytes for array in head.arrays)
-
-
-def _read_record(fd: int, offset: int) -> tuple[Head, int] | None:
-    """Return a record's head and its body's offset; None if there is no whole record."""
-    prefix = os.pread(fd, _PREFIX_NBYTES, offset)
-    if len(prefix) < _PREFIX_NBYTES:
-        return None
-    head_nbytes, body_nbytes = _SIZES.unpack_from(prefix)
-    body = offset + _PREFIX_NBYTES + head_nbytes
-    if body + body_nbytes > os.fstat(fd).st_size:
-        return None
-    raw = os.pread(fd, head_nbytes, offset + _PREFIX_NBYTES)
-    if xxhash.xxh3_128_digest(prefix[: _SIZES.size] + raw) != prefix[_SIZES.size :]:
-        return None
-    return _DECODER.decode(raw), body
-
-
-def read_blocks(fd: int, offset: int, nbytes: int) -> Iterator[memoryview]:
-    """Yield a range of a file, or as much as there is; each block is valid until the next."""
-    buffer = memoryview(bytearray(min(nbytes, _BLOCK_NBYTES)))
-    end = offset + nbytes
-    while offset < end:
-        got = os.preadv(fd, [buffer[: min(_BLOCK_NBYTES, end - offset)]], offset)
-        if got == 0:
+    begin, nbytes = 0, os.fstat(fd).st_size
+    while begin + _PREFIX_NBYTES <= nbytes:
+        prefix = os.pread(fd, _PREFIX_NBYTES, begin)
+        head_nbytes, body_nbytes = _SIZES.unpack_from(prefix)
+        head, body = begin + _PREFIX_NBYTES, begin + _PREFIX_NBYTES + head_nbytes
+        end = body + body_nbytes
+        if end > nbytes:
             return
-        yield buffer[:got]
-        offset += got
+        digest = xxhash.xxh3_128(prefix[: _SIZES.size])
+        for offset in range(head, end, _BLOCK_NBYTES):
+            digest.update(os.pread(fd, min(_BLOCK_NBYTES, end - offset), offset))
+        if digest.digest() != prefix[_SIZES.size :]:
+            return
+        index, item = _DECODER.decode(os.pread(fd, head_nbytes, head))
+        yield index, _moved(item, body), end
+        begin = end
 
 
-def _write(fd: int, buffers: Iterable[Buffer], offset: int) -> int:
-    """Write all of the buffers, one after the other, and return their size in bytes."""
-    waiting = deque(memoryview(buffer) for buffer in buffers if buffer)
-    begin = offset
-    while waiting:
-        done = os.pwritev(fd, list(itertools.islice(waiting, _MAX_BUFFERS)), offset)
-        offset += done
-        while waiting and done >= len(waiting[0]):
-            done -= len(waiting.popleft())
-        if done:
-            waiting[0] = waiting[0][done:]
-    return offset - begin
+def _moved(item: Item, offset: int) -> Item:
+    """Return an item whose arrays' offsets count from the begin of the file."""
+    if not item.arrays:
+        return item
+    arrays = {
+        name: Place(place.dtype, place.shape, offset + place.offset)
+        for name, place in item.arrays.items()
+    }
+    return msgspec.structs.replace(item, arrays=arrays)

@@ -3,32 +3,32 @@
 A row for each item that has a result, in item order. The column `key` has its key; each array has a
 column of its name, a struct of `dtype` (torch's name), `shape` and `data`, the array's bytes.
 Parquet has no bfloat16 and no arrays of several dimensions, so the bytes are stored as they are.
-The metadata of the schema describes the file, as `description` says; errors are there and nowhere
+The metadata of the schema describes the file, as `describe` says; errors are there and nowhere
 else. Nothing is compressed. The items, the facts and pyarrow's version decide every byte.
 """
 
 import bisect
 import contextlib
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
+from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._host.files import plain_only, replacing
 from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError, ResultsCorrupt
-from shmload.integrations._results.description import check_names, describe, read_description
-from shmload.integrations._results.errors import AGAIN
 from shmload.integrations._results.format import (
+    AGAIN,
     Contents,
+    Item,
     Path,
+    Place,
     ResultsFormat,
-    StoredArray,
-    StoredItem,
+    Stored,
+    describe,
     import_library,
+    read_description,
 )
-from shmload.integrations._results.journal import Head
 
 _KEY = "key"
 # To read one item, its row group is read: small enough for that, large enough for pyarrow.
@@ -43,7 +43,8 @@ _SAFETENSORS_NAMES = {name: dtype for dtype, name in TORCH_NAMES.items()}
 class ParquetFile:
     """An open results file; owns its descriptor.
 
-    A place is the array's row, multiplied by the number of arrays' names, plus its name's number.
+    `Place.offset` is the array's row, multiplied by the number of arrays' names, plus its name's
+    number.
 
     Args:
         path: of the file.
@@ -80,12 +81,12 @@ class ParquetFile:
         self._file.close()
 
     def contents(self) -> Contents:
-        """Return which items it holds."""
+        """See `ResultsFile`."""
         with _reading(self.path):
             texts = self._parquet.schema_arrow.metadata or {}
             return read_description({name.decode(): text.decode() for name, text in texts.items()})
 
-    def items(self) -> list[StoredItem]:
+    def items(self) -> list[Item]:
         """See `ResultsFile`."""
         contents = self.contents()
         parts = [f"{name}.{part}" for name in self._names for part in ("dtype", "shape")]
@@ -94,41 +95,20 @@ class ParquetFile:
             rows = enumerate(table.to_pylist())
             found = []
             for index, key in enumerate(contents.keys, contents.first):
-                error = contents.errors.get(index)
-                if error is not None:
-                    found.append(StoredItem(key, error, ()))
+                if index in contents.errors:
+                    found.append(Item(key, error=contents.errors[index]))
                     continue
                 number, row = next(rows, (-1, {_KEY: None}))
                 if row[_KEY] != key:
                     raise ValueError(f"it has no row for {key!r}")
-                found.append(StoredItem(key, None, tuple(self._arrays(number, row))))
+                found.append(Item(key, arrays=self._places(number, row)))
             if next(rows, None):
                 raise ValueError("it has more rows than items")
         return found
 
-    def blocks(self, place: int, nbytes: int) -> Iterator[memoryview]:
-        """See `ArraySource`."""
-        yield self._data(place)
-
-    def read(self, place: int, nbytes: int) -> bytearray:
-        """See `ResultsFile`."""
-        data = self._data(place)
-        if len(data) != nbytes:
-            raise ResultsCorrupt(self.path, f"an array has {len(data)} bytes", AGAIN)
-        return bytearray(data)
-
-    def _arrays(self, number: int, row: Mapping[str, Any]) -> Iterator[StoredArray]:
-        """Yield the arrays of a row, in the order of their names."""
-        for place, name in enumerate(self._names, number * len(self._names)):
-            if (array := row[name]) is not None:
-                dtype = _SAFETENSORS_NAMES.get(array["dtype"], array["dtype"])
-                shape = tuple(array["shape"])
-                nbytes = math.prod(shape) * NBITS[dtype] // 8
-                yield StoredArray(name, dtype, shape, nbytes, self, place)
-
-    def _data(self, place: int) -> memoryview:
-        """Return an array's bytes; valid as long as the file is open."""
-        row, number = divmod(place, len(self._names))
+    def read(self, place: Place) -> bytes:
+        """See `Source`."""
+        row, number = divmod(place.offset, len(self._names))
         name = self._names[number]
         with _reading(self.path):
             group = bisect.bisect_right(self._first_rows, row) - 1
@@ -140,7 +120,22 @@ class ParquetFile:
                     group, columns=[f"{name}.data"], use_threads=False
                 )
                 columns[name] = table.column(name).combine_chunks().field("data")
-            return memoryview(columns[name][row - self._first_rows[group]].as_buffer())
+            data = columns[name][row - self._first_rows[group]].as_buffer()
+        if len(data) != place.nbytes:
+            raise ResultsCorrupt(self.path, f"an array has {len(data)} bytes", AGAIN)
+        return bytes(data)
+
+    def _places(self, number: int, row: Mapping[str, Any]) -> dict[str, Place]:
+        """Return where the arrays of a row are, in the order of their names."""
+        return {
+            name: Place(
+                _SAFETENSORS_NAMES.get(row[name]["dtype"], row[name]["dtype"]),
+                tuple(row[name]["shape"]),
+                offset,
+            )
+            for offset, name in enumerate(self._names, number * len(self._names))
+            if row[name] is not None
+        }
 
 
 @contextlib.contextmanager
@@ -156,11 +151,10 @@ def _reading(path: Path) -> Iterator[None]:
         raise ResultsCorrupt(path, str(exc), AGAIN) from exc  # pyarrow's decoder
 
 
-def _write(path: Path, first: int, items: Sequence[StoredItem], facts: Mapping[str, str]) -> None:
+def _write(path: Path, first: int, stored: Sequence[Stored], facts: Mapping[str, str]) -> None:
     parquet = import_library("pyarrow.parquet", "parquet")
     import pyarrow
 
-    done = [item for item in items if item.error is None]
     array_type = pyarrow.struct(
         [
             ("dtype", pyarrow.string()),
@@ -168,62 +162,52 @@ def _write(path: Path, first: int, items: Sequence[StoredItem], facts: Mapping[s
             ("data", pyarrow.large_binary()),
         ]
     )
-    names = sorted({array.name for item in done for array in item.arrays})
+    names = sorted({name for item, _ in stored for name in item.arrays or ()})
     schema = pyarrow.schema(
         [(_KEY, pyarrow.string()), *((name, array_type) for name in names)],
-        metadata=describe(first, items, facts),
+        metadata=describe(first, [item for item, _ in stored], facts),
     )
     options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
     with (
         replacing(path, durable=True) as file,
         parquet.ParquetWriter(file, schema, **options) as writer,
     ):
-        for group in _groups(done):
-            rows = [
-                {_KEY: item.key} | {array.name: _value(array) for array in item.arrays}
-                for item in group
-            ]
+        for rows in _groups(stored):
             writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
 
 
-def _groups(items: Sequence[StoredItem]) -> Iterator[list[StoredItem]]:
-    """Divide items into row groups."""
-    group, nbytes = [], 0
-    for item in items:
-        group.append(item)
-        nbytes += sum(array.nbytes for array in item.arrays)
+def _groups(stored: Sequence[Stored]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each row group."""
+    rows: list[dict[str, Any]] = []
+    nbytes = 0
+    for item, source in stored:
+        if item.error is not None:
+            continue
+        row: dict[str, Any] = {_KEY: item.key}
+        for name, place in (item.arrays or {}).items():
+            dtype = TORCH_NAMES.get(place.dtype, place.dtype)
+            data = bytes(source.read(place))
+            row[name] = {"dtype": dtype, "shape": place.shape, "data": data}
+            nbytes += len(data)
+        rows.append(row)
         if nbytes >= _GROUP_NBYTES:
-            yield group
-            group, nbytes = [], 0
-    if group:
-        yield group
+            yield rows
+            rows, nbytes = [], 0
+    if rows:
+        yield rows
 
 
-def _value(array: StoredArray) -> dict[str, Any]:
-    return {
-        "dtype": TORCH_NAMES.get(array.dtype, array.dtype),
-        "shape": array.shape,
-        "data": bytes(array.content()),
-    }
-
-
-def _read_contents(path: Path) -> Contents:
-    with ParquetFile(path) as file:
-        return file.contents()
-
-
-def _check_item(head: Head, file_items: int) -> None:
-    """Raise ArgumentError if an item's names or an array cannot stand in a Parquet file."""
-    check_names(head, file_items)
-    for array in head.arrays:
-        if array.name == _KEY:
+def _check_item(index: int, item: Item) -> None:
+    """Raise ArgumentError if an array cannot stand in a Parquet file."""
+    for name, place in (item.arrays or {}).items():
+        if name == _KEY:
             raise ArgumentError(
-                f"item {head.index} has an array {_KEY!r}, which is the column of the items' keys "
+                f"item {index} has an array {_KEY!r}, which is the column of the items' keys "
                 "in a Parquet file; give it another name"
             )
-        if array.nbytes > _MAX_ARRAY_NBYTES:
+        if place.nbytes > _MAX_ARRAY_NBYTES:
             raise ArgumentError(
-                f"item {head.index}: the array {array.name!r} has {format_nbytes(array.nbytes)}, "
+                f"item {index}: the array {name!r} has {format_nbytes(place.nbytes)}, "
                 "more than a value in a Parquet file can have; use another format"
             )
 
@@ -235,6 +219,5 @@ PARQUET = ResultsFormat(
     library="pyarrow",
     check_item=_check_item,
     write=_write,
-    read_contents=_read_contents,
     open=ParquetFile,
 )

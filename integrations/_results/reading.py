@@ -1,21 +1,51 @@
-"""Results of a finished folder, read back by key or by place."""
+"""Results of a folder, read back by key or by place, and the order of the items that it has."""
 
+import mmap
 import operator
 import os
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+import msgspec
+import numpy as np
+
 from shmload._checkpoints.dtypes import NBITS
+from shmload._host.files import plain_only
+from shmload._host.linux import Inode, inode_of
 from shmload._loading.state_dict import as_tensor, torch_dtypes
-from shmload.errors import UnknownDtype
-from shmload.integrations._results.errors import accessing
-from shmload.integrations._results.index import Index
-from shmload.integrations._results.items import Array
-from shmload.integrations._results.names import format_of
+from shmload.errors import (
+    ArgumentError,
+    ResultsChanged,
+    ResultsCorrupt,
+    ResultsMismatch,
+    ResultsUnfinished,
+    UnknownDtype,
+)
+from shmload.integrations._results.format import accessing
+from shmload.integrations._results.index import LINES
+from shmload.integrations._results.journal import Array, read_records
+from shmload.integrations._results.names import (
+    INDEX_NAME,
+    digest_key,
+    format_of,
+    is_journal,
+    number_of,
+)
 
 if TYPE_CHECKING:
     import torch
+
+
+class _Name(msgspec.Struct, frozen=True):
+    """The part of a line that identifies its item; msgspec skips the rest."""
+
+    key: str
+    error: str | None = None
+
+
+_NAMES = msgspec.json.Decoder(_Name)
 
 
 class Results:
@@ -38,19 +68,36 @@ class Results:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._index = Index(self.folder)
-        self.errors = dict(self._index.errors)
+        self._path = self.folder / INDEX_NAME
+        self._lines: mmap.mmap | bytes = b""
+        self.errors: dict[str, str] = {}
         """Why items failed, by key."""
+        with accessing(self._path):
+            self._open()
+        # Of the items that did not fail; a place counts from 0.
+        self._begins = array("Q")
+        digests = array("Q")
+        for begin, name in self._read_names():
+            if name.error is None:
+                self._begins.append(begin)
+                digests.append(digest_key(name.key))
+            else:
+                self.errors[name.key] = name.error
+        with accessing(self.folder):
+            self._check_length(len(self._begins) + len(self.errors))
+        unsorted = np.array(digests, np.uint64)
+        self._order = np.argsort(unsorted)
+        self._digests = unsorted[self._order]
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._begins)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the keys in item order."""
-        return self._index.keys()
+        return (self._key_at(place) for place in range(len(self)))
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self._index.find(key) is not None
+        return isinstance(key, str) and self._find(key) is not None
 
     def __repr__(self) -> str:
         failed = f", {len(self.errors)} failed" if self.errors else ""
@@ -113,23 +160,22 @@ class Results:
             ResultsCorrupt: a file is not what was written.
             ResultsInaccessible: a file cannot be read.
         """
-        line = self._index.line(self._place_of(item))
-        path = self.folder / line.file
-        with accessing(path):
-            if not line.arrays:
-                return {}
-            with format_of(line.file).open(path) as file:
-                # After the open: so it is the results file that the index describes.
-                self._index.check()
-                return {
-                    name: Array(at.dtype, at.shape, file.read(at.offset, at.nbytes))
-                    for name, at in line.arrays.items()
-                }
+        line = LINES.decode(self._line_at(self._begins[self._place_of(item)]))
+        if not line.arrays:
+            return {}
+        path = self.folder / line.shard
+        with accessing(path), format_of(line.shard).open(path) as file:
+            # After the open: so it is the results file that the index describes.
+            self._check_unchanged()
+            return {
+                name: Array(place.dtype, place.shape, bytearray(file.read(place)))
+                for name, place in line.arrays.items()
+            }
 
     def _place_of(self, item: int | str) -> int:
         """Return the place of an item that is there."""
         if isinstance(item, str):
-            place = self._index.find(item)
+            place = self._find(item)
             if place is None:
                 error = self.errors.get(item)
                 raise KeyError(item if error is None else f"{item!r} failed: {error}")
@@ -143,3 +189,147 @@ class Results:
         if not -len(self) <= place < len(self):
             raise IndexError(f"there is no place {place}; {self.folder} has {len(self)} results")
         return place
+
+    def _find(self, key: str) -> int | None:
+        """Return the place of a key, or None."""
+        try:
+            digest = np.uint64(digest_key(key))
+        except ArgumentError:
+            return None
+        at = int(np.searchsorted(self._digests, digest))
+        while at < len(self) and self._digests[at] == digest:
+            place = int(self._order[at])
+            if self._key_at(place) == key:
+                return place
+            at += 1
+        return None
+
+    # The index ------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        try:
+            file = open(self._path, "rb", opener=plain_only)  # noqa: SIM115 closed below
+        except FileNotFoundError as exc:
+            raise ResultsUnfinished(self.folder, exists=self.folder.exists()) from exc
+        except NotADirectoryError as exc:
+            raise ArgumentError(f"{self.folder} is a file; give the folder of results") from exc
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_size:
+                self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._version = _version(status)
+
+    def _read_names(self) -> Iterator[tuple[int, _Name]]:
+        begin = 0
+        try:
+            while begin < len(self._lines):
+                line = self._line_at(begin)
+                yield begin, _NAMES.decode(line)
+                begin += len(line)
+        except msgspec.DecodeError as exc:
+            raise self._damaged(str(exc)) from exc
+
+    def _line_at(self, begin: int) -> bytes:
+        end = self._lines.find(b"\n", begin) + 1
+        if end == 0:
+            raise self._damaged("its last line is not whole")
+        return self._lines[begin:end]
+
+    def _key_at(self, place: int) -> str:
+        return _NAMES.decode(self._line_at(self._begins[place])).key
+
+    def _check_length(self, count: int) -> None:
+        """Raise an error if the last results file has items beyond this number of lines."""
+        files = {
+            number: name
+            for name in os.listdir(self.folder)
+            if (number := number_of(name)) is not None and not is_journal(name)
+        }
+        if not files:
+            return
+        name = files[max(files)]
+        contents = format_of(name).contents(self.folder / name)
+        if count < (wanted := contents.first + len(contents.keys)):
+            self._check_unchanged()  # a job may have changed the folder meanwhile
+            raise self._damaged(f"it has {count} lines for {wanted} items")
+
+    def _check_unchanged(self) -> None:
+        """Raise an error if the folder has another index by now, or none."""
+        if not self._path.exists() or _version(os.stat(self._path)) != self._version:
+            raise ResultsChanged(self.folder)
+
+    def _damaged(self, reason: str) -> ResultsCorrupt:
+        return ResultsCorrupt(self._path, reason, "remove it and run the job again")
+
+
+def _version(status: os.stat_result) -> tuple[Inode, int]:
+    return inode_of(status), status.st_mtime_ns
+
+
+# The order of items -------------------------------------------------------------------------------
+
+
+def continued_order(folder: str | os.PathLike[str], keys: Sequence[str]) -> list[str]:
+    """Return the keys of all items in an order with which a folder can be continued.
+
+    `dataprep.write` takes an item only at the number that it had before. So keys that the folder
+    has keep their numbers, also those that are not given any more. The others follow in their
+    order: first at numbers that have no result yet, then at the end. With the keys of the run
+    before, in their order, the order is the same again.
+
+    A run that was killed may have begun an item that is gone now, and stored one behind it. If
+    there is no new item for its number, its key is in the order: the item will fail.
+
+    Nothing is changed.
+
+    Args:
+        folder: of results; need not exist.
+        keys: of the items that there are now, in the order for those that are new.
+
+    Raises:
+        ResultsMismatch: an item without a result is gone, there is no new one for its number, and
+            the folder does not have its key: the run did not begin it with `is_settled`.
+        ResultsCorrupt: a file is not what was written.
+        ResultsInaccessible: a file cannot be read.
+    """
+    with accessing(folder):
+        known, begun = _known_keys(Path(folder))
+    count = max(known, default=-1) + 1
+    # What was begun keeps its number too, while it is there.
+    there = set(keys).difference(known.values())
+    for number, name in begun.items():
+        if number < count and name in there:
+            known[number] = name
+            there.remove(name)
+    taken = set(known.values())
+    new = iter([key for key in keys if key not in taken])
+    order = []
+    for number in range(count):
+        key = known[number] if number in known else next(new, None)
+        if key is None and begun.get(number) not in taken:
+            key = begun.get(number)  # it is gone, and nothing new is left for its number
+        if key is None:
+            reason = (
+                f"it has an item {count - 1}, but item {number} has no result and is not there now"
+            )
+            raise ResultsMismatch(folder, reason)
+        order.append(key)
+        taken.add(key)
+    return [*order, *new]
+
+
+def _known_keys(folder: Path) -> tuple[dict[int, str], dict[int, str]]:
+    """Return keys by number: of items that have a result or an error, and of those only begun."""
+    known: dict[int, str] = {}
+    begun: dict[int, str] = {}
+    for name in os.listdir(folder) if folder.exists() else ():
+        if number_of(name) is None:
+            continue
+        if is_journal(name):
+            with open(folder / name, "rb", opener=plain_only) as file:
+                for index, item, _ in read_records(file.fileno()):
+                    (begun if item.is_begun else known)[index] = item.key
+        else:
+            contents = format_of(name).contents(folder / name)
+            known |= dict(enumerate(contents.keys, contents.first))
+    return known, {number: key for number, key in begun.items() if number not in known}

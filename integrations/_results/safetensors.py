@@ -16,16 +16,19 @@ from shmload._checkpoints.header import TensorSpec
 from shmload._host.files import plain_only, replacing
 from shmload._segments.layout import alignment
 from shmload.errors import CheckpointError, ResultsCorrupt
-from shmload.integrations._results.description import check_names, describe, read_description
-from shmload.integrations._results.errors import AGAIN
 from shmload.integrations._results.format import (
+    AGAIN,
     Contents,
+    Item,
     Path,
+    Place,
     ResultsFormat,
-    StoredArray,
-    StoredItem,
+    Source,
+    Stored,
+    describe,
+    read_at,
+    read_description,
 )
-from shmload.integrations._results.journal import read_blocks
 
 # Not the machine's page size: the same results must give the same bytes everywhere.
 _DATA_ALIGNMENT = 4096
@@ -44,7 +47,7 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 class SafetensorsFile:
-    """An open results file; owns its descriptor. A place is the offset of an array's first byte.
+    """An open results file; owns its descriptor. `Place.offset` is that of an array's first byte.
 
     Args:
         path: of the file.
@@ -65,52 +68,51 @@ class SafetensorsFile:
         if fd >= 0:
             os.close(fd)
 
-    def items(self) -> list[StoredItem]:
+    def contents(self) -> Contents:
+        """See `ResultsFile`."""
+        length = int.from_bytes(read_at(self._fd, self.path, 0, 8), "little")
+        raw = read_at(self._fd, self.path, 8, length)
+        try:
+            contents = read_description(msgspec.json.decode(raw, type=_Front).metadata)
+            entries = msgspec.json.decode(raw, type=dict[str, _Entry])
+        except (KeyError, ValueError) as exc:
+            reason = "its header is not that of a shard"
+            raise ResultsCorrupt(self.path, reason, AGAIN) from exc
+        nbytes = os.fstat(self._fd).st_size
+        wanted = 8 + length + max(entry.data_offsets[1] for entry in entries.values())
+        if nbytes != wanted:
+            raise ResultsCorrupt(self.path, f"it has {nbytes} bytes instead of {wanted}", AGAIN)
+        return contents
+
+    def items(self) -> list[Item]:
         """See `ResultsFile`."""
         try:
             header = read_header(self._fd, self.path)
             contents = read_description(header.metadata or {})
         except (CheckpointError, KeyError, ValueError) as exc:
             raise ResultsCorrupt(self.path, str(exc), AGAIN) from exc
-        arrays: dict[str, list[StoredArray]] = {key: [] for key in contents.keys}
-        for spec in header.tensors:
+        arrays: dict[str, dict[str, Place]] = {key: {} for key in contents.keys}
+        for spec in sorted(header.tensors, key=lambda spec: spec.name):
             key, _, name = spec.name.rpartition("/")
             if key not in arrays:
                 raise ResultsCorrupt(self.path, f"tensor {spec.name!r} belongs to no item", AGAIN)
-            place = header.data_offset + spec.begin
-            found = StoredArray(name, spec.dtype, spec.shape, spec.nbytes, self, place)
-            arrays[key].append(found)
+            arrays[key][name] = Place(spec.dtype, spec.shape, header.data_offset + spec.begin)
         return [
-            StoredItem(
-                key,
-                contents.errors.get(number),
-                tuple(sorted(arrays[key], key=lambda array: array.name)),
-            )
+            Item(key, error=contents.errors[number])
+            if number in contents.errors
+            else Item(key, arrays=arrays[key])
             for number, key in enumerate(contents.keys, contents.first)
         ]
 
-    def blocks(self, place: int, nbytes: int) -> Iterator[memoryview]:
-        """See `ArraySource`."""
-        return read_blocks(self._fd, place, nbytes)
-
-    def read(self, place: int, nbytes: int) -> bytearray:
-        """See `ResultsFile`."""
-        content = bytearray(nbytes)
-        view = memoryview(content)
-        while view:
-            got = os.preadv(self._fd, [view], place)
-            if got == 0:
-                raise ResultsCorrupt(
-                    self.path, "it ends too early", "remove it and run the job again"
-                )
-            view, place = view[got:], place + got
-        return content
+    def read(self, place: Place) -> bytearray:
+        """See `Source`."""
+        return read_at(self._fd, self.path, place.offset, place.nbytes)
 
 
 def as_safetensors(
-    named: Sequence[tuple[str, StoredArray]], metadata: dict[str, str], data_alignment: int
-) -> Iterator[bytes | memoryview]:
-    """Yield the content of a safetensors file; each part is valid until the next.
+    named: Sequence[tuple[str, Place, Source]], metadata: dict[str, str], data_alignment: int
+) -> Iterator[bytes | bytearray]:
+    """Yield the content of a safetensors file in parts.
 
     Args:
         named: the arrays by the names that they get.
@@ -121,47 +123,32 @@ def as_safetensors(
         ResultsCorrupt: an array is not what was written.
     """
     # A stable sort: arrays of images, whose sizes are multiples of 64 bytes, keep their order.
-    ordered = sorted(named, key=lambda pair: -alignment(pair[1].nbytes))
-    specs, position = [], 0
-    for name, array in ordered:
-        end = position + array.nbytes
-        specs.append(TensorSpec(name, array.dtype, array.shape, position, end))
-        position = end
+    ordered = sorted(named, key=lambda each: -alignment(each[1].nbytes))
+    specs, begin = [], 0
+    for name, place, _ in ordered:
+        end = begin + place.nbytes
+        specs.append(TensorSpec(name, place.dtype, place.shape, begin, end))
+        begin = end
     yield build_header(tuple(specs), metadata, data_alignment)
-    for _, array in ordered:
-        yield from array.blocks()
+    for _, place, source in ordered:
+        yield source.read(place)
 
 
-def _write(path: Path, first: int, items: Sequence[StoredItem], facts: Mapping[str, str]) -> None:
-    named = [(f"{item.key}/{array.name}", array) for item in items for array in item.arrays]
+def _write(path: Path, first: int, stored: Sequence[Stored], facts: Mapping[str, str]) -> None:
+    description = describe(first, [item for item, _ in stored], facts)
+    named = [
+        (f"{item.key}/{name}", place, source)
+        for item, source in stored
+        for name, place in (item.arrays or {}).items()
+    ]
     with replacing(path, durable=True) as file:
-        file.writelines(as_safetensors(named, describe(first, items, facts), _DATA_ALIGNMENT))
-
-
-def _read_contents(path: Path) -> Contents:
-    with open(path, "rb", opener=plain_only) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if length > nbytes:
-            raise ResultsCorrupt(path, "it ends within its header", AGAIN)
-        raw = file.read(length)
-    try:
-        contents = read_description(msgspec.json.decode(raw, type=_Front).metadata)
-        entries = msgspec.json.decode(raw, type=dict[str, _Entry])
-    except (KeyError, ValueError) as exc:
-        raise ResultsCorrupt(path, "its header is not that of a shard", AGAIN) from exc
-    wanted = 8 + length + max(entry.data_offsets[1] for entry in entries.values())
-    if nbytes != wanted:
-        raise ResultsCorrupt(path, f"it has {nbytes} bytes instead of {wanted}", AGAIN)
-    return contents
+        file.writelines(as_safetensors(named, description, _DATA_ALIGNMENT))
 
 
 SAFETENSORS = ResultsFormat(
     name="safetensors",
     version="1",
     suffix=".safetensors",
-    check_item=check_names,
     write=_write,
-    read_contents=_read_contents,
     open=SafetensorsFile,
 )

@@ -3,7 +3,7 @@
 A sample for each item that has a result, in item order. Its webdataset key is the item's number as
 text of eight digits: a key of webdataset ends at its first dot, and the items' keys are any text.
 
-    __shmload__/results.json    describes the file, see `description`; webdataset skips it
+    __shmload__/results.json    describes the file, see `describe`; webdataset skips it
     00000007.json               {"key": the item's key}
     00000007.safetensors        the item's arrays by name, a whole safetensors file
 
@@ -11,6 +11,7 @@ So every dtype of safetensors reads back as it was. An array's bytes stand in th
 are. The items and the facts decide every byte.
 """
 
+import contextlib
 import os
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,17 +23,19 @@ from shmload._checkpoints.formats.safetensors import parse_header
 from shmload._host.files import plain_only, replacing
 from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError, CheckpointError, ResultsCorrupt
-from shmload.integrations._results.description import check_names, describe, read_description
-from shmload.integrations._results.errors import AGAIN
 from shmload.integrations._results.format import (
+    AGAIN,
     Contents,
+    Item,
     Path,
+    Place,
     ResultsFormat,
-    StoredArray,
-    StoredItem,
+    Stored,
+    describe,
     import_library,
+    read_at,
+    read_description,
 )
-from shmload.integrations._results.journal import Head
 from shmload.integrations._results.safetensors import SafetensorsFile, as_safetensors
 
 _DESCRIPTION = "__shmload__/results"
@@ -45,47 +48,63 @@ _MAX_SAMPLE_NBYTES = (8 << 30) - (1 << 20)
 
 
 class WebdatasetFile(SafetensorsFile):
-    """An open results file. As in a safetensors file, a place is the offset of an array."""
+    """An open results file. As in a safetensors file, a place has the offset of an array."""
 
-    def items(self) -> list[StoredItem]:
+    def contents(self) -> Contents:
         """See `ResultsFile`."""
+        with self._reading() as file:
+            nbytes = file.seek(0, os.SEEK_END)
+            file.seek(max(0, nbytes - _END_NBYTES))
+            if nbytes % tarfile.RECORDSIZE or file.read() != bytes(_END_NBYTES):
+                raise ValueError("its end is missing")
+            file.seek(0)
+            with tarfile.open(fileobj=file, mode="r:") as archive:
+                return _description(archive)
+
+    def items(self) -> list[Item]:
+        """See `ResultsFile`."""
+        with self._reading() as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            contents = _description(archive)
+            members = iter(archive.getmembers()[1:])
+            found = []
+            for number, key in enumerate(contents.keys, contents.first):
+                if number in contents.errors:
+                    found.append(Item(key, error=contents.errors[number]))
+                    continue
+                _next(members, f"{number:08}.json")
+                sample = _next(members, f"{number:08}.safetensors")
+                found.append(Item(key, arrays=self._places(sample)))
+            if next(members, None):
+                raise ValueError("it has more samples than items")
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes % tarfile.RECORDSIZE or nbytes < archive.offset + tarfile.BLOCKSIZE:
+                raise ValueError("its end is missing")
+        return found
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[BinaryIO]:
+        """Open the file for `tarfile`, and raise what that says of it as `ResultsCorrupt`."""
         try:
             with open(self.path, "rb", opener=plain_only) as file:
-                return list(self._items(file))
+                yield file
         except (tarfile.TarError, CheckpointError, KeyError, ValueError) as exc:
             raise ResultsCorrupt(self.path, str(exc), AGAIN) from exc
 
-    def _items(self, file: BinaryIO) -> Iterator[StoredItem]:
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            contents = _description(archive)
-            members = iter(archive.getmembers()[1:])
-            for number, key in enumerate(contents.keys, contents.first):
-                error = contents.errors.get(number)
-                if error is None:
-                    _next(members, f"{number:08}.json")
-                    arrays = tuple(self._arrays(_next(members, f"{number:08}.safetensors")))
-                yield StoredItem(key, error, () if error else arrays)
-            if next(members, None):
-                raise ValueError("it has more samples than items")
-            end, wanted = os.fstat(file.fileno()).st_size, archive.offset
-            if end % tarfile.RECORDSIZE or end < wanted + tarfile.BLOCKSIZE:
-                raise ValueError("its end is missing")
-
-    def _arrays(self, member: tarfile.TarInfo) -> list[StoredArray]:
-        """Return the arrays of a sample, in the order of their names."""
+    def _places(self, member: tarfile.TarInfo) -> dict[str, Place]:
+        """Return where the arrays of a sample are, in the order of their names."""
         begin = member.offset_data
-        length = int.from_bytes(self.read(begin, 8), "little")
+        length = int.from_bytes(read_at(self._fd, self.path, begin, 8), "little")
         if 8 + length > member.size:
             raise ValueError(f"{member.name} is not a safetensors file")
-        header = parse_header(bytes(self.read(begin + 8, length)), self.path)
+        header = parse_header(bytes(read_at(self._fd, self.path, begin + 8, length)), self.path)
         end = header.tensors[-1].end if header.tensors else 0
         if header.data_offset + end != member.size:
             raise ValueError(f"{member.name} has another size than its header says")
         begin += header.data_offset
-        return sorted(
-            StoredArray(each.name, each.dtype, each.shape, each.nbytes, self, begin + each.begin)
-            for each in header.tensors
-        )
+        return {
+            spec.name: Place(spec.dtype, spec.shape, begin + spec.begin)
+            for spec in sorted(header.tensors, key=lambda spec: spec.name)
+        }
 
 
 def _next(members: Iterator[tarfile.TarInfo], name: str) -> tarfile.TarInfo:
@@ -93,14 +112,6 @@ def _next(members: Iterator[tarfile.TarInfo], name: str) -> tarfile.TarInfo:
     if member is None or member.name != name:
         raise ValueError(f"it has no {name} where that should be")
     return member
-
-
-def _check_end(file: BinaryIO) -> None:
-    """Raise ValueError if a tar file does not end as one; the members before are not looked at."""
-    nbytes = file.seek(0, os.SEEK_END)
-    file.seek(max(0, nbytes - _END_NBYTES))
-    if nbytes % tarfile.RECORDSIZE or file.read() != bytes(_END_NBYTES):
-        raise ValueError("its end is missing")
 
 
 def _description(archive: tarfile.TarFile) -> Contents:
@@ -111,42 +122,31 @@ def _description(archive: tarfile.TarFile) -> Contents:
     return read_description(msgspec.json.decode(content.read(), type=dict[str, str]))
 
 
-def _write(path: Path, first: int, items: Sequence[StoredItem], facts: Mapping[str, str]) -> None:
+def _write(path: Path, first: int, stored: Sequence[Stored], facts: Mapping[str, str]) -> None:
     library = import_library("webdataset", "webdataset")
-    description = msgspec.json.encode(describe(first, items, facts))
+    description = msgspec.json.encode(describe(first, [item for item, _ in stored], facts))
     same = {"mtime": 0, "user": "", "group": "", "mode": 0o644}
     with (
         replacing(path, durable=True) as file,
         library.TarWriter(file, encoder=False, compress=False, **same) as writer,
     ):
         writer.write({"__key__": _DESCRIPTION, "json": description})
-        for number, item in enumerate(items, first):
+        for number, (item, source) in enumerate(stored, first):
             if item.error is None:
+                named = [(name, place, source) for name, place in (item.arrays or {}).items()]
                 content = bytearray()
-                for part in as_safetensors([(a.name, a) for a in item.arrays], {}, _ALIGNMENT):
+                for part in as_safetensors(named, {}, _ALIGNMENT):
                     content += part
                 sample = {"json": msgspec.json.encode({"key": item.key}), "safetensors": content}
                 writer.write({"__key__": f"{number:08}"} | sample)
 
 
-def _read_contents(path: Path) -> Contents:
-    try:
-        with open(path, "rb", opener=plain_only) as file:
-            _check_end(file)
-            file.seek(0)
-            with tarfile.open(fileobj=file, mode="r:") as archive:
-                return _description(archive)
-    except (tarfile.TarError, KeyError, ValueError) as exc:
-        raise ResultsCorrupt(path, str(exc), AGAIN) from exc
-
-
-def _check_item(head: Head, file_items: int) -> None:
-    """Raise ArgumentError if an item's names or arrays cannot stand in a tar file."""
-    check_names(head, file_items)
-    nbytes = sum(array.nbytes for array in head.arrays)
+def _check_item(index: int, item: Item) -> None:
+    """Raise ArgumentError if an item's arrays cannot stand in a tar file."""
+    nbytes = sum(place.nbytes for place in (item.arrays or {}).values())
     if nbytes > _MAX_SAMPLE_NBYTES:
         raise ArgumentError(
-            f"item {head.index} has {format_nbytes(nbytes)} of arrays, more than a member of a tar "
+            f"item {index} has {format_nbytes(nbytes)} of arrays, more than a member of a tar "
             "file can have; use another format"
         )
 
@@ -158,6 +158,5 @@ WEBDATASET = ResultsFormat(
     library="webdataset",
     check_item=_check_item,
     write=_write,
-    read_contents=_read_contents,
     open=WebdatasetFile,
 )

@@ -26,7 +26,7 @@ from shmload.integrations import handles
 from shmload.integrations._building import build
 from shmload.integrations._building.libraries import libraries, libraries_lock
 from shmload.integrations._redirecting import switch
-from shmload.integrations._results.lock import FolderLock
+from shmload.integrations._results.claim import FolderLock
 
 PACKAGE = Path(shmload.__file__).parent
 PROGRAM = Path(__file__).parents[1] / "support" / "forking_moments.py"

@@ -88,7 +88,7 @@ def done_in(folder):
 
 
 # The calls that change a file system; all but the last are patched in `os`.
-CHANGES = ("mkdir", "open", "pwritev", "ftruncate", "fsync", "link", "rename", "unlink")
+CHANGES = ("mkdir", "open", "pwrite", "ftruncate", "fsync", "link", "rename", "unlink")
 
 
 class Killed(BaseException):
@@ -124,9 +124,9 @@ class Mortality:
             self.left -= 1
             if self.left >= 0:
                 return call(*args, **kwargs)
-            if self.left == -1 and name == "pwritev":
-                fd, buffers, offset = args
-                os.pwrite(fd, b"".join(buffers)[: self._part], offset)
+            if self.left == -1 and name == "pwrite":
+                fd, content, offset = args
+                call(fd, content[: self._part], offset)
             self._end()
             raise Killed
 

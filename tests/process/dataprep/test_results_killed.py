@@ -53,7 +53,7 @@ def test_job_killed_again_and_again_gives_the_same_bytes(child, tmp_path, folder
     run(tmp_path / "serial", range(COUNT), format=format)
     left = []
     # In the first record, in a later one, before a shard's name, before its journal's removal.
-    for at in (9, 6, 10, 14):
+    for at in (9, 9, 10, 18):
         job = child(START + JOB, SUPPORT, folder, at, format)
         assert job.wait() == -signal.SIGKILL, job.errors
         left.append({path.name for path in folder.iterdir()})
