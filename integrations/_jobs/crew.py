@@ -1,32 +1,38 @@
-"""The processes of a job, as the job uses them: a fork server and one runner for each device.
+"""The table of a job's processes: a fork server and one runner for each device.
 
 A runner that ends is replaced, and so is the fork server; `wait` reports the ends of runners. After
 an error or an interrupt it is unknown which messages were sent: all processes end, and the next map
 starts others.
+
+    starting ---> working ---> ending ---> replaced
+        |            |            |
+        +--- late ---+--- its end is reported by the fork server, or that ends itself
 """
 
+import contextlib
+import os
 import selectors
+import socket
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
-from shmload.errors import JobFailed
-from shmload.integrations._jobs.access import Access
-from shmload.integrations._jobs.deadlines import check_ends, check_starts, extend
+from shmload._settings import settings
+from shmload.errors import ArgumentError, JobFailed
 from shmload.integrations._jobs.messages import (
+    Answer,
     Begin,
     Ended,
+    Fork,
     Forked,
     LoadFailed,
     Prepared,
-    Raised,
-    Returned,
     Started,
     ToRunner,
 )
-from shmload.integrations._jobs.payload import Payload, load
-from shmload.integrations._jobs.processes import Processes
-from shmload.integrations._jobs.runner_process import Event, RunnerProcess
-from shmload.integrations._jobs.server_process import ServerProcess
+from shmload.integrations._jobs.payload import load
+from shmload.integrations._jobs.processes import Runner, Server
 from shmload.integrations.handles import Handle
 
 # If a wait takes this much longer than asked, this process was stopped, by Ctrl-Z for instance.
@@ -34,9 +40,14 @@ _STOPPED_S = 5.0
 # The job fails when this many processes in a row have ended before any work.
 _MAX_FAILED_STARTS = 3
 
+Event = tuple[Runner, Started | Answer | Ended]
+"""What a runner has sent, or that it has ended."""
+
 
 class Crew:
-    """A fork server and its runners. One thread at a time may use it; any may close it.
+    """A fork server and its runners: for the process that made it, one thread at a time.
+
+    Any thread may close it, and so may a signal handler in the middle of a use.
 
     Args:
         handle: of the pipeline.
@@ -59,23 +70,30 @@ class Crew:
         start: bool = True,
     ) -> None:
         self.devices = devices
+        self.runners: dict[int, Runner] = {}
+        """By place, from 0. A place is missing while its runner is replaced."""
         self._handle = handle
         self._threads = threads
-        self._preload = tuple(preload)
-        self._access = Access()
+        self._preload = preload
+        self._owner = os.getpid()
+        # Not a Lock: a signal handler may close in the middle of a use.
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._is_unsure = False
+        """Whether an error or an interrupt has ended a use in the middle."""
         self._is_mapping = False
         """Whether `begin` was called and `replace` was not yet."""
         self._begin: Begin | None = None
         self._failed_starts = 0
-        self._processes: Processes | None = None
-        """None while there are none: before the start, after an error, an interrupt or `close`."""
+        self._server: Server | None = None
+        """None while there are no processes: before the start, after an error or `close`."""
+        self._asked: deque[Runner] = deque()
+        """Asked for and not yet forked, in that order."""
+        self._selector: selectors.BaseSelector
         if start:
             self._start()
 
-    @property
-    def runners(self) -> Mapping[int, RunnerProcess]:
-        """The runners by place; a place is missing while its runner is replaced."""
-        return self._processes.runners if self._processes else {}
+    # Use ------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise an error if this crew cannot be used.
@@ -83,7 +101,12 @@ class Crew:
         Raises:
             ArgumentError: it was closed, or belongs to another process.
         """
-        self._access.check()
+        if os.getpid() != self._owner:
+            raise ArgumentError(
+                f"this job belongs to process {self._owner}, which was forked; make another one"
+            )
+        if self._is_closed:
+            raise ArgumentError("this job is closed; make another one")
 
     def begin(self, begin: Begin) -> None:
         """Tell all runners, later ones too, what to work with; call `replace` at the end.
@@ -92,13 +115,13 @@ class Crew:
             ArgumentError: as `check`.
             JobFailed: no process can be started.
         """
-        with self._access.lock:
-            if self._access.is_unsure or self._is_mapping:
-                self._end_processes()
-        with self._access.use():
+        with self._lock:
+            if self._is_unsure or self._is_mapping:
+                self._end()
+        with self._use():
             self._is_mapping = True
             self._begin = begin
-            if not self._processes:
+            if not self._server:
                 self._failed_starts = 0
                 self._start()
             for runner in self.runners.values():
@@ -114,46 +137,54 @@ class Crew:
             ProtocolError: a process has sent something that is no message.
             Exception: the pipeline cannot be loaded, or not brought to its device.
         """
-        with self._access.use():
-            processes = self._processes
-            if not processes:  # a signal handler has closed this
-                return []
-            processes.flush()
+        events: list[Event] = []
+        with self._use():
+            if not self._server:  # a signal handler has closed this
+                return events
+            for runner in self.runners.values():
+                runner.flush()
+                if not runner.is_silent:
+                    wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE * bool(runner.outbox))
+                    self._selector.modify(runner.channel, wanted, runner)
             begun = time.monotonic()
-            ready = processes.wait(timeout_s)
+            ready = self._selector.select(timeout_s)
             if (lost_s := time.monotonic() - begun - timeout_s) > _STOPPED_S:
-                extend(processes, lost_s)
-            events: list[Event] = []
-            for process, mask in ready:
-                events += self._take(process, mask)
-            if self._processes:  # others now if the fork server has ended; none after `close`
-                check_starts(self._processes)
-                check_ends(self._processes)
-            return events
+                self._extend(lost_s)
+            for key, mask in ready:
+                process = key.data
+                if process is self._server:
+                    self._hear_server(process, events)
+                elif self._has(process):  # it may have been replaced
+                    if mask & selectors.EVENT_WRITE:
+                        process.flush()
+                    if mask & selectors.EVENT_READ and not self._hear(process, events):
+                        self._silence(process)
+            if self._server:  # another one if that has ended; none after `close`
+                self._check_deadlines(self._server)
+        return events
 
-    def post(self, runner: RunnerProcess, message: ToRunner) -> None:
+    def post(self, runner: Runner, message: ToRunner) -> None:
         """Send a message to a runner as soon as it takes it.
 
         Raises:
             ArgumentError: as `check`.
         """
-        with self._access.use():
+        with self._use():
             runner.post(message)
 
-    def replace(self, runners: Iterable[RunnerProcess]) -> None:
+    def replace(self, runners: Iterable[Runner]) -> None:
         """End a map: kill the runners that still work for it, and fork others in their places."""
-        if self._access.is_closed or not self._access.is_mine:
+        if self._is_closed or os.getpid() != self._owner:
             return
-        if self._access.is_unsure:
-            with self._access.lock:
-                self._end_processes()
+        if self._is_unsure:
+            with self._lock:
+                self._end()
             return
-        with self._access.use():
+        with self._use():
             for runner in runners:
-                assert self._processes
                 runner.kill()
-                self._processes.drop(runner)
-                self._fork(self._processes, runner.place)
+                self._drop(runner)
+                self._fork(runner.place)
             self._is_mapping = False
 
     def close(self) -> None:
@@ -161,125 +192,189 @@ class Crew:
 
         In a forked copy of their owner it only closes the copy's descriptors.
         """
-        self._access.close()  # before the lock is free: a waiting map ends with an error
-        if not self._access.is_mine:
-            if self._processes:
-                self._processes.forget()
-            return
-        with self._access.lock:
-            self._end_processes()
+        self._is_closed = True  # before the lock is free: a waiting map ends with an error
+        if os.getpid() == self._owner:
+            with self._lock:
+                self._end()
+        elif server := self._forget_all():
+            server.forget()
+
+    @contextlib.contextmanager
+    def _use(self) -> Iterator[None]:
+        """Hold the lock for a use; an exception in the block leaves `_is_unsure` set."""
+        self.check()  # first: in a forked child the lock may be a copy that a thread held
+        with self._lock:
+            self.check()
+            before, self._is_unsure = self._is_unsure, True
+            yield
+            self._is_unsure = before
+
+    # Start and end --------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._processes = Processes(ServerProcess(self._handle.text, self._threads, self._preload))
+        self._server = Server(self._handle.text, self._threads, self._preload)
+        # Not epoll: a forked copy of this process would share its state.
+        self._selector = selectors.PollSelector()
+        self._selector.register(self._server.channel, selectors.EVENT_READ, self._server)
 
-    def _fork(self, processes: Processes, place: int) -> None:
-        processes.fork(place, self.devices[place])
+    def _fork(self, place: int) -> None:
+        """Ask for a runner; `_identify` is called when it is there.
 
-    def _end_processes(self) -> None:
-        """End all processes, whatever state they are in; the crew's state is known again."""
-        processes, self._processes = self._processes, None
-        self._access.is_unsure = self._is_mapping = False
-        if processes:
-            processes.close()
-
-    def _take(self, process: ServerProcess | RunnerProcess, mask: int) -> Iterator[Event]:
-        """Yield what the messages of one process mean; nothing if it was replaced."""
-        processes = self._processes
-        if not processes:
+        If the server does not take the message, it has ended; the next server forks a runner for
+        every place.
+        """
+        if not self._server:  # a signal handler has closed this
             return
-        if isinstance(process, ServerProcess):
-            if process is processes.server:
-                yield from self._hear_server(processes)
-        elif processes.has(process):
-            if mask & selectors.EVENT_WRITE:
-                process.flush()
-            if mask & selectors.EVENT_READ:
-                yield from self._hear_runner(processes, process)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as exc:
+            raise JobFailed(f"a process of the job could not be started: {exc}") from exc
+        ours.setblocking(False)
+        with theirs:
+            if not self._server.send(Fork(place, self.devices[place]), (theirs.fileno(),)):
+                ours.close()
+                return
+        runner = Runner(place, ours)
+        self._asked.append(runner)
+        self.runners[place] = runner
+        self._selector.register(ours, selectors.EVENT_READ, runner)
 
-    def _hear_server(self, processes: Processes) -> Iterator[Event]:
-        """Do what the fork server's messages ask for; yield what they mean for runners."""
-        server = processes.server
+    def _identify(self, server: Server, pid: int) -> None:
+        """Set the pid, and the pidfd that has just come, of the runner that was asked for first."""
+        runner = self._asked.popleft()
+        runner.pid, runner.pidfd = pid, server.inbox.fds.pop(0)
+        if not self._has(runner):  # dropped before it was forked
+            runner.kill()
+            runner.close()
+
+    def _has(self, runner: Runner) -> bool:
+        return self.runners.get(runner.place) is runner
+
+    def _silence(self, runner: Runner) -> None:
+        """Listen to a runner no longer: its end must follow."""
+        if self._server and not runner.is_silent:
+            runner.is_silent = True
+            runner.expect_end()
+            self._selector.unregister(runner.channel)
+
+    def _drop(self, runner: Runner) -> None:
+        """Free the place of a runner that has ended or was killed."""
+        if self._has(runner):
+            del self.runners[runner.place]
+            self._silence(runner)
+        runner.close()
+
+    def _forget_all(self) -> Server | None:
+        """Empty the table, close all descriptors of runners, and return the server."""
+        server, self._server = self._server, None
+        if server:
+            self._selector.close()
+            for runner in (*self.runners.values(), *self._asked):
+                runner.close()
+            self.runners.clear()
+            self._asked.clear()
+        return server
+
+    def _end(self) -> None:
+        """End all processes, whatever state they are in; the crew's state is known again."""
+        self._is_unsure = self._is_mapping = False
+        if server := self._forget_all():
+            server.close()
+
+    # What they say --------------------------------------------------------------------------------
+
+    def _hear_server(self, server: Server, events: list[Event]) -> None:
+        """Do what the fork server's messages ask for."""
         is_open = server.inbox.receive()
         for message in server.messages():
             match message:
                 case Prepared():
                     for place in range(len(self.devices)):
-                        self._fork(processes, place)
-                case LoadFailed(error, traceback):
-                    raise _unpickled(error, traceback)
+                        self._fork(place)
+                case LoadFailed():
+                    raise _met(message)
                 case Forked(pid):
-                    processes.identify(pid)
-                case Ended(pid) as ended:
-                    yield from self._replace_ended(processes, pid, ended)
+                    self._identify(server, pid)
+                case Ended(pid):
+                    for runner in list(self.runners.values()):
+                        if runner.pid == pid:
+                            self._replace_ended(runner, message, events)
         if not is_open:
-            yield from self._restart(processes)
+            self._restart(server, events)
 
-    def _hear_runner(self, processes: Processes, runner: RunnerProcess) -> Iterator[Event]:
-        """Yield what a runner has sent; the fork server reports its end."""
-        is_open = runner.receive()
-        yield from self._answers(runner)
-        if not is_open:
-            processes.silence(runner)
-
-    def _answers(self, runner: RunnerProcess) -> Iterator[Event]:
+    def _hear(self, runner: Runner, events: list[Event], *, is_last: bool = False) -> bool:
+        """Take what a runner has sent, all of it at its end; False at the end of file."""
+        is_open = runner.receive(is_last=is_last)
         for message in runner.messages():
             match message:
-                case Started():
-                    if self._begin:
-                        runner.post(self._begin)
-                case LoadFailed(error, traceback):
-                    raise _unpickled(error, traceback)
-                case Returned() | Raised():
+                case Started() if self._begin:
+                    runner.post(self._begin)
+                case LoadFailed():
+                    raise _met(message)
+                case Answer():
                     self._failed_starts = 0
-            yield runner, message
+            events.append((runner, message))
+        return is_open
 
-    def _replace_ended(self, processes: Processes, pid: int, ended: Ended) -> Iterator[Event]:
-        """Yield what a runner sent before it ended, and its end; fork another in its place."""
-        for runner in list(processes.runners.values()):
-            if runner.pid == pid:
-                yield from self._finish(processes, runner, ended, is_innocent=False)
-                if not runner.is_started:
-                    self._count_failed_start(f"a process ended before it could work ({ended.how})")
-                self._fork(processes, runner.place)
-                return
+    def _replace_ended(self, runner: Runner, ended: Ended, events: list[Event]) -> None:
+        """Fork another runner in the place of one that has ended."""
+        self._hear(runner, events, is_last=True)
+        self._drop(runner)
+        runner.how = runner.how or ended.how
+        events.append((runner, ended))
+        if not runner.is_started:
+            self._count_failed_start(f"a process ended before it could work ({ended.how})")
+        self._fork(runner.place)
 
-    def _restart(self, processes: Processes) -> Iterator[Event]:
+    def _restart(self, server: Server, events: list[Event]) -> None:
         """Start another fork server; the kernel has killed the runners of the one that ended."""
-        how = processes.server.close()
-        for runner in list(processes.runners.values()):
-            ended = Ended(runner.pid, how)
-            yield from self._finish(processes, runner, ended, is_innocent=True)
-        self._processes = None
-        processes.close()
+        how = server.close()
+        for runner in list(self.runners.values()):
+            self._hear(runner, events, is_last=True)
+            events.append((runner, Ended(runner.pid, how)))  # its item is not to blame
+        self._forget_all()
         self._count_failed_start(f"the fork server ended ({how})")
         self._start()
-
-    def _finish(
-        self, processes: Processes, runner: RunnerProcess, ended: Ended, *, is_innocent: bool
-    ) -> Iterator[Event]:
-        """Yield what a runner sent before it ended, then its end.
-
-        Args:
-            processes: the crew's processes, the runner among them.
-            runner: the runner.
-            ended: how it ended.
-            is_innocent: whether its item is not to blame.
-        """
-        runner.receive_rest()
-        yield from self._answers(runner)
-        processes.drop(runner)
-        if not is_innocent:
-            runner.how = runner.how or ended.how
-        yield runner, ended
 
     def _count_failed_start(self, what: str) -> None:
         self._failed_starts += 1
         if self._failed_starts == _MAX_FAILED_STARTS:
             raise JobFailed(f"{what}, {_MAX_FAILED_STARTS} times in a row; see what it has printed")
 
+    # Deadlines ------------------------------------------------------------------------------------
 
-def _unpickled(error: Payload, traceback: str) -> BaseException:
+    def _check_deadlines(self, server: Server) -> None:
+        """Raise an error if a process has not started in time. Call this once messages are read.
+
+        Kill a fork server that does not report a runner's end in time. It may have been stopped; or
+        the kernel cannot end the runner, which waits for a dead disk.
+        """
+        limit, now = settings().wait_timeout_s, time.monotonic()
+        if not server.is_prepared and server.since < now - limit:
+            raise JobFailed(
+                f"the pipeline was not loaded within {limit:g} s; raise SHMLOAD_WAIT_TIMEOUT_S"
+            )
+        for runner in self.runners.values():
+            if not runner.is_started and runner.since < now - limit:
+                raise JobFailed(
+                    f"a process was not ready within {limit:g} s; raise SHMLOAD_WAIT_TIMEOUT_S"
+                )
+            if runner.ending_since < now - settings().stall_timeout_s:
+                runner.kill(runner.how or "it has closed its socket")
+                server.kill()
+
+    def _extend(self, lost_s: float) -> None:
+        """Extend every deadline by the time that this process was stopped."""
+        if self._server:
+            self._server.since += lost_s
+        for runner in self.runners.values():
+            runner.since += lost_s
+            runner.active_at += lost_s
+            runner.ending_since += lost_s
+
+
+def _met(failure: LoadFailed) -> BaseException:
     """Return an error that another process has met, with its traceback as a note."""
-    found: BaseException = load(error)
-    found.add_note(f"in a process of the job:\n{traceback}")
+    found: BaseException = load(failure.error)
+    found.add_note(f"in a process of the job:\n{failure.traceback}")
     return found

@@ -6,8 +6,7 @@ as a result or as an error, whichever runners end; and no more than a window of 
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmload.errors import ItemKilled
 
@@ -15,21 +14,12 @@ ATTEMPTS = 3
 """An item is given up when this many runners have ended while they worked on it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """An item and its number."""
+class Item(NamedTuple):
+    """An item with its number; behind the function, what became of it."""
 
-    index: int
+    number: int
     value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of an item."""
-
-    index: int
-    value: Any
-    """What the function returned, or an `ItemError`."""
+    """The item itself; later what the function returned, or an `ItemError`."""
 
 
 class Dispatch:
@@ -55,7 +45,7 @@ class Dispatch:
         self._endings: defaultdict[int, list[str]] = defaultdict(list)
         self._order: deque[int] = deque()
         """Numbers of the items that are held, in the order in which they were taken."""
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, Item] = {}
 
     @property
     def is_over(self) -> bool:
@@ -104,24 +94,23 @@ class Dispatch:
         """
         given = self._given.pop(runner, deque())
         if given and how is not None:
-            endings = self._endings[given[0].index]
+            endings = self._endings[given[0].number]
             endings.append(how)
             if len(endings) == ATTEMPTS:
                 item = given.popleft()
-                self._finish(item, ItemKilled(item.index, item.value, endings))
+                self._finish(item, ItemKilled(item.number, item.value, endings))
         self._again.extendleft(reversed(given))
 
-    def come_out(self) -> Iterator[Outcome]:
-        """Yield the outcomes that may come out now."""
+    def come_out(self) -> list[Item]:
+        """Return what became of the items that may come out now."""
+        found: list[Item] = []
         while self._order:
-            if self._is_ordered:
-                found = self._outcomes.pop(self._order[0], None)
-            else:
-                found = self._outcomes.pop(next(iter(self._outcomes), -1), None)
-            if found is None:
-                return
-            self._order.remove(found.index)  # at the left end, or a window from it at most
-            yield found
+            number = self._order[0] if self._is_ordered else next(iter(self._outcomes), -1)
+            if number not in self._outcomes:
+                break
+            found.append(self._outcomes.pop(number))
+            self._order.remove(number)  # at the left end, or a window from it at most
+        return found
 
     def _take(self) -> Item | None:
         if not self._has_more or len(self._order) >= self._window:
@@ -133,9 +122,9 @@ class Dispatch:
         if item is None:
             self._has_more = False
             return None
-        self._order.append(item.index)
+        self._order.append(item.number)
         return item
 
     def _finish(self, item: Item, value: Any) -> None:
-        self._endings.pop(item.index, None)
-        self._outcomes[item.index] = Outcome(item.index, value)
+        self._endings.pop(item.number, None)
+        self._outcomes[item.number] = Item(item.number, value)

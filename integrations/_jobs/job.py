@@ -1,10 +1,11 @@
 """A job: processes that have a pipeline, and functions mapped over items in them."""
 
 import contextlib
+import itertools
 import operator
 import os
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
 from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
@@ -19,11 +20,10 @@ from shmload.integrations._jobs.arguments import (
     handle_of,
 )
 from shmload.integrations._jobs.crew import Crew
-from shmload.integrations._jobs.dispatch import Item, Outcome
-from shmload.integrations._jobs.first_errors import end_if_all_fail
+from shmload.integrations._jobs.dispatch import Item
 from shmload.integrations._jobs.item_bar import ItemBar
-from shmload.integrations._jobs.maps import CrewMap, Function, map_here
-from shmload.integrations._jobs.storing import Storing, Undone
+from shmload.integrations._jobs.maps import Function, map_here, map_in_crew
+from shmload.integrations._jobs.storing import Storing, Undone, end_if_all_fail
 from shmload.integrations.handles import Handle
 from shmload.integrations.results import ResultFolder, ResultsReport
 
@@ -157,15 +157,15 @@ class Job:
             ShmloadError: the pipeline cannot be loaded.
         """
         check_items(items)
-        numbered = (Item(index, value) for index, value in enumerate(items))
-        with ItemBar(items, progress) as bar:
-            found = self._outcomes(
-                function, numbered, bar, is_ordered=not as_completed, errors=errors
-            )
-            with contextlib.closing(found):
-                for outcome in found:
-                    bar.update()
-                    yield outcome.value
+        numbered = map(Item, itertools.count(), items)
+        with (
+            ItemBar(items, progress) as bar,
+            self._mapping(function, numbered, bar, errors, is_ordered=not as_completed) as found,
+        ):
+            for _, value in found:
+                _raise_or_log(value, errors)
+                bar.update()
+                yield value
 
     def write(
         self,
@@ -238,77 +238,64 @@ class Job:
             ItemBar(items, progress) as bar,
         ):
             undone = Undone(items, key, results, bar.skip)
-            found = self._outcomes(
-                Storing(function, saved_as),
-                iter(undone),
-                bar,
-                is_ordered=False,
-                errors=errors,
-                sift=lambda outcomes: end_if_all_fail(outcomes, lambda: undone.has_results),
-            )
-            with contextlib.closing(found):
-                for outcome in found:
-                    name = undone.keys.pop(outcome.index)
-                    if isinstance(outcome.value, ItemError):
-                        results.fail(outcome.index, name, outcome.value.reason)
+            storing = Storing(function, saved_as)
+            with self._mapping(storing, iter(undone), bar, errors, is_ordered=False) as found:
+                if errors == "pass":
+                    found = end_if_all_fail(found, lambda: undone.has_results)
+                for index, value in found:
+                    _raise_or_log(value, errors)
+                    name = undone.keys.pop(index)
+                    if isinstance(value, ItemError):
+                        results.fail(index, name, value.reason)
                     else:
-                        results.add(outcome.index, name, outcome.value)
+                        results.add(index, name, value)
                     bar.update()
             return results.finish(undone.count)
 
-    def _outcomes(
+    @contextlib.contextmanager
+    def _mapping(
         self,
         function: Function,
         items: Iterator[Item],
         bar: ItemBar,
+        errors: Errors,
         *,
         is_ordered: bool,
-        errors: Errors,
-        sift: Callable[[Iterator[Outcome]], Iterator[Outcome]] = iter,
-    ) -> Generator[Outcome, None, None]:
-        """Yield what becomes of each item, one map at a time.
-
-        Args:
-            function: of the map.
-            items: numbered.
-            bar: shows that the job goes on.
-            is_ordered: yield in the order of the items.
-            errors: as for `map`.
-            sift: what the outcomes pass through before their errors are logged.
-        """
+    ) -> Iterator[Iterator[Item]]:
+        """Provide what becomes of each item, for one map at a time; ends the map with the block."""
         if errors not in get_args(Errors):
             raise ArgumentError(f"errors is {errors!r}; it must be 'raise' or 'pass'")
         if self._is_mapping:
             raise ArgumentError("this job is at another map; end that first, or make another job")
-        self._is_mapping = True
-        try:
-            # Closed here, not by the garbage collector: an error that is kept keeps this frame.
-            with contextlib.closing(
-                self._map(function, items, bar, is_ordered=is_ordered)
-            ) as found:
-                for outcome in found if errors == "raise" else sift(found):
-                    if isinstance(outcome.value, ItemFailed) and errors == "raise":
-                        raise outcome.value
-                    if isinstance(outcome.value, ItemError):
-                        logger.warning("%s", outcome.value)
-                    yield outcome
-        finally:
-            self._is_mapping = False
-
-    def _map(
-        self, function: Function, items: Iterator[Item], bar: ItemBar, *, is_ordered: bool
-    ) -> Generator[Outcome, None, None]:
-        if self._crew:
-            crew_map = CrewMap(
-                self._crew,
+        crew = self._crew
+        if crew:
+            found = map_in_crew(
+                crew,
                 function,
                 items,
                 is_ordered=is_ordered,
                 seed=self._seed,
                 item_timeout_s=self._item_timeout_s,
-                on_wait=lambda is_started: bar.wait(is_started=is_started),
+                on_wait=lambda: bar.wait(
+                    is_started=any(each.is_started for each in crew.runners.values())
+                ),
             )
-            return crew_map.outcomes()
-        if not self._closing.alive:
+        elif self._closing.alive:
+            found = map_here(self.handle, function, items, seed=self._seed, threads=self._threads)
+        else:
             raise ArgumentError("this job is closed; make another one")
-        return map_here(self.handle, function, items, seed=self._seed, threads=self._threads)
+        self._is_mapping = True
+        try:
+            # Closed here, not by the garbage collector: an error that is kept keeps its frame.
+            with contextlib.closing(found):
+                yield found
+        finally:
+            self._is_mapping = False
+
+
+def _raise_or_log(value: object, errors: Errors) -> None:
+    """Raise or log what became of an item, if that is an error."""
+    if isinstance(value, ItemFailed) and errors == "raise":
+        raise value
+    if isinstance(value, ItemError):
+        logger.warning("%s", value)

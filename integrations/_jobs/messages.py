@@ -7,7 +7,7 @@
      |  <- Forked + a pidfd       |                              |
      |  <- Started | LoadFailed  --------------------------------   once it is on its device
      |  Begin ->  Work -> ...  --------------------------------->
-     |  <- Returned | Raised  -----------------------------------   in the order of the Works
+     |  <- Answer  ----------------------------------------------   in the order of the Works
      |  <- Ended                  |   when a runner has ended    |
      |  (end of file)             |   kills its runners, ends    |
 
@@ -84,19 +84,14 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     """The runner's models are on its device."""
 
 
-class Returned(msgspec.Struct, frozen=True, tag=True):
-    """What the function returned."""
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """What became of one item."""
 
     index: int
     value: Payload
-
-
-class Raised(msgspec.Struct, frozen=True, tag=True):
-    """What the function raised."""
-
-    index: int
-    error: Payload
-    traceback: str
+    """What the function returned, or the error that it raised."""
+    traceback: str | None = None
+    """Of the error."""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
@@ -109,8 +104,7 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
 ToServer = Setup | Fork
 FromServer = Prepared | Forked | Ended | LoadFailed
 ToRunner = Begin | Work
-ItemAnswer = Returned | Raised
-FromRunner = Started | ItemAnswer | LoadFailed
+FromRunner = Started | Answer | LoadFailed
 
 decode_to_server = MessageReader[ToServer](ToServer, "a job")
 decode_from_server = MessageReader[FromServer](FromServer, "a fork server")

@@ -1,115 +1,223 @@
-"""A fork server with the runners that it has forked: what is there, and what can be read now."""
+"""The processes of a job as the job sees them: the fork server, and each runner."""
 
-import selectors
+import contextlib
+import itertools
+import math
+import os
+import signal
 import socket
-from collections import deque
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
 
+from shmload._ipc.child import start_with_channel
+from shmload._ipc.frames import Inbox, send, to_frame
+from shmload._settings import settings
 from shmload.errors import JobFailed
-from shmload.integrations._jobs.messages import Fork
-from shmload.integrations._jobs.runner_process import RunnerProcess
-from shmload.integrations._jobs.server_process import ServerProcess
+from shmload.integrations._jobs.messages import (
+    MAX_FRAME_NBYTES,
+    Answer,
+    FromRunner,
+    FromServer,
+    Prepared,
+    Setup,
+    Started,
+    ToRunner,
+    ToServer,
+    decode_from_runner,
+    decode_from_server,
+)
+
+# A process with threads cannot be forked. These start none then: torch's pools (torch reads the
+# numbers when it is imported), progress bars, and the wait for other ranks of a launcher.
+_SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TQDM_DISABLE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+}
+# A read takes 256 KiB at most; after so many it is another process's turn.
+_READS_IN_A_ROW = 64
+_WRITE_NBYTES = 1 << 20
 
 
-class Processes:
-    """A fork server and its runners. They end together: the kernel kills runners with their server.
-
-    Owns all of them.
+class Server:
+    """A child that runs `shmload.integrations._jobs.forkserver`, from here until `close`.
 
     Args:
-        server: just started; it has no runner yet.
+        handle: of the pipeline, as text.
+        threads: of each runner, for torch.
+        preload: modules to import beside the libraries.
+
+    Raises:
+        JobFailed: it cannot be started. If it ends at once, only its messages end.
     """
 
-    def __init__(self, server: ServerProcess) -> None:
-        self.server = server
-        self.runners: dict[int, RunnerProcess] = {}
-        """By place, from 0. A place is missing while its runner is replaced."""
-        self._asked: deque[RunnerProcess] = deque()
-        """Asked for and not yet forked, in that order."""
-        # Not epoll: a forked copy of this process would share its state.
-        self._selector = selectors.PollSelector()
-        self._selector.register(server.channel, selectors.EVENT_READ, server)
+    def __init__(self, handle: str, threads: int, preload: Sequence[str]) -> None:
+        self.is_prepared = False
+        self.since = time.monotonic()
+        """When it was started, by the monotonic clock, in seconds."""
+        path = tuple(os.fsencode(entry) for entry in sys.path if isinstance(entry, str))
+        try:
+            self._child, self.channel = start_with_channel(
+                "shmload.integrations._jobs.forkserver",
+                timeout_s=settings().stall_timeout_s,
+                env=os.environ | _SINGLE_THREADED,
+                stdout=None if sys.__stdout__ else subprocess.DEVNULL,
+                stderr=None if sys.__stderr__ else subprocess.DEVNULL,
+            )
+        except OSError as exc:
+            raise JobFailed(
+                f"the processes of a job could not be started: {exc}; sys.executable must be a "
+                "Python interpreter, with processes, memory and descriptors to spare"
+            ) from exc
+        self.pid = self._child.pid
+        self.inbox = Inbox(self.channel)
+        environment = {name: os.environ.get(name) for name in _SINGLE_THREADED}
+        self.send(
+            Setup(
+                handle=handle,
+                path=path,
+                environment=environment,
+                threads=threads,
+                preload=tuple(preload),
+            )
+        )
 
-    def flush(self) -> None:
-        """Send each runner what it takes now, and listen for room where something is left."""
-        for runner in self.runners.values():
-            runner.flush()
-            if not runner.is_silent:
-                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE * bool(runner.outbox))
-                self._selector.modify(runner.channel, wanted, runner)
+    def send(self, message: ToServer, fds: tuple[int, ...] = ()) -> bool:
+        """Send a message; False if it does not take it: then it is killed, and its messages end."""
+        try:
+            send(self.channel, message, fds)
+        except OSError:
+            self.kill()  # it may be stopped, and have half a message
+            return False
+        return True
 
-    def wait(self, timeout_s: float) -> list[tuple[ServerProcess | RunnerProcess, int]]:
-        """Return the processes that can be read or take more, each with its event mask."""
-        return [(key.data, mask) for key, mask in self._selector.select(timeout_s)]
-
-    def fork(self, place: int, device: str) -> None:
-        """Ask for a runner; `identify` is called when it is there.
-
-        If the server does not take the message, it has ended; the next server forks a runner for
-        every place.
+    def messages(self) -> Iterator[FromServer]:
+        """Yield the messages that have arrived.
 
         Raises:
-            JobFailed: this process has no descriptors to spare.
+            ProtocolError: what it sent is not a message of this version.
         """
-        assert self.server.is_prepared
-        try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        except OSError as exc:
-            raise JobFailed(f"a process of the job could not be started: {exc}") from exc
-        ours.setblocking(False)
-        with theirs:
-            if not self.server.send(Fork(place, device), (theirs.fileno(),)):
-                ours.close()
-                return
-        runner = RunnerProcess(place, ours)
-        self._asked.append(runner)
-        self.runners[place] = runner
-        self._selector.register(ours, selectors.EVENT_READ, runner)
+        while (frame := self.inbox.next_frame()) is not None:
+            message = decode_from_server(frame)
+            if isinstance(message, Prepared):
+                self.is_prepared = True
+            yield message
 
-    def identify(self, pid: int) -> None:
-        """Set the pid, and the pidfd that has just come, of the runner that was asked for first."""
-        runner = self._asked.popleft()
-        runner.pid, runner.pidfd = pid, self.server.inbox.fds.pop(0)
-        if not self.has(runner):  # dropped before it was forked
-            runner.kill()
-            runner.close()
-
-    def has(self, runner: RunnerProcess) -> bool:
-        """Tell whether a runner still has its place: it may have been dropped."""
-        return self.runners.get(runner.place) is runner
-
-    def silence(self, runner: RunnerProcess) -> None:
-        """Listen to a runner no longer: its end must follow."""
-        if not runner.is_silent:
-            runner.is_silent = True
-            runner.expect_end()
-            self._selector.unregister(runner.channel)
-
-    def drop(self, runner: RunnerProcess) -> None:
-        """Free the place of a runner that has ended or was killed."""
-        if self.has(runner):
-            del self.runners[runner.place]
-            self.silence(runner)
-        if runner not in self._asked:
-            runner.close()  # else `identify` kills and closes it
+    def kill(self) -> None:
+        """Send SIGKILL, which ends its runners too; do not wait. Its messages end then."""
+        self._child.kill()
 
     def close(self) -> str:
-        """End all of them, wait until they have ended, and return how the server did."""
-        self._selector.close()
-        runners = self._all_runners()
-        self.runners.clear()
-        try:
-            for runner in runners:
-                runner.close()
-        finally:
-            how = self.server.close()
-        return how
+        """End it and its runners, wait for that, and return how it ended; a second call is fine."""
+        with contextlib.suppress(OSError):
+            # Closing alone would not reach it while a forked copy of this process has the socket.
+            self.channel.shutdown(socket.SHUT_RDWR)
+        self._release()
+        return self._child.end(ask=False)
 
     def forget(self) -> None:
-        """Close the descriptors in a forked copy of the owner; the processes go on."""
-        self._selector.close()
-        for runner in self._all_runners():
-            runner.close()
-        self.server.forget()
+        """Close its descriptors in a forked copy of the job's process, which is not its parent."""
+        self._release()
+        self._child.forget()
 
-    def _all_runners(self) -> list[RunnerProcess]:
-        return [*self.runners.values(), *self._asked]
+    def _release(self) -> None:
+        self.channel.close()
+        self.inbox.close()
+
+
+class Runner:
+    """One runner; owns its socket and its pidfd. Times are of the monotonic clock, in seconds.
+
+    Args:
+        place: its place in the crew, from 0.
+        channel: a socket to it, which must not block.
+    """
+
+    def __init__(self, place: int, channel: socket.socket) -> None:
+        self.place = place
+        self.channel = channel
+        self.outbox = bytearray()
+        self.pid = 0
+        self.pidfd = -1
+        self.is_started = False
+        """Whether its models are on their device."""
+        self.is_silent = False
+        """Whether its socket has reached the end of file, or is no longer listened to."""
+        self.how: str | None = None
+        """How it ended, or why it was killed; None before, and if that was not the item's fault."""
+        self.since = time.monotonic()
+        """When it began its present work: to start, or an item."""
+        self.active_at = self.since
+        """When it last took or sent bytes."""
+        self.ending_since = math.inf
+        """When it was killed or fell silent; the fork server must report its end soon after."""
+        self.item_s = math.inf
+        """How long its previous item took, in seconds."""
+        self._inbox = Inbox(channel, MAX_FRAME_NBYTES)
+
+    def post(self, message: ToRunner) -> None:
+        """Send a message as soon as the runner takes it."""
+        self.outbox += to_frame(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the runner takes now; the rest stays in `outbox`."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self.outbox:
+                del self.outbox[: self.channel.send(memoryview(self.outbox)[:_WRITE_NBYTES])]
+                self.active_at = time.monotonic()
+
+    def receive(self, *, is_last: bool = False) -> bool:
+        """Read what it has sent, after its end all of it; False at the end of file."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in itertools.count() if is_last else range(_READS_IN_A_ROW):
+                is_open = self._inbox.receive()
+                self.active_at = time.monotonic()
+                if not is_open:
+                    return False
+        return True
+
+    def messages(self) -> Iterator[FromRunner]:
+        """Yield the messages that have arrived; update its state and times.
+
+        Raises:
+            ProtocolError: what it sent is not a message of this version.
+        """
+        while (frame := self._inbox.next_frame()) is not None:
+            message = decode_from_runner(frame)
+            if isinstance(message, Started):
+                self.is_started = True
+            elif isinstance(message, Answer):
+                self.item_s = self.active_at - self.since
+            self.since = self.active_at
+            yield message
+
+    def idle_s(self) -> float:
+        """Return the seconds since it began, took or sent something."""
+        return time.monotonic() - max(self.since, self.active_at)
+
+    def kill(self, how: str | None = None) -> None:
+        """Send SIGKILL; do not wait.
+
+        Args:
+            how: what errors say of its end; None if its item is not to blame.
+        """
+        self.how = how
+        self.expect_end()
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def expect_end(self) -> None:
+        """Note that its end must be reported soon; a second call changes nothing."""
+        self.ending_since = min(self.ending_since, time.monotonic())
+
+    def close(self) -> None:
+        """Close its socket and its pidfd; a second call does nothing."""
+        self.channel.close()
+        fd, self.pidfd = self.pidfd, -1
+        if fd >= 0:
+            os.close(fd)

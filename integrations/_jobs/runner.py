@@ -10,9 +10,9 @@ its items that is unanswered.
 """
 
 import contextlib
+import functools
 import os
 import random
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
@@ -27,17 +27,16 @@ from shmload.errors import ArgumentError
 from shmload.integrations._devices.destination import Destination
 from shmload.integrations._jobs.messages import (
     MAX_FRAME_NBYTES,
+    Answer,
     Begin,
     Fork,
     LoadFailed,
-    Raised,
-    Returned,
     Setup,
     Started,
     Work,
     decode_to_runner,
 )
-from shmload.integrations._jobs.payload import Payload, dump, dump_error, format_traceback, load
+from shmload.integrations._jobs.payload import dump, dump_error, format_traceback, load
 from shmload.integrations.handles import Handle
 
 if TYPE_CHECKING:
@@ -62,51 +61,37 @@ def run(channel_fd: int, fork: Fork, setup: Setup) -> None:
         send(channel, LoadFailed(dump_error(exc), format_traceback()))
         return
     send(channel, Started())
-    _Runner(channel, pipe).serve()
+    inbox = Inbox(channel, MAX_FRAME_NBYTES)
+    call: Callable[[Work], Answer] | None = None
+    while True:
+        while (frame := inbox.next_frame()) is not None:
+            match decode_to_runner(frame):
+                case Begin() as begin:
+                    call = _calling(begin, pipe)
+                case Work() as work:
+                    assert call, "a job sends the function before it sends items"
+                    send(channel, call(work))
+        if not inbox.receive():
+            return
 
 
-class _Runner:
-    """Does what the messages ask for."""
+def _calling(begin: Begin, pipe: "DiffusionPipeline") -> Callable[[Work], Answer]:
+    """Return a function that works on one item of a map."""
+    # Not unpickled before the first item, whose answer then has the error of that.
+    function = functools.cache(lambda: load(begin.function))
 
-    def __init__(self, channel: socket.socket, pipe: "DiffusionPipeline") -> None:
-        self._channel = channel
-        self._pipe = pipe
-        self._call: Callable[[int, Payload], Payload] | None = None
-
-    def serve(self) -> None:
-        inbox = Inbox(self._channel, MAX_FRAME_NBYTES)
-        while True:
-            while (frame := inbox.next_frame()) is not None:
-                match decode_to_runner(frame):
-                    case Begin(function, seed):
-                        self._call = self._calling(function, seed)
-                    case Work(index, item):
-                        assert self._call, "a job sends the function before it sends items"
-                        self._work(index, item)
-            if not inbox.receive():
-                return
-
-    def _calling(self, function: Payload, seed: int) -> Callable[[int, Payload], Payload]:
-        """Return a function from an item to its result, both pickled."""
-        unpickled: list[Any] = []
-
-        def call(index: int, item: Payload) -> Payload:
-            if not unpickled:  # not before the first item: its answer carries an unpickling error
-                unpickled.append(load(function))
-            return dump(call_function(unpickled[0], self._pipe, load(item), seed, index))
-
-        return call
-
-    def _work(self, index: int, item: Payload) -> None:
-        assert self._call
+    def call(work: Work) -> Answer:
         try:
-            answer: Returned | Raised = Returned(index, self._call(index, item))
+            item = load(work.item)
+            value = call_function(function(), pipe, item, begin.seed, work.index)
+            return Answer(work.index, dump(value))
         except (Exception, SystemExit) as exc:  # the outermost loop around the user's code
-            answer = Raised(index, dump_error(exc), format_traceback())
+            return Answer(work.index, dump_error(exc), format_traceback())
         finally:
             with contextlib.suppress(OSError, ValueError):  # stdout has no reader, or was closed
                 sys.stdout.flush()  # or a kill at the next item would lose what was printed
-        send(self._channel, answer)
+
+    return call
 
 
 def call_function(

@@ -1,12 +1,14 @@
-"""What a job's function returns, as the arrays that a folder of results takes."""
+"""A job that stores: its items, its results as arrays, and its end if all items fail alike."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES
+from shmload.errors import ItemError, JobFailed
 from shmload.integrations._jobs.dispatch import Item
 from shmload.integrations._jobs.payload import bytes_of
 from shmload.integrations.results import Array, ResultFolder
@@ -14,6 +16,9 @@ from shmload.integrations.results import Array, ResultFolder
 if TYPE_CHECKING:
     import torch
 
+MAX_SAME_ERRORS = 8
+"""So many items may fail with the same error before any item has a result."""
+_MAX_HELD = 4 * MAX_SAME_ERRORS  # with several errors, as of files that are each broken
 _DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
 
 
@@ -125,3 +130,53 @@ def _refused(name: str, value: Any) -> TypeError:
         f"{name!r} is a {kind}; it must be a tensor or a numpy array of a dtype that safetensors "
         "has"
     )
+
+
+# Errors of the first items ------------------------------------------------------------------------
+
+
+def end_if_all_fail(outcomes: Iterable[Item], has_results: Callable[[], bool]) -> Iterator[Item]:
+    """Yield the outcomes; hold errors back until an item has a result.
+
+    A pipeline that lacks a component fails at every item. One error says that better than
+    thousands.
+
+    Args:
+        outcomes: of a run.
+        has_results: tells whether earlier runs have stored a result; then the items are at fault.
+
+    Raises:
+        JobFailed: no item has a result, and `MAX_SAME_ERRORS` have failed with the same error; or
+            the items end, and most of them have failed with the same error, but two at least. None
+            of them has come out.
+    """
+    outcomes = iter(outcomes)
+    held: list[Item] = []
+    count: Counter[str] = Counter()
+    for outcome in outcomes:
+        error = outcome.value
+        if not isinstance(error, ItemError) or has_results() or len(held) == _MAX_HELD:
+            yield from held
+            yield outcome
+            break
+        held.append(outcome)
+        count[error.reason] += 1
+        if count[error.reason] == MAX_SAME_ERRORS:
+            raise _failed(error.reason, held, MAX_SAME_ERRORS)
+    else:
+        for reason, number in count.most_common(1):
+            if number > max(1, len(held) // 2):
+                raise _failed(reason, held, number)
+        yield from held
+    yield from outcomes
+
+
+def _failed(reason: str, held: list[Item], number: int) -> JobFailed:
+    many = f"the first {number}" if number == len(held) else f"{number} of the first {len(held)}"
+    error = JobFailed(
+        f"{many} items failed with the same error and none has a result: {reason}. Nothing was "
+        "stored. Mend what these items have in common, the function or the pipeline's components, "
+        "or leave them out"
+    )
+    error.__cause__ = next(each.value for each in held if each.value.reason == reason)
+    return error

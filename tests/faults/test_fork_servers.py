@@ -14,7 +14,7 @@ import pytest
 from light_jobs import notes, pids_of, same, wait_until_ended
 
 import shmload
-from shmload.integrations._jobs import server_process
+from shmload.integrations._jobs import crew
 
 
 def done_in(job, count=20):
@@ -37,7 +37,7 @@ def test_fork_server_that_cannot_start_is_tried_three_times(light_job, how):
 
 def test_fork_server_whose_interpreter_is_gone_is_an_error(light_job):
     job = light_job()
-    pids = [job._crew._processes.server.pid, *pids_of(job)]
+    pids = [job._crew._server.pid, *pids_of(job)]
     job.program.unlink()
     os.kill(pids[0], signal.SIGKILL)
     wait_until_ended(*pids)
@@ -240,7 +240,7 @@ def test_no_descriptors_are_an_error(light_job, monkeypatch, at):
             raise OSError(errno.EMFILE, "Too many open files")
         return make(*args)
 
-    monkeypatch.setattr(server_process.socket, "socketpair", run_out)
+    monkeypatch.setattr(crew.socket, "socketpair", run_out)
     with pytest.raises(shmload.JobFailed, match="Too many open files"):
         list(light_job().map(same, [1]))
 

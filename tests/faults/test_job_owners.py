@@ -20,7 +20,7 @@ from shmload.integrations import dataprep
 """
 MAP = """
 job = dataprep.Job(sys.argv[2], procs=2)
-print("SERVER", job._crew._processes.server.pid, flush=True)
+print("SERVER", job._crew._server.pid, flush=True)
 def work(pipe, item):
     if item == 5:
         print("WORKING", os.getppid(), os.getpid(), flush=True)

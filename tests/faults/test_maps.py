@@ -8,7 +8,7 @@ import pytest
 from light_jobs import notes, pids_of, same, wait_readable
 
 import shmload
-from shmload.integrations._jobs import crew, deadlines, maps, runner_process, server_process
+from shmload.integrations._jobs import crew, maps, processes
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_end_of_a_map_is_not_waited_for(job, monkeypatch):
 def test_where_there_is_nothing_to_do_no_pipeline_is_waited_for(light_job):
     job = light_job(early="signal.sigwait([signal.SIGTERM])")
     assert list(job.map(same, [])) == []
-    os.kill(job._crew._processes.server.pid, signal.SIGTERM)
+    os.kill(job._crew._server.pid, signal.SIGTERM)
 
 
 def test_items_end_with_an_error_and_results_before_it_come_out(job):
@@ -82,18 +82,17 @@ def test_interrupted_map_does_not_disturb_the_next(job, monkeypatch, where):
 
     with monkeypatch.context() as patch:
         if where == "answer":
-            answers = crew.Crew._answers
+            hear = crew.Crew._hear
 
-            def interrupted(crew, runner):
-                for event in answers(crew, runner):
-                    signal.raise_signal(signal.SIGINT)
-                    yield event
+            def interrupted(crew, runner, events):
+                hear(crew, runner, events)
+                signal.raise_signal(signal.SIGINT)
 
-            patch.setattr(crew.Crew, "_answers", interrupted)
+            patch.setattr(crew.Crew, "_hear", interrupted)
         if where == "begin":
             pids_of(job)
             patch.setattr(
-                runner_process.RunnerProcess,
+                processes.Runner,
                 "post",
                 lambda *args: signal.raise_signal(signal.SIGINT),
             )
@@ -197,7 +196,7 @@ def test_job_lives_on_when_the_thread_that_made_it_has_ended(light_job):
 @pytest.fixture
 def let_pass(monkeypatch):
     """Move this process's clock forward: `let_pass(seconds)`."""
-    clock = runner_process.time
+    clock = processes.time
     offset = 0.0
 
     class Clock:
@@ -209,14 +208,14 @@ def let_pass(monkeypatch):
         nonlocal offset
         offset += seconds
 
-    for module in (crew, deadlines, maps, runner_process, server_process):
+    for module in (crew, maps, processes):
         monkeypatch.setattr(module, "time", Clock)
     return advance
 
 
 def test_job_may_be_mapped_long_after_it_was_made(light_job, let_pass):
     job = light_job()
-    wait_readable(job._crew._processes.server.channel)  # it has reported "prepared", unread so far
+    wait_readable(job._crew._server.channel)  # it has reported "prepared", unread so far
     let_pass(10_000)
     assert list(job.map(same, range(3))) == [0, 1, 2]
 
@@ -249,7 +248,7 @@ def test_time_in_which_the_job_itself_was_stopped_does_not_count(light_job, let_
     """Ctrl-Z stops the job's processes too."""
     job = light_job(procs=1, item_timeout_s=100.0)
     (pid,) = pids_of(job)
-    selector = job._crew._processes._selector
+    selector = job._crew._selector
     select = selector.select
     go = tmp_path / "go"
 

@@ -50,9 +50,9 @@ def run(channel_fd, fork, setup):
                     call = load(function)
                 case Work(index, item):
                     try:
-                        answer = Returned(index, dump(call(None, load(item))))
+                        answer = Answer(index, dump(call(None, load(item))))
                     except Exception as exc:
-                        answer = Raised(index, dump(exc), "no traceback")
+                        answer = Answer(index, dump(exc), "no traceback")
                     send(channel, answer)
         if not inbox.receive():
             return

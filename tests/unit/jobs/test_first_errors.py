@@ -3,12 +3,12 @@
 import pytest
 
 import shmload
-from shmload.integrations._jobs.dispatch import Outcome
-from shmload.integrations._jobs.first_errors import MAX_SAME_ERRORS, end_if_all_fail
+from shmload.integrations._jobs.dispatch import Item
+from shmload.integrations._jobs.storing import MAX_SAME_ERRORS, end_if_all_fail
 
 
 def failed(index, reason="KeyError: 'x'"):
-    return Outcome(index, shmload.ItemFailed(index, index, reason))
+    return Item(index, shmload.ItemFailed(index, index, reason))
 
 
 def sift(outcomes, *, has_results=False):
@@ -37,7 +37,7 @@ def test_all_of_few_items_are_enough_but_one_is_not():
 
 
 def test_result_lets_all_out_in_their_order():
-    outcomes = [*map(failed, range(7)), Outcome(7, "a result"), *map(failed, range(8, 30))]
+    outcomes = [*map(failed, range(7)), Item(7, "a result"), *map(failed, range(8, 30))]
     assert sift(outcomes) == outcomes
 
 

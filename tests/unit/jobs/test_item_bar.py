@@ -24,8 +24,8 @@ def test_line_comes_now_and_then_and_tells_the_rate_of_this_run(clock, capsys):
             clock[0] += 1
             bar.update()
     assert capsys.readouterr().err.splitlines() == [
-        "shmload: 410 of 1,000 items (41%), 1 items/s, 10 min left",
-        "shmload: 470 of 1,000 items (47%), 1 items/s, 9 min left",
+        "shmload: 410 of 1,000 items (41%), 1 items/s, 9 min left",
+        "shmload: 470 of 1,000 items (47%), 1 items/s, 8 min left",
     ]
 
 
