@@ -23,11 +23,9 @@ except ModuleNotFoundError as exc:
 from ray.exceptions import RayError, RayTaskError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from shmload import SegmentInfo, WarmReport, evict, segments, warm
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub, Wanted, chosen_dtype, require_known
-from shmload._loading.verbs import WarmReport, warm
-from shmload._segments.listing import SegmentInfo, segments
-from shmload._segments.upkeep import evict
 from shmload.errors import NodeFailed, NodeLost, NodeTimeout, SegmentNotFound, ShmloadError
 from shmload.integrations.diffusers import load_pipeline
 

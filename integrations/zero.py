@@ -11,9 +11,7 @@ from torch import nn
 
 from shmload._host.collector import paused_gc
 from shmload.errors import ArgumentError
-from shmload.integrations._sharding.copies import copy_to
-from shmload.integrations._sharding.slices import flat_slice
-from shmload.integrations._sharding.weights import own_buffers, take_weights
+from shmload.integrations._sharding.weights import copy_to, divide, own_buffers, take_weights
 
 
 class Partition(NamedTuple):
@@ -67,24 +65,26 @@ def partition(
     device = torch.device(device)
     weights = take_weights(module)
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in parameters.items():
-        names.setdefault(parameter, name)
-    slices = {name: flat_slice(weights[name].shape, world_size, rank) for name in names.values()}
+    names = {parameter: name for name, parameter in parameters.items()}
+    slices = [divide(parameter.numel(), world_size, rank) for parameter in names]
     with paused_gc():
         copies = copy_to(
-            [weights[name].reshape(-1)[at.begin : at.end] for name, at in slices.items()], device
+            [
+                weights[name].reshape(-1)[begin : begin + size]
+                for name, (begin, size) in zip(names.values(), slices, strict=True)
+            ],
+            device,
         )
         own_buffers(module, device)
     weights.release()
-    partitions = {
-        parameter: Partition(
-            tensor=nn.functional.pad(copy, (0, at.padding)) if at.padding else copy,
+    partitions = {}
+    for parameter, (begin, size), copy in zip(names, slices, copies, strict=True):
+        padding = -(-parameter.numel() // world_size) - size
+        partitions[parameter] = Partition(
+            tensor=nn.functional.pad(copy, (0, padding)) if padding else copy,
             shape=parameter.shape,
-            begin=at.begin,
-            padding=at.padding,
+            begin=begin,
+            padding=padding,
             requires_grad=parameter.requires_grad,
         )
-        for parameter, at, copy in zip(names, slices.values(), copies, strict=True)
-    }
     return {name: partitions[parameter] for name, parameter in parameters.items()}

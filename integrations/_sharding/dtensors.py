@@ -12,9 +12,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shmload._host.collector import paused_gc
 from shmload.errors import ArgumentError
 from shmload.integrations._building.pickling import register_classes
-from shmload.integrations._sharding.copies import copy_to
-from shmload.integrations._sharding.slices import Split, slice_of
-from shmload.integrations._sharding.weights import Weights, own_buffers
+from shmload.integrations._sharding.weights import (
+    Split,
+    Weights,
+    copy_to,
+    own_buffers,
+    slice_of,
+)
 
 
 @torch.no_grad()
@@ -94,7 +98,7 @@ def _slice(name: str, parameter: nn.Parameter, weights: Weights) -> torch.Tensor
         return weight
     shape = parameter.to_local().shape
     try:
-        view = weight[slice_of(weight.shape, _splits(parameter)).selection]
+        view = weight[slice_of(weight.shape, _splits(parameter))]
     except ValueError as exc:
         raise ArgumentError(f"{name} has placements {parameter.placements}: {exc}") from exc
     if view.numel() == 0 == shape.numel():
@@ -142,10 +146,7 @@ def _filled(
         made = [_copied(parameter, view) for parameter, view in slices.items()]
     else:
         copies = copy_to(list(slices.values()), device)
-        made = [
-            _wrapped(parameter, copy.to(parameter.dtype))
-            for parameter, copy in zip(slices, copies, strict=True)
-        ]
+        made = [_wrapped(*pair) for pair in zip(slices, copies, strict=True)]
     return {
         parameter: nn.Parameter(value, parameter.requires_grad)
         for parameter, value in zip(slices, made, strict=True)
@@ -159,7 +160,8 @@ def _copied(parameter: nn.Parameter, view: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _wrapped(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+def _wrapped(parameter: nn.Parameter, copy: torch.Tensor) -> torch.Tensor:
+    local = copy.to(parameter.dtype)
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
