@@ -102,22 +102,18 @@ class Branch:
         if found is None:
             return False
         call, (fd,) = found
-        channel = wire.take(fd)
+        try:
+            peer = Peer(wire.take(fd))
+        except OSError:  # the caller has ended
+            return True
         if self._pipelines.freshness and self._pipelines.freshness.is_lost():
-            refuse(channel, "stale: a package has changed")
-            channel.close()
+            refuse(peer, "stale: a package has changed")
             # The template makes another branch then. What it has sent before still comes.
             self._orders.shutdown(_socket.SHUT_RDWR)
             return True
         try:
-            peer = Peer(channel)
-        except OSError:  # the caller has ended
-            channel.close()
-            return True
-        try:
-            self._serving.start(call, channel, peer)
+            self._serving.start(call, peer)
         except OSError:  # the caller sees the end of the socket, and runs the program itself
-            channel.close()
             peer.close()
         return True
 

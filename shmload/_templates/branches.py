@@ -107,17 +107,16 @@ class Branches:
         refused = ((each, reason) for each, (reason, _) in self._refused.items())
         return found + [AboutBranch(0, "none", 0, 0, [*each], reason) for each, reason in refused]
 
-    def hand_over(self, call: Call, program: str, channel: Socket) -> bool:
+    def hand_over(self, call: Call, channel: Socket) -> bool:
         """Have a branch run a program; return False if there is none for it.
 
         Args:
             call: of the program.
-            program: its name, by which it is noted.
             channel: its caller's socket, which stays the calling code's.
         """
         if not call.program.prepares:
             return False
-        branch = self._choose(self._notes.of(program))
+        branch = self._choose(self._notes.of(call.name))
         if branch is None:
             return False
         try:
@@ -269,23 +268,16 @@ class Branches:
     def _fork(self, requests: Requests) -> None:
         if len(self._running) >= MAX_BRANCHES:
             self._end(self._least_used_first()[0])
-        ours = theirs = None
         try:
-            ours, theirs = wire.pair()
-            pid = os.fork()
+            pid, channel = wire.fork()
         except OSError as exc:  # no descriptor, no process or no memory is left
             self._refuse(requests, str(exc))
-            for channel in (ours, theirs):
-                if channel:
-                    channel.close()
             return
         if pid == 0:
-            ours.close()
-            self._become(theirs, requests, [self._notes.modules_of(each) for each in requests])
-        theirs.close()
-        ours.setblocking(False)
-        self._poll.register(ours.fileno(), select.POLLIN)
-        self._running[requests] = _Branch(pid, ours, requests)
+            self._become(channel, requests, [self._notes.modules_of(each) for each in requests])
+        channel.setblocking(False)
+        self._poll.register(channel.fileno(), select.POLLIN)
+        self._running[requests] = _Branch(pid, channel, requests)
 
     def _end(self, branch: _Branch) -> None:
         """Have a branch drain; one that still loads is killed."""

@@ -114,7 +114,14 @@ def _hand_over(program: Program, wanted: _Wanted, is_verbose: bool) -> None:
     _, terminal = kind.session_and_terminal()
     group = os.getpgrp() if terminal else 0
     call = Call(
-        program, wanted.facts, wanted.settings, descriptors, group, own_standing(), int(is_verbose)
+        program=program,
+        name=settings.name_of(program),
+        facts=wanted.facts,
+        settings=wanted.settings,
+        fds=descriptors,
+        group=group,
+        standing=own_standing(),
+        is_verbose=int(is_verbose),
     )
     channel = _connect(wanted.key)
     from shmload._templates.stand_in import StandIn

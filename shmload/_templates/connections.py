@@ -1,8 +1,9 @@
 """Connections to a template: who is there, and what it asks.
 
-A process that connects and says nothing, or is not one that a template may serve, delays no other.
+A process that connects and says nothing, or no message, delays no other.
 """
 
+import contextlib
 import errno
 import os
 import select
@@ -10,8 +11,8 @@ import time
 from dataclasses import dataclass
 
 from shmload._templates import messages, wire
-from shmload._templates.messages import Call, End, Keep, Look, Noted, Refused
-from shmload._templates.rights import Peer, PeerDiffers, rights_of
+from shmload._templates.messages import Call, End, Look, Noted, Refused
+from shmload._templates.rights import Peer
 
 _SILENCE_TIMEOUT_S = 5.0
 # With no descriptor left, connections wait until a program has ended.
@@ -19,23 +20,11 @@ _PAUSE_S = 0.2
 _MAX_SILENT = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What a process asks, with its socket and itself; the calling code owns both."""
-
-    message: Call | Look | Keep | Noted | End
-    channel: wire.Socket
-    peer: Peer
-
-    def close(self) -> None:
-        """Part from the process."""
-        self.channel.close()
-        self.peer.close()
+Question = Call | Look | Noted | End
 
 
 @dataclass(frozen=True, slots=True)
 class _Silent:
-    channel: wire.Socket
     peer: Peer
     deadline: float
 
@@ -54,7 +43,6 @@ class Connections:
     def __init__(self, path: str, poll: select.poll) -> None:
         self.path = path
         self._poll = poll
-        self._own = rights_of()
         self._silent: dict[int, _Silent] = {}
         self._paused_until = 0.0
         self._listener = wire.open_socket()
@@ -69,7 +57,6 @@ class Connections:
         """Close all sockets, in a copy of the template."""
         self._listener.close()
         for silent in self._silent.values():
-            silent.channel.close()
             silent.peer.close()
 
     def move(self, path: str) -> None:
@@ -88,21 +75,25 @@ class Connections:
         now = time.monotonic()
         for fd, silent in list(self._silent.items()):
             if silent.deadline <= now:
-                self._take(fd)
-                silent.channel.close()
-                silent.peer.close()
+                self._take(fd).close()
         if self._paused_until and self._paused_until <= now:
             self._paused_until = 0.0
             self._poll.register(self._listener.fileno(), select.POLLIN)
 
-    def question_at(self, fd: int) -> Question | None:
-        """Return what is asked at a descriptor that can be read; None if nothing is yet."""
-        if fd == self._listener.fileno():
-            accepted = self._accept()
-            return self._read(accepted) if accepted else None
-        return self._read(self._take(fd)) if fd in self._silent else None
+    def question_at(self, fd: int) -> tuple[Question, Peer] | None:
+        """Return what is asked at a descriptor that can be read, and who asks; None if nothing yet.
 
-    def _accept(self) -> _Silent | None:
+        The peer is the calling code's then.
+        """
+        if fd == self._listener.fileno():
+            peer = self._accept()
+            return self._read(peer, time.monotonic() + _SILENCE_TIMEOUT_S) if peer else None
+        if fd not in self._silent:
+            return None
+        deadline = self._silent[fd].deadline
+        return self._read(self._take(fd), deadline)
+
+    def _accept(self) -> Peer | None:
         try:
             fd, _ = self._listener._accept()  # type: ignore[attr-defined]
         except OSError as exc:
@@ -110,52 +101,38 @@ class Connections:
                 self._poll.unregister(self._listener.fileno())
                 self._paused_until = time.monotonic() + _PAUSE_S
             return None  # or the caller has gone
-        channel = wire.take(fd)
         os.set_inheritable(fd, False)
         try:
-            peer = Peer(channel)
+            return Peer(wire.take(fd))
         except OSError:  # it has ended
-            channel.close()
             return None
-        return _Silent(channel, peer, time.monotonic() + _SILENCE_TIMEOUT_S)
 
-    def _read(self, silent: _Silent) -> Question | None:
-        channel, peer = silent.channel, silent.peer
-        question = None
+    def _read(self, peer: Peer, deadline: float) -> tuple[Question, Peer] | None:
+        found: tuple[Question, list[int]] | None
         try:
-            channel.setblocking(False)
-            found: tuple[Call | Look | Keep | Noted | End, list[int]] | None
-            found = messages.receive(channel, Call, Look, Keep, Noted, End)
-            channel.setblocking(True)
+            peer.channel.setblocking(False)
+            found = messages.receive(peer.channel, Call, Look, Noted, End)
+            peer.channel.setblocking(True)
             if found is not None:
                 wire.close(found[1])
-                if peer.user != os.geteuid():
-                    raise PeerDiffers("it is another user's")
-                if isinstance(found[0], Call | Noted):  # both say what is to run here
-                    peer.require_equal(self._own)
-                question = Question(found[0], channel, peer)
+                return found[0], peer
         except BlockingIOError:
             if len(self._silent) < _MAX_SILENT:
-                self._silent[channel.fileno()] = silent
-                self._poll.register(channel.fileno(), select.POLLIN)
+                self._silent[peer.channel.fileno()] = _Silent(peer, deadline)
+                self._poll.register(peer.channel.fileno(), select.POLLIN)
                 return None
-        except PeerDiffers as exc:
-            refuse(channel, f"this process may not use the template: {exc}")
         except (OSError, ValueError):
             pass  # it has gone, or is no caller of this version
-        if question is None:
-            channel.close()
-            peer.close()
-        return question
+        peer.close()
+        return None
 
-    def _take(self, fd: int) -> _Silent:
+    def _take(self, fd: int) -> Peer:
         self._poll.unregister(fd)
-        return self._silent.pop(fd)
+        return self._silent.pop(fd).peer
 
 
-def refuse(channel: wire.Socket, reason: str, *, is_replaceable: bool = False) -> None:
-    """Tell a caller that its program cannot run here; do not wait for it to listen."""
-    try:
-        messages.send(channel, Refused(reason, int(is_replaceable)), waits=False)
-    except OSError:
-        return
+def refuse(peer: Peer, reason: str, *, is_replaceable: bool = False) -> None:
+    """Tell a caller that its program cannot run here, and part; do not wait for it to listen."""
+    with contextlib.suppress(OSError):
+        messages.send(peer.channel, Refused(reason, int(is_replaceable)), waits=False)
+    peer.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shmload._templates import kind, messages, place, wire
 from shmload._templates.imports import how_it_crashed
-from shmload._templates.messages import About, End, Keep, Look, Message, Noted
+from shmload._templates.messages import About, End, Look, Message, Noted
 from shmload._templates.rights import has_ended, read_status
 from shmload._templates.start import start_template
 
@@ -86,7 +86,7 @@ def templates() -> Iterator[Template]:
 
 def template_at(path: str) -> Template | None:
     """Return the template that answers at a socket, or is stopped; None if there is none."""
-    answer = _ask(path, Look())
+    answer = _ask(path, Look(0))
     if isinstance(answer, int):
         return Template("?", answer, "stopped", 0, 0.0, _memory_of(answer), (), (), (), path)
     if answer is None:
@@ -123,7 +123,7 @@ def tell_all(noted: Noted) -> None:
 
 def keep(path: str) -> bool:
     """Tell whether a template at a socket takes programs, and have it not end from idleness."""
-    answer = _ask(path, Keep())
+    answer = _ask(path, Look(1))
     return isinstance(answer, About) and not answer.is_draining
 
 

@@ -7,7 +7,7 @@
     caller ── Go ────────────────────────▶  program
     caller ◀─ Stopped, Ended ── template    program ── Sets, Leaves ──▶ caller
 
-Each is a frozen value with typed fields, and crosses as a list: version, name, fields. They are no
+Each is a value with typed fields, and crosses as a list: version, name, fields. They are no
 dataclasses, since that module takes longer to import than a program takes to start here.
 """
 
@@ -15,8 +15,8 @@ from shmload._templates import wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any, ClassVar, TypeVar, dataclass_transform
+    from collections.abc import Iterator, Sequence
+    from typing import Any, TypeVar, dataclass_transform
 
     M = TypeVar("M", bound="Message")
 else:
@@ -26,53 +26,34 @@ else:
         return lambda kind: kind
 
 
-VERSION = 6
+VERSION = 7
 """Changes with any message. A template of another version is not spoken with."""
 
 
 @dataclass_transform(frozen_default=True)
 class Message:
-    """A frozen value; its fields are the annotations of its class, in their order.
+    """A value that is not changed; its fields are the annotations of its class, in their order.
 
     Fields are of the kinds int, str, bytes, a message, and lists of these.
     """
 
-    __slots__ = ()
-    _names: "ClassVar[tuple[str, ...]]" = ()
-
     def __init__(self, *values: "Any", **named: "Any") -> None:
-        names = self._names
-        given = dict(zip(names, values, strict=False)) | named
-        if len(values) + len(named) != len(names) or given.keys() != set(names):
+        names = type(self).__annotations__
+        vars(self).update(zip(names, values, strict=False), **named)
+        if len(values) + len(named) != len(names) or vars(self).keys() != names.keys():
             raise TypeError(f"{type(self).__name__} has the fields {', '.join(names)}")
-        for name in names:
-            object.__setattr__(self, name, given[name])
 
-    def __init_subclass__(cls) -> None:
-        cls._names = tuple(cls.__annotations__)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__} is frozen")
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.values() == other.values()
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
+    def __iter__(self) -> "Iterator[Any]":
+        return (getattr(self, name) for name in type(self).__annotations__)
 
     def __repr__(self) -> str:
-        fields = zip(self._names, self.values(), strict=True)
+        fields = zip(type(self).__annotations__, self, strict=True)
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in fields)})"
-
-    def values(self) -> "list[Any]":
-        """Return the fields' values, in their order."""
-        return [getattr(self, name) for name in self._names]
 
 
 class Standing(Message):
     """How a caller stands with the kernel, as far as only it can say; `taking` reads the rest."""
 
-    __slots__ = ("blocked", "ignored", "is_subreaper", "timer_slack", "umask")
     blocked: int
     ignored: int
     timer_slack: str
@@ -92,7 +73,6 @@ class Program(Message):
         prepares: 1 if pipelines may be loaded ahead for it, see `pipelines`.
     """
 
-    __slots__ = ("arguments", "flags", "kind", "prepares", "redirect", "value")
     kind: str
     value: bytes
     arguments: list[bytes]
@@ -106,6 +86,7 @@ class Call(Message):
 
     Fields:
         program: see there.
+        name: what all runs of this program have in common.
         facts: what the template must have in common with the caller, see `kind`.
         settings: the variables that the program is going to set, see `settings`.
         fds: the numbers of the descriptors that the program inherits.
@@ -114,8 +95,8 @@ class Call(Message):
         is_verbose: 1 if the caller's user is told why a program is not run here.
     """
 
-    __slots__ = ("facts", "fds", "group", "is_verbose", "program", "settings", "standing")
     program: Program
+    name: str
     facts: str
     settings: list[list[str]]
     fds: list[int]
@@ -127,8 +108,6 @@ class Call(Message):
 class SendFds(Message):
     """The spare is there, and takes the descriptors: the directory, then those of `Call.fds`."""
 
-    __slots__ = ()
-
 
 class Fds(Message):
     """Carries the descriptors, and what the template must not know.
@@ -137,7 +116,6 @@ class Fds(Message):
         environ: the caller's first variables, as /proc/PID/environ has them.
     """
 
-    __slots__ = ("environ",)
     environ: bytes
 
 
@@ -150,7 +128,6 @@ class Ready(Message):
         template: the process that tells of its end: the template, or a branch.
     """
 
-    __slots__ = ("group", "pid", "template")
     pid: int
     group: int
     template: int
@@ -158,8 +135,6 @@ class Ready(Message):
 
 class Go(Message):
     """The program shall run."""
-
-    __slots__ = ()
 
 
 class Refused(Message):
@@ -170,7 +145,6 @@ class Refused(Message):
         is_replaceable: 1 if a template that this caller starts could run it.
     """
 
-    __slots__ = ("is_replaceable", "reason")
     reason: str
     is_replaceable: int
 
@@ -178,41 +152,35 @@ class Refused(Message):
 class Sets(Message):
     """The program has set variables before its first import, see `settings`."""
 
-    __slots__ = ("settings",)
     settings: list[list[str]]
 
 
 class Leaves(Message):
     """The program ends with this code, unless something happens to it meanwhile."""
 
-    __slots__ = ("code",)
     code: int
 
 
 class Stopped(Message):
     """The program has stopped, by this signal."""
 
-    __slots__ = ("signal",)
     signal: int
 
 
 class Ended(Message):
     """The program has ended, with this status of `os.waitpid`."""
 
-    __slots__ = ("status",)
     status: int
 
 
 class Look(Message):
-    """Asks a template what it is."""
+    """Asks a template what it is.
 
-    __slots__ = ()
+    Fields:
+        is_use: 1 if that counts as a use: the template is held ready.
+    """
 
-
-class Keep(Message):
-    """Asks a template what it is, and to count that as a use: it is held ready."""
-
-    __slots__ = ()
+    is_use: int
 
 
 class Noted(Message):
@@ -226,7 +194,6 @@ class Noted(Message):
         is_stale: 1 if that had the last one, but not as it is now.
     """
 
-    __slots__ = ("is_stale", "modules", "parent", "program", "requests")
     program: str
     requests: list[str]
     modules: list[str]
@@ -247,7 +214,6 @@ class State(Message):
             empty.
     """
 
-    __slots__ = ("is_ready", "loaded", "nbytes", "programs", "reason", "spare")
     is_ready: int
     loaded: int
     nbytes: int
@@ -268,7 +234,6 @@ class AboutBranch(Message):
         reason: why there is none; else empty.
     """
 
-    __slots__ = ("nbytes", "pid", "reason", "requests", "spare", "state")
     pid: int
     state: str
     nbytes: int
@@ -291,9 +256,6 @@ class About(Message):
         left_out: the modules that it was to import and has not, each with the reason.
     """
 
-    __slots__ = (
-        *("branches", "idle_ms", "is_draining", "left_out", "name", "pid", "programs", "spare"),
-    )
     pid: int
     name: str
     programs: int
@@ -307,8 +269,6 @@ class About(Message):
 class End(Message):
     """Asks a template to take no more programs, and to end with its last one."""
 
-    __slots__ = ()
-
 
 def send(
     channel: "wire.Socket", message: Message, fds: "Sequence[int]" = (), *, waits: bool = True
@@ -319,7 +279,8 @@ def send(
         OSError: the other side is gone, or does not take it in the socket's timeout, or it is
             larger than the kernel takes.
     """
-    wire.send(channel, [VERSION, type(message).__name__, _plain(message)], fds, waits=waits)
+    raw = wire.pack([VERSION, type(message).__name__, message])
+    wire.send(channel, raw, fds, waits=waits)
 
 
 def receive(channel: "wire.Socket", *kinds: "type[M]") -> "tuple[M, list[int]] | None":
@@ -332,46 +293,21 @@ def receive(channel: "wire.Socket", *kinds: "type[M]") -> "tuple[M, list[int]] |
     found = wire.receive(channel)
     if found is None:
         return None
-    value, fds = found
+    raw, fds = found
     try:
-        return _message(value, kinds), fds
-    except wire.NotUnderstood:
+        return _message(raw, kinds), fds
+    except ValueError as exc:
         wire.close(fds)
-        raise
+        raise wire.NotUnderstood(str(exc)) from exc
 
 
-def _plain(value: "Any") -> "Any":
-    if isinstance(value, Message):
-        value = value.values()
-    return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
-def _message(value: "Any", kinds: "tuple[type[M], ...]") -> "M":
-    match value:
-        case [int(version), str(), list()] if version != VERSION:
-            raise wire.NotUnderstood(f"it speaks version {version} of the messages, not {VERSION}")
-        case [_, str(name), list(fields)]:
-            for kind in kinds:
-                if kind.__name__ == name:
-                    return _build(kind, fields)
+def _message(raw: bytes, kinds: "tuple[type[M], ...]") -> "M":
+    version, *rest = wire.split(raw)
+    if version != b"%d" % VERSION:
+        raise wire.NotUnderstood(f"it speaks version {version!r} of the messages, not {VERSION}")
+    name, fields = rest
+    for kind in kinds:
+        if kind.__name__.encode() == name:
+            message: M = wire.unpack(fields, kind)
+            return message
     raise wire.NotUnderstood("it is no message that is expected here")
-
-
-def _build(kind: "type[M]", fields: "list[Any]") -> "M":
-    wanted = [kind.__annotations__[name] for name in kind._names]
-    if len(fields) != len(wanted):
-        raise wire.NotUnderstood(f"{kind.__name__} has {len(wanted)} fields, not {len(fields)}")
-    return kind(*map(_typed, fields, wanted))
-
-
-def _typed(value: "Any", wanted: "Any") -> "Any":
-    """Return a field's value if it is of its kind."""
-    if wanted in (int, str, bytes):
-        if type(value) is wanted:
-            return value
-    elif isinstance(value, list):
-        if hasattr(wanted, "__args__"):  # list[...]
-            (inner,) = wanted.__args__
-            return [_typed(item, inner) for item in value]
-        return _build(wanted, value)
-    raise wire.NotUnderstood(f"{value!r:.80} is not of the kind of its field")

@@ -12,7 +12,7 @@ from shmload._templates import kind, messages, place, wire
 from shmload._templates.copies import Unfit, in_copy
 from shmload._templates.freshness import Freshness
 from shmload._templates.imports import require_fitness
-from shmload._templates.messages import Noted, Program
+from shmload._templates.messages import Noted
 from shmload._templates.neutral import Snapshot, settings
 from shmload._templates.recorder import Recorder
 from shmload._templates.stash import Stash
@@ -166,18 +166,19 @@ class Pipelines:
 
     # In a program ---------------------------------------------------------------------------------
 
-    def begin(self, program: Program) -> None:
+    def begin(self, name: str, *, prepares: bool) -> None:
         """Have a program take what is loaded, and tell of its loads.
 
         Args:
-            program: as it was called, in its directory.
+            name: of the program.
+            prepares: it takes and tells; else neither.
         """
         if self._door is None:
             return
-        if not program.prepares:
+        if not prepares:
             self._door.drop()
             return
-        self._program = name_of(program, os.getcwd())
+        self._program = name
         self._template = os.getppid()
         self._door.on_load = self._tell
         self._door.hidden = self._stash
@@ -205,19 +206,6 @@ def tell(path: str, noted: Noted) -> None:
             messages.send(channel, noted)
         finally:
             channel.close()
-
-
-def name_of(program: Program, folder: str) -> str:
-    """Return what two runs of the same program have in common.
-
-    Args:
-        program: as it was called.
-        folder: its directory.
-    """
-    value = os.fsdecode(program.value)
-    if program.kind == "script":
-        value = os.path.normpath(os.path.join(folder, value))
-    return f"{folder}\n{program.kind}\n{value}"
 
 
 def _require_libraries(names: Collection[str], known: Collection[str]) -> None:

@@ -22,10 +22,6 @@ _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time",
 _SO_PEERPIDFD = 77
 
 
-class PeerDiffers(Exception):
-    """A peer may do other things than this process; str says which."""
-
-
 def rights_of(pid: int | str = "self") -> dict[str, object]:
     """Return what a process may do, as named values that two processes can be compared by.
 
@@ -65,46 +61,51 @@ class Peer:
     """The process at the other end of a socket, held so that its number stays its own.
 
     Args:
-        channel: the socket, on which it has connected.
+        channel: the socket, on which it has connected; owned by this, also if it raises.
 
     Raises:
         OSError: it has ended.
     """
 
     def __init__(self, channel: "wire.Socket") -> None:
+        self.channel = channel
         self.pid, self.user, _ = wire.peer_of(channel)
         try:
-            self.fd = channel.getsockopt(
-                _socket.SOL_SOCKET, _SO_PEERPIDFD
-            )  # of the very process that connected
+            try:
+                # Of the very process that connected.
+                self.fd = channel.getsockopt(_socket.SOL_SOCKET, _SO_PEERPIDFD)
+            except OSError:
+                self.fd = os.pidfd_open(self.pid)
         except OSError:
-            self.fd = os.pidfd_open(self.pid)
+            channel.close()
+            raise
         os.set_inheritable(self.fd, False)
 
     def close(self) -> None:
-        """Let it go."""
+        """Part from it."""
+        self.channel.close()
         os.close(self.fd)
 
-    def require_equal(self, own: dict[str, object]) -> None:
-        """Check that it may do what this process may do, and no less.
+    def how_it_differs(self, own: dict[str, object]) -> str:
+        """Say why it may not do what this process may do, and no less; empty if it may.
 
         Args:
             own: `rights_of` this process.
-
-        Raises:
-            PeerDiffers: it may not, or that cannot be known.
         """
+        if self.user != os.geteuid():
+            return "it is another user's"
         try:
             found = rights_of(self.pid)
         except OSError as exc:
-            raise PeerDiffers(f"what it may do cannot be read: {exc}") from exc
+            return f"what it may do cannot be read: {exc}"
         if has_ended(self.fd):  # what was read may be of another process with its number
-            raise PeerDiffers("it has ended")
+            return "it has ended"
         for name, wanted in own.items():
             if found.get(name) != wanted:
-                raise PeerDiffers(f"it differs from the template in {name}")
+                return f"it differs from the template in {name}"
         if not _are_of_the_container(found):
-            raise PeerDiffers("it has a filter of system calls of its own, or no_new_privs")
+            return "it has a filter of system calls of its own, or no_new_privs"
+        return ""
 
 
 def has_ended(pidfd: int) -> bool:

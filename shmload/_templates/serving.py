@@ -4,14 +4,26 @@ import contextlib
 import os
 import select
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
-from shmload._templates import wire
-from shmload._templates.messages import Call
-from shmload._templates.programs import Programs, Running
+from shmload._templates import leaving, messages, wire
+from shmload._templates.copies import Unfit
+from shmload._templates.messages import Call, Ended, Message, Stopped
 from shmload._templates.rights import Peer
-from shmload._templates.spares import Spares
+
+_MAX_LOST = 3
+# When no process can be started, the next attempt is made after this time.
+_PAUSE_S = 1.0
+
+
+class Born(BaseException):
+    """This process is a program from now on: leave the template's frames, and call `run`."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        super().__init__()
+        self.run = run
 
 
 class Serving:
@@ -32,20 +44,18 @@ class Serving:
         self.programs = Programs(self.poll)
         self.spares = Spares(become)
 
-    def start(self, call: Call, channel: wire.Socket, peer: Peer) -> None:
+    def start(self, call: Call, peer: Peer) -> None:
         """Have the spare become a program.
 
         Args:
             call: of the program.
-            channel: the caller's socket, owned by this from now on, unless it raises.
-            peer: the caller, likewise.
+            peer: its caller, owned by this from now on, unless it raises.
 
         Raises:
             OSError: no process can be started.
             Born: in a copy.
         """
-        pid = self.spares.hand_over(call, (channel.fileno(), peer.fd))
-        self.programs.add(pid, Running(channel, peer))
+        self.programs.add(self.spares.hand_over(call, peer), peer)
         self.spares.fork()
 
     def reap(self) -> list[int]:
@@ -64,3 +74,168 @@ class Serving:
             if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
                 ended.append(pid)
                 self.spares.has_ended(pid)
+
+
+class Spares:
+    """Keeps one spare, as far as the system has room for it.
+
+    Args:
+        become: see `Serving`.
+    """
+
+    def __init__(self, become: Callable[[wire.Socket], Callable[[], Any]]) -> None:
+        self._become = become
+        self.pid = 0
+        """Process id of the spare; 0 if there is none."""
+        self._orders: wire.Socket | None = None
+        self._lost = 0
+        """Spares that ended before they were used, since one was."""
+        self._again_at = 0.0
+
+    def fork(self) -> None:
+        """Fork a spare; if that is not possible now, try again later.
+
+        Raises:
+            Born: in the copy, once it is a program.
+        """
+        self._again_at = 0.0
+        try:
+            pid, channel = wire.fork()
+        except OSError:  # too many processes, or no memory
+            self._again_at = time.monotonic() + _PAUSE_S
+            return
+        if pid == 0:
+            raise Born(self._become(channel))
+        self._orders, self.pid = channel, pid
+
+    def hand_over(self, call: Call, caller: Peer) -> int:
+        """Have the spare become a program; return its process id.
+
+        Args:
+            call: of the program.
+            caller: stays the calling code's.
+
+        Raises:
+            OSError: there is no spare, and none can be forked.
+            Born: in the copy, if it had to be forked first.
+        """
+        if self._orders is None:
+            self.fork()
+        if self._orders is None:
+            raise BlockingIOError(0, "no process or no memory is left")
+        messages.send(self._orders, call, (caller.channel.fileno(), caller.fd), waits=False)
+        self._lost, pid = 0, self.pid
+        self.forget()
+        return pid
+
+    def has_ended(self, pid: int) -> None:
+        """Replace the spare if it was this process.
+
+        Raises:
+            Unfit: spares end again and again before they are used.
+            Born: in the next one.
+        """
+        if pid != self.pid:
+            return
+        self._lost += 1
+        self.forget()
+        if self._lost > _MAX_LOST:
+            raise Unfit("its copies end before they are used")
+        self.fork()
+
+    def end(self) -> None:
+        """End the spare; there is none from now on."""
+        self._again_at = 0.0
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)  # a child that is not reaped yet
+        self.forget()
+
+    def forget(self) -> None:
+        """Leave the spare to itself, or in a copy to the process that has forked it."""
+        if self._orders:
+            self._orders.close()
+        self._orders, self.pid = None, 0
+
+    def wait_s(self) -> float | None:
+        """Return in how many seconds `tend` has something to do; None for never."""
+        return max(0.0, self._again_at - time.monotonic()) if self._again_at else None
+
+    def tend(self) -> None:
+        """Try again where no spare could be forked."""
+        if self._again_at and self._again_at <= time.monotonic():
+            self.fork()
+
+
+class Programs:
+    """Tells callers what becomes of their programs, and programs when their caller is gone.
+
+    Args:
+        poll: of the template; told of the sockets to watch.
+    """
+
+    def __init__(self, poll: select.poll) -> None:
+        self._poll = poll
+        self._callers: dict[int, Peer] = {}
+        """By process of the program."""
+
+    def __len__(self) -> int:
+        return len(self._callers)
+
+    def add(self, pid: int, caller: Peer) -> None:
+        """Watch over a program from now on.
+
+        Args:
+            pid: its process, a child of this one.
+            caller: owned by this.
+        """
+        self._callers[pid] = caller
+        self._poll.register(caller.channel.fileno(), 0)  # its end is always told
+
+    def close_all(self) -> None:
+        """Close all sockets, in a copy of the template, which has nothing to do with them."""
+        for caller in self._callers.values():
+            caller.close()
+
+    def child_has_changed(self, pid: int, status: int) -> None:
+        """Pass on what `os.waitpid` says of a child, be it a program or not."""
+        caller = self._callers.get(pid)
+        if caller is None:
+            return
+        if os.WIFSTOPPED(status):
+            _tell(caller, Stopped(os.WSTOPSIG(status)))
+        elif os.WIFCONTINUED(status):
+            with contextlib.suppress(ProcessLookupError):  # its caller has stopped with it
+                signal.pidfd_send_signal(caller.fd, signal.SIGCONT)
+        else:
+            leaving.live_without(caller.channel)  # what it has started goes on
+            _tell(caller, Ended(status))
+            self._forget(pid)
+
+    def end_if_lost(self, fd: int) -> None:
+        """End the program whose caller has gone, if this is the caller's socket."""
+        for pid, caller in list(self._callers.items()):
+            # The number may be that of another caller since.
+            if caller.channel.fileno() == fd and _is_gone(fd):
+                os.kill(pid, signal.SIGKILL)  # a child that is not reaped yet
+                with contextlib.suppress(ProcessLookupError):  # it is in its caller's group
+                    os.killpg(pid, signal.SIGKILL)
+                self._forget(pid)
+
+    def _forget(self, pid: int) -> None:
+        caller = self._callers.pop(pid)
+        self._poll.unregister(caller.channel.fileno())
+        caller.close()
+
+
+def _tell(caller: Peer, message: Message) -> None:
+    # A caller that has stopped reads nothing, and must not delay the others; what it does not get
+    # it learns from the end of its socket and from the kernel.
+    with contextlib.suppress(OSError):
+        messages.send(caller.channel, message, waits=False)
+
+
+def _is_gone(fd: int) -> bool:
+    """Tell whether the other side has closed."""
+    poll = select.poll()
+    poll.register(fd, 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))

@@ -21,7 +21,8 @@ def read_settings(program: "Program") -> list[list[str]]:
     """Return what a program has set last time: names with their values, or alone if removed."""
     found = place.read_note(_key(program), _NOTE)
     try:
-        return wire.decode(found.encode("latin-1")) if found else []
+        found_: list[list[str]] = wire.unpack((found or "").encode("latin-1"), list[list[str]])
+        return found_
     except ValueError:  # half written
         return []
 
@@ -34,7 +35,7 @@ def write_settings(program: "Program", settings: list[list[str]]) -> None:
         PlaceUnsafe: see `place`.
     """
     if settings:
-        place.write_note(_key(program), _NOTE, wire.encode(settings).decode("latin-1"))
+        place.write_note(_key(program), _NOTE, wire.pack(settings).decode("latin-1"))
     else:
         place.remove_note(_key(program), _NOTE)
 
@@ -55,8 +56,13 @@ def differences(before: "Mapping[str, str]", after: "Mapping[str, str]") -> list
     return [[name, after[name]] if name in after else [name] for name in changed]
 
 
-def _key(program: "Program") -> str:
+def name_of(program: "Program") -> str:
+    """Return what all runs of a program in this directory have in common."""
     value = os.fsdecode(program.value)
     if program.kind == "script":
         value = os.path.abspath(value)
-    return kind.key_of(f"{os.getcwd()}\n{program.kind}\n{value}")
+    return f"{os.getcwd()}\n{program.kind}\n{value}"
+
+
+def _key(program: "Program") -> str:
+    return kind.key_of(name_of(program))

@@ -136,7 +136,7 @@ class Spare:
                   "see that; run it with python", file=sys.stderr)  # fmt: skip
 
         self._stash.when_too_late(start_over)
-        self._pipelines.begin(call.program)
+        self._pipelines.begin(call.name, prepares=bool(call.program.prepares))
         renew_streams()
         self._renewal.renew_places()
         run = prepare(call.program, self._stash)

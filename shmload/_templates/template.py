@@ -33,14 +33,14 @@ from shmload._templates.branches import Branches
 from shmload._templates.connections import Connections, Question, refuse
 from shmload._templates.freshness import Freshness
 from shmload._templates.imports import Imports
-from shmload._templates.messages import About, Call, End, Keep, Noted
+from shmload._templates.messages import About, Call, End, Look, Noted
 from shmload._templates.notes import Requests
-from shmload._templates.pipelines import Pipelines, name_of
+from shmload._templates.pipelines import Pipelines
 from shmload._templates.recorder import Recorder
 from shmload._templates.renewal import Renewal
-from shmload._templates.serving import Serving
+from shmload._templates.rights import Peer, rights_of
+from shmload._templates.serving import Born, Serving
 from shmload._templates.spare import Spare
-from shmload._templates.spares import Born
 from shmload._templates.stash import Stash
 
 IDLE_S = 1800.0
@@ -137,6 +137,7 @@ class Template:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._freshness = Freshness()
+        self._rights = rights_of()
         self._group = cgroups.leave_or_find()
         self._serving = serving = Serving(self._become_program)
         self._programs, self._spares = serving.programs, serving.spares
@@ -173,9 +174,9 @@ class Template:
                     self._used = time.monotonic()
                 else:
                     self._programs.end_if_lost(fd)
-                    question = self._connections.question_at(fd)
-                    if question:
-                        self._answer(question)
+                    asked = self._connections.question_at(fd)
+                    if asked:
+                        self._answer(*asked)
 
     def _wait_ms(self) -> float:
         times = [_LOOK_AROUND_S, self._connections.wait_s(), self._spares.wait_s(),
@@ -224,67 +225,65 @@ class Template:
             self._branches.close_all()
             self._programs.close_all()
 
-    def _answer(self, question: Question) -> None:
-        match question.message:
+    def _answer(self, question: Question, peer: Peer) -> None:
+        reason = self._why_not(question, peer)
+        if reason:
+            refuse(peer, reason, is_replaceable=self._is_draining)
+            return
+        match question:
             case Call():
-                self._start(question.message, question)
+                self._start(question, peer)
                 return
             case End():
                 self._drain()
-            case Noted() as noted:
-                self._note(noted)
-            case _:
+            case Noted(program=""):
+                self._branches.read_warmed()
+            case Noted() if question.requests:
+                self._branches.note(question)
+            case Look():
                 idle_ms = int(1000 * (time.monotonic() - self._used))
                 programs = len(self._programs) + self._branches.programs
                 about = About(os.getpid(), self._identity.name, programs, idle_ms,
                               int(self._is_draining), self._spares.pid, self._branches.about(),
                               self._left_out)  # fmt: skip
-                if isinstance(question.message, Keep):
+                if question.is_use:
                     self._used = time.monotonic()
                 with contextlib.suppress(OSError):
-                    messages.send(question.channel, about, waits=False)
-        question.close()
+                    messages.send(peer.channel, about, waits=False)
+        peer.close()
 
-    def _start(self, call: Call, question: Question) -> None:
-        """Hand a program to the spare, or refuse it."""
-        self._used = time.monotonic()
-        refusal = self._refusal(call)
-        if not refusal:
-            if self._goes_to_branch(call, question):
-                question.close()
-                return
-            try:
-                self._serving.start(call, question.channel, question.peer)
-                return
-            except OSError as exc:
-                refusal = f"the template cannot start a process: {exc}"
-        refuse(question.channel, refusal, is_replaceable=self._is_draining)
-        question.close()
+    def _why_not(self, question: Question, peer: Peer) -> str:
+        """Say why a process may not use this template; empty if it may.
 
-    def _goes_to_branch(self, call: Call, question: Question) -> bool:
-        """Hand a program to the branch that has its pipelines, if there is one."""
-        try:
-            folder = os.readlink(f"/proc/{question.peer.pid}/cwd")
-        except OSError:  # the caller has ended
-            return False
-        return self._branches.hand_over(call, name_of(call.program, folder), question.channel)
-
-    def _note(self, noted: Noted) -> None:
-        """Note which pipelines a program has loaded."""
-        if not noted.program:
-            self._branches.read_warmed()
-        elif noted.requests:
-            self._branches.note(noted)
-
-    def _refusal(self, call: Call) -> str | None:
+        All processes of this user may look at it and end it. One with other rights may neither run
+        a program here nor say what one has loaded.
+        """
+        is_call = isinstance(question, Call)
+        if is_call or isinstance(question, Noted) or peer.user != os.geteuid():
+            difference = peer.how_it_differs(self._rights)
+            if difference:
+                return f"this process may not use the template: {difference}"
+        if not isinstance(question, Call):
+            return ""
         if self._is_draining:
             return "the template takes no more programs"
-        if call.facts != self._identity.facts:
+        if question.facts != self._identity.facts:
             return "this process differs from the template"
         if self._freshness.is_lost():
             self._drain()
             return "stale: a package has changed"
-        return None
+        return ""
+
+    def _start(self, call: Call, peer: Peer) -> None:
+        """Hand a program to the branch that has its pipelines, or else to the spare."""
+        self._used = time.monotonic()
+        if self._branches.hand_over(call, peer.channel):
+            peer.close()
+            return
+        try:
+            self._serving.start(call, peer)
+        except OSError as exc:
+            refuse(peer, f"the template cannot start a process: {exc}")
 
     def _end_soon(self, *_: object) -> None:
         self._is_told_to_end = True

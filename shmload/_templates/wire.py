@@ -1,8 +1,14 @@
-"""Packets of a Unix socket, with descriptors: values of a few kinds, as bytes.
+"""Packets of a Unix socket, with descriptors: values of known kinds, as bytes.
 
-Guarantee: nothing is unpickled, every length has a limit, and bytes that are no value of these
-kinds are a `NotUnderstood`. A packet arrives whole or not at all. What the packets say is in
+Each value is its length, a colon, and its bytes; a list is its items, a message its fields. What
+kind a value has, the reader knows beforehand.
+
+Guarantee: nothing is unpickled, a packet has a limit, and bytes that are no value of the wanted
+kind are a `NotUnderstood`. A packet arrives whole or not at all. What the packets say is in
 `messages`.
+
+Not `marshal`: it is for trusted bytes, and a process that one has confined under the same user id
+may listen at a socket, ask a template what it is, or be a program that has dropped its rights.
 
 Everything that starts a program imports this first, so it imports little: not `socket` and `json`,
 which take longer than all that a caller does.
@@ -22,8 +28,7 @@ MAX_FDS = 250
 """Descriptors that one packet can carry; the kernel's limit is 253."""
 
 _MAX_NBYTES = 1 << 20
-_MAX_DEPTH = 5
-_MAX_ITEMS = 1 << 16
+_MAX_DIGITS = 7
 _FD_NBYTES = 4
 _PEER_NBYTES = 12
 
@@ -35,53 +40,57 @@ class NotUnderstood(ValueError):
 # Values -----------------------------------------------------------------------------------------
 
 
-def encode(value: "Any") -> bytes:
-    """Return the bytes of a value: an int, str or bytes, or a list or tuple of values."""
+def pack(value: "Any") -> bytes:
+    """Return the bytes of a value: an int, str or bytes, or a list of values, or a message."""
     match value:
         case int():
-            return b"i%d;" % value
-        case str():
-            # Names of files and variables may be no UTF-8; they cross unchanged.
-            raw = value.encode("utf-8", "surrogateescape")
-            return b"s%d;%b" % (len(raw), raw)
+            return b"%d" % value
+        case str():  # names of files and variables may be no UTF-8; they cross unchanged
+            return value.encode("utf-8", "surrogateescape")
         case bytes():
-            return b"b%d;%b" % (len(value), value)
-        case list() | tuple():
-            return b"l%d;%b" % (len(value), b"".join(map(encode, value)))
-    raise TypeError(f"{type(value).__name__} cannot be sent")
+            return value
+    return b"".join(b"%d:%b" % (len(item), item) for item in map(pack, value))
 
 
-def decode(raw: bytes) -> "Any":
-    """Return the value that these bytes are; lists come as lists.
+def unpack(raw: bytes, kind: "Any") -> "Any":
+    """Return the value that these bytes are.
+
+    Args:
+        raw: the bytes.
+        kind: of the value: int, str, bytes, a message's class, or a list of one of these.
 
     Raises:
-        NotUnderstood: they are none, or more than one.
+        ValueError: they are no such value.
     """
-    value, end = _decode_at(raw, 0, _MAX_DEPTH)
-    if end != len(raw):
-        raise NotUnderstood("a packet has bytes after its end")
-    return value
+    if kind is str:
+        return raw.decode("utf-8", "surrogateescape")
+    if kind in (int, bytes):
+        return kind(raw)
+    items = split(raw)
+    if hasattr(kind, "__args__"):  # list[...]
+        return [unpack(item, kind.__args__[0]) for item in items]
+    fields = kind.__annotations__.values()
+    if len(items) != len(fields):
+        raise NotUnderstood(f"{kind.__name__} has {len(fields)} fields, not {len(items)}")
+    return kind(*map(unpack, items, fields))
 
 
-def _decode_at(raw: bytes, start: int, depth: int) -> "tuple[Any, int]":
-    """Return the value that begins here, and where it ends."""
-    kind, end = raw[start : start + 1], raw.find(b";", start, start + 24)
-    digits = raw[start + 1 : end]
-    if end < 0 or not digits.removeprefix(b"-").isdigit():
-        raise NotUnderstood("a packet holds no value")
-    number, end = int(digits), end + 1
-    if kind == b"i":
-        return number, end
-    if kind == b"l" and depth and 0 <= number <= _MAX_ITEMS:
-        items = []
-        for _ in range(number):
-            item, end = _decode_at(raw, end, depth - 1)
-            items.append(item)
-        return items, end
-    content = raw[end : end + number]
-    if kind not in (b"s", b"b") or number < 0 or len(content) != number:
-        raise NotUnderstood("a packet was cut off, or holds no value")
-    return (content.decode("utf-8", "surrogateescape") if kind == b"s" else content), end + number
+def split(raw: bytes) -> list[bytes]:
+    """Return the bytes of each item of a list, or of each field of a message.
+
+    Raises:
+        NotUnderstood: they are neither.
+    """
+    items, at = [], 0
+    while at < len(raw):
+        start = raw.find(b":", at, at + _MAX_DIGITS + 1) + 1
+        if not start or not raw[at : start - 1].isdigit():
+            raise NotUnderstood("a packet holds no value")
+        at = start + int(raw[at : start - 1])
+        items.append(raw[start:at])
+    if at != len(raw):
+        raise NotUnderstood("a packet was cut off")
+    return items
 
 
 # Sockets ----------------------------------------------------------------------------------------
@@ -97,34 +106,52 @@ def pair() -> "tuple[Socket, Socket]":
     return _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
 
 
+def fork() -> "tuple[int, Socket]":
+    """Fork; return the process id, which is 0 in the copy, and a socket to the other process.
+
+    Raises:
+        OSError: no descriptor, no process or no memory is left.
+    """
+    ours, theirs = pair()
+    try:
+        pid = os.fork()
+    except OSError:
+        ours.close()
+        theirs.close()
+        raise
+    kept, other = (ours, theirs) if pid else (theirs, ours)
+    other.close()
+    return pid, kept
+
+
 def take(fd: int) -> "Socket":
     """Return the socket of a descriptor, which it owns from now on."""
     return _socket.socket(fileno=fd)
 
 
-def send(channel: "Socket", value: "Any", fds: "Sequence[int]" = (), *, waits: bool = True) -> None:
-    """Send a value and descriptors, as one packet.
+def send(channel: "Socket", raw: bytes, fds: "Sequence[int]" = (), *, waits: bool = True) -> None:
+    """Send bytes and descriptors, as one packet.
 
     Args:
         channel: where to.
-        value: see `encode`.
+        raw: the bytes; none are the end.
         fds: the descriptors; they stay this process's too.
         waits: until there is room for it, within the socket's timeout.
 
     Raises:
         OSError: the other side is gone, or the packet is larger than the kernel takes.
     """
-    raw = b"".join(fd.to_bytes(_FD_NBYTES, "little") for fd in fds)
-    control = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, raw)] if fds else []
-    channel.sendmsg([encode(value)], control, 0 if waits else _socket.MSG_DONTWAIT)
+    rights = b"".join(fd.to_bytes(_FD_NBYTES, "little") for fd in fds)
+    control = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)] if fds else []
+    channel.sendmsg([raw], control, 0 if waits else _socket.MSG_DONTWAIT)
 
 
-def receive(channel: "Socket") -> "tuple[Any, list[int]] | None":
-    """Return the next value and its descriptors, which are the caller's; None at the end.
+def receive(channel: "Socket") -> tuple[bytes, list[int]] | None:
+    """Return the next packet and its descriptors, which are the caller's; None at the end.
 
     Raises:
         OSError: nothing came in the socket's timeout.
-        NotUnderstood: it is no value, or descriptors were lost.
+        NotUnderstood: it is longer than any message, or descriptors were lost.
     """
     try:
         raw, control, flags, _ = channel.recvmsg(
@@ -139,16 +166,12 @@ def receive(channel: "Socket") -> "tuple[Any, list[int]] | None":
         if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS)
         for at in range(0, len(rights) - len(rights) % _FD_NBYTES, _FD_NBYTES)
     ]
-    if not raw:
-        close(fds)
-        return None
-    try:
-        if flags & (_socket.MSG_CTRUNC | _socket.MSG_TRUNC):
-            raise NotUnderstood("a packet was cut off, or descriptors of it were lost")
-        return decode(raw), fds
-    except ValueError as exc:
-        close(fds)
-        raise NotUnderstood(str(exc)) from exc
+    if raw and not flags & (_socket.MSG_CTRUNC | _socket.MSG_TRUNC):
+        return raw, fds
+    close(fds)
+    if raw:
+        raise NotUnderstood("a packet was cut off, or descriptors of it were lost")
+    return None
 
 
 def close(fds: "Sequence[int]") -> None:

@@ -24,15 +24,9 @@ class Witness:
     """
 
     def __init__(self) -> None:
-        self._channel, theirs = wire.pair()
-        try:
-            self._pid = os.fork()
-        except OSError:
-            wire.close((self._channel.detach(), theirs.detach()))
-            raise
+        self._pid, self._channel = wire.fork()
         if self._pid == 0:
-            _answer(theirs)
-        theirs.close()
+            _answer(self._channel)
         self._channel.settimeout(_ANSWER_TIMEOUT_S)
 
     def fileno(self) -> int:

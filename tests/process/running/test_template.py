@@ -197,7 +197,7 @@ from shmload._templates.messages import Call, Program, Refused, SendFds
 from shmload._templates.standing import own_standing
 program = Program("code", b"pass", [], [], "", 0)
 facts, standing = kind.facts_of_this_process("default"), own_standing()
-call = Call(program, facts, [], [0, 1, 2], 0, standing, 0)
+call = Call(program, "", facts, [], [0, 1, 2], 0, standing, 0)
 channel = wire.open_socket()
 folder = os.open(os.path.dirname(sys.argv[1]), os.O_PATH)
 libc = ctypes.CDLL(None)
@@ -286,7 +286,7 @@ def test_connection_that_says_nothing_delays_no_program(running, template):
 
 
 @pytest.mark.parametrize(
-    "packet", [b"", b"x", b"l3:", b"i1;", wire.encode([1, "Look", []]), wire.encode([2, "Go", []])]
+    "packet", [b"", b"x", b"3:", b"0:00", wire.pack([1, "Look", []]), wire.pack([7, "Go", []])]
 )
 def test_packet_that_is_no_message_is_left_alone(running, template, packet):
     socket = socket_of(running, template)
@@ -337,7 +337,7 @@ def test_another_limit_of_stacks_has_a_template_of_its_own(running, template):
 
 def test_message_of_another_version_is_named():
     ours, theirs = wire.pair()
-    wire.send(ours, [messages.VERSION + 1, "Look", []])
+    wire.send(ours, wire.pack([messages.VERSION + 1, "Look", []]))
     with pytest.raises(wire.NotUnderstood, match="version"):
         messages.receive(theirs, messages.Look)
     ours.close()

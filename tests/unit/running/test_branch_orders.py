@@ -15,9 +15,8 @@ class _Serving:
     def __init__(self):
         self.calls = []
 
-    def start(self, call, channel, peer):
+    def start(self, call, peer):
         self.calls.append(call)
-        channel.close()
         peer.close()
 
 
@@ -34,7 +33,7 @@ def pair():
 
 
 def _call():
-    return Call(Program("code", b"", [], [], "", 1), "", [], [], 0, Standing(0, 0, "", 0, 0), 0)
+    return Call(Program("code", b"", [], [], "", 1), "", "", [], [], 0, Standing(0, 0, "", 0, 0), 0)
 
 
 def test_call_comes_though_the_template_has_closed_its_end(pair):

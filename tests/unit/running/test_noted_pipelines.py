@@ -9,6 +9,7 @@ from shmload._templates.memory import MAX_BRANCHES, branches_to_end, has_room
 from shmload._templates.messages import Program
 from shmload._templates.notes import Notes, note_warmed, warmed
 from shmload._templates.pipelines import Pipelines
+from shmload._templates.settings import name_of
 from shmload.integrations._building import prepared
 
 _MIB = 1 << 20
@@ -33,7 +34,7 @@ def load(program, source):
     """Make a load in a program."""
     modules = {"shmload.integrations._building.prepared": prepared}
     made = Pipelines("key", modules, stash=None, recorder=None)
-    made.begin(Program("script", program, [], [], "", 1))
+    made.begin(name_of(Program("script", program, [], [], "", 1)), prepares=True)
     request = prepared.request_of(source, "bfloat16", True, None)
     assert request is not None
     prepared.note(request, ())
