@@ -21,6 +21,7 @@ from shmload._host.changes import forks_wait
 from shmload._host.files import TEMPORARY_SUFFIX, replacing
 from shmload._host.lock import Lock
 from shmload._host.own_folder import private_path, runtime_folder
+from shmload._host.variables import is_of_import
 
 # The judge's program. The path is the program's, which may have found its packages by changing it.
 _PROGRAM = """
@@ -40,9 +41,6 @@ _LOCK = "lock"
 _TAKEN = "taken"
 # What decides how models are built, other than the path; no secret is among it.
 _VARIABLES = ("DIFFUSERS_", "SHMLOAD_", "TRANSFORMERS_")
-# What interpreter and libraries read beside these.
-_OF_IMPORTS = ("CUDA_", "HF_", "HOME", "LANG", "LC_", "LD_", "MKL_", "OMP_", "PATH", "PYTHON",
-               "PYTORCH_", "TMPDIR", "TORCH", "TZ", "USER", "XDG_")  # fmt: skip
 # More is not kept, nor what no program has asked for again within this time, in seconds.
 _MOST_WAITING = 64
 _MOST_AGE_S = 3600.0
@@ -79,7 +77,9 @@ class Program(msgspec.Struct, frozen=True):
         others = {
             name: value
             for name, value in os.environ.items()
-            if name.startswith(_OF_IMPORTS) and not name.endswith("TOKEN")
+            if (is_of_import(name) or name == "PATH")
+            and not name.startswith(_VARIABLES)
+            and not name.endswith("TOKEN")
         }
         return others | dict(self.variables) | {"_SHMLOAD_JUDGE": own}
 

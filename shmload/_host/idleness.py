@@ -1,12 +1,11 @@
 """Whether the machine has nothing better to do: what work in the background asks first."""
 
-import contextlib
 import os
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
+from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes, memory_stall
 from shmload._wording import format_nbytes
 
 # Above this share of the machine's cores, background work would take from what they share:
@@ -51,7 +50,7 @@ def observe(seconds: float) -> Load:
     busy_then, ticks_then = _ticks()
     cores = os.cpu_count() or 1
     share = (busy_then - busy) / max(1, ticks_then - ticks)
-    return Load(cores, share * cores, free_nbytes(), _stalled())
+    return Load(cores, share * cores, free_nbytes(), memory_stall("some"))
 
 
 def free_nbytes() -> int:
@@ -67,9 +66,3 @@ def _ticks(stat: Path = Path("/proc/stat")) -> tuple[int, int]:
         user, nice, system, idle, waiting, *rest = map(int, file.readline().split()[1:9])
     busy = user + system + sum(rest)
     return busy, busy + nice + idle + waiting
-
-
-def _stalled(pressure: Path = Path("/proc/pressure/memory")) -> float:
-    with contextlib.suppress(OSError, ValueError, IndexError):  # a kernel without it
-        return float(pressure.read_text().split("avg10=")[1].split()[0])
-    return 0.0

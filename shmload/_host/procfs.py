@@ -137,13 +137,39 @@ def private_nbytes(pid: int, proc: Path = Path("/proc")) -> int:
 
     What several map counts in shares. A process that has ended counts as nothing.
     """
-    total = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        rollup = (proc / str(pid) / "smaps_rollup").read_text()
-        total += int(rollup.split("\nPss:")[1].split()[0]) * 1024
+    total = rollup_nbytes(pid, "Pss:", proc)
+    with contextlib.suppress(OSError):
         for child in (proc / str(pid) / "task" / str(pid) / "children").read_text().split():
             total += private_nbytes(int(child), proc)
     return total
+
+
+def rollup_nbytes(pid: int, kind: str, proc: Path = Path("/proc")) -> int:
+    """Return a process's memory of some kind, in bytes; nothing if it has ended.
+
+    Args:
+        pid: its process id.
+        kind: what the lines of smaps_rollup begin with that count: `Pss:` for its share,
+            `Private_` for what it has for itself alone.
+        proc: where the processes are.
+    """
+    try:
+        lines = (proc / str(pid) / "smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024
+
+
+def memory_stall(kind: str, pressure: Path = Path("/proc/pressure/memory")) -> float:
+    """Return how long tasks have waited for memory, in percent of the last ten seconds.
+
+    Args:
+        kind: `some` if one task was enough, `full` if all have waited.
+        pressure: where the kernel says so; one that does not counts as none that waits.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return float(pressure.read_text().split(f"{kind} avg10=")[1].split()[0])
+    return 0.0
 
 
 def cgroup_free_nbytes(

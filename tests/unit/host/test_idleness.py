@@ -32,14 +32,6 @@ def test_time_of_niced_processes_counts_as_idle(tmp_path):
     assert idleness._ticks(stat) == (140, 5960)
 
 
-def test_kernel_without_pressure_tells_no_stall(tmp_path):
-    assert idleness._stalled(tmp_path / "memory") == 0.0
-    (tmp_path / "memory").write_text(
-        "some avg10=12.50 avg60=1.00 avg300=0.00 total=1\nfull avg10=0.00 avg60=0 avg300=0 total=0"
-    )
-    assert idleness._stalled(tmp_path / "memory") == 12.5
-
-
 def test_this_machine_is_observed():
     load = idleness.observe(0.0)
     assert load.cores >= 1
