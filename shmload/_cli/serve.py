@@ -26,7 +26,7 @@ from shmload._service.endpoint import Endpoint, socket_path
 from shmload._service.server import serve
 from shmload._service.state import ServiceState
 from shmload._settings import parse_budget, settings, worker_count
-from shmload._templates.keeper import Keeper
+from shmload._templates.look import Keeper
 from shmload._wording import count_of, format_nbytes, logger_of
 from shmload.errors import (
     ArgumentError,

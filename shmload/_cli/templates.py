@@ -25,7 +25,7 @@ def template_group() -> None:
     """Show, start and end the templates of `shmload run`."""
 
 
-def _templates() -> list[look.Template]:
+def _templates() -> list[look.ListedTemplate]:
     """Return the templates of this user.
 
     Raises:
@@ -37,7 +37,7 @@ def _templates() -> list[look.Template]:
         raise TemplateUnavailable("default", str(exc)) from exc
 
 
-def _stop_of(template: look.Template) -> str:
+def _stop_of(template: look.ListedTemplate) -> str:
     return f"process {template.pid} is stopped by a signal; `kill -CONT {template.pid}`"
 
 

@@ -16,10 +16,10 @@ import select
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from shmload._host.procfs import rollup_nbytes
 from shmload._templates import messages, wire
 from shmload._templates.connections import refuse
 from shmload._templates.copies import Unfit, in_copy
-from shmload._templates.memory import private_nbytes
 from shmload._templates.messages import Call, State
 from shmload._templates.pipelines import Pipelines
 from shmload._templates.rights import Peer
@@ -68,29 +68,29 @@ class Branch:
                 os._exit(0)
             gc.collect()
             gc.freeze()
-        nbytes = private_nbytes(os.getpid())  # its copies share it
+        nbytes = rollup_nbytes(os.getpid(), "Private_")  # its copies share it
         self._serving = serving = Serving(self._become_program)
-        serving.spares.fork()
+        serving.fork()
         poll = serving.poll
         poll.register(self._orders.fileno(), select.POLLIN)
         is_draining = False
         while serving.programs or not is_draining:
-            loaded, programs = self._pipelines.loaded, len(serving.programs)
+            loaded = self._pipelines.loaded
             self._say(
-                State(1, loaded, nbytes, programs, serving.spares.pid, self._pipelines.why_not)
+                State(1, loaded, nbytes, serving.programs, serving.spare, self._pipelines.why_not)
             )
-            wait_s = serving.spares.wait_s()
+            wait_s = serving.wait_s()
             for fd, _ in poll.poll(None if wait_s is None else 1000 * wait_s):
                 if fd == serving.waking:
                     serving.reap()
                 elif fd != self._orders.fileno():
-                    serving.programs.end_if_lost(fd)
+                    serving.end_if_lost(fd)
                 elif not self._take_call():
                     poll.unregister(fd)
                     is_draining = True
-                    serving.spares.end()
+                    serving.end_spare()
             if not is_draining:
-                serving.spares.tend()
+                serving.tend()
         os._exit(0)
 
     def _take_call(self) -> bool:
@@ -119,7 +119,7 @@ class Branch:
 
     def _become_program(self, orders: wire.Socket) -> Callable[[], Any]:
         self._orders.close()
-        self._serving.programs.close_all()
+        self._serving.close_all()
         return self._become(orders)
 
     def _say(self, state: State) -> None:

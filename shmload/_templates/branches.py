@@ -5,22 +5,25 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from shmload._host.idleness import free_nbytes
+from shmload._host.procfs import memory_stall, rollup_nbytes
 from shmload._templates import messages, wire
-from shmload._templates.memory import (
-    MAX_BRANCHES,
-    available_nbytes,
-    branches_to_end,
-    has_room,
-    private_nbytes,
-)
 from shmload._templates.messages import AboutBranch, Call, Noted, State
 from shmload._templates.notes import Notes, Requests, warmed
 from shmload._templates.wire import Socket
 
+MAX_BRANCHES = 4
+# What programs find free in any case.
+_RESERVE_NBYTES = 512 << 20
+# What a branch takes until it has loaded; it was up to 120 MiB.
+_ROOM_NBYTES = 256 << 20
+# All tasks stood still for want of memory, in percent of the last ten seconds. Some wait also where
+# gigabytes are available and fresh pages come slowly.
+_MAX_STALL = 10.0
 # While there are branches, their memory is looked at this often.
 _LOOK_S = 5.0
 _MAX_REFUSED = 64
@@ -33,8 +36,8 @@ _KEPT = '"keep":true'
 
 
 @dataclass
-class _Branch:
-    """A branch that loads, or serves."""
+class _KnownBranch:
+    """A branch as its template knows it."""
 
     pid: int
     channel: Socket
@@ -45,7 +48,7 @@ class _Branch:
     @property
     def nbytes(self) -> int:
         """The memory that goes when it ends, in bytes."""
-        return self.state.nbytes or private_nbytes(self.pid)
+        return self.state.nbytes or rollup_nbytes(self.pid, "Private_")
 
     @property
     def word(self) -> str:
@@ -80,7 +83,7 @@ class Branches:
         self._notes = Notes(key)
         self._wanted = self._notes.all()
         """What programs load together, last used first."""
-        self._running: dict[Requests, _Branch] = {}
+        self._running: dict[Requests, _KnownBranch] = {}
         self._refused: dict[Requests, tuple[str, float]] = {}
         """Why some pipelines have no branch, and until when none is tried."""
         self._renewed: dict[Requests, float] = {}
@@ -130,12 +133,10 @@ class Branches:
         """Note what a program has loaded, and start a branch for the next run."""
         requests = tuple(noted.requests)
         wanted = self._notes.add(noted.program, requests, noted.modules)
-        self._wanted = [wanted, *(each for each in self._wanted if each != wanted)]
+        self._use(wanted)
         for branch in list(self._running.values()):
             if branch.pid == noted.parent and (noted.is_stale or self._may_load(branch, noted)):
                 self._end(branch)
-        if wanted in self._running:
-            self._use(wanted)
 
     def read_warmed(self) -> None:
         """Look again which pipelines `shmload warm` has read."""
@@ -158,15 +159,15 @@ class Branches:
             self._looked = now
             running = self._least_used_first()
             private = [branch.nbytes for branch in running]
-            for branch in running[: branches_to_end(private, available_nbytes())]:
+            for branch in running[: branches_to_end(private, _available_nbytes())]:
                 self._end(branch)
         if not self._can_load or any(not each.state.is_ready for each in self._running.values()):
             return  # one at a time: they leave the processor to programs
-        self._forget_old_refusals(now)
+        self._refused = {k: v for k, v in self._refused.items() if v[1] >= now}
         wanted = [each for each in self._wanted if each not in self._refused]
         for requests in wanted[:MAX_BRANCHES]:
             if requests not in self._running:
-                if has_room(available_nbytes()):
+                if has_room(_available_nbytes()):
                     self._fork(requests)
                 return
 
@@ -214,7 +215,7 @@ class Branches:
         for branch in self._running.values():
             branch.channel.close()
 
-    def _may_load(self, branch: _Branch, noted: Noted) -> bool:
+    def _may_load(self, branch: _KnownBranch, noted: Noted) -> bool:
         """Tell whether a branch without its pipeline can have it now, since a load has kept it.
 
         Once in a while: what has no room beside others is soon removed again.
@@ -235,7 +236,7 @@ class Branches:
                 self._refuse(branch.requests, f"its load took more than {_LOAD_S:.0f} s")
                 self._end(branch)
 
-    def _choose(self, requests: Requests) -> _Branch | None:
+    def _choose(self, requests: Requests) -> _KnownBranch | None:
         """Return the branch for what a program will load: its own, or one that has that and more.
 
         A program that is not known gets the one that was used last: what it has more than the
@@ -246,7 +247,7 @@ class Branches:
         exact = [each for each in fitting if each.requests == requests]
         return next(iter(exact + fitting), None)
 
-    def _least_used_first(self) -> list[_Branch]:
+    def _least_used_first(self) -> list[_KnownBranch]:
         places = {requests: place for place, requests in enumerate(self._wanted)}
         running = self._running.values()
         return sorted(running, key=lambda each: -places.get(each.requests, len(places)))
@@ -256,11 +257,6 @@ class Branches:
         self._refused.setdefault(requests, (reason, time.monotonic() + _REFUSED_S))
         while len(self._refused) > _MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
-
-    def _forget_old_refusals(self, now: float) -> None:
-        for requests, (_, until) in list(self._refused.items()):
-            if until < now:
-                del self._refused[requests]
 
     def _use(self, requests: Requests) -> None:
         self._wanted = [requests, *(each for each in self._wanted if each != requests)]
@@ -277,9 +273,9 @@ class Branches:
             self._become(channel, requests, [self._notes.modules_of(each) for each in requests])
         channel.setblocking(False)
         self._poll.register(channel.fileno(), select.POLLIN)
-        self._running[requests] = _Branch(pid, channel, requests)
+        self._running[requests] = _KnownBranch(pid, channel, requests)
 
-    def _end(self, branch: _Branch) -> None:
+    def _end(self, branch: _KnownBranch) -> None:
         """Have a branch drain; one that still loads is killed."""
         self._running.pop(branch.requests)
         self._poll.unregister(branch.channel.fileno())
@@ -288,3 +284,26 @@ class Branches:
         if not branch.state.is_ready:
             with contextlib.suppress(ProcessLookupError):  # it was reaped just now
                 os.kill(branch.pid, signal.SIGKILL)
+
+
+def branches_to_end(private: Sequence[int], available: int) -> int:
+    """Return how many branches have to end, the least recently used first.
+
+    Args:
+        private: the memory of each that it has for itself, least recently used first.
+        available: what is available to others, in bytes.
+    """
+    ends = max(0, len(private) - MAX_BRANCHES)
+    while ends < len(private) and available + sum(private[:ends]) < _RESERVE_NBYTES:
+        ends += 1
+    return ends
+
+
+def has_room(available: int) -> bool:
+    """Tell whether there is memory for one more branch."""
+    return available >= _RESERVE_NBYTES + _ROOM_NBYTES
+
+
+def _available_nbytes() -> int:
+    """Return the memory that processes like this one can still have; 0 while they wait for it."""
+    return 0 if memory_stall("full") > _MAX_STALL else free_nbytes()

@@ -4,36 +4,49 @@ Where a template cannot run the program exactly as Python would, this process be
 Python that runs it. No step before that changes anything that the program could see.
 """
 
+import contextlib
 import os
 import sys
 from stat import S_ISDIR, S_ISREG
 
-from shmload._templates import kind, messages, place, settings, wire
+from shmload._templates import kind, messages, place, variables, wire
+from shmload._templates.inherited import own_standing
 from shmload._templates.messages import Call, Fds, Program, Ready, Refused, SendFds
-from shmload._templates.plain import run_plainly
 from shmload._templates.rights import read_status
-from shmload._templates.signals import FORWARDED, signal
-from shmload._templates.standing import own_standing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import NoReturn
 
 # The template answers at once, or is stopped or overloaded; Python starts in about this time.
 _ANSWER_TIMEOUT_S = 1.0
 
+SHMLOAD = """\
+import sys
+if not sys.flags.safe_path:
+    sys.path[0] = sys.prefix
+from shmload.__main__ import run
+run()
+"""
+"""The code of the program `shmload`. Unlike `-m` it imports nothing from the current directory."""
+
 
 class Doubt(Exception):
-    """A template might not run this program as Python would; str says why."""
+    """A template might not run this program as Python would; str says why.
+
+    Args:
+        reason: why.
+        is_replaceable: one that this process starts could.
+    """
+
+    def __init__(self, reason: str, *, is_replaceable: bool = False) -> None:
+        super().__init__(reason)
+        self.is_replaceable = is_replaceable
 
 
 class NoTemplate(Exception):
     """No template of this kind runs."""
-
-
-class Replaceable(Doubt):
-    """This template cannot run it; one that this process starts could."""
 
 
 class _Wanted:
@@ -46,10 +59,10 @@ class _Wanted:
 
     def __init__(self, program: Program, name: str) -> None:
         self.name = name
-        self.settings = settings.read_settings(program)
-        self.variables = settings.with_settings(kind.first_environment(), self.settings)
+        self.settings = variables.read_settings(program)
+        self.variables = variables.with_settings(variables.first_environment(), self.settings)
         self.facts = kind.facts_of_this_process(name, self.variables)
-        self.key = kind.key_of(self.facts)
+        self.key = place.key_of(self.facts)
 
 
 def run(program: Program, name: str, is_verbose: bool) -> "NoReturn":
@@ -63,12 +76,11 @@ def run(program: Program, name: str, is_verbose: bool) -> "NoReturn":
     try:
         wanted = _Wanted(program, name)
         _hand_over(program, wanted, is_verbose)
-    except Replaceable as exc:
-        reason = str(exc)
-        _end_template(wanted.key)
-        _start_for_the_next(wanted)
     except Doubt as exc:
         reason = str(exc)
+        if exc.is_replaceable:
+            _end_template(wanted.key)
+            _start_for_the_next(wanted)
     except NoTemplate:
         reason = _start_for_the_next(wanted)
     except OSError as exc:  # no descriptors, no /proc
@@ -115,7 +127,7 @@ def _hand_over(program: Program, wanted: _Wanted, is_verbose: bool) -> None:
     group = os.getpgrp() if terminal else 0
     call = Call(
         program=program,
-        name=settings.name_of(program),
+        name=variables.name_of(program),
         facts=wanted.facts,
         settings=wanted.settings,
         fds=descriptors,
@@ -124,8 +136,7 @@ def _hand_over(program: Program, wanted: _Wanted, is_verbose: bool) -> None:
         is_verbose=int(is_verbose),
     )
     channel = _connect(wanted.key)
-    from shmload._templates.stand_in import StandIn
-    from shmload._templates.witness import Witness
+    from shmload._templates.stand_in import FORWARDED, StandIn, Witness, signal
 
     waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
@@ -152,7 +163,7 @@ def _hand_over(program: Program, wanted: _Wanted, is_verbose: bool) -> None:
     def note(found: list[list[str]]) -> None:
         """Note what the program has set, and start a template that has it."""
         try:
-            settings.write_settings(program, found)
+            variables.write_settings(program, found)
             modules = (place.read_note(wanted.key, "imports") or "").split()
             _start_for_the_next(_Wanted(program, wanted.name), modules)
         except (OSError, place.PlaceUnsafe):
@@ -163,16 +174,11 @@ def _hand_over(program: Program, wanted: _Wanted, is_verbose: bool) -> None:
 
 def _end_template(key: str) -> None:
     """Have a template that cannot serve this process take no more programs."""
-    channel = wire.open_socket()
-    channel.settimeout(_ANSWER_TIMEOUT_S)
-    try:
-        channel.connect(place.socket_of(key))
-        messages.send(channel, messages.End())
-        messages.receive(channel)
-    except (OSError, ValueError, place.PlaceUnsafe):  # it has ended
-        pass
-    finally:
-        channel.close()
+    with contextlib.suppress(OSError, ValueError, place.PlaceUnsafe):  # it has ended
+        path = place.socket_of(key)
+        with contextlib.closing(wire.connect(path, _ANSWER_TIMEOUT_S)) as channel:
+            messages.send(channel, messages.End())
+            messages.receive(channel)
 
 
 def _require_ordinary(descriptors: list[int], program: Program) -> None:
@@ -205,21 +211,9 @@ def _connect(key: str) -> "wire.Socket":
     Raises:
         Doubt: the place of templates is not this user's alone, or the template is too busy.
         NoTemplate: there is none of this key.
-        OSError: this process has no descriptor left.
     """
-    channel = wire.open_socket()
     try:
-        _connect_to(channel, key)
-    except BaseException:
-        channel.close()
-        raise
-    return channel
-
-
-def _connect_to(channel: "wire.Socket", key: str) -> None:
-    channel.settimeout(_ANSWER_TIMEOUT_S)
-    try:
-        channel.connect(place.socket_of(key))
+        channel = wire.connect(place.socket_of(key), _ANSWER_TIMEOUT_S)
     except place.PlaceUnsafe as exc:
         raise Doubt(str(exc)) from exc
     except TimeoutError as exc:
@@ -227,7 +221,9 @@ def _connect_to(channel: "wire.Socket", key: str) -> None:
     except OSError as exc:
         raise NoTemplate from exc
     if wire.peer_of(channel)[1] != os.geteuid():
+        channel.close()
         raise Doubt("the template is another user's")
+    return channel
 
 
 def _ask(channel: "wire.Socket", call: Call) -> Ready:
@@ -254,7 +250,7 @@ def _ask(channel: "wire.Socket", call: Call) -> Ready:
         case [Ready() as ready, _]:
             return ready
         case [Refused() as refused, _]:
-            raise (Replaceable if refused.is_replaceable else Doubt)(refused.reason)
+            raise Doubt(refused.reason, is_replaceable=bool(refused.is_replaceable))
     raise Doubt("the template has ended")
 
 
@@ -277,3 +273,31 @@ def _inherited_descriptors() -> list[int]:
         except OSError:  # the one that listed them
             continue
     return sorted(found)
+
+
+# In the ordinary way ----------------------------------------------------------------------------
+
+
+def flags_of_this_process() -> list[str]:
+    """Return the options with which this interpreter was started, as they were given."""
+    before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
+    return before[:-1] if before[-1:] in (["-m"], ["-c"]) else before
+
+
+def command_of(program: "Program") -> list[bytes]:
+    """Return the command that runs a program."""
+    option = {"module": [b"-m"], "code": [b"-c"]}.get(program.kind, [])
+    rest = [*option, program.value, *program.arguments]
+    return [os.fsencode(sys.executable), *program.flags, *rest]
+
+
+def run_plainly(program: "Program", environment: "Mapping[str, str] | None" = None) -> "NoReturn":
+    """Replace this process by an ordinary Python that runs the program.
+
+    Args:
+        program: what it runs.
+        environment: its variables, but those of `--redirect`; None for those with which this
+            process was started.
+    """
+    given = variables.with_redirect(program.redirect, environment or variables.first_environment())
+    os.execve(sys.executable, command_of(program), given)

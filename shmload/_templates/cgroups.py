@@ -1,4 +1,4 @@
-"""The control group of a template, which outlives the programs of its first caller.
+"""Control groups: that of a template outlives the programs of its first caller.
 
 Where the user may move processes (a delegated part of the tree), a template moves to a group of its
 own, beside its caller's. Elsewhere it stays, since it would escape limits and clean-up that are
@@ -8,7 +8,7 @@ not its own to lift, and ends once it is alone in the group: nothing then keeps 
 import contextlib
 import os
 
-from shmload._templates.rights import cgroup_folders
+from shmload._templates.rights import said_of
 
 _NAME = "shmload-templates"
 
@@ -19,9 +19,7 @@ def leave_or_find() -> str | None:
     Returns:
         None if it has moved, or is in the root of the tree.
     """
-    with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as file:
-        found = cgroup_folders(file.read())
-    for line, folder in found.items():
+    for line, folder in cgroup_folders(said_of("self", "cgroup") or "").items():
         if line.rpartition(":")[2] != "/" and os.path.exists(f"{folder}/cgroup.procs"):
             return None if line.startswith("0::") and move_beside(folder) else folder
     return None
@@ -57,3 +55,25 @@ def is_alone_in(folder: str | None) -> bool:
     except (OSError, ValueError):
         return False
     return bool(members) and members <= own
+
+
+def can_enter_cgroup() -> bool:
+    """Tell whether another process of this user could be moved to this process's control group."""
+    folders = cgroup_folders(said_of("self", "cgroup") or "")
+    return all(os.access(f"{folder}/cgroup.procs", os.W_OK) for folder in folders.values())
+
+
+def cgroup_folders(text: str) -> dict[str, str]:
+    """Return the directories of the control groups that /proc/PID/cgroup lists, by its lines."""
+    found = {}
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = "/sys/fs/cgroup"
+        if controllers:  # version 1 has a tree for each set of controllers
+            base = f"{base}/{controllers.removeprefix('name=')}"
+        elif not os.path.exists(f"{base}/cgroup.procs"):
+            base = f"{base}/unified"  # beside those of version 1, if it is mounted at all
+            if not os.path.isdir(base):
+                continue
+        found[line] = f"{base}{path}".rstrip("/")
+    return found

@@ -4,9 +4,9 @@ import contextlib
 import os
 import sys
 
+from shmload._templates.caller import SHMLOAD, flags_of_this_process, run, run_plainly
 from shmload._templates.messages import Program
-from shmload._templates.plain import SHMLOAD, flags_of_this_process, run_plainly
-from shmload._templates.redirecting import VARIABLE
+from shmload._templates.variables import REDIRECT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _OF_PYTHON = frozenset("bBdEiIOPqRsSux")
 
 def main(arguments: list[str]) -> "NoReturn":
     """Run the program that the arguments after `shmload run` name."""
-    name, is_verbose, is_redirected = "default", False, VARIABLE in os.environ
+    name, is_verbose, is_redirected = "default", False, REDIRECT in os.environ
     prepares = True
     rest, own, of_python = list(arguments), [], []
     while rest and rest[0].startswith("-") and rest[0] not in ("-", *_KINDS):
@@ -69,8 +69,6 @@ def main(arguments: list[str]) -> "NoReturn":
     way = ("verbose" if is_verbose else "1") if is_redirected else ""
     program = _program(rest, way, prepares, of_python)
     if not of_python:
-        from shmload._templates.caller import run
-
         run(program, name, is_verbose)
     reason = _why_alone(of_python)
     if not reason:

@@ -1,11 +1,16 @@
-"""What is tried in a copy of this process first: the copy may crash, hang, or be spoilt by it."""
+"""What templates do with care: try things in a copy of this process, and catch what is written.
+
+The copy may crash, hang, or be spoilt by it.
+"""
 
 import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Self
 
 _TIMEOUT_S = 600
 _PR_SET_PDEATHSIG = 1
@@ -80,3 +85,40 @@ def require_one_thread(who: str) -> None:
         if time.monotonic() > deadline:
             raise Unfit(f"{who} has left threads running")
         time.sleep(0.001)
+
+
+class Output:
+    """Catches what is written to the standard streams, by Python or by C, in a block.
+
+    Args:
+        files: by descriptor of a stream: the file that takes what is written; owned by this.
+    """
+
+    def __init__(self, files: Mapping[int, int]) -> None:
+        self._files = files
+        self._nbytes = dict.fromkeys(files, 0)
+
+    def __enter__(self) -> Self:
+        self._saved = {fd: os.dup(fd) for fd in self._files}
+        for fd, file in self._files.items():
+            os.dup2(file, fd)
+        return self
+
+    def drain(self) -> list[tuple[int, bytes]]:
+        """Return what came since the last call: descriptors and bytes."""
+        found = []
+        for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
+            if stream:
+                stream.flush()
+            written = os.fstat(self._files[fd]).st_size - self._nbytes[fd]
+            if written > 0:
+                found.append((fd, os.pread(self._files[fd], written, self._nbytes[fd])))
+                self._nbytes[fd] += written
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        self.drain()
+        for fd, own in self._saved.items():
+            os.dup2(own, fd)
+            os.close(own)
+            os.close(self._files[fd])

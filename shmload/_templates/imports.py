@@ -10,10 +10,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Self
 
 from shmload._templates import place
-from shmload._templates.copies import Unfit, in_copy, require_one_thread
+from shmload._templates.copies import Output, Unfit, in_copy, require_one_thread
 from shmload._templates.neutral import Snapshot
 from shmload._templates.recorder import Recorder
 from shmload._templates.start import MODULES
@@ -34,7 +33,7 @@ class Imports:
 
     def __init__(self, key: str, recorder: Recorder) -> None:
         self._key = key
-        self._recorder = recorder
+        self.recorder = recorder
         self.descriptors: set[int] = set()
         """What the modules have opened."""
         self.left_out: list[str] = []
@@ -48,22 +47,28 @@ class Imports:
             BaseException: a library has raised it.
         """
         signal.alarm(_IMPORT_TIMEOUT_S)
-        with _Output(self._key) as output:
-            self._recorder.drain = output.drain
+        with Output({1: self._file("stdout"), 2: self._file("stderr")}) as output:
+            self.recorder.drain = output.drain
             before = _descriptors()
             for name in wanted:
                 place.write_note(self._key, "importing", name)
                 if name not in MODULES:
                     signal.alarm(0)
-                    if reason := why_not_neutral(name, self._recorder):
+                    if reason := why_not_neutral(name, self.recorder):
                         self.left_out.append(f"{name}: {reason}")
                         continue
                 importlib.import_module(name)
             require_fitness(f"the import of {', '.join(wanted)}")
-            self._recorder.stop()
+            self.recorder.stop()
             self.descriptors = _descriptors() - before
         signal.alarm(0)
-        place.remove_note(self._key, "importing")
+        for name in ("importing", "stdout", "stderr"):
+            place.remove_note(self._key, name)
+
+    def _file(self, name: str) -> int:
+        """Open a note for what is written: the last words of a process that crashes can be read."""
+        place.write_note(self._key, name, "")
+        return os.open(f"{place.socket_of(self._key)}.{name}", os.O_RDWR | os.O_APPEND)
 
 
 def how_it_crashed(key: str) -> str | None:
@@ -135,44 +140,6 @@ def _by_package(names: Sequence[str]) -> list[tuple[str, list[str]]]:
         found.setdefault(name.partition(".")[0], []).append(name)
     last = names[-1].partition(".")[0]
     return sorted(found.items(), key=lambda each: (each[0] not in _TRUSTED, each[0] == last))
-
-
-class _Output:
-    """Catches what is written to the standard streams, by Python or by C, in a block.
-
-    Files take it, so that the last words of a process that crashes can be read.
-    """
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    def __enter__(self) -> Self:
-        self._saved = {fd: os.dup(fd) for fd in (1, 2)}
-        self._sizes = dict.fromkeys((1, 2), 0)
-        for fd, name in ((1, "stdout"), (2, "stderr")):
-            place.write_note(self._key, name, "")
-            file = os.open(f"{place.socket_of(self._key)}.{name}", os.O_RDWR | os.O_APPEND)
-            os.dup2(file, fd)
-            os.close(file)
-        return self
-
-    def drain(self) -> list[tuple[int, bytes]]:
-        """Return what came since the last call."""
-        found = []
-        for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
-            stream.flush()
-            size = os.fstat(fd).st_size
-            if size > self._sizes[fd]:
-                found.append((fd, os.pread(fd, size - self._sizes[fd], self._sizes[fd])))
-                self._sizes[fd] = size
-        return found
-
-    def __exit__(self, *_: object) -> None:
-        for fd, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(self._saved[fd], fd)
-            os.close(self._saved[fd])
-            if _[0] is None:
-                place.remove_note(self._key, name)
 
 
 def _descriptors() -> set[int]:

@@ -1,67 +1,19 @@
-"""The table of what a process inherits.
+"""What a process inherits, as far as the kernel says it to the process itself only.
 
-A copy of a template has all of this of the template, and a program started now would have it of its
-caller. So each row is the same for both, or taken over, or named in docs/run.md. What exec resets
-(timers, locks of memory, dumpable, handlers of signals) is no row: a new program has none of it.
-
-    same     a template serves those callers only that have the same; others start one of their
-             own, which inherits it. The kernel says it of any process, or of oneself only
-    taken    the program is given its caller's; the kernel says it, or the caller itself
-    named    docs/run.md names it
+docs/run.md has the table of all that is inherited. A copy of a template has it of the template, and
+a program started now would have it of its caller. So each thing is the same for both, or taken over
+(`taking`), or different, and named on that page.
 """
 
 import _ctypes  # what ctypes itself needs to import takes three times as long
 import os
 
+from shmload._templates.messages import Standing
+from shmload._templates.rights import read_status, said_of
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-SAME, TAKEN, NAMED = "same", "taken", "named"
-TABLE = {
-    "user and groups": SAME,
-    "capabilities": SAME,
-    "no_new_privs": SAME,
-    "filters of system calls": SAME,
-    "speculation control": SAME,
-    "transparent huge pages": SAME,
-    "namespaces": SAME,
-    "root directory": SAME,
-    "label of a security module": SAME,
-    "audit user": SAME,
-    "personality": SAME,
-    "securebits": SAME,
-    "memory-deny-write-execute": SAME,
-    "merging of memory": SAME,
-    "time stamp counter": SAME,
-    "I/O flusher": SAME,
-    "policy for memory errors": SAME,
-    "memory policy": SAME,
-    "session keyring": SAME,
-    "cores": SAME,
-    "control group": TAKEN,
-    "scheduling": TAKEN,
-    "core scheduling": TAKEN,
-    "I/O priority": TAKEN,
-    "oom_score_adj": TAKEN,
-    "coredump_filter": TAKEN,
-    "timer slack": TAKEN,
-    "limits": TAKEN,
-    "child subreaper": TAKEN,
-    "umask": TAKEN,
-    "ignored signals": TAKEN,
-    "blocked signals": TAKEN,
-    "directory": TAKEN,
-    "descriptors": TAKEN,
-    "first variables": TAKEN,
-    "parent": NAMED,
-    "session and process group": NAMED,
-    "audit session": NAMED,
-    "parent-death signal": NAMED,
-    "autogroup": NAMED,
-    "timers": NAMED,
-}
-"""Each thing that is inherited, and its way."""
 
 # prctl(2): requests that need no more than their number.
 _PR_GET_TSC, _PR_GET_SECUREBITS, _PR_MCE_KILL_GET = 25, 27, 34
@@ -74,10 +26,8 @@ _SERIAL_NBYTES = 4
 _MAX_KEYS = 64
 
 _NUMBERS = {
-    "x86_64": {"keyctl": 250, "ioprio_set": 251, "ioprio_get": 252, "sched_setattr": 314,
-               "sched_getattr": 315},
-    "aarch64": {"keyctl": 219, "ioprio_set": 30, "ioprio_get": 31, "sched_setattr": 274,
-                "sched_getattr": 275},
+    "x86_64": {"keyctl": 250, "ioprio_set": 251, "ioprio_get": 252},
+    "aarch64": {"keyctl": 219, "ioprio_set": 30, "ioprio_get": 31},
 }  # fmt: skip
 _LIBC = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # all that is loaded
 _PRCTL, _SYSCALL = (_ctypes.dlsym(_LIBC, name) for name in ("prctl", "syscall"))
@@ -96,8 +46,20 @@ def system_call(name: str, *arguments: "int | bytes | None") -> int:
 
 
 def said_of_this_process() -> "dict[str, object]":
-    """Return the rows that are `SAME`, and that the kernel says of this process only to itself."""
+    """Return what must be the same, and what the kernel says of this process only to itself."""
     return {name: read() for name, read in _SAID.items()}
+
+
+def own_standing() -> Standing:
+    """Return what only this process can say of its standing."""
+    status = read_status()
+    return Standing(
+        blocked=int(status["SigBlk"], 16),
+        ignored=int(status["SigIgn"], 16),
+        timer_slack=said_of("self", "timerslack_ns") or "",
+        umask=int(status["Umask"], 8),
+        is_subreaper=int(is_subreaper()),
+    )
 
 
 def is_subreaper() -> bool:
@@ -151,16 +113,8 @@ def _memory_policy() -> "str | None":
         return None
 
 
-def _personality() -> "str | None":
-    try:
-        with open("/proc/self/personality", "rb", buffering=0) as file:
-            return file.read().decode("latin-1")
-    except OSError:
-        return None
-
-
 _SAID: "dict[str, Callable[[], object]]" = {
-    "personality": _personality,
+    "personality": lambda: said_of("self", "personality"),
     "securebits": lambda: control(_PR_GET_SECUREBITS),
     "memory-deny-write-execute": lambda: control(_PR_GET_MDWE),
     "merging of memory": lambda: control(_PR_GET_MEMORY_MERGE),

@@ -6,25 +6,10 @@ has set on it comes with the import.
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 ROOT = ""
 """Stands for the root logger among the names."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What an import has set on a logger, where that differs from a new one."""
-
-    level: int
-    propagate: bool
-    disabled: bool
-    handlers: list[Any]
-    filters: list[Any]
-
-
-_NOTHING = _Settings(-1, True, False, [], [])
 
 
 class Loggers:
@@ -33,7 +18,8 @@ class Loggers:
     def __init__(self) -> None:
         self._logging: Any = sys.modules.get("logging")
         self._hidden: dict[str, Any] = {}
-        self._settings: dict[str, _Settings] = {}
+        self._settings: dict[str, dict[str, Any]] = {}
+        """What imports have set on them, where that differs from a new one."""
 
     def hide(self) -> None:
         """Hide all, and have each be as new; call it again when there are more."""
@@ -76,29 +62,19 @@ class Loggers:
 
     def _renew(self, name: str, logger: Any, level: int) -> None:
         """Make a logger as new; keep what was set on it."""
-        found = _Settings(
-            logger.level if logger.level != level else -1,
-            logger.propagate,
-            logger.disabled,
-            logger.handlers[:],
-            logger.filters[:],
-        )
-        logger.level, logger.propagate, logger.disabled = level, True, False
-        logger.handlers[:], logger.filters[:] = [], []
-        if found != _NOTHING:
+        new = {"level": level, "propagate": True, "disabled": False, "handlers": [], "filters": []}
+        held = vars(logger)
+        found = {key: held[key] for key, value in new.items() if held[key] != value}
+        held.update(new)
+        if found:
             self._settings[name] = found
 
 
-def _set(logger: Any, settings: _Settings) -> None:
+def _set(logger: Any, settings: dict[str, Any]) -> None:
     """Set on a logger what an import has set, and leave what the program has set before."""
-    if settings.level >= 0:
-        logger.level = settings.level
-    if not settings.propagate:
-        logger.propagate = False
-    if settings.disabled:
-        logger.disabled = True
-    logger.handlers += settings.handlers
-    logger.filters += settings.filters
+    held = vars(logger)
+    for key, value in settings.items():
+        held[key] = held[key] + value if isinstance(value, list) else value
 
 
 class _Shown(dict[str, Any]):

@@ -1,16 +1,25 @@
-"""Templates as another process sees them: which run, and how one is told to end."""
+"""Templates as another process sees them: which run, how one is told to end, or held ready."""
 
+import contextlib
 import json
 import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shmload._host.procfs import rollup_nbytes
 from shmload._templates import kind, messages, place, wire
+from shmload._templates.caller import SHMLOAD, flags_of_this_process
 from shmload._templates.imports import how_it_crashed
 from shmload._templates.messages import About, End, Look, Message, Noted
-from shmload._templates.rights import has_ended, read_status
+from shmload._templates.rights import has_ended, is_stopped
 from shmload._templates.start import start_template
+from shmload._wording import logger_of
+
+logger = logger_of(__name__)
 
 _ANSWER_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 120.0
@@ -18,12 +27,18 @@ _START_TIMEOUT_S = 120.0
 _LOOK_AGAIN_S = 0.02
 
 
+_HELD_AGAIN_S = 2.0
+_END_TIMEOUT_S = 10.0
+# After a failed start; a module that was edited may make the next one succeed.
+_PAUSE_S = 60.0
+
+
 class NotStarted(Exception):
     """A template cannot be started; str says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class ListedBranch:
     """A copy of a template that has loaded pipelines, or is to.
 
     Fields:
@@ -42,7 +57,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class ListedTemplate:
     """A template that runs.
 
     Fields:
@@ -67,12 +82,12 @@ class Template:
     idle_s: float
     memory_nbytes: int
     ahead: tuple[str, ...]
-    branches: tuple[Branch, ...]
+    branches: tuple[ListedBranch, ...]
     left_out: tuple[str, ...]
     socket: str
 
 
-def templates() -> Iterator[Template]:
+def templates() -> Iterator[ListedTemplate]:
     """Yield the templates of this user.
 
     Raises:
@@ -84,28 +99,30 @@ def templates() -> Iterator[Template]:
             yield found
 
 
-def template_at(path: str) -> Template | None:
+def template_at(path: str) -> ListedTemplate | None:
     """Return the template that answers at a socket, or is stopped; None if there is none."""
     answer = _ask(path, Look(0))
     if isinstance(answer, int):
-        return Template("?", answer, "stopped", 0, 0.0, _memory_of(answer), (), (), (), path)
+        return ListedTemplate(
+            "?", answer, "stopped", 0, 0.0, rollup_nbytes(answer, "Pss:"), (), (), (), path
+        )
     if answer is None:
         return None
     branches = [
-        Branch(
+        ListedBranch(
             each.pid, each.state, each.nbytes, tuple(map(_source_of, each.requests)), each.reason
         )
         for each in answer.branches
     ]
     processes = [answer.pid, answer.spare]
     processes += [pid for each in answer.branches for pid in (each.pid, each.spare)]
-    return Template(
+    return ListedTemplate(
         name=answer.name,
         pid=answer.pid,
         state="draining" if answer.is_draining else "ready",
         programs=answer.programs,
         idle_s=answer.idle_ms / 1000,
-        memory_nbytes=sum(map(_memory_of, filter(None, processes))),
+        memory_nbytes=sum(rollup_nbytes(pid, "Pss:") for pid in processes if pid),
         ahead=tuple(
             source for each in branches if each.state == "ready" for source in each.sources
         ),
@@ -127,7 +144,7 @@ def keep(path: str) -> bool:
     return isinstance(answer, About) and not answer.is_draining
 
 
-def end(template: Template) -> None:
+def end(template: ListedTemplate) -> None:
     """Tell a template to take no more programs, and to end with its last one.
 
     One that is stopped ends when it goes on.
@@ -135,16 +152,16 @@ def end(template: Template) -> None:
     _ask(template.socket, End())
 
 
-def running(name: str) -> Template | None:
+def running(name: str) -> ListedTemplate | None:
     """Return the template that this process's programs use; None if none runs.
 
     Args:
         name: of the template.
     """
-    return template_at(place.socket_of(kind.key_of(kind.facts_of_this_process(name))))
+    return template_at(place.socket_of(kind.key_of_this_process(name)))
 
 
-def start_and_wait(name: str, modules: tuple[str, ...] = ()) -> Template:
+def start_and_wait(name: str, modules: tuple[str, ...] = ()) -> ListedTemplate:
     """Start a template that this process's programs use, unless one runs, and wait for it.
 
     Args:
@@ -155,17 +172,17 @@ def start_and_wait(name: str, modules: tuple[str, ...] = ()) -> Template:
         NotStarted: it cannot serve, or has not within two minutes.
         OSError: no process can be started.
     """
-    key = kind.key_of(kind.facts_of_this_process(name))
+    key = kind.key_of_this_process(name)
     found = template_at(place.socket_of(key)) or _start(name, key, modules)
     if found.state == "stopped":
         raise NotStarted(f"process {found.pid}, which is it, is stopped; `kill -CONT {found.pid}`")
-    if key == kind.key_of(kind.facts_of_this_process(name)):
+    if key == kind.key_of_this_process(name):
         return found
     end(found)  # its imports have read variables that it did not get
     return start_and_wait(name, modules)
 
 
-def _start(name: str, key: str, modules: tuple[str, ...]) -> Template:
+def _start(name: str, key: str, modules: tuple[str, ...]) -> ListedTemplate:
     path = place.socket_of(key)
     pidfd = os.pidfd_open(start_template(name, key, modules))
     try:
@@ -188,27 +205,16 @@ def _start(name: str, key: str, modules: tuple[str, ...]) -> Template:
 def _ask(path: str, message: Message) -> About | int | None:
     """Return what a template answers, or its process id if it is stopped; None if neither."""
     pid = 0
-    channel = wire.open_socket()
-    channel.settimeout(_ANSWER_TIMEOUT_S)
     try:
-        channel.connect(path)
-        pid, *_ = wire.peer_of(channel)
-        messages.send(channel, message)
-        found = messages.receive(channel, About)
+        with contextlib.closing(wire.connect(path, _ANSWER_TIMEOUT_S)) as channel:
+            pid, _ = wire.peer_of(channel)
+            messages.send(channel, message)
+            found = messages.receive(channel, About)
     except TimeoutError:
-        return pid if _is_stopped(pid) else None
+        return pid if is_stopped(pid) else None
     except (OSError, ValueError):  # it ends, or is of another version
         return None
-    finally:
-        channel.close()
     return found[0] if found else None
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return read_status(pid)["State"].startswith(("T", "t"))
-    except OSError:
-        return False
 
 
 def _source_of(request: str) -> str:
@@ -218,10 +224,59 @@ def _source_of(request: str) -> str:
         return "?"
 
 
-def _memory_of(pid: int) -> int:
-    """Return a process's share of memory (PSS), in bytes."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
-            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-    except (OSError, StopIteration):
-        return 0
+class Keeper:
+    """Holds a template ready (`shmload serve --template`).
+
+    It starts one, and another one when it ends or is stale, until `close`.
+
+    Programs find it that have this process's variables, cores and rights, and no terminal or the
+    same one. It stays when the keeper ends, and ends by itself when it was idle for long.
+
+    Args:
+        name: of the template.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_over = threading.Event()
+        self._starting: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._keep, name="template-keeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End; a template that is just being started goes on by itself."""
+        self._is_over.set()
+        self._thread.join(_END_TIMEOUT_S)
+        if self._starting:
+            self._starting.kill()
+            self._starting.wait(_END_TIMEOUT_S)
+
+    def _keep(self) -> None:
+        while True:
+            with contextlib.suppress(OSError, place.PlaceUnsafe):
+                self._look_after()
+            if self._is_over.wait(_HELD_AGAIN_S):
+                return
+
+    def _look_after(self) -> None:
+        """Start a template if none is ready and none is being started."""
+        key = kind.key_of_this_process(self._name)
+        if self._starting is not None:
+            if self._starting.poll() is None:
+                return
+            if self._starting.returncode != 0:
+                reason = place.read_failure(key) or how_it_crashed(key)
+                logger.warning("the template %s cannot be started: %s", self._name, reason)
+                self._is_over.wait(_PAUSE_S)
+            self._starting = None
+        if keep(place.socket_of(key)) or place.is_taken(key):
+            return
+        # A process of its own: this one has threads, and a copy of it would have their locks.
+        command = [sys.executable, *flags_of_this_process(), "-c", SHMLOAD, "template"]
+        self._starting = subprocess.Popen(
+            [*command, "warm", "--name", self._name],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        logger.info("starting the template %s", self._name)

@@ -69,7 +69,7 @@ class Program(Message):
         value: the script, the module or the code.
         arguments: of the program.
         flags: options for Python, as they were given.
-        redirect: `1` or `verbose` if `redirect` is to be on in it, see `redirecting`; else empty.
+        redirect: `1` or `verbose` if `redirect` is to be on in it, see `variables`; else empty.
         prepares: 1 if pipelines may be loaded ahead for it, see `pipelines`.
     """
 
@@ -88,7 +88,7 @@ class Call(Message):
         program: see there.
         name: what all runs of this program have in common.
         facts: what the template must have in common with the caller, see `kind`.
-        settings: the variables that the program is going to set, see `settings`.
+        settings: the variables that the program is going to set, see `variables`.
         fds: the numbers of the descriptors that the program inherits.
         group: the caller's process group if it has a terminal, else 0.
         standing: see there.
@@ -150,7 +150,7 @@ class Refused(Message):
 
 
 class Sets(Message):
-    """The program has set variables before its first import, see `settings`."""
+    """The program has set variables before its first import, see `variables`."""
 
     settings: list[list[str]]
 

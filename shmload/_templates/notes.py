@@ -13,6 +13,7 @@ import zlib
 from shmload._templates import place
 
 _MAX_PROGRAMS = 64
+_NOTE = "pipelines"
 _WARMED = "warmed"
 _MAX_WARMED = 4
 
@@ -27,12 +28,11 @@ class Notes:
     """
 
     def __init__(self, key: str) -> None:
-        self._path = f"{place.folder()}/{key}.pipelines"
+        self._key = key
         self._of_programs: dict[str, Requests] = {}
         self._modules: dict[str, list[str]] = {}
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            with open(self._path, encoding="utf-8") as file:
-                programs, self._modules = json.load(file)
+        with contextlib.suppress(ValueError, TypeError):
+            programs, self._modules = json.loads(place.read_note(key, _NOTE) or "")
             self._of_programs = {str(name): tuple(requests) for name, requests in programs}
 
     def of(self, program: str) -> Requests:
@@ -67,7 +67,9 @@ class Notes:
         if modules:
             self._modules.setdefault(requests[-1], modules)
         if modules or found != before:
-            _write(self._path, [list(self._of_programs.items()), self._modules])
+            text = json.dumps([list(self._of_programs.items()), self._modules])
+            with contextlib.suppress(OSError, place.PlaceUnsafe):
+                place.write_note(self._key, _NOTE, text)
         return found
 
 
@@ -78,31 +80,22 @@ def warmed() -> list[str]:
 
 def note_warmed(request: str) -> None:
     """Note a pipeline for all templates of this user, those that run and those that will."""
-    with contextlib.suppress(place.PlaceUnsafe):
+    with contextlib.suppress(OSError, place.PlaceUnsafe):
         # Each in a file of its own: several may warm at once.
-        path = f"{place.folder()}/{zlib.crc32(request.encode()):08x}.{_WARMED}"
-        _write(path, [time.time_ns(), request])
-        for _, _, path in _warmed()[_MAX_WARMED:]:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        key = f"{zlib.crc32(request.encode()):08x}"
+        place.write_note(key, _WARMED, json.dumps([time.time_ns(), request]))
+        for _, _, key in _warmed()[_MAX_WARMED:]:
+            place.remove_note(key, _WARMED)
 
 
 def _warmed() -> list[tuple[int, str, str]]:
-    """Return what `shmload warm` has noted, the last first: when, the request, the note's path."""
+    """Return what `shmload warm` has noted, the last first: when, the request, the note's key."""
     found = []
     with contextlib.suppress(OSError, place.PlaceUnsafe):
         for entry in os.scandir(place.folder()):
             if entry.name.endswith(f".{_WARMED}"):
-                with contextlib.suppress(OSError, ValueError, TypeError):
-                    with open(entry.path, encoding="utf-8") as file:
-                        noted_ns, request = json.load(file)
-                    found.append((int(noted_ns), str(request), entry.path))
+                key = entry.name.partition(".")[0]
+                with contextlib.suppress(ValueError, TypeError):
+                    noted_ns, request = json.loads(place.read_note(key, _WARMED) or "")
+                    found.append((int(noted_ns), str(request), key))
     return sorted(found, reverse=True)
-
-
-def _write(path: str, value: object) -> None:
-    new = f"{path}.{os.getpid()}"
-    with contextlib.suppress(OSError):
-        with open(new, "w", encoding="utf-8") as file:
-            json.dump(value, file)
-        os.replace(new, path)

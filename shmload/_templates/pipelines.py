@@ -8,14 +8,15 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from shmload._templates import kind, messages, place, wire
-from shmload._templates.copies import Unfit, in_copy
+from shmload._templates import messages, place, wire
+from shmload._templates.copies import Output, Unfit, in_copy
 from shmload._templates.freshness import Freshness
 from shmload._templates.imports import require_fitness
 from shmload._templates.messages import Noted
 from shmload._templates.neutral import Snapshot, settings
 from shmload._templates.recorder import Recorder
 from shmload._templates.stash import Stash
+from shmload._templates.variables import note_variables
 
 _DOOR = "shmload.integrations._building.prepared"
 _LOADS = "shmload.integrations._building.preparing"
@@ -109,7 +110,7 @@ class Pipelines:
         require_fitness("the load")
         self.freshness = Freshness(but=self._stash.names)
         # A program for which one of these has another value gets a template of its own next time.
-        kind.note_variables(self._recorder.variables)
+        note_variables(self._recorder.variables)
         self._stash.hide()
         self._door.note_versions()
 
@@ -198,14 +199,11 @@ class Pipelines:
 
 def tell(path: str, noted: Noted) -> None:
     """Tell a template of pipelines; do without it if it does not listen at once."""
-    with contextlib.suppress(OSError, ValueError):
-        channel = wire.open_socket()
-        try:
-            channel.settimeout(_TELL_TIMEOUT_S)
-            channel.connect(path)
-            messages.send(channel, noted)
-        finally:
-            channel.close()
+    with (
+        contextlib.suppress(OSError),
+        contextlib.closing(wire.connect(path, _TELL_TIMEOUT_S)) as channel,
+    ):
+        messages.send(channel, noted)
 
 
 def _require_libraries(names: Collection[str], known: Collection[str]) -> None:
@@ -253,48 +251,20 @@ def _high_numbers() -> Iterator[None]:
             os.close(number)
 
 
-class _Output:
-    """What is written to the standard streams, by Python or by C."""
-
-    def __init__(self) -> None:
-        self.files = {fd: os.memfd_create("shmload-said", os.MFD_CLOEXEC) for fd in (1, 2)}
-        self._sizes = dict.fromkeys(self.files, 0)
-
-    def drain(self) -> list[tuple[int, bytes]]:
-        """Return what came since the last call: descriptors and bytes."""
-        found = []
-        for (fd, file), stream in zip(self.files.items(), (sys.stdout, sys.stderr), strict=True):
-            if stream:
-                stream.flush()
-            size = os.fstat(file).st_size
-            if size > self._sizes[fd]:
-                found.append((fd, os.pread(file, size - self._sizes[fd], self._sizes[fd])))
-                self._sizes[fd] = size
-        return found
-
-
 @contextlib.contextmanager
-def _no_output() -> Iterator[_Output]:
+def _no_output() -> Iterator[Output]:
     """Catch what is written to the standard streams in a block; the libraries show no bars."""
-    output = _Output()
-    saved = {number: os.dup(number) for number in output.files}
     bars = [
-        module
+        vars(module)
         for name in ("diffusers.utils.logging", "transformers.utils.logging")
         if (module := sys.modules.get(name)) and hasattr(module, "_tqdm_active")
     ]
-    were_active = [vars(module)["_tqdm_active"] for module in bars]
-    for module in bars:
-        vars(module)["_tqdm_active"] = False
+    were_active = [held["_tqdm_active"] for held in bars]
+    for held in bars:
+        held["_tqdm_active"] = False
     try:
-        for number, file in output.files.items():
-            os.dup2(file, number)
-        yield output
+        with Output({fd: os.memfd_create("shmload-said", os.MFD_CLOEXEC) for fd in (1, 2)}) as said:
+            yield said
     finally:
-        output.drain()
-        for module, was_active in zip(bars, were_active, strict=True):
-            vars(module)["_tqdm_active"] = was_active
-        for number, own in saved.items():
-            os.dup2(own, number)
-            os.close(own)
-            os.close(output.files[number])
+        for held, was_active in zip(bars, were_active, strict=True):
+            held["_tqdm_active"] = was_active

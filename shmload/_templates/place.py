@@ -4,10 +4,10 @@ Guarantee: the directory belongs to this user, is closed to others, and no other
 it; or nothing in it is used.
 """
 
-import errno
 import fcntl
 import os
 import time
+import zlib
 from stat import S_ISSOCK
 
 from shmload._host.own_folder import private_path, runtime_folder
@@ -31,6 +31,12 @@ def folder() -> str:
         return private_path(path)
     except OSError as exc:
         raise PlaceUnsafe(f"{path} cannot be used: {exc}") from exc
+
+
+def key_of(facts: str) -> str:
+    """Return a short name for these facts; a template compares the facts themselves too."""
+    raw = facts.encode("utf-8", "surrogateescape")
+    return f"{zlib.crc32(raw):08x}{zlib.adler32(raw):08x}"
 
 
 def socket_of(key: str) -> str:
@@ -74,7 +80,7 @@ def take_lock(key: str) -> int | None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
         os.close(fd)
-        if exc.errno in (errno.EAGAIN, errno.EACCES):
+        if isinstance(exc, BlockingIOError):
             return None
         raise
     return fd

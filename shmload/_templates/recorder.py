@@ -63,14 +63,8 @@ class Recorder:
         """Begin to record; go on where it was stopped."""
         importing: Any = bootstrap
         self._state, self._modules, self._loggers = read_state(), set(sys.modules), _loggers(())
-        self._patched = (
-            importing._find_and_load,
-            importing._gcd_import,
-            builtins.__import__,
-            atexit.register,
-            type(os.environ),
-        )
-        find, by_name, statement, register, _ = self._patched
+        find, by_name = importing._find_and_load, importing._gcd_import
+        statement, register = builtins.__import__, atexit.register
 
         def find_and_load(name: str, import_: "Any") -> "Any":
             self._enter(name)
@@ -102,24 +96,17 @@ class Recorder:
                 self._note("registered", (function, args, kwargs))
             return register(function, *args, **kwargs)
 
-        self._patch(
-            find_and_load,
-            gcd_import,
-            import_statement,
-            register_at_exit,
-            _watching(type(os.environ), self.variables),
-        )
+        self._before = _put([
+            (importing, "_find_and_load", find_and_load),
+            (importing, "_gcd_import", gcd_import),
+            (builtins, "__import__", import_statement),
+            (atexit, "register", register_at_exit),
+            (os.environ, "__class__", _watching(type(os.environ), self.variables)),
+        ])  # fmt: skip
 
     def stop(self) -> None:
         """End it; everything is as before `start`."""
-        self._patch(*self._patched)
-
-    def _patch(
-        self, find: "Any", by_name: "Any", statement: "Any", register: "Any", kind: "Any"
-    ) -> None:
-        importing: Any = bootstrap
-        importing._find_and_load, importing._gcd_import = find, by_name
-        builtins.__import__, atexit.register, os.environ.__class__ = statement, register, kind
+        _put(self._before)
 
     def _enter(self, name: str) -> None:
         self._settle()
@@ -168,6 +155,14 @@ class Recorder:
             while name:
                 needs.add(name)
                 name = name.rpartition(".")[0]
+
+
+def _put(attributes: "list[tuple[Any, str, Any]]") -> "list[tuple[Any, str, Any]]":
+    """Set attributes of objects; return what was there before."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
+    for owner, name, value in attributes:
+        setattr(owner, name, value)
+    return before
 
 
 # The interpreter's state ----------------------------------------------------------------------
@@ -219,6 +214,34 @@ def differences(
         for name in before
         if before[name] != after[name]
     ]
+
+
+def do_again(event: Event) -> None:
+    """Do what an import has done, in a program that makes this import."""
+    match event.kind:
+        case "said":
+            fd, raw = event.what
+            _write_again(sys.stdout if fd == 1 else sys.stderr, fd, raw)
+        case "changed":
+            change_state(*event.what)
+        case "registered":
+            function, args, kwargs = event.what
+            atexit.register(function, *args, **kwargs)
+
+
+def _write_again(stream: "Any", fd: int, raw: bytes) -> None:
+    """Write what an import has written, to the stream that the program has for that now."""
+    if stream is None:
+        return
+    stream.flush()
+    try:
+        is_plain = stream.fileno() == fd
+    except (AttributeError, OSError, ValueError):  # a stream in memory
+        is_plain = False
+    if is_plain:
+        os.write(fd, raw)
+    else:
+        stream.write(raw.decode(errors="replace"))
 
 
 def forget_exits(last: "Callable[[], None]") -> None:

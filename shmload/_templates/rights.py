@@ -40,8 +40,8 @@ def rights_of(pid: int | str = "self") -> dict[str, object]:
             continue
     root = os.stat(f"/proc/{pid}/root")
     found["root directory"] = (root.st_dev, root.st_ino)
-    found["label"] = _attribute_of(pid, "attr/current")
-    found["audit user"] = _attribute_of(pid, "loginuid")
+    found["label"] = said_of(pid, "attr/current")
+    found["audit user"] = said_of(pid, "loginuid")
     return found
 
 
@@ -69,8 +69,8 @@ class Peer:
 
     def __init__(self, channel: "wire.Socket") -> None:
         self.channel = channel
-        self.pid, self.user, _ = wire.peer_of(channel)
         try:
+            self.pid, self.user = wire.peer_of(channel)
             try:
                 # Of the very process that connected.
                 self.fd = channel.getsockopt(_socket.SOL_SOCKET, _SO_PEERPIDFD)
@@ -108,43 +108,25 @@ class Peer:
         return ""
 
 
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process is stopped, by a signal or a debugger."""
+    try:
+        return read_status(pid)["State"].startswith(("T", "t"))
+    except OSError:
+        return False
+
+
 def has_ended(pidfd: int) -> bool:
     """Tell whether a process has ended."""
     return bool(select.select([pidfd], [], [], 0)[0])
 
 
-def can_enter_cgroup() -> bool:
-    """Tell whether another process of this user could be moved to this process's control group."""
-    try:
-        with open("/proc/self/cgroup", "rb", buffering=0) as file:
-            folders = cgroup_folders(file.read().decode("utf-8", "surrogateescape"))
-    except OSError:
-        return True
-    return all(os.access(f"{folder}/cgroup.procs", os.W_OK) for folder in folders.values())
-
-
-def cgroup_folders(text: str) -> dict[str, str]:
-    """Return the directories of the control groups that /proc/PID/cgroup lists, by its lines."""
-    found = {}
-    for line in text.splitlines():
-        _, controllers, path = line.split(":", 2)
-        base = "/sys/fs/cgroup"
-        if controllers:  # version 1 has a tree for each set of controllers
-            base = f"{base}/{controllers.removeprefix('name=')}"
-        elif not os.path.exists(f"{base}/cgroup.procs"):
-            base = f"{base}/unified"  # beside those of version 1, if it is mounted at all
-            if not os.path.isdir(base):
-                continue
-        found[line] = f"{base}{path}".rstrip("/")
-    return found
-
-
-def _attribute_of(pid: int | str, name: str) -> str | None:
-    """Return what a security module (SELinux, AppArmor, Smack, audit) has given a process."""
+def said_of(pid: int | str, name: str) -> str | None:
+    """Return what the kernel says of a process in a file of /proc; None if it says nothing."""
     try:
         with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
-            return file.read().decode("latin-1").strip("\0\n")
-    except OSError:  # no such module
+            return file.read().decode("utf-8", "surrogateescape")
+    except OSError:  # it has ended, or this kernel or its security module does not say it
         return None
 
 

@@ -29,6 +29,8 @@ class Born(BaseException):
 class Serving:
     """Hands calls to the spare, forks the next one, and tells callers what becomes of programs.
 
+    It keeps one spare, as far as the system has room for it. A program whose caller is gone ends.
+
     Args:
         become: called in each copy, with the socket that brings its call; returns what runs the
             program.
@@ -41,56 +43,20 @@ class Serving:
         self.poll.register(self.waking, select.POLLIN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-        self.programs = Programs(self.poll)
-        self.spares = Spares(become)
-
-    def start(self, call: Call, peer: Peer) -> None:
-        """Have the spare become a program.
-
-        Args:
-            call: of the program.
-            peer: its caller, owned by this from now on, unless it raises.
-
-        Raises:
-            OSError: no process can be started.
-            Born: in a copy.
-        """
-        self.programs.add(self.spares.hand_over(call, peer), peer)
-        self.spares.fork()
-
-    def reap(self) -> list[int]:
-        """Learn what has become of children, and tell their callers; return those that ended."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.waking, 1 << 10)
-        ended: list[int] = []
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
-            except ChildProcessError:
-                return ended
-            if pid == 0:
-                return ended
-            self.programs.child_has_changed(pid, status)
-            if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
-                ended.append(pid)
-                self.spares.has_ended(pid)
-
-
-class Spares:
-    """Keeps one spare, as far as the system has room for it.
-
-    Args:
-        become: see `Serving`.
-    """
-
-    def __init__(self, become: Callable[[wire.Socket], Callable[[], Any]]) -> None:
         self._become = become
-        self.pid = 0
-        """Process id of the spare; 0 if there is none."""
+        self.spare = 0
+        """Process id of the copy that waits for a program; 0 if there is none."""
         self._orders: wire.Socket | None = None
         self._lost = 0
         """Spares that ended before they were used, since one was."""
         self._again_at = 0.0
+        self._callers: dict[int, Peer] = {}
+        """By process of a program that runs."""
+
+    @property
+    def programs(self) -> int:
+        """How many programs run."""
+        return len(self._callers)
 
     def fork(self) -> None:
         """Fork a spare; if that is not possible now, try again later.
@@ -106,110 +72,63 @@ class Spares:
             return
         if pid == 0:
             raise Born(self._become(channel))
-        self._orders, self.pid = channel, pid
+        self._orders, self.spare = channel, pid
 
-    def hand_over(self, call: Call, caller: Peer) -> int:
-        """Have the spare become a program; return its process id.
+    def start(self, call: Call, caller: Peer) -> None:
+        """Have the spare become a program, and fork the next one.
 
         Args:
             call: of the program.
-            caller: stays the calling code's.
+            caller: owned by this from now on, unless it raises.
 
         Raises:
             OSError: there is no spare, and none can be forked.
-            Born: in the copy, if it had to be forked first.
+            Born: in a copy.
         """
         if self._orders is None:
             self.fork()
         if self._orders is None:
             raise BlockingIOError(0, "no process or no memory is left")
-        messages.send(self._orders, call, (caller.channel.fileno(), caller.fd), waits=False)
-        self._lost, pid = 0, self.pid
-        self.forget()
-        return pid
+        channel = caller.channel.fileno()
+        messages.send(self._orders, call, (channel, caller.fd), waits=False)
+        self._lost = 0
+        self._callers[self.spare] = caller
+        self.poll.register(channel, 0)  # its end is always told
+        self.forget_spare()
+        self.fork()
 
-    def has_ended(self, pid: int) -> None:
-        """Replace the spare if it was this process.
+    def reap(self) -> list[int]:
+        """Learn what has become of children, and tell their callers; return those that ended.
 
         Raises:
             Unfit: spares end again and again before they are used.
-            Born: in the next one.
+            Born: in a copy.
         """
-        if pid != self.pid:
-            return
-        self._lost += 1
-        self.forget()
-        if self._lost > _MAX_LOST:
-            raise Unfit("its copies end before they are used")
-        self.fork()
-
-    def end(self) -> None:
-        """End the spare; there is none from now on."""
-        self._again_at = 0.0
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)  # a child that is not reaped yet
-        self.forget()
-
-    def forget(self) -> None:
-        """Leave the spare to itself, or in a copy to the process that has forked it."""
-        if self._orders:
-            self._orders.close()
-        self._orders, self.pid = None, 0
-
-    def wait_s(self) -> float | None:
-        """Return in how many seconds `tend` has something to do; None for never."""
-        return max(0.0, self._again_at - time.monotonic()) if self._again_at else None
-
-    def tend(self) -> None:
-        """Try again where no spare could be forked."""
-        if self._again_at and self._again_at <= time.monotonic():
-            self.fork()
-
-
-class Programs:
-    """Tells callers what becomes of their programs, and programs when their caller is gone.
-
-    Args:
-        poll: of the template; told of the sockets to watch.
-    """
-
-    def __init__(self, poll: select.poll) -> None:
-        self._poll = poll
-        self._callers: dict[int, Peer] = {}
-        """By process of the program."""
-
-    def __len__(self) -> int:
-        return len(self._callers)
-
-    def add(self, pid: int, caller: Peer) -> None:
-        """Watch over a program from now on.
-
-        Args:
-            pid: its process, a child of this one.
-            caller: owned by this.
-        """
-        self._callers[pid] = caller
-        self._poll.register(caller.channel.fileno(), 0)  # its end is always told
-
-    def close_all(self) -> None:
-        """Close all sockets, in a copy of the template, which has nothing to do with them."""
-        for caller in self._callers.values():
-            caller.close()
-
-    def child_has_changed(self, pid: int, status: int) -> None:
-        """Pass on what `os.waitpid` says of a child, be it a program or not."""
-        caller = self._callers.get(pid)
-        if caller is None:
-            return
-        if os.WIFSTOPPED(status):
-            _tell(caller, Stopped(os.WSTOPSIG(status)))
-        elif os.WIFCONTINUED(status):
-            with contextlib.suppress(ProcessLookupError):  # its caller has stopped with it
-                signal.pidfd_send_signal(caller.fd, signal.SIGCONT)
-        else:
-            leaving.live_without(caller.channel)  # what it has started goes on
-            _tell(caller, Ended(status))
-            self._forget(pid)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.waking, 1 << 10)
+        ended: list[int] = []
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            except ChildProcessError:
+                return ended
+            if pid == 0:
+                return ended
+            caller = self._callers.get(pid)
+            if os.WIFSTOPPED(status):
+                _tell(caller, Stopped(os.WSTOPSIG(status)))
+            elif os.WIFCONTINUED(status):
+                if caller:
+                    with contextlib.suppress(ProcessLookupError):  # it has stopped with it
+                        signal.pidfd_send_signal(caller.fd, signal.SIGCONT)
+            else:
+                ended.append(pid)
+                if caller:
+                    leaving.live_without(caller.channel)  # what the program has started goes on
+                    _tell(caller, Ended(status))
+                    self._forget(pid)
+                elif pid == self.spare:
+                    self._replace_spare()
 
     def end_if_lost(self, fd: int) -> None:
         """End the program whose caller has gone, if this is the caller's socket."""
@@ -221,17 +140,52 @@ class Programs:
                     os.killpg(pid, signal.SIGKILL)
                 self._forget(pid)
 
+    def close_all(self) -> None:
+        """Close the sockets of callers, in a copy, which has nothing to do with them."""
+        for caller in self._callers.values():
+            caller.close()
+
+    def end_spare(self) -> None:
+        """End the spare; there is none from now on."""
+        self._again_at = 0.0
+        if self.spare:
+            os.kill(self.spare, signal.SIGKILL)  # a child that is not reaped yet
+        self.forget_spare()
+
+    def forget_spare(self) -> None:
+        """Leave the spare to itself, or in a copy to the process that has forked it."""
+        if self._orders:
+            self._orders.close()
+        self._orders, self.spare = None, 0
+
+    def wait_s(self) -> float | None:
+        """Return in how many seconds `tend` has something to do; None for never."""
+        return max(0.0, self._again_at - time.monotonic()) if self._again_at else None
+
+    def tend(self) -> None:
+        """Try again where no spare could be forked."""
+        if self._again_at and self._again_at <= time.monotonic():
+            self.fork()
+
+    def _replace_spare(self) -> None:
+        self._lost += 1
+        self.forget_spare()
+        if self._lost > _MAX_LOST:
+            raise Unfit("its copies end before they are used")
+        self.fork()
+
     def _forget(self, pid: int) -> None:
         caller = self._callers.pop(pid)
-        self._poll.unregister(caller.channel.fileno())
+        self.poll.unregister(caller.channel.fileno())
         caller.close()
 
 
-def _tell(caller: Peer, message: Message) -> None:
+def _tell(caller: Peer | None, message: Message) -> None:
     # A caller that has stopped reads nothing, and must not delay the others; what it does not get
     # it learns from the end of its socket and from the kernel.
     with contextlib.suppress(OSError):
-        messages.send(caller.channel, message, waits=False)
+        if caller:
+            messages.send(caller.channel, message, waits=False)
 
 
 def _is_gone(fd: int) -> bool:

@@ -11,33 +11,29 @@ import _socket
 import contextlib
 import gc
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
-from shmload._templates import kind, leaving, messages, wire
-from shmload._templates.events import Events
+from shmload._templates import leaving, messages, wire
+from shmload._templates.caller import command_of, run_plainly
 from shmload._templates.inherited import renew_session_keyring
-from shmload._templates.interpreter import RUN_MODULE, NotHere, prepare
+from shmload._templates.interpreter import RUN_MODULE, Renewal, prepare, show
 from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds, Sets
 from shmload._templates.pipelines import Pipelines
-from shmload._templates.plain import command_of, run_plainly
-from shmload._templates.redirecting import begin, variables
-from shmload._templates.renewal import Renewal
 from shmload._templates.rights import has_ended
-from shmload._templates.settings import with_settings
-from shmload._templates.shown import show
-from shmload._templates.signals import signal
 from shmload._templates.stash import Stash
-from shmload._templates.streams import DescriptorTaken, renew_streams, take_descriptors
 from shmload._templates.taking import (
-    CannotTake,
-    NeverTaken,
+    NotHere,
+    renew_streams,
+    take_descriptors,
     take_dispositions,
     take_mask,
     take_standing,
 )
-from shmload._templates.traces import Traces
+from shmload._templates.variables import variables_in, with_redirect, with_settings
 
 # A caller that has stopped meanwhile is waited for this long; then it runs the program itself.
 _CALLER_TIMEOUT_S = 30.0
@@ -68,7 +64,7 @@ class Spare:
         self._coerced = coerced
         self._keep = keep
         self._group = os.getpgrp()
-        self._events = Events()
+        self._traces = leaving.Traces()
         self._caller: wire.Socket
 
     def wait(self, orders: wire.Socket) -> Callable[[], Any]:
@@ -77,7 +73,7 @@ class Spare:
         Args:
             orders: brings the call, the caller's socket, and a descriptor of its process.
         """
-        self._events.watch()
+        self._traces.watch()
         self._renewal.renew_seeds()
         self._keep |= self._pipelines.descriptors
         self._stash.touch()
@@ -98,11 +94,11 @@ class Spare:
                 os._exit(0)  # the caller has waited too long, and runs the program itself
             return self._become(call, *sent, process)
         except Exception as exc:  # whatever it is, the caller can run the program itself
-            known = isinstance(exc, CannotTake | NotHere | DescriptorTaken)
-            reason = str(exc) if known else f"{type(exc).__name__}: {exc}"
+            refused = Refused(f"{type(exc).__name__}: {exc}", 0)
+            if isinstance(exc, NotHere):
+                refused = Refused(str(exc), int(exc.is_replaceable))
             with contextlib.suppress(OSError):
-                is_replaceable = isinstance(exc, CannotTake) and not isinstance(exc, NeverTaken)
-                messages.send(self._caller, Refused(reason, int(is_replaceable)))
+                messages.send(self._caller, refused)
             os._exit(0)
 
     def _become(self, call: Call, sent: Fds, fds: list[int], process: int) -> Callable[[], Any]:
@@ -111,18 +107,21 @@ class Spare:
         if has_ended(process):  # what was taken over may be another's
             os._exit(0)
         self._caller = take_descriptors(call.fds, fds, self._caller, self._keep)
-        environment = kind.variables_in(sent.environ)
-        name = self._stash.difference_to(with_settings(self._coerced | environment, call.settings))
+        environment = variables_in(sent.environ)
+        name = self._stash.variables.difference_to(
+            with_settings(self._coerced | environment, call.settings)
+        )
         if name:
             raise NotHere(f"{name} is not what the template has read on import")
         redirect = call.program.redirect
-        self._take_environment(environment | variables(redirect, environment))
+        os.environ.clear()
+        os.environ.update(with_redirect(redirect, environment) | self._coerced)
         os.setpgid(0, call.group)
         take_dispositions(call.standing.ignored)
-        traces = Traces(self._events)
+        self._traces.note()
 
         def start_over(reason: str, settings: list[list[str]] | None) -> None:
-            can_start_over = traces.is_none()
+            can_start_over = self._traces.is_none()
             if settings is not None:
                 with contextlib.suppress(OSError):
                     messages.send(self._caller, Sets(settings), waits=False)
@@ -135,29 +134,23 @@ class Spare:
             print(f"shmload run: {reason}, but after it had written or read; the libraries do not "
                   "see that; run it with python", file=sys.stderr)  # fmt: skip
 
-        self._stash.when_too_late(start_over)
         self._pipelines.begin(call.name, prepares=bool(call.program.prepares))
         renew_streams()
         self._renewal.renew_places()
         run = prepare(call.program, self._stash)
         show(command_of(call.program), sent.environ)
         self._announce()
-        self._stash.begin(call.settings)
+        self._stash.begin(call.settings, start_over)
         if redirect:
-            begin(redirect, self._stash.hidden)
+            _redirect(redirect, self._stash.hidden)
         if run.func is RUN_MODULE:
             __import__("runpy")  # Python too has it then, and what it needs
         leaving.die_with(self._caller, with_group=not call.group)
-        leaving.begin(self._caller, self._events)
+        leaving.begin(self._caller, self._traces)
         gc.enable()
-        self._events.has_trace = False  # all this was not the program's
+        self._traces.has_trace = False  # all this was not the program's
         take_mask(call.standing.blocked)
         return run
-
-    def _take_environment(self, environment: dict[str, str]) -> None:
-        os.environ.clear()
-        for name, value in (environment | self._coerced).items():
-            os.environ[name] = value
 
     def _announce(self) -> None:
         """Tell the caller that the program can run; return when it shall."""
@@ -173,3 +166,18 @@ class Spare:
         if answer is None:
             os._exit(0)  # the caller has waited too long, and runs the program itself
         self._caller.settimeout(None)
+
+
+def _redirect(way: str, modules: Mapping[str, ModuleType]) -> None:
+    """Turn `redirect` on in this process, as an ordinary Python does when it starts.
+
+    Args:
+        way: as for `with_redirect`.
+        modules: imported ones that are not in `sys.modules`.
+    """
+    try:
+        from shmload.integrations.redirect import begin as turn_on
+
+        turn_on(modules, verbose=way == "verbose")
+    except Exception as exc:  # the caller counts on the program by now
+        print(f"shmload run: --redirect is off: {exc}", file=sys.stderr)

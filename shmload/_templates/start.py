@@ -7,9 +7,10 @@ import marshal
 import os
 import sys
 
-from shmload._templates import place, plain
+from shmload._templates import place
+from shmload._templates.caller import flags_of_this_process
 from shmload._templates.inherited import is_subreaper, renew_session_keyring
-from shmload._templates.kind import first_environment, read_on_import
+from shmload._templates.variables import first_environment, read_on_import
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def start_template(
     named = os.environ.get(_NAMED, "").replace(",", " ").split()
     wanted = dict.fromkeys((*(modules or last or MODULES), *named))
     orders = json.dumps({"modules": [name, *wanted], "key": key})
-    flags = plain.flags_of_this_process()
+    flags = flags_of_this_process()
     command = [sys.executable, *flags, path, recorder, orders]
     given = variables or first_environment()
     # It serves other programs too: they are to know nothing of this process.

@@ -5,7 +5,6 @@ stash, it gets that module and all that its import would have brought, with what
 have said and changed.
 """
 
-import atexit
 import ctypes
 import os
 import sys
@@ -16,7 +15,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from shmload._templates.kind import is_of_import
 from shmload._templates.loggers import Loggers
 from shmload._templates.neutral import LAZY_TABLES
 from shmload._templates.recorder import (
@@ -25,15 +23,13 @@ from shmload._templates.recorder import (
     bootstrap,
     change_state,
     differences,
+    do_again,
     forget_exits,
     read_state,
 )
-from shmload._templates.settings import differences as differences_of
-from shmload._templates.settings import with_settings
+from shmload._templates.variables import ReadVariables
 
 StartOver = Callable[[str, list[list[str]] | None], None]
-# shmload sets it for a moment, while a library that is imported builds a pipeline.
-_OF_SHMLOAD = frozenset({"HF_DEACTIVATE_ASYNC_LOAD"})
 
 
 class _Given(Loader):
@@ -95,12 +91,7 @@ class Stash(MetaPathFinder):
         """Held while modules are given: programs import in several threads."""
         os.register_at_fork(after_in_child=self._lock._at_fork_reinit)  # type: ignore[attr-defined]
         self._path: list[str] = []
-        self._variables: dict[str, str] = {}
-        """The variables of the libraries, as the template has read them."""
-        self._begun: dict[str, str] = {}
-        """The same, as the program has got them."""
-        self._environ: dict[bytes, bytes] = {}
-        """All variables, when those of the libraries were last compared."""
+        self.variables = ReadVariables(recorder.variables)
         self._counted = 0
         """How many events of the record are in `_events`."""
         self._places: dict[str, int] = {}
@@ -188,13 +179,6 @@ class Stash(MetaPathFinder):
             if not any(name in self._tops and self._is_shadowed(name) for name in wanted):
                 self._give(self._closure(wanted))
 
-    def difference_to(self, environment: Mapping[str, str]) -> str | None:
-        """Return a variable that imports have read with another value, or None."""
-        for name, value in self._recorder.variables.items():
-            if name not in _OF_SHMLOAD and environment.get(name) != value:
-                return name
-        return None
-
     def drop(self, name: str) -> bool:
         """Have a module be found in its file again, as if the template had not imported it.
 
@@ -210,30 +194,23 @@ class Stash(MetaPathFinder):
         self._cut.pop(name, None)
         return True
 
-    def begin(self, settings: list[list[str]]) -> None:
+    def begin(self, settings: list[list[str]], start_over: StartOver | None = None) -> None:
         """Give modules to the program from now on, which begins.
 
         Args:
             settings: the variables that it is going to set, as the template has them.
+            start_over: called if the program changes what libraries have read already, with the
+                reason and with the variables that it has set. It runs the program again in the
+                ordinary way, or returns if that is not possible any more.
         """
+        if start_over:
+            self._start_over = start_over
         for name in list(sys.modules):
             if name not in self._known:
                 del sys.modules[name]  # imported since by the code that prepares the program
         self._path = list(sys.path)
-        self._begun = self._variables_now()
-        self._variables = with_settings(self._begun, settings)
-        self._environ = {} if settings else _environ().copy()
+        self.variables.begin(settings)
         sys.meta_path.insert(0, self)
-
-    def when_too_late(self, start_over: StartOver) -> None:
-        """Set what is done when the program changes what libraries have read already.
-
-        Args:
-            start_over: called with the reason, and with the variables that the program has set. It
-                runs the program again in the ordinary way, or returns if that is not possible any
-                more.
-        """
-        self._start_over = start_over
 
     def _take_out_all(self) -> None:
         """Keep Python from taking the template's modules apart when a program ends.
@@ -337,14 +314,13 @@ class Stash(MetaPathFinder):
                 ]
         self._of_main = [pair for pair in self._of_main if pair[0] not in wanted]
         placed = [each for found in wanted for each in self._events.pop(found, ())]
-        events = [event for _, event in sorted(placed, key=_place)]
+        events = [event for _, event in sorted(placed, key=lambda each: each[0])]
         self._loggers.show([n for event in events if event.kind == "logged" for n in event.what])
         for event in events:
-            _do_again(event)
+            do_again(event)
             if event.kind == "changed" and event.what[0] == "environ":
-                self._variables = self._variables_now()
-                set_here = {os.fsdecode(name) for name, _ in (*event.what[1], *event.what[2])}
-                self._begun |= {n: v for n, v in self._variables.items() if n in set_here}
+                pairs = (*event.what[1], *event.what[2])
+                self.variables.note_import({os.fsdecode(name) for name, _ in pairs})
 
     def _lead_imports(self, given: Mapping[str, ModuleType]) -> None:
         """Have imports of these modules that are under way in other threads end here.
@@ -374,24 +350,9 @@ class Stash(MetaPathFinder):
     # What comes too late --------------------------------------------------------------------------
 
     def _check_variables(self) -> None:
-        if _environ() == self._environ:
-            return
-        self._environ = _environ().copy()
-        now = self._variables_now()
-        changed = differences_of(self._variables, now)
-        if changed:
-            self._variables = now
-            name = changed[0][0]
-            sets = "set" if now.get(name) != self._begun.get(name) else "did not set"
-            self._start_over(
-                f"the program {sets} {name} before it imported a library",
-                differences_of(self._begun, now),
-            )
-
-    def _variables_now(self) -> dict[str, str]:
-        names = {*self._recorder.variables, *self._variables, *filter(is_of_import, os.environ)}
-        found = {name: os.environ.get(name) for name in names - _OF_SHMLOAD}
-        return {name: value for name, value in found.items() if value is not None}
+        change = self.variables.change()
+        if change:
+            self._start_over(*change)
 
     def _is_shadowed(self, name: str) -> bool:
         new = [entry or os.getcwd() for entry in sys.path if entry not in self._path]
@@ -406,42 +367,6 @@ def _is_imported_elsewhere(name: str) -> bool:
     """Tell whether another thread is just importing a module."""
     lock: Any = bootstrap._module_locks.get(name, lambda: None)()
     return lock is not None and lock.owner not in (None, get_ident())
-
-
-def _place(placed: tuple[int, Event]) -> int:
-    return placed[0]
-
-
-def _environ() -> dict[bytes, bytes]:
-    """Return the variables as they are kept: quick to compare, and not seen as reads."""
-    return os.environ._data  # type: ignore[attr-defined,no-any-return]
-
-
-def _do_again(event: Event) -> None:
-    match event.kind:
-        case "said":
-            fd, raw = event.what
-            _write_again(sys.stdout if fd == 1 else sys.stderr, fd, raw)
-        case "changed":
-            change_state(*event.what)
-        case "registered":
-            function, args, kwargs = event.what
-            atexit.register(function, *args, **kwargs)
-
-
-def _write_again(stream: Any, fd: int, raw: bytes) -> None:
-    """Write what an import has written, to the stream that the program has for that now."""
-    if stream is None:
-        return
-    stream.flush()
-    try:
-        is_plain = stream.fileno() == fd
-    except (AttributeError, OSError, ValueError):  # a stream in memory
-        is_plain = False
-    if is_plain:
-        os.write(fd, raw)
-    else:
-        stream.write(raw.decode(errors="replace"))
 
 
 def _forget_lazy_names(module: ModuleType) -> None:

@@ -1,22 +1,25 @@
-"""Takes over how a caller stands: limits, priorities, cores, signals, control group.
+"""Takes over what a caller has: limits, priorities, cores, signals, control group, descriptors.
 
-The caller says what only it can know (`standing`); the rest is read here of the kernel.
+The caller says what only it can know (`Standing`); the rest is read here of the kernel.
 """
 
 import faulthandler
+import fcntl
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from shmload._templates import inherited
+from shmload._templates import inherited, wire
+from shmload._templates.cgroups import cgroup_folders
 from shmload._templates.messages import Standing
-from shmload._templates.rights import cgroup_folders
+from shmload._templates.rights import said_of
 
-# sched_setattr(2) and ioprio_set(2)
-_ATTRIBUTES_NBYTES = 56
-_FLAGS_AT = 8
+# sched(7); not in the module os.
+_DEADLINE = 6
+# ioprio_set(2)
 _IOPRIO_WHO_PROCESS = 1
 # prctl(2)
 _PR_SET_CHILD_SUBREAPER, _PR_SCHED_CORE = 36, 62
@@ -24,12 +27,17 @@ _CORE_GET, _CORE_SHARE_FROM = 0, 3
 _COOKIE_NBYTES = 8
 
 
-class CannotTake(Exception):
-    """The program cannot be given its caller's standing; str says which part."""
+class NotHere(Exception):
+    """The program cannot be run by a copy of this template; str says why.
 
+    Args:
+        reason: why.
+        is_replaceable: a template that the caller starts could run it.
+    """
 
-class NeverTaken(CannotTake):
-    """No template can give it."""
+    def __init__(self, reason: str, *, is_replaceable: bool = False) -> None:
+        super().__init__(reason)
+        self.is_replaceable = is_replaceable
 
 
 def take_standing(caller: int, said: Standing) -> None:
@@ -40,13 +48,14 @@ def take_standing(caller: int, said: Standing) -> None:
         said: what it says itself.
 
     Raises:
-        CannotTake: the kernel refuses a part, or it cannot be given after a process has started.
+        NotHere: the kernel refuses a part, or it cannot be given after a process has started.
     """
     for part, take in _PARTS.items():
         try:
             take(caller, said)
         except (OSError, ValueError) as exc:
-            raise CannotTake(f"the caller's {part} cannot be taken over: {exc}") from exc
+            reason = f"the caller's {part} cannot be taken over: {exc}"
+            raise NotHere(reason, is_replaceable=True) from exc
 
 
 def take_dispositions(ignored: int) -> None:
@@ -78,28 +87,13 @@ def _take_cores(caller: int, _: Standing) -> None:
 
 
 def _take_scheduling(caller: int, _: Standing) -> None:
-    """Take over policy, priority, niceness, deadlines and clamps."""
-    wanted, own = map(_attributes_of, (caller, 0))
-    if wanted == own:
-        return
-    if wanted is None:  # no such call here
-        os.sched_setscheduler(0, os.sched_getscheduler(caller), os.sched_getparam(caller))
-        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, caller))
-    elif inherited.system_call("sched_setattr", 0, wanted, 0) < 0:
-        raise PermissionError("the kernel refuses")
-
-
-def _attributes_of(pid: int) -> bytes | None:
-    found = bytes(_ATTRIBUTES_NBYTES)  # a new object, so the kernel may write there
-    size = len(found)
-    if inherited.system_call("sched_getattr", pid, found, size, 0) < 0:
-        return None
-    # What is to be clamped must be said when it is set; the kernel does not say it.
-    clamps = found[-8:]
-    flags = int.from_bytes(found[_FLAGS_AT : _FLAGS_AT + 8], "little") | (
-        0x60 if any(clamps) else 0
-    )
-    return found[:_FLAGS_AT] + flags.to_bytes(8, "little") + found[_FLAGS_AT + 8 :]
+    policy, priority = os.sched_getscheduler(caller), os.sched_getparam(caller)
+    is_own = (policy, priority) == (os.sched_getscheduler(0), os.sched_getparam(0))
+    if not is_own and policy != _DEADLINE:  # it has more than a priority
+        os.sched_setscheduler(0, policy, priority)
+    niceness = os.getpriority(os.PRIO_PROCESS, caller)
+    if niceness != os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
 
 
 def _take_core_cookie(caller: int, _: Standing) -> None:
@@ -123,26 +117,12 @@ def _take_io_priority(caller: int, _: Standing) -> None:
         raise PermissionError("the kernel refuses")
 
 
-def _take_coredump_filter(caller: int, _: Standing) -> None:
-    own, wanted = _read("self", "coredump_filter"), _read(caller, "coredump_filter")
-    if wanted is not None and own != wanted:
-        _write("coredump_filter", f"0x{wanted}")  # as it is read, it would be taken for octal
-
-
-def _take_subreaper(_: int, said: Standing) -> None:
-    inherited.control(_PR_SET_CHILD_SUBREAPER, said.is_subreaper)
-
-
-def _take_umask(_: int, said: Standing) -> None:
-    os.umask(said.umask)
-
-
 def _take_limits(caller: int, _: Standing) -> None:
     kinds = {getattr(resource, name) for name in vars(resource) if name.startswith("RLIMIT_")}
     for kind in kinds:
         wanted, own = resource.prlimit(caller, kind), resource.getrlimit(kind)
         if kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA) and wanted[0] != -1:
-            raise NeverTaken(
+            raise NotHere(
                 "the caller's limits cannot be taken over: a copy of a template has more memory "
                 "than a new Python"
             )
@@ -153,7 +133,7 @@ def _take_limits(caller: int, _: Standing) -> None:
 
 
 def _take_cgroup(caller: int, _: Standing) -> None:
-    own, wanted = _read("self", "cgroup") or "", _read(caller, "cgroup") or ""
+    own, wanted = said_of("self", "cgroup") or "", said_of(caller, "cgroup") or ""
     if own == wanted:
         return
     for line, folder in cgroup_folders(wanted).items():
@@ -162,36 +142,108 @@ def _take_cgroup(caller: int, _: Standing) -> None:
                 file.write("0")
 
 
-def _take_file(name: str, value: str | None) -> None:
-    if value is not None and _read("self", name) != value:
-        _write(name, value)
+def _take_file(name: str, value: str | None, prefix: str = "") -> None:
+    if value is not None and said_of("self", name) != value:
+        with open(f"/proc/self/{name}", "w", encoding="latin-1") as file:
+            file.write(prefix + value)
 
 
-def _write(name: str, value: str) -> None:
-    with open(f"/proc/self/{name}", "w", encoding="latin-1") as file:
-        file.write(value)
-
-
-def _read(pid: int | str, name: str) -> str | None:
-    try:
-        with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
-            return file.read().decode("utf-8", "surrogateescape")
-    except OSError:
-        return None
-
-
-_PARTS: dict[str, Callable[[int, Standing], None]] = {
+_PARTS: dict[str, Callable[[int, Standing], object]] = {
     "control group": _take_cgroup,
     "cores": _take_cores,
     "scheduling": _take_scheduling,
     "core scheduling": _take_core_cookie,
     "I/O priority": _take_io_priority,
-    "oom_score_adj": lambda caller, _: _take_file("oom_score_adj", _read(caller, "oom_score_adj")),
-    "coredump_filter": _take_coredump_filter,
+    "oom_score_adj": lambda caller, _: _take_file(
+        "oom_score_adj", said_of(caller, "oom_score_adj")
+    ),
+    "coredump_filter": lambda caller, _: _take_file(
+        # As it is read, it would be taken for octal.
+        "coredump_filter",
+        said_of(caller, "coredump_filter"),
+        "0x",
+    ),
     "timer slack": lambda _, said: _take_file("timerslack_ns", said.timer_slack or None),
     "limits": _take_limits,
-    "child subreaper": _take_subreaper,
-    "umask": _take_umask,
+    "child subreaper": lambda _, said: inherited.control(
+        _PR_SET_CHILD_SUBREAPER, said.is_subreaper
+    ),
+    "umask": lambda _, said: os.umask(said.umask),
 }
-"""How each thing is taken over that `inherited` says is taken; signals, descriptors and variables
-are taken over by functions of their own."""
+"""How each thing is taken over; signals, descriptors and variables by functions of their own."""
+
+
+# Descriptors and streams ------------------------------------------------------------------------
+
+
+def take_descriptors(
+    wanted: list[int], fds: list[int], channel: wire.Socket, keep: set[int]
+) -> wire.Socket:
+    """Give each descriptor the number that it has in the caller, and close all others.
+
+    Args:
+        wanted: the numbers.
+        fds: the caller's directory, which becomes this process's, and a descriptor for each number.
+        channel: stays open, at a number of its own.
+        keep: stay open: libraries have opened them.
+
+    Returns:
+        The channel.
+
+    Raises:
+        NotHere: a number of `keep` is wanted: libraries have opened it.
+        OSError: there are no descriptors left.
+    """
+    directory, *fds = fds
+    os.fchdir(directory)
+    os.close(directory)
+    if keep & set(wanted):
+        raise NotHere(f"libraries have opened descriptors {sorted(keep & set(wanted))}")
+    above = max([*wanted, *keep, *fds, 63]) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]
+    own = fcntl.fcntl(channel.fileno(), fcntl.F_DUPFD_CLOEXEC, above)
+    timeout = channel.gettimeout()
+    channel.detach()
+    staying = sorted({*moved, own, *keep})
+    for low, high in zip([-1, *staying], [*staying, 1 << 20], strict=True):
+        os.closerange(low + 1, high)
+    for fd, number in zip(moved, wanted, strict=True):
+        os.dup2(fd, number, inheritable=True)
+        os.close(fd)
+    moved_channel = wire.take(own)
+    moved_channel.settimeout(timeout)
+    return moved_channel
+
+
+def renew_streams() -> None:
+    """Open the standard streams anew, as Python does when it starts.
+
+    They keep their objects, which libraries may hold from their imports on.
+    """
+    for fd, name in enumerate(("stdin", "stdout")):
+        _open_again(fd, name, getattr(sys, name))
+    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _open_again(fd: int, name: str, stream: Any) -> None:
+    """Open a standard stream; see create_stdio in CPython's pylifecycle.c.
+
+    Args:
+        fd: its descriptor.
+        name: stdin or stdout.
+        stream: the template's, whose encoding is that of the locale, which both share.
+    """
+    mode = "r" if name == "stdin" else "w"
+    is_unbuffered = stream.write_through and mode == "w"
+    buffering = 0 if is_unbuffered else -1
+    buffer: Any = open(fd, mode + "b", buffering, closefd=False)  # noqa: SIM115 for the whole process
+    (buffer if is_unbuffered else buffer.raw).name = f"<{name}>"
+    stream.__init__(
+        buffer,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        newline="\n",
+        line_buffering=os.isatty(fd) and not is_unbuffered,
+        write_through=is_unbuffered,
+    )
+    stream.mode = mode

@@ -24,7 +24,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from shmload._templates import cgroups, kind, leaving, messages, place, wire
@@ -33,30 +32,22 @@ from shmload._templates.branches import Branches
 from shmload._templates.connections import Connections, Question, refuse
 from shmload._templates.freshness import Freshness
 from shmload._templates.imports import Imports
+from shmload._templates.interpreter import Renewal
 from shmload._templates.messages import About, Call, End, Look, Noted
 from shmload._templates.notes import Requests
 from shmload._templates.pipelines import Pipelines
 from shmload._templates.recorder import Recorder
-from shmload._templates.renewal import Renewal
 from shmload._templates.rights import Peer, rights_of
 from shmload._templates.serving import Born, Serving
 from shmload._templates.spare import Spare
 from shmload._templates.stash import Stash
+from shmload._templates.variables import first_environment, note_variables
 
 IDLE_S = 1800.0
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN,
             signal.SIGTTOU, signal.SIGPIPE, signal.SIGXFSZ)  # fmt: skip
 # It looks this often whether it is alone in its control group, and ends if so.
 _LOOK_AROUND_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Which template this is: its name, its key, and what it has in common with its callers."""
-
-    name: str
-    key: str
-    facts: str
 
 
 def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
@@ -81,14 +72,14 @@ def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
     imports = Imports(key, recorder)
     try:
         imports.make(wanted)
-        kind.note_variables(recorder.variables)
+        note_variables(recorder.variables)
     except BaseException as exc:  # a module may raise anything
         place.write_failure(key, f"there can be no template: {type(exc).__name__}: {exc}")
         place.remove_note(key, "importing")
         os._exit(1)
     pid = os.getpid()
     try:
-        Template(Identity(name, key, facts), lock, recorder, known, imports).run()
+        Template(name, key, facts, lock, imports, known).run()
     except Born as born:
         return born.run
     except BaseException:
@@ -101,25 +92,27 @@ class Template:
     """Answers callers, keeps a spare, and watches the programs that run.
 
     Args:
-        identity: which one it is.
+        name: as the user gave it.
+        key: see `kind`.
+        facts: what it has in common with its callers.
         lock: holds the right to be the template of this key.
-        recorder: of the imports.
-        known: names of the modules that any Python has.
         imports: what was imported.
+        known: names of the modules that any Python has.
     """
 
     def __init__(
         self,
-        identity: Identity,
+        name: str,
+        key: str,
+        facts: str,
         lock: int,
-        recorder: Recorder,
-        known: Collection[str],
         imports: Imports,
+        known: Collection[str],
     ) -> None:
-        self._identity = identity
+        self._name, self._key, self._facts = name, key, facts
         self._lock = lock
-        self._recorder = recorder
-        before = kind.first_environment()
+        self._recorder = recorder = imports.recorder
+        before = first_environment()
         now = {os.fsdecode(name): os.fsdecode(value) for name, value in recorder.fresh["environ"]}
         # Python sets some by itself when it starts: LC_CTYPE in the locale C.
         self._coerced = {name: value for name, value in now.items() if name not in before}
@@ -140,7 +133,6 @@ class Template:
         self._rights = rights_of()
         self._group = cgroups.leave_or_find()
         self._serving = serving = Serving(self._become_program)
-        self._programs, self._spares = serving.programs, serving.spares
         self._poll = serving.poll
         signal.signal(signal.SIGTERM, self._end_soon)
         session, terminal = kind.session_and_terminal()
@@ -148,7 +140,7 @@ class Template:
         if terminal:
             self._poll.register(leader, select.POLLIN)
         leaving.end_without_destructors()
-        key = self._identity.key
+        key = self._key
         self._pipelines = Pipelines(key, sys.modules, self._stash, self._recorder)
         self._stash.hide()  # here and not in each copy: it writes to the memory of every module
         gc.collect()
@@ -156,7 +148,7 @@ class Template:
         collector: Any = self._stash.hidden.get("shmload._host.collector")
         if collector:
             collector.note_freeze()
-        self._spares.fork()  # before the socket is there: the first caller finds it ready
+        serving.fork()  # before the socket is there: the first caller finds it ready
         self._connections = Connections(place.socket_of(key), self._poll)
         can_load = self._pipelines.can_load
         self._branches = Branches(key, self._poll, self._become_branch, can_load=can_load)
@@ -173,13 +165,13 @@ class Template:
                 elif self._branches.state_at(fd):
                     self._used = time.monotonic()
                 else:
-                    self._programs.end_if_lost(fd)
+                    serving.end_if_lost(fd)
                     asked = self._connections.question_at(fd)
                     if asked:
                         self._answer(*asked)
 
     def _wait_ms(self) -> float:
-        times = [_LOOK_AROUND_S, self._connections.wait_s(), self._spares.wait_s(),
+        times = [_LOOK_AROUND_S, self._connections.wait_s(), self._serving.wait_s(),
                  self._branches.wait_s()]  # fmt: skip
         return 1000 * min(found for found in times if found is not None)
 
@@ -188,17 +180,19 @@ class Template:
         idle = time.monotonic() - self._used
         if self._is_told_to_end:
             self._drain()
-        may_end = not self._programs and not self._branches.programs and not self._is_draining
+        may_end = (
+            not self._serving.programs and not self._branches.programs and not self._is_draining
+        )
         is_lonely = idle > _LOOK_AROUND_S and cgroups.is_alone_in(self._group)
         if may_end and (idle > IDLE_S or is_lonely):
             self._drain()
-        if self._is_draining and not self._programs and not self._branches:
+        if self._is_draining and not self._serving.programs and not self._branches:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._connections.path)
             os._exit(0)
         self._connections.tend()
         if not self._is_draining:
-            self._spares.tend()
+            self._serving.tend()
             self._branches.tend()
 
     def _become_program(self, orders: wire.Socket) -> Callable[[], Any]:
@@ -212,7 +206,7 @@ class Template:
     ) -> NoReturn:
         """Become a branch, in a copy of this process."""
         self._close_all()
-        self._spares.forget()
+        self._serving.forget_spare()
         os.close(self._lock)  # or no other template could have it when this one is gone
         self._lock = -1
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -223,7 +217,7 @@ class Template:
         if hasattr(self, "_connections") and self._lock >= 0:
             self._connections.close_all()
             self._branches.close_all()
-            self._programs.close_all()
+            self._serving.close_all()
 
     def _answer(self, question: Question, peer: Peer) -> None:
         reason = self._why_not(question, peer)
@@ -242,9 +236,9 @@ class Template:
                 self._branches.note(question)
             case Look():
                 idle_ms = int(1000 * (time.monotonic() - self._used))
-                programs = len(self._programs) + self._branches.programs
-                about = About(os.getpid(), self._identity.name, programs, idle_ms,
-                              int(self._is_draining), self._spares.pid, self._branches.about(),
+                programs = self._serving.programs + self._branches.programs
+                about = About(os.getpid(), self._name, programs, idle_ms,
+                              int(self._is_draining), self._serving.spare, self._branches.about(),
                               self._left_out)  # fmt: skip
                 if question.is_use:
                     self._used = time.monotonic()
@@ -267,7 +261,7 @@ class Template:
             return ""
         if self._is_draining:
             return "the template takes no more programs"
-        if question.facts != self._identity.facts:
+        if question.facts != self._facts:
             return "this process differs from the template"
         if self._freshness.is_lost():
             self._drain()
@@ -295,6 +289,6 @@ class Template:
         self._is_draining = True
         with contextlib.suppress(OSError):  # the directory was removed
             self._connections.move(f"{self._connections.path}.{os.getpid()}")
-        self._spares.end()
+        self._serving.end_spare()
         self._branches.end()
         place.give_lock_back(self._lock)

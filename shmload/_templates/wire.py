@@ -101,6 +101,26 @@ def open_socket() -> "Socket":
     return _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
 
 
+def connect(path: str, timeout_s: float) -> "Socket":
+    """Return a socket that is connected to a template.
+
+    Args:
+        path: of the template's socket.
+        timeout_s: how long this, and each step of what comes, may take.
+
+    Raises:
+        OSError: there is none, or it does not answer.
+    """
+    channel = open_socket()
+    channel.settimeout(timeout_s)
+    try:
+        channel.connect(path)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
 def pair() -> "tuple[Socket, Socket]":
     """Return two such sockets, connected to each other."""
     return _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
@@ -180,10 +200,8 @@ def close(fds: "Sequence[int]") -> None:
         os.close(fd)
 
 
-def peer_of(channel: "Socket") -> tuple[int, int, int]:
-    """Return process, user and group of the other side, as when it connected or began to listen."""
+def peer_of(channel: "Socket") -> tuple[int, int]:
+    """Return process and user of the other side, as when it connected or began to listen."""
     raw = channel.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _PEER_NBYTES)
-    process, user, group = (
-        int.from_bytes(raw[at : at + 4], "little", signed=True) for at in (0, 4, 8)
-    )
-    return process, user, group
+    process, user = (int.from_bytes(raw[at : at + 4], "little", signed=True) for at in (0, 4))
+    return process, user

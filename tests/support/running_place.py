@@ -54,7 +54,7 @@ class Running:
     def held_back(self, name, environment=None):
         """Have the template of a name never get ready, in a block; yields the name."""
         asked = "from shmload._templates import kind, place; import sys\n"
-        asked += f"print(place.socket_of(kind.key_of(kind.facts_of_this_process({name!r}))))"
+        asked += f"print(place.socket_of(kind.key_of_this_process({name!r})))"
         found = subprocess.run(
             [sys.executable, "-c", asked],
             env=environment or self.environment,

@@ -52,7 +52,7 @@ def variables(running):
     given = {"P": sys.executable, "RUN": f"{sys.executable} -m shmload run -v"}
     given["SUBREAPER"] = _SUBREAPER
     asked = "from shmload._templates import kind, place\n"
-    asked += "key = lambda name: kind.key_of(kind.facts_of_this_process(name))\n"
+    asked += "key = kind.key_of_this_process\n"
     asked += "place.write_failure(key('odd'), 'there can be no template')\n"
     asked += "print(place.socket_of(key('cold')))"
     given |= running.environment

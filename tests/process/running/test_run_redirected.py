@@ -8,8 +8,8 @@ from pathlib import Path
 import example_training
 import pytest
 
-from shmload._templates import kind
-from shmload._templates.redirecting import variables, without_redirect
+from shmload._host.variables import is_of_import
+from shmload._templates.variables import with_redirect, without_redirect
 
 _CLASS = """
 class DiffusionPipeline:
@@ -133,13 +133,13 @@ def test_options_that_turn_variables_off_are_refused(running):
 
 
 def test_variable_that_shmload_sets_for_a_load_is_not_read_on_import():
-    assert kind.is_of_import("HF_HOME")
-    assert not kind.is_of_import("HF_DEACTIVATE_ASYNC_LOAD")
+    assert is_of_import("HF_HOME")
+    assert not is_of_import("HF_DEACTIVATE_ASYNC_LOAD")
 
 
 def test_variables_are_taken_back():
     for before in ({}, {"PYTHONPATH": "/a:/b"}, {"PYTHONPATH": "/a", "X": "y"}):
-        assert without_redirect(before | variables("1", before)) == before
+        assert without_redirect(with_redirect("1", before)) == before
 
 
 @pytest.mark.libraries

@@ -5,11 +5,11 @@ import os
 import pytest
 
 from shmload._templates import pipelines
-from shmload._templates.memory import MAX_BRANCHES, branches_to_end, has_room
+from shmload._templates.branches import MAX_BRANCHES, branches_to_end, has_room
 from shmload._templates.messages import Program
 from shmload._templates.notes import Notes, note_warmed, warmed
 from shmload._templates.pipelines import Pipelines
-from shmload._templates.settings import name_of
+from shmload._templates.variables import name_of
 from shmload.integrations._building import prepared
 
 _MIB = 1 << 20
