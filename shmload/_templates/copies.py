@@ -65,15 +65,18 @@ def _answer(function: Callable[[], str], answer: int, said: int) -> None:
         os._exit(code)
 
 
-def require_one_thread(who: str) -> None:
-    """Check that this process has one thread, so that copies of it are sound.
+def require_fitness(who: str) -> None:
+    """Check that copies of this process are sound.
 
     Args:
         who: what has been done here, for the error.
 
     Raises:
-        Unfit: it has more.
+        Unfit: it has more than one thread, or has touched a GPU.
     """
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        raise Unfit(f"{who} has touched the GPU")
     if len(os.listdir("/proc/self/task")) == 1:
         return
     pid = os.fork()  # OpenBLAS ends its threads before a fork, and starts them when it needs them

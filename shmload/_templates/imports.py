@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from shmload._templates import place
-from shmload._templates.copies import Output, Unfit, in_copy, require_one_thread
+from shmload._templates.copies import Output, Unfit, in_copy, require_fitness
 from shmload._templates.neutral import Snapshot
 from shmload._templates.recorder import Recorder
 from shmload._templates.start import MODULES
@@ -78,21 +78,6 @@ def how_it_crashed(key: str) -> str | None:
         return None
     said = (place.read_note(key, "stderr") or "").strip().splitlines()
     return f"it ended while it imported {name}" + (f": {said[-1]}" if said else "")
-
-
-def require_fitness(who: str) -> None:
-    """Check that copies of this process are sound.
-
-    Args:
-        who: what has been done here, for the error.
-
-    Raises:
-        Unfit: it has more than one thread, or has touched a GPU.
-    """
-    require_one_thread(who)
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
-        raise Unfit(f"{who} has touched the GPU")
 
 
 def why_not_neutral(name: str, recorder: Recorder) -> str:
