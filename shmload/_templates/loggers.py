@@ -20,6 +20,7 @@ class Loggers:
         self._hidden: dict[str, Any] = {}
         self._settings: dict[str, dict[str, Any]] = {}
         """What imports have set on them, where that differs from a new one."""
+        self._streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
 
     def hide(self) -> None:
         """Hide all, and have each be as new; call it again when there are more."""
@@ -47,10 +48,18 @@ class Loggers:
             self.show_new(name)
             settings = self._settings.pop(name, None)
             if settings:
+                self._lead(settings.get("handlers", ()))
                 root = self._logging.root
                 _set(root if name == ROOT else root.manager.loggerDict[name], settings)
         if root:  # a level may be another now
             root.manager._clear_cache()
+
+    def _lead(self, handlers: Iterable[Any]) -> None:
+        """Let handlers write where the program has led a standard stream before its imports."""
+        for handler in handlers:
+            for name, own in self._streams.items():
+                if vars(handler).get("stream") is own and getattr(sys, name) is not own:
+                    handler.stream = getattr(sys, name)
 
     def show_new(self, name: object) -> None:
         """Show a logger as a new one, if it is hidden."""

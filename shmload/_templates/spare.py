@@ -145,6 +145,9 @@ class Spare:
             _redirect(redirect, self._stash.hidden)
         if run.func is RUN_MODULE:
             __import__("runpy")  # Python too has it then, and what it needs
+        threads: Any = self._stash.hidden.get("threading") or sys.modules.get("threading")
+        if threads:  # of a fork, Python renews all but this
+            threads.main_thread()._set_native_id()
         leaving.die_with(self._caller, with_group=not call.group)
         leaving.begin(self._caller, self._traces)
         gc.enable()

@@ -292,6 +292,9 @@ class Stash(MetaPathFinder):
 
     def _give(self, wanted: set[str], but: str = "") -> None:
         """Give modules; the import system itself gives the one that is imported."""
+        barred = [name for name in sorted(wanted) if sys.modules.get(name, name) is None]
+        if barred:
+            self._start_over(f"the program bars the import of {barred[0]}", None)
         given: dict[str, ModuleType] = {}
         second = {"__mp_main__"} & self._places.keys() if "multiprocessing" in wanted else set()
         for found in sorted(wanted | second, key=self._places.__getitem__):

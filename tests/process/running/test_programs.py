@@ -118,6 +118,9 @@ PROGRAMS = {
     "thread error": "import threading; t = threading.Thread(target=lambda: 1 / 0); t.start(); "
     "t.join()",
     "finalizer": "import weakref\nclass C: pass\nc = C(); weakref.finalize(c, print, 'gone')",
+    "del that prints last": "class C:\n    def __init__(s): print('open')\n"
+    "    def __del__(s): print('closed')\nc = C(); print('work')",
+    "native id": "import threading as t; print(t.main_thread().native_id == t.get_native_id())",
     "del": "class C:\n    def __del__(self): print('del')\nc = C()",
     "unraisable": "class C:\n    def __del__(self): 1 / 0\nC()",
     # Frames
@@ -238,7 +241,14 @@ print(helper_of_test.__file__)
 """
 _FAILING = "def f():\n    raise ValueError(3)\nf()\n"
 # Python itself says best what is wrong with these.
-_ORDINARY = {"syntax error", "indentation", "null byte", "bad encoding", "c:syntax error"}
+_ORDINARY = {
+    "barred module",
+    "syntax error",
+    "indentation",
+    "null byte",
+    "bad encoding",
+    "c:syntax error",
+}
 _INPUT = b"first\nsecond\n"
 
 
@@ -483,3 +493,21 @@ def test_wrong_runner_is_noticed(see, folder, name):
         "exec(code, sys.modules['__main__'].__dict__)\n"
     )
     assert see(name, [sys.executable, str(runner)]) != see(name, [sys.executable])
+
+
+def test_handlers_of_a_library_write_where_the_program_has_led_the_stream():
+    program = """
+import io, logging, sys
+from shmload._templates.loggers import Loggers
+logging.getLogger("library").addHandler(logging.StreamHandler())
+loggers = Loggers()
+loggers.hide()
+sys.stderr = io.StringIO()
+loggers.show(["library"])
+logging.getLogger("library").warning("said")
+print(repr(sys.stderr.getvalue()))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert (ended.stdout, ended.stderr) == ("'said\\n'\n", "")

@@ -363,6 +363,14 @@ def test_template_that_runs_already_says_that_it_imports_nothing_more(running, t
 
 
 @pytest.mark.usefixtures("template")
+def test_module_that_the_program_bars_is_barred(running):
+    code = "import sys; sys.modules['json.decoder'] = None\ntry: import json\n"
+    ended = run(running, "-c", code + "except ImportError as e: print(e)")
+    assert ended.stdout == "import of json.decoder halted; None in sys.modules\n"
+    assert "in the ordinary way: the program bars the import of json.decoder" in ended.stderr
+
+
+@pytest.mark.usefixtures("template")
 def test_signal_reaches_the_program_once(start):
     caller = start(
         "import os, signal; signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'got\\n')); "
