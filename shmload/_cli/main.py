@@ -4,23 +4,23 @@ Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage, 130 in
 SIGTERM or SIGHUP ends, ends by that signal.
 """
 
+import ast
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
-from shmload._cli import doctor, placement, residents, serve, service, templates, top, views, warm
+from shmload._cli import doctor, residents, serve, service, templates, top, views, warm
 from shmload._cli.completion import complete_paths
 from shmload._cli.ending import EndedBySignal, EndingCommand
 from shmload._cli.output import as_json_option, is_of_output, print_json, print_page, say
 from shmload._cli.source_options import given, source_options
 from shmload._loading import progress
-from shmload.errors import ArgumentError, ShmloadError
+from shmload.errors import ArgumentError, DeviceMapMalformed, ShmloadError
 
 _INTERRUPTED = 130  # as a shell counts: 128 + SIGINT
 
@@ -69,11 +69,38 @@ def main(context: click.Context, verbose: bool) -> None:
     progress.logger.setLevel(logging.INFO)  # its lines stand in for a bar
 
 
+def _parse_device_map(
+    _context: click.Context, _option: click.Parameter, text: str | None
+) -> object:
+    """Read a device map as JSON or as the Python code that a placement is printed with."""
+    if text is None:
+        return None
+    text = text.strip().removeprefix("device_map").lstrip(" =")
+    if not text.startswith("{"):
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError) as exc:
+        raise DeviceMapMalformed(
+            'it cannot be read as a dict; quote the names, as in {"vae": "cuda:1"}'
+        ) from exc
+
+
 @main.command()
 @click.argument("source", shell_complete=complete_paths)
 @source_options
 @click.option("--keep", is_flag=True, help="Plan for `warm` instead of `load_pipeline`.")
-@placement.placement_options
+@click.option(
+    "--device-map",
+    callback=_parse_device_map,
+    help="A strategy (auto, balanced, balanced_low_0, sequential), a device, or a dict of "
+    "devices by component or path; auto if only an inventory is given.",
+)
+@click.option(
+    "--inventory",
+    help="Devices to plan for, such as 2x24GiB or cuda:0=24GiB,cpu=64GiB; this machine's "
+    "if only a device map is given.",
+)
 @as_json_option
 def plan(
     source: str,
@@ -81,16 +108,13 @@ def plan(
     keep: bool,
     inventory: str | None,
     device_map: object,
-    html: Path | None,
     as_json: bool,
     **where: Any,
 ) -> None:
     """Show what loading SOURCE would do; reads headers only.
 
-    With --inventory, --device-map or --html, show on which device each module would be.
+    With --inventory or --device-map, show on which device each module would be.
     """
-    if html and inventory is None and device_map is None:
-        device_map = "auto"
     found = shmload.plan(
         source,
         dtype=dtype_by_component(dtypes),
@@ -99,8 +123,6 @@ def plan(
         device_map=device_map,
         **given(where),
     )
-    if html and found.placement:
-        placement.write_page(html, found.placement.html(source))
     if as_json:
         sums = {"decode_nbytes": found.decode_nbytes, "resident_nbytes": found.resident_nbytes}
         print_json("plan", plan=found, **sums)

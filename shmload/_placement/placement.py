@@ -12,7 +12,6 @@ import msgspec
 
 from shmload._placement.device_map import Devices, expand, merge, parse_device_map
 from shmload._placement.device_use import DeviceUse
-from shmload._placement.html_page import html_page
 from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory
 from shmload._placement.modules import Component, join
 from shmload._placement.pages import placement_page
@@ -43,21 +42,6 @@ class Placement(Printable, msgspec.Struct, frozen=True, kw_only=True):
     def page(self) -> Page:
         """Return tables of the modules and of the devices, and the device map as Python code."""
         return placement_page(self.parts, self.devices, self.device_map)
-
-    def html(self, title: str = "Placement") -> str:
-        """Return a page for browsers that needs no other file: the devices, and what travels.
-
-        Args:
-            title: what is placed.
-        """
-        return html_page(
-            title,
-            self.components,
-            self.parts,
-            self.devices,
-            self.execution_devices,
-            self.device_map,
-        )
 
 
 def place(components: Sequence[Component], device_map: object, inventory: Inventory) -> Placement:

@@ -26,11 +26,6 @@ class TableRow(msgspec.Struct, frozen=True, kw_only=True):
     runs_each_step: bool = False
     """Whether its component computes at every step of a generation, and not once."""
 
-    @property
-    def name(self) -> str:
-        """The component and the modules, as a person names them."""
-        return " ".join(filter(None, (self.component, self.modules))) or "the model"
-
 
 def table_rows(
     component: Component, placed: str | dict[str, str], execution: str

@@ -286,19 +286,3 @@ def test_what_cannot_be_planned_is_all_that_the_program_says(saved):
     assert failed.returncode == 1
     assert "finds no device for" in failed.stderr
     assert failed.stderr.count("\n") == 1
-
-
-@pytest.mark.libraries
-def test_page_is_written(saved, capsys, tmp_path, monkeypatch, accelerators):
-    path = tmp_path / "plan.html"
-    source = str(saved("flux"))
-    main(["plan", source, "--dtype", "bfloat16", "--html", str(path)], standalone_mode=False)
-    text = path.read_text()
-    assert source in text
-    assert "text_encoder_2" in text
-    assert 'id="cuda:1"' in text
-    assert "device_map = {" in capsys.readouterr().out  # the tables are printed too
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", source, "--html", str(tmp_path / "nowhere" / "plan.html")])
-    assert ended.value.code == 1
-    assert "nowhere/plan.html" in capsys.readouterr().err
