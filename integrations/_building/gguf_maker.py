@@ -21,7 +21,7 @@ from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
 from shmload._loading.plan import Action, plan_shard
 from shmload._loading.state_dict import wrap
-from shmload.errors.libraries import needing
+from shmload.errors.sources import needing
 from shmload.integrations._building.single_file import SingleFileMaker
 
 

@@ -30,7 +30,7 @@ from shmload.errors import (
     ServiceUnavailable,
     SocketUnusable,
 )
-from shmload.errors.service import OWN_DIRECTORY
+from shmload.errors.processes import OWN_DIRECTORY
 
 _LOCK_NAME = "service.lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -1,0 +1,386 @@
+"""The base of all errors, and the errors of what a caller gives: arguments, files, libraries.
+
+Guarantee: what a file, a tensor or a process is called cannot steer a terminal, nor add a line to a
+log, by way of an error's text.
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from os import PathLike
+from typing import Any
+
+from shmload._wording import format_nbytes, listed, nearest, nearest_name, printing
+
+_Path = str | PathLike[str]
+
+
+class ShmloadError(Exception):
+    """The base of every error in this package."""
+
+    def __str__(self) -> str:
+        # OSError would put the errno in front, and KeyError would quote the text.
+        return printing(str(self.args[0])) if self.args else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # `args` is not what `__init__` takes, so the parts are restored without calling it.
+        state = self.__dict__ | ({"errno": self.errno} if isinstance(self, OSError) else {})
+        return _rebuild, (type(self), self.args), state
+
+
+def _rebuild(kind: type[ShmloadError], args: tuple[Any, ...]) -> ShmloadError:
+    """Rebuild a pickled or copied error without calling its `__init__`."""
+    error = kind.__new__(kind)
+    error.args = args
+    return error
+
+
+class ArgumentError(ShmloadError, ValueError):
+    """An argument has a value that cannot work."""
+
+
+class UnknownArgument(ArgumentError, TypeError):
+    """A keyword argument is given that nothing takes."""
+
+    def __init__(self, name: str, functions: Sequence[str], known: Iterable[str]) -> None:
+        self.name = name
+        first, *others = functions
+        rest = f", nor has {' or '.join(others)}" if others else ""
+        super().__init__(f"{first} has no argument {name!r}{rest}{nearest(name, sorted(known))}")
+
+
+class UnknownDtype(ArgumentError):
+    """A dtype name is not one that torch and safetensors share."""
+
+    def __init__(
+        self, dtype: object, known: Iterable[str], short_names: Iterable[str] = ()
+    ) -> None:
+        self.dtype = dtype
+        known = list(known)
+        hint = nearest(str(dtype).removeprefix("torch."), [*known, *short_names])
+        super().__init__(f"unknown dtype {dtype!r}; use one of {', '.join(known)}{hint}")
+
+
+class UnknownComponent(ArgumentError):
+    """A component is named that the pipeline does not have."""
+
+    def __init__(self, name: str, source: _Path, known: Iterable[str]) -> None:
+        self.name = name
+        known = sorted(known)
+        super().__init__(
+            f"{source} has no component {name!r}; it has {', '.join(known)}{nearest(name, known)}"
+        )
+
+
+class UnknownModule(ArgumentError):
+    """A device map names a module that its component does not have.
+
+    Attributes:
+        path: the path in the device map.
+        known: the modules that exist at that place.
+    """
+
+    def __init__(self, path: str, above: str, name: str, known: Sequence[str]) -> None:
+        self.path = path
+        self.known = tuple(known)
+        where = above or "the model"
+        there = f"it has {listed(known)}" if known else "it cannot be divided"
+        super().__init__(
+            f"device_map names {path!r}, but {where} has no module {name!r}; "
+            f"{there}{nearest(name, known)}"
+        )
+
+
+class DeviceMapMalformed(ArgumentError):
+    """A device map cannot be read, or cannot work."""
+
+    def __init__(self, reason: str, argument: str = "device_map") -> None:
+        super().__init__(f"{argument}: {reason}")
+
+
+class DeviceMissing(DeviceMapMalformed):
+    """A device map, or `max_memory`, names a device that is not there.
+
+    Attributes:
+        device: the device, such as `cuda:0`.
+        devices: the devices that there are.
+    """
+
+    def __init__(self, device: str, devices: Sequence[str], argument: str = "device_map") -> None:
+        self.device = device
+        self.devices = tuple(devices)
+        super().__init__(
+            f"it names {device}, and the devices are {', '.join(devices)}; take one of "
+            "these, or plan for others with `shmload plan SOURCE --inventory 2x24GiB`",
+            argument,
+        )
+
+
+class DeviceUnsupported(ArgumentError):
+    """Weights cannot be copied to a kind of device.
+
+    Attributes:
+        device: the device, such as `npu:0`.
+        lacks: what is missing for it, such as `torch.Stream`; empty if it takes no copies at all.
+    """
+
+    def __init__(self, device: str, reason: str, remedy: str, lacks: str = "") -> None:
+        self.device = device
+        self.lacks = lacks
+        super().__init__(f"shmload cannot copy weights to {device}: {reason}; {remedy}")
+
+
+class SourceNotFound(ShmloadError, FileNotFoundError):
+    """A source is neither an existing path nor a hub id that can be found or downloaded."""
+
+    def __init__(self, source: _Path, reason: str) -> None:
+        self.source = source
+        super().__init__(f"{source}: {reason}")
+
+
+class CheckpointError(ShmloadError):
+    """A file of a checkpoint is missing, damaged or changed."""
+
+
+class ShardMissing(CheckpointError, FileNotFoundError):
+    """A shard named by an index or a caller does not exist."""
+
+    def __init__(
+        self, path: _Path, named_by: _Path | None = None, there: Sequence[str] = ()
+    ) -> None:
+        self.path = path
+        by = f", named by {named_by}," if named_by else ""
+        super().__init__(f"{path}{by} does not exist; {self._remedy(there)}")
+
+    def _remedy(self, there: Sequence[str]) -> str:
+        """Say what to do; `there` are the files that a caller can name instead."""
+        if not there:
+            return "download the checkpoint again"
+        by_stem = {os.path.splitext(name)[0]: name for name in there}  # endings are all alike
+        stem = os.path.splitext(os.path.basename(self.path))[0]
+        near = nearest_name(stem, list(by_stem))
+        hint = f"; did you mean {by_stem[near]!r}?" if near else ""
+        return f"there are {', '.join(there)}{hint}"
+
+
+class ShardUnreadable(CheckpointError, OSError):
+    """The kernel refused to open or read a shard, or the server that has it did not give it."""
+
+    def __init__(self, path: _Path, reason: str, number: int = errno.EIO, remedy: str = "") -> None:
+        self.path = path
+        if not remedy:
+            remedy = "check its permissions and the disk it is on"
+            if "://" in str(path):
+                remedy = "check the network and the credentials, and load again"
+        super().__init__(f"{path} cannot be read: {reason}; {remedy}")
+        self.errno = number
+
+
+class ShardMalformed(CheckpointError):
+    """A shard's header breaks the rules of its format."""
+
+    def __init__(
+        self,
+        path: _Path,
+        reason: str,
+        format_name: str = "safetensors",
+        remedy: str = "download it again",
+    ) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"{path} is not a valid {format_name} file: {reason}; {remedy}")
+
+
+class WrongFormat(ShardMalformed):
+    """A file is of a kind that shmload does not read.
+
+    Attributes:
+        kind: its kind, such as `GGUF`.
+        nbytes: its size, in bytes.
+    """
+
+    def __init__(self, path: _Path, kind: str, nbytes: int, remedy: str) -> None:
+        self.path = path
+        self.reason = self.kind = kind
+        self.nbytes = nbytes
+        article = "an" if kind[0] in "AHO" else "a"
+        noun = "" if " " in kind or kind == "text" else " file"
+        CheckpointError.__init__(
+            self,
+            f"{path} is {article} {kind}{noun} ({format_nbytes(nbytes)}), not safetensors: "
+            f"{remedy}",
+        )
+
+
+class PickleUnread(WrongFormat):
+    """A file of PyTorch has something that shmload leaves to the libraries, or is damaged.
+
+    Attributes:
+        why: what that is, such as a class that is no tensor.
+    """
+
+    def __init__(self, path: _Path, nbytes: int, why: str) -> None:
+        self.path = path
+        self.reason = self.kind = "PyTorch pickle"
+        self.nbytes = nbytes
+        self.why = why
+        CheckpointError.__init__(
+            self,
+            f"{path} is a PyTorch pickle ({format_nbytes(nbytes)}) that shmload does not read: "
+            f"{why}; let the library load it, or convert it once: load it with the library and "
+            "`save_pretrained`, or `safetensors.torch.save_file`",
+        )
+
+
+class KindNotDequantised(CheckpointError):
+    """A GGUF file has a kind of tensors that nothing here dequantises.
+
+    Attributes:
+        tensor: the first tensor of that kind.
+        kind: its name, such as `Q8_K`.
+    """
+
+    def __init__(self, path: _Path, tensor: str, kind: str) -> None:
+        self.path = path
+        self.tensor = tensor
+        self.kind = kind
+        super().__init__(
+            f"{path}: its tensor {tensor!r} has the kind {kind}, which the installed gguf package "
+            "does not dequantise; update the package, load without dtype to get the blocks as they "
+            "are, or download the model in another kind"
+        )
+
+
+class ShardTruncated(CheckpointError):
+    """A shard is shorter than its header says, or has no end.
+
+    Attributes:
+        wanted: its size by its header, in bytes; None if only its end says that.
+        got: its size, in bytes.
+    """
+
+    def __init__(self, path: _Path, wanted: int | None, got: int) -> None:
+        self.path = path
+        self.wanted = wanted
+        self.got = got
+        expected = "its end is missing" if wanted is None else f"{wanted} bytes expected"
+        super().__init__(
+            f"{path} is truncated: {expected}, {got} bytes are there; download it again"
+        )
+
+
+class ShardChanged(CheckpointError):
+    """A shard was overwritten while it was being decoded."""
+
+    def __init__(self, path: _Path) -> None:
+        self.path = path
+        super().__init__(
+            f"{path} changed while it was read; load again when no process writes to it"
+        )
+
+
+class SourceChanged(CheckpointError):
+    """The files of a source have changed since it was shared."""
+
+    def __init__(self, source: _Path) -> None:
+        self.source = source
+        super().__init__(
+            f"the weights of {source} were replaced since they were shared; share them again, and "
+            "restart the processes that use the old ones"
+        )
+
+
+class IndexMalformed(CheckpointError):
+    """A JSON file that lists components or shards is broken or points outside its directory."""
+
+    def __init__(
+        self, path: _Path, reason: str, remedy: str = "download the checkpoint again"
+    ) -> None:
+        self.path = path
+        super().__init__(f"{path}: {reason}; {remedy}")
+
+
+class LibraryTooOld(ShmloadError, ImportError):
+    """An installed library is too old: it lacks a function that shmload needs."""
+
+    def __init__(self, library: str, version: str, wanted: str, reason: str) -> None:
+        self.library = library
+        self.version = version
+        self.wanted = wanted
+        super().__init__(
+            f"{library} {version} has no {reason}; install {library} {wanted} or later"
+        )
+
+
+class LibraryMissing(ShmloadError, ImportError):
+    """A class needs packages that are not installed.
+
+    Attributes:
+        class_name: the class.
+        packages: what pip calls the packages.
+    """
+
+    def __init__(self, class_name: str, packages: Sequence[str]) -> None:
+        self.class_name = class_name
+        self.packages = tuple(packages)
+        verb = "is" if len(packages) == 1 else "are"
+        super().__init__(
+            f"{class_name} needs {', '.join(packages)}, which {verb} not installed; "
+            f"`pip install {' '.join(packages)}`"
+        )
+
+
+@contextlib.contextmanager
+def needing(package: str, user: str, install: str) -> Iterator[None]:
+    """Import a package that need not be installed.
+
+    A package that is installed and broken raises its own error.
+
+    Args:
+        package: as it is imported inside the block.
+        user: what needs it.
+        install: what pip calls it.
+
+    Raises:
+        LibraryMissing: it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        if exc.name != package:
+            raise
+        raise LibraryMissing(user, [install]) from exc
+
+
+class ImportCutShort(ShmloadError, ImportError):
+    """The import of a library ended halfway in this process, which cannot import it again.
+
+    Attributes:
+        package: what is only half there.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        super().__init__(
+            f"an import of {package} ended halfway in this process, by its own error or by Ctrl-C, "
+            "and cannot be repeated; restart the process (in a notebook, the kernel)"
+        )
+
+
+class LibrariesDisturbed(ShmloadError, RuntimeError):
+    """Another thread of this process makes torch build models without weights.
+
+    Attributes:
+        given: the source, as it was given.
+    """
+
+    def __init__(self, given: str) -> None:
+        self.given = given
+        super().__init__(
+            f"{given}: its models were built without weights, because another thread of this "
+            "process is in accelerate's init_empty_weights, as in load_lora_weights or "
+            "from_pretrained, or two threads were in it at once, which leaves torch changed; "
+            "hold one lock around all loads and load_lora_weights; if this error stays, restart "
+            "the process"
+        )
