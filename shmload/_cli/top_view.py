@@ -1,34 +1,46 @@
-"""What `shmload top` shows, as lines of styled text: functions of values alone.
+"""What `shmload top` shows, drawn by rich: functions of values alone.
 
-    shmload   process 1234, up 2 h, 3 clients
-    budget    ██████░░░░░░  22.10 GiB of 40.00 GiB, room for 17.90 GiB in memory
-    workers   4, decoding, 1 load waiting, 0 for room
-    served    120 hits, 7 misses, 2 evictions, 0 refusals
-    read      ▁▁▁▂▃▅▇█▇▅▃▁▁▁▁▁▁▁▁▁  1.93 GiB/s now, 35.20 GiB in all
+    shmload  process 1234, up 2 h, 3 clients
+    budget   ━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━  22.10 GiB of 40.00 GiB, room for 17.90 GiB in memory
+    workers  4, decoding, 1 load waiting, 0 for room
+    served   120 hits, 7 misses, 2 evictions, 0 refusals
+    read     ▁▁▁▂▃▅▇█▇▅▃▁▁▁▁▁▁▁▁▁  1.93 GiB/s now, 35.20 GiB in all
 
-      MODEL              DTYPE          SIZE  HIT  MISS  STATE
-    > org/flux           bfloat16  22.10 GiB   12     3  ██████░░░░  61% 1.93 GiB/s
-      stable-diffusion   float16    2.10 GiB    9     1  4711 server.py  pinned
+      MODEL             DTYPE          SIZE  HIT  MISS  STATE
+    > org/flux          bfloat16  22.10 GiB   12     3  ━━━━━━━━━━━━╺━━━━━━━  61% 1.93 GiB/s
+      stable-diffusion  float16    2.10 GiB    9     1  4711 server.py  pinned
 
     up/down choose   p pin or unpin   e evict   q quit
 
 Guarantee: every line fits the width, and what a model is called cannot move the cursor.
 """
 
-import textwrap
-from collections.abc import Iterator, Sequence
+import math
+import time
+from collections.abc import Sequence
 
 import msgspec
+from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-from shmload._cli.drawing import Charset, Line, Span, bar, cells_of, clip, cut, pad, sparkline
-from shmload._service.protocol import Status
+from shmload._segments.grouping import Model
+from shmload._segments.models import Models
+from shmload._segments.unfinished import UnfinishedModel
+from shmload._segments.users import name_users
+from shmload._service.protocol import DecodeStatus, ModelUse, Status
 from shmload._wording import count_of, format_age, format_nbytes, printing
 
-_LABEL_WIDTH = 10
-_LEAST_NAME_WIDTH = 12
-_LEAST_STATE_WIDTH = 22
-_GAP = "  "
 _KEYS = "up/down choose   p pin or unpin   e evict   q quit"
+# Lines of the head where a service answers, and of what is around the rows: titles, foot, and an
+# empty line.
+_HEAD_HEIGHT, _REST_HEIGHT = 5, 4
+_LEAST_NAME_WIDTH = 14
+# What stands beside the history of what was read, in cells.
+_BESIDE_HISTORY = 50
+# Heights of what was read, from nothing to the most; the second for terminals without such letters.
+_LEVELS, _ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=*#"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,143 +81,176 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Why no service answers."""
 
 
-class View(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user has chosen, and what is to be said."""
+def make_rows(found: Models, status: Status | None) -> tuple[Row, ...]:
+    """Return a row for each model that is resident or being decoded; the latter first.
 
-    chosen: str = ""
-    """The id of the chosen row."""
-    place: int = 0
-    """Where it was when it was chosen: if it has gone, the row that is there now is chosen."""
-    question: str = ""
-    """Asked of the user; answered with y or n."""
-    message: str = ""
-    """The outcome of the last key."""
+    Args:
+        found: what is resident and what is being decoded, as /dev/shm says.
+        status: what the service says of it.
+    """
+    counts = {(use.source, use.variant): use for use in status.models} if status else {}
+    decodes = {(each.source, each.variant): each for each in status.decoding} if status else {}
+    rows: dict[str, Row] = {}
+    current: dict[str, str] = {}
+    for model in found:
+        rows[model.id] = _row_of(model, counts.get((model.source, model.variant)))
+        if model.is_current:
+            current[rows[model.id].id] = model.id
+    for each in found.decoding:
+        its = each.source, each.variant
+        row = _row_of(each, counts.get(its))
+        key = current.get(row.id, row.id)
+        rows[key] = _with_decode(rows.get(key, row), each, decodes.get(its))
+    return tuple(sorted(rows.values(), key=lambda row: (row.done is None, row.name, row.dtype)))
 
 
-def chosen_index(rows: Sequence[Row], view: View) -> int:
-    """Return the place of the chosen row."""
-    last = max(0, len(rows) - 1)
-    found = (place for place, row in enumerate(rows) if row.id == view.chosen)
-    return next(found, min(view.place, last))
+def _row_of(found: Model | UnfinishedModel, use: ModelUse | None) -> Row:
+    row = Row(
+        id=f"{found.source} {found.variant} {found.dtype}",
+        name=found.name,
+        dtype=found.dtype,
+        nbytes=0,
+        hits=use.hits if use else 0,
+        misses=use.misses if use else 0,
+    )
+    if isinstance(found, UnfinishedModel):
+        return row
+    return msgspec.structs.replace(
+        row,
+        name=found.name if found.is_current else f"{found.name} (changed)",
+        nbytes=found.nbytes,
+        users=name_users(found.used_by) or ("unknown" if found.is_leased else ""),
+        idle_s=time.time() - found.used_at,
+        is_pinned=found.is_pinned,
+        model_id=found.id,
+    )
+
+
+def _with_decode(row: Row, found: UnfinishedModel, at_service: DecodeStatus | None) -> Row:
+    """Return a model's row while some of its segments are being decoded."""
+    rate = found.bytes_per_s
+    if at_service and at_service.elapsed_s > 0:
+        rate = at_service.done_nbytes / at_service.elapsed_s
+    return msgspec.structs.replace(
+        row,
+        nbytes=row.nbytes + found.nbytes,
+        done=found.done_nbytes / found.nbytes if found.nbytes else 0.0,
+        bytes_per_s=rate,
+        is_waiting=at_service is not None and at_service.is_waiting,
+    )
 
 
 def compose(
-    snapshot: Snapshot, view: View, width: int, height: int, charset: Charset
-) -> list[Line]:
-    """Return the lines of the screen, at most `height` of at most `width` cells each."""
-    head = [] if snapshot.status is None else list(_head(snapshot, snapshot.status, width, charset))
-    if snapshot.trouble:
-        trouble = textwrap.wrap(snapshot.trouble, max(1, width))
-        head += [(Span(line, "warn"),) for line in trouble]
-    head.append(())
-    foot = _foot(view)
-    room = height - len(head) - 1 - len(foot)
+    snapshot: Snapshot, chosen: int, question: str, message: str, console: Console
+) -> RenderableType:
+    """Return what fills a console.
+
+    Args:
+        snapshot: what is known.
+        chosen: the place of the row that is chosen.
+        question: asked of the user, who answers with y or n; empty if nothing is asked.
+        message: what the last order came to.
+        console: to draw for.
+    """
+    width, height = console.size
+    ascii_only = console.options.ascii_only
+    trouble = Text(printing(snapshot.trouble), "yellow")
+    head: RenderableType = trouble
+    head_height = len(trouble.wrap(console, width))
+    if snapshot.status:
+        head = _head(snapshot.status, snapshot.bytes_per_s, width, ascii_only)
+        head_height = _HEAD_HEIGHT
+    room = height - head_height - _REST_HEIGHT
+    above = [head, Text()]
     if room < 1:  # a very low terminal: the models are worth more than the sums
-        head, room = [], max(1, height - 1 - len(foot))
-    table = list(_table(snapshot.rows, view, width, room, charset))
-    filling = [()] * max(0, height - len(head) - len(table) - len(foot))
-    return [clip(line, width, charset) for line in [*head, *table, *filling, *foot]][:height]
+        above, room = [], max(1, height - _REST_HEIGHT + 1)
+    first = max(0, min(chosen - room // 2, len(snapshot.rows) - room))
+    rows = _table(snapshot.rows[first : first + room], chosen - first, ascii_only)
+    foot = [_line((message, "bold")), _line((_KEYS, "dim"))]
+    if question:
+        foot = [Text(), _line((f"{question} y/n", "yellow"))]
+    return Group(*above, rows, *foot)
 
 
-def _head(snapshot: Snapshot, status: Status, width: int, charset: Charset) -> Iterator[Line]:
-    up = format_age(status.uptime_s)
-    yield _labelled(
-        "shmload", f"process {status.pid}, up {up}, {count_of(status.clients, 'client')}"
-    )
+def _head(status: Status, bytes_per_s: float, width: int, ascii_only: bool) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
     used = status.resident_nbytes / status.budget_nbytes if status.budget_nbytes else 1.0
-    amount = f"{format_nbytes(status.resident_nbytes)} of {format_nbytes(status.budget_nbytes)}"
-    room = f"room for {format_nbytes(status.room_nbytes)} in memory"
-    bar_width = max(5, min(30, width - _LABEL_WIDTH - len(amount) - len(room) - 6))
-    yield (
-        Span("budget".ljust(_LABEL_WIDTH), "dim"),
-        Span(bar(used, bar_width, charset), "warn" if used > 0.9 else "good"),
-        Span(f"  {amount}, {room}"),
-    )
+    resident, budget = map(format_nbytes, (status.resident_nbytes, status.budget_nbytes))
+    room = f"{resident} of {budget}, room for {format_nbytes(status.room_nbytes)} in memory"
     state = "decoding" if status.is_decoding else "idle"
     waiting = f"{count_of(status.waiting, 'load')} waiting, {status.waiting_for_room} for room"
-    yield _labelled("workers", f"{status.workers}, {state}, {waiting}")
+    clients = count_of(status.clients, "client")
+    levels = _ASCII_LEVELS if ascii_only else _LEVELS
+    history = sparkline(status.history[-max(1, width - _BESIDE_HISTORY) :], levels)
+    now, in_all = map(format_nbytes, (bytes_per_s, status.read_nbytes))
     served = (
         f"{count_of(status.hits, 'hit')}, {count_of(status.misses, 'miss', 'misses')}, "
         f"{count_of(status.evictions, 'eviction')}, {count_of(status.refusals, 'refusal')}"
     )
-    yield _labelled("served", served)
-    text = (
-        f"  {format_nbytes(snapshot.bytes_per_s)}/s now, {format_nbytes(status.read_nbytes)} in all"
-    )
-    yield (
-        Span("read".ljust(_LABEL_WIDTH), "dim"),
-        Span(sparkline(status.history, width - _LABEL_WIDTH - len(text), charset), "good"),
-        Span(text),
-    )
+    for label, shown in (
+        ("shmload", f"process {status.pid}, up {format_age(status.uptime_s)}, {clients}"),
+        ("budget", _bar(used, 30, "yellow" if used > 0.9 else "green", room)),
+        ("workers", f"{status.workers}, {state}, {waiting}"),
+        ("served", served),
+        ("read", _line((history, "green"), f"  {now}/s now, {in_all} in all")),
+    ):
+        grid.add_row(label, _line(shown) if isinstance(shown, str) else shown)
+    return grid
 
 
-def _labelled(label: str, text: str) -> Line:
-    return Span(label.ljust(_LABEL_WIDTH), "dim"), Span(text)
+def sparkline(values: Sequence[int], levels: str) -> str:
+    """Return values as heights, the greatest as the full one."""
+    greatest = max(values, default=0) or 1
+    return "".join(levels[math.ceil((len(levels) - 1) * value / greatest)] for value in values)
 
 
-def _foot(view: View) -> list[Line]:
-    if view.question:
-        return [(), (Span(f"{view.question} y/n", "warn"),)]
-    return [(Span(view.message, "bold"),), (Span(_KEYS, "dim"),)]
+def _bar(share: float, width: int, style: str, text: str) -> Table:
+    """Return a bar that is filled by a share from 0 to 1, and a text beside it."""
+    bar = ProgressBar(1.0, share, width, complete_style=style, finished_style=style)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(no_wrap=True)
+    grid.add_row(bar, _line(text))
+    return grid
 
 
-def _table(
-    rows: Sequence[Row], view: View, width: int, room: int, charset: Charset
-) -> Iterator[Line]:
-    """Yield the titles and as many rows as there is room for, among them the chosen one."""
-    titles = ("MODEL", "DTYPE", "SIZE", "HIT", "MISS")
+def _table(rows: Sequence[Row], chosen: int, ascii_only: bool) -> RenderableType:
+    """Return the rows of models, one line each; `chosen` counts from the first of these."""
     if not rows:
-        yield (Span("  no model is resident", "dim"),)
-        return
-    first = max(0, min(chosen_index(rows, view) - room // 2, len(rows) - room))
-    shown = rows[first : first + room]
-    cells = [_cells(row) for row in shown]
-    columns = list(zip(titles, *cells, strict=True))
-    names, *sizes = (max(map(cells_of, column)) for column in columns)
-    taken = 2 + sum(sizes) + len(_GAP) * 5
-    name_width = max(_LEAST_NAME_WIDTH, min(names, width - taken - _LEAST_STATE_WIDTH))
-    state_width = width - taken - name_width
-    yield (Span(f"  {_join(titles, name_width, sizes, charset)}{_GAP}STATE", "bold"),)
-    for place, (row, texts) in enumerate(zip(shown, cells, strict=True), first):
-        is_chosen = place == chosen_index(rows, view)
-        line = _join(texts, name_width, sizes, charset)
-        yield (
-            Span("> " if is_chosen else "  "),
-            Span(line, "chosen" if is_chosen else ""),
-            Span(_GAP),
-            *_state(row, state_width, charset),
-        )
+        return _line(("  no model is resident", "dim"))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for title in ("  MODEL", "DTYPE", "SIZE", "HIT", "MISS", "STATE"):
+        # Names and states give way where the terminal is narrow.
+        gives_way = title in ("  MODEL", "STATE")
+        is_number = title in ("SIZE", "HIT", "MISS")
+        justify: JustifyMethod = "right" if is_number else "left"
+        least = _LEAST_NAME_WIDTH if title == "  MODEL" else None
+        table.add_column(title, justify=justify, no_wrap=not gives_way, min_width=least)
+    for place, row in enumerate(rows):
+        name = f"{'> ' if place == chosen else '  '}{printing(row.name)}"
+        numbers = format_nbytes(row.nbytes), str(row.hits), str(row.misses)
+        shown = Text(name, no_wrap=True, overflow="crop" if ascii_only else "ellipsis")
+        style = "reverse" if place == chosen else ""
+        table.add_row(shown, row.dtype or "-", *numbers, _state(row), style=style)
+    return table
 
 
-def _cells(row: Row) -> tuple[str, str, str, str, str]:
-    return (
-        printing(row.name),
-        row.dtype or "-",
-        format_nbytes(row.nbytes),
-        str(row.hits),
-        str(row.misses),
-    )
-
-
-def _join(texts: Sequence[str], name_width: int, sizes: Sequence[int], charset: Charset) -> str:
-    name, dtype, *numbers = texts
-    shown = [pad(cut(name, name_width, charset), name_width), dtype.ljust(sizes[0])]
-    shown += [number.rjust(size) for number, size in zip(numbers, sizes[1:], strict=True)]
-    return _GAP.join(shown)
-
-
-def _state(row: Row, width: int, charset: Charset) -> Iterator[Span]:
-    """Yield what a model is doing: its decode, its users, or how long nothing used it."""
-    pinned = "pinned" if row.is_pinned else ""
+def _state(row: Row) -> RenderableType:
+    """Return what a model is doing: its decode, its users, or how long nothing used it."""
     if row.is_waiting:
-        yield Span("waiting", "warn")
-    elif row.done is not None:
-        text = f" {row.done:4.0%} {format_nbytes(row.bytes_per_s)}/s"
-        yield Span(bar(row.done, max(3, min(20, width - len(text))), charset), "good")
-        yield Span(text)
-    elif row.users:
-        yield Span(printing(row.users), "good")
-        yield Span(f"  {pinned}" if pinned else "", "warn")
-    else:
-        yield Span(f"idle {format_age(row.idle_s)}", "dim")
-        yield Span(f"  {pinned}" if pinned else "", "warn")
+        return _line(("waiting", "yellow"))
+    if row.done is not None:
+        return _bar(row.done, 20, "green", f"{row.done:4.0%} {format_nbytes(row.bytes_per_s)}/s")
+    what = (row.users, "green") if row.users else (f"idle {format_age(row.idle_s)}", "dim")
+    return _line(what, ("  pinned" if row.is_pinned else "", "yellow"))
+
+
+def _line(*parts: str | tuple[str, str]) -> Text:
+    """Return a line of texts, each with its style; its end goes where there is no room."""
+    line = Text(no_wrap=True, overflow="crop")
+    for part in parts:
+        text, style = (part, "") if isinstance(part, str) else part
+        line.append(printing(text), style)
+    return line

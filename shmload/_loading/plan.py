@@ -108,7 +108,7 @@ class Plan(Printable, msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             f"shared memory: {format_nbytes(self.decode_nbytes)} to be taken, "
             f"{format_nbytes(self.resident_nbytes)} resident"
         )
-        return Page((Table(titles=titles, rows=rows, right=(4, 5, 6), cut=1), sums))
+        return Page((Table(titles=titles, rows=rows, right=(4, 5, 6)), sums))
 
 
 def _dtype_in_words(conversion: str) -> str:

@@ -85,8 +85,8 @@ class Segments(Listing[SegmentInfo]):
         ]
         names = ("SEGMENT", "SIZE", "DTYPE", "STATE", "LAST USED", "SOURCE")
         titles = ("ID", *names) if models else names
-        size, source = titles.index("SIZE"), titles.index("SOURCE")
-        return Page((Table(titles=titles, rows=rows, right=(size,), cut=source), amount_of(self)))
+        size = titles.index("SIZE")
+        return Page((Table(titles=titles, rows=rows, right=(size,)), amount_of(self)))
 
 
 def _first_of(ids: Sequence[str]) -> str:

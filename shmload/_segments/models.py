@@ -110,7 +110,7 @@ def find_models(
 def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
     now = time.time()
     listed = list(found)
-    # Columns that would say nothing are left out: the table must fit narrow terminals.
+    # Columns that would say nothing are left out, for narrow terminals.
     are_shown = {
         "ID": with_ids,
         "PINNED": any(model.pinned_segments for model in listed),
@@ -124,8 +124,6 @@ def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
         titles=titles,
         rows=[[row[title] for title in titles] for row in rows],
         right=(titles.index("SIZE"),),
-        cut=titles.index("MODEL"),
-        drop=tuple(n for n, title in enumerate(titles) if title == "COMPONENTS"),
     )
 
 
@@ -137,7 +135,7 @@ def _row(model: Model, now: float) -> list[str | Cell]:
         Cell(model.name, "bold") if model.is_current else Cell(f"{model.name} (changed)", "yellow"),
         model.dtype or "-",
         format_nbytes(model.nbytes),
-        Cell(users, "green" if model.is_leased else "", name_users(model.used_by, short=True)),
+        Cell(users, "green" if model.is_leased else ""),
         "now" if model.is_leased else format_age(now - model.used_at),
         pinned,
         _expiry(model, now),
@@ -146,23 +144,17 @@ def _row(model: Model, now: float) -> list[str | Cell]:
     ]
 
 
-def _components(model: Model) -> Cell:
+def _components(model: Model) -> str:
     """Write which components are resident, and which are not."""
-    if not model.components:
-        return Cell("-")
-    count = str(len(model.components))
-    if not model.absent:
-        return Cell(", ".join(model.components), short=count)
-    text = f"{', '.join(model.components)} (not {', '.join(model.absent)})"
-    return Cell(text, short=f"{count} of {len(model.components) + len(model.absent)}")
+    absent = f" (not {', '.join(model.absent)})" if model.absent else ""
+    return f"{', '.join(model.components)}{absent}" if model.components else "-"
 
 
-def _views(model: Model) -> Cell:
+def _views(model: Model) -> str:
     """Write the first view directory that needs a model, and how many more there are."""
     if not model.views:
-        return Cell("-")
-    more = f" +{len(model.views) - 1}" if len(model.views) > 1 else ""
-    return Cell(model.views[0] + more, short=str(len(model.views)))
+        return "-"
+    return model.views[0] + (f" +{len(model.views) - 1}" if len(model.views) > 1 else "")
 
 
 def _expiry(model: Model, now: float) -> str:
@@ -187,4 +179,4 @@ def _table_of_decodes(found: Iterable[UnfinishedModel]) -> Table:
         for each in found
     ]
     titles = ("BEING DECODED", "DTYPE", "DONE", "SIZE", "RATE", "BY")
-    return Table(titles=titles, rows=rows, right=(2, 3, 4), cut=0)
+    return Table(titles=titles, rows=rows, right=(2, 3, 4))

@@ -83,7 +83,7 @@ class ViewDirectories(Listing[ViewDirectory]):
         remedies = [
             f"{each.directory}: {remedy}" for each in self if (remedy := _remedy(each.state))
         ]
-        table = [Table(titles=titles, rows=rows, right=(2,), cut=4)] if rows else []
+        table = [Table(titles=titles, rows=rows, right=(2,))] if rows else []
         return Page((*table, count_of(len(self), "view directory", "view directories"), *remedies))
 
 

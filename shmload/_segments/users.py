@@ -47,18 +47,13 @@ def describe_user(pid: int, command: Sequence[str]) -> User:
     return User(pid=pid, command=" ".join(command), program=program)
 
 
-def name_users(users: Collection[User], *, short: bool = False) -> str:
-    """Write the first user for a table, and how many more there are; empty for none.
-
-    Args:
-        users: the processes.
-        short: leave out the program.
-    """
+def name_users(users: Collection[User]) -> str:
+    """Write the first user for a table, and how many more there are; empty for none."""
     if not users:
         return ""
     first = min(users, key=lambda user: user.pid)
     more = f" +{len(users) - 1}" if len(users) > 1 else ""
-    return str(first.pid) + ("" if short or not first.program else f" {first.program}") + more
+    return str(first.pid) + (f" {first.program}" if first.program else "") + more
 
 
 def _python_program(words: Sequence[str]) -> str:

@@ -2,14 +2,13 @@
 
 import queue
 import threading
-from pathlib import Path
 
 import msgspec
 import pytest
 from statuses import STATUS
 
-from shmload._cli.top_feed import Feed, make_rows
-from shmload._cli.top_view import Snapshot
+from shmload._cli.top import Feed
+from shmload._cli.top_view import Snapshot, make_rows
 from shmload._segments.grouping import Model
 from shmload._segments.models import Models
 from shmload._segments.unfinished import UnfinishedModel
@@ -113,15 +112,14 @@ def test_what_an_order_came_to_is_said_with_the_rows_that_show_it(monkeypatch):
         return Snapshot(status=None, rows=(), trouble="later" if feed.latest.trouble else "first")
 
     monkeypatch.setattr(Feed, "_look", look)
-    told = threading.Semaphore(0)
-    with Feed(Path("nowhere"), told.release) as feed:
-        assert told.acquire(timeout=60)
+    with Feed() as feed:
         feed.order(lambda: "pinned flux")
         looks.get(timeout=60)
         looks.get(timeout=60)  # the order is done
         assert (feed.message, feed.latest.trouble) == ("", "first")
+        feed.order(lambda: "")
         may_end.release()
-        assert told.acquire(timeout=60)
+        looks.get(timeout=60)
         assert (feed.message, feed.latest.trouble) == ("pinned flux", "later")
         for _ in range(3):
             may_end.release()
