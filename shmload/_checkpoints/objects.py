@@ -23,7 +23,7 @@ from shmload._checkpoints.remote import FetchError, ObjectChanged, ObjectMissing
 from shmload._settings import settings
 from shmload._wording import count_of
 from shmload.errors import ArgumentError
-from shmload.errors.libraries import needing
+from shmload.errors.sources import needing
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Of the time for a request: to find out what there is, since a name may be wrong. A single attempt

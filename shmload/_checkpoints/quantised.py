@@ -13,7 +13,7 @@ from shmload._checkpoints.dtypes import BLOCKS, FLOATS
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._checkpoints.resolve import Checkpoint
 from shmload.errors import KindNotDequantised
-from shmload.errors.libraries import needing
+from shmload.errors.sources import needing
 
 # As torchao, Nunchaku and others write it into a file or a configuration.
 _CONFIG_KEY = "quantization_config"

@@ -1,10 +1,9 @@
-"""The commands on sources and segments; other commands are in modules of their own.
+"""The command line as a whole, with `shmload demo` and `doctor`; modules beside have the others.
 
 Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage, 130 interrupted. What
 SIGTERM or SIGHUP ends, ends by that signal.
 """
 
-import ast
 import logging
 import os
 import sys
@@ -14,13 +13,13 @@ import click
 
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
-from shmload._cli import doctor, residents, serve, service, templates, top, views, warm
-from shmload._cli.completion import complete_paths
+from shmload._cli import residents, serve, service, sources, templates, top, warm
 from shmload._cli.ending import EndedBySignal, EndingCommand
-from shmload._cli.output import as_json_option, is_of_output, print_json, print_page, say
-from shmload._cli.source_options import given, source_options
+from shmload._cli.output import as_json_option, is_of_output, print_json, say
+from shmload._cli.sources import complete_paths
 from shmload._loading import progress
-from shmload.errors import ArgumentError, DeviceMapMalformed, ShmloadError
+from shmload._wording import printing
+from shmload.errors import ArgumentError, ShmloadError
 
 _INTERRUPTED = 130  # as a shell counts: 128 + SIGINT
 
@@ -69,67 +68,6 @@ def main(context: click.Context, verbose: bool) -> None:
     progress.logger.setLevel(logging.INFO)  # its lines stand in for a bar
 
 
-def _parse_device_map(
-    _context: click.Context, _option: click.Parameter, text: str | None
-) -> object:
-    """Read a device map as JSON or as the Python code that a placement is printed with."""
-    if text is None:
-        return None
-    text = text.strip().removeprefix("device_map").lstrip(" =")
-    if not text.startswith("{"):
-        return text
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError) as exc:
-        raise DeviceMapMalformed(
-            'it cannot be read as a dict; quote the names, as in {"vae": "cuda:1"}'
-        ) from exc
-
-
-@main.command()
-@click.argument("source", shell_complete=complete_paths)
-@source_options
-@click.option("--keep", is_flag=True, help="Plan for `warm` instead of `load_pipeline`.")
-@click.option(
-    "--device-map",
-    callback=_parse_device_map,
-    help="A strategy (auto, balanced, balanced_low_0, sequential), a device, or a dict of "
-    "devices by component or path; auto if only an inventory is given.",
-)
-@click.option(
-    "--inventory",
-    help="Devices to plan for, such as 2x24GiB or cuda:0=24GiB,cpu=64GiB; this machine's "
-    "if only a device map is given.",
-)
-@as_json_option
-def plan(
-    source: str,
-    dtypes: tuple[str, ...],
-    keep: bool,
-    inventory: str | None,
-    device_map: object,
-    as_json: bool,
-    **where: Any,
-) -> None:
-    """Show what loading SOURCE would do; reads headers only.
-
-    With --inventory or --device-map, show on which device each module would be.
-    """
-    found = shmload.plan(
-        source,
-        dtype=dtype_by_component(dtypes),
-        keep=keep,
-        inventory=inventory,
-        device_map=device_map,
-        **given(where),
-    )
-    if as_json:
-        sums = {"decode_nbytes": found.decode_nbytes, "resident_nbytes": found.resident_nbytes}
-        print_json("plan", plan=found, **sums)
-    else:
-        print_page(found.page())
-
-
 @main.command(cls=EndingCommand)
 @click.argument("output", default="demo-output", type=click.Path(file_okay=False))
 def demo(output: str) -> None:
@@ -139,26 +77,61 @@ def demo(output: str) -> None:
     run_demo(output)
 
 
-def add_service_commands() -> None:
-    """Add the commands of the other modules."""
-    for command in (
-        warm.warm_command,
-        residents.list_command,
-        residents.pin_command,
-        residents.unpin_command,
-        residents.remove_command,
-        residents.collect_command,
-        residents.verify_command,
-        serve.serve_command,
-        service.status_command,
-        top.top_command,
-        service.shutdown_command,
-        doctor.doctor_command,
-        templates.run_command,
-        views.view_command,
-        templates.template_group,
-    ):
-        main.add_command(command)
+_COLORS = {"ok": "green", "warn": "yellow", "bad": "red"}
 
 
-add_service_commands()
+@main.command()
+@click.argument("source", required=False, shell_complete=complete_paths)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    help="Judge the room by SOURCE in this dtype; as for `shmload warm`.",
+)
+@as_json_option
+@click.pass_context
+def doctor(
+    context: click.Context, source: str | None, dtypes: tuple[str, ...], as_json: bool
+) -> None:
+    """Check this machine, and SOURCE, for what slows loads down or makes them fail.
+
+    Changes nothing. The exit code is 1 if a check is bad. SOURCE is a pipeline's or component's
+    directory, a safetensors file, or a hub id in the cache; 256 MiB of it are read,
+    and the room is judged by what `shmload warm SOURCE` would take.
+    """
+    from shmload._doctor.doctor import diagnose  # 50 ms, which no other command need wait for
+
+    findings = []
+    if dtypes and source is None:
+        raise click.UsageError("--dtype needs a SOURCE")
+    for finding in diagnose(source, dtype_by_component(dtypes)):
+        findings.append(finding)
+        if not as_json:  # now: the next check may take seconds
+            state = click.style(f"{finding.state:4}", fg=_COLORS[finding.state])
+            click.echo(f"{state}  {finding.name:14}  {printing(finding.detail)}")
+            if finding.remedy:
+                click.echo(f"{'':22}{printing(finding.remedy)}")
+    if as_json:
+        print_json("doctor", findings=findings)
+    if any(finding.state == "bad" for finding in findings):
+        context.exit(1)
+
+
+for _command in (
+    sources.plan_command,
+    sources.view_command,
+    warm.warm_command,
+    residents.list_command,
+    residents.pin_command,
+    residents.unpin_command,
+    residents.remove_command,
+    residents.collect_command,
+    residents.verify_command,
+    serve.serve_command,
+    service.status_command,
+    service.shutdown_command,
+    top.top_command,
+    templates.run_command,
+    templates.template_group,
+):
+    main.add_command(_command)

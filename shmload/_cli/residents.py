@@ -1,31 +1,83 @@
 """The commands on what is resident: `shmload ls`, `pin`, `unpin`, `rm`, `gc` and `verify`."""
 
+import contextlib
+import re
 import sys
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import CompletionItem
 
 import shmload
-from shmload._cli.completion import complete_names
 from shmload._cli.output import as_json_option, print_json, print_page, say
-from shmload._segments.listing import SegmentInfo, Segments, amount_of, segments_by_lock
+from shmload._segments.grouping import Model, group_segments
+from shmload._segments.listing import (
+    SegmentInfo,
+    Segments,
+    amount_of,
+    segments,
+    segments_by_lock,
+)
 from shmload._segments.models import find_models
 from shmload._segments.pins import pinned_outdated
+from shmload._segments.roots import find_roots
 from shmload._segments.selection import select
 from shmload._segments.upkeep import evict_segments, find_garbage, verify_each
 from shmload._segments.view_register import views_by_segment
-from shmload._wording import count_of
-from shmload.errors import SegmentBusy
+from shmload._wording import count_of, format_nbytes
+from shmload.errors import SegmentBusy, ShmloadError
+
+_ID = re.compile(r"[0-9a-f]{1,8}")
+
+
+# It runs at every press of the Tab key: it reads headers in /dev/shm, and neither processes nor
+# weights.
+def _complete_names(
+    _context: click.Context, _parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return what may follow: names, their last folders, ids that begin so, or else paths."""
+    # Nothing may be printed between what the user types.
+    with contextlib.suppress(ShmloadError, OSError):
+        found = segments()
+        roots = find_roots(info.source for info in found if info.source)
+        listed = group_segments(found, roots, {}, {})
+        names = {model.name for model in listed}
+        chosen = {
+            name: _describe([model for model in listed if model.name == each.name])
+            for each in listed
+            for name in (each.name, each.name.rpartition("/")[2])
+            if name.startswith(typed) and (name == each.name or (typed and _is_one(name, names)))
+        }
+        if _ID.fullmatch(typed):
+            chosen |= {
+                model.id: f"{model.name}, {_describe([model])}"
+                for model in listed
+                if model.id.startswith(typed)
+            }
+        if chosen:
+            return [CompletionItem(name, help=text) for name, text in sorted(chosen.items())]
+    return [CompletionItem(typed, type="file")]
+
+
+def _is_one(part: str, names: set[str]) -> bool:
+    """Tell whether a part of a name means one model to `rm`."""
+    return sum(part.casefold() in name.casefold() for name in names) == 1
+
+
+def _describe(models: list[Model]) -> str:
+    """Write what a name stands for, beside it in a shell that shows that."""
+    return "; ".join(f"{model.dtype}, {format_nbytes(model.nbytes)}" for model in models)
+
 
 _names_argument = click.argument(
-    "patterns", nargs=-1, metavar="[NAME|ID|PATH]...", shell_complete=complete_names
+    "patterns", nargs=-1, metavar="[NAME|ID|PATH]...", shell_complete=_complete_names
 )
 _required_names_argument = click.argument(
     "patterns",
     nargs=-1,
     required=True,
     metavar="NAME|ID|PATH...",
-    shell_complete=complete_names,
+    shell_complete=_complete_names,
 )
 
 _dry_run_option = click.option(

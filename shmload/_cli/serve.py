@@ -14,8 +14,8 @@ from typing import Any, get_args
 import click
 
 from shmload._cli.logs import LogFormat, log_steps
-from shmload._cli.preload import preload
-from shmload._cli.preload_list import ListedSource, read_list
+from shmload._cli.source_list import ListedSource, read_list
+from shmload._cli.warming import preload
 from shmload._doctor.variables import relative_variables, unknown_variables
 from shmload._host.limits import allow_descriptors, allow_file_size
 from shmload._segments.listing import segments

@@ -1,5 +1,6 @@
-"""The command `warm`."""
+"""The command `shmload warm`: sources, a list of them, and the view directories."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,19 +9,18 @@ import click
 
 import shmload
 from shmload._checkpoints.dtypes import AUTO, dtype_by_component, parse_dtype
-from shmload._cli import views
-from shmload._cli.completion import complete_paths
 from shmload._cli.ending import EndingCommand
-from shmload._cli.noting import note_for_templates
 from shmload._cli.output import as_json_option, print_json, say
-from shmload._cli.preload_list import read_list
-from shmload._cli.source_options import as_arguments, given, source_options
-from shmload._cli.warming import Task, by_size, warm_all
+from shmload._cli.source_list import ListedSource, read_list
+from shmload._cli.sources import as_arguments, complete_paths, given, source_options
+from shmload._cli.warming import by_size, warm_all
+from shmload._segments.protection import settle_leftovers
+from shmload._segments.standing_views import ViewDirectory
 from shmload._settings import parse_keep_for
+from shmload._templates import look, notes
+from shmload._templates.messages import Noted
+from shmload._templates.place import PlaceUnsafe
 from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
-
-# Options that do not select parts of a source.
-_OF_WARM = frozenset({"workers", "verify", "pin", "keep_for", "quiet"})
 
 
 @click.command("warm", cls=EndingCommand)
@@ -56,7 +56,6 @@ _OF_WARM = frozenset({"workers", "verify", "pin", "keep_for", "quiet"})
 @as_json_option
 def warm_command(
     sources: tuple[str, ...],
-    dtypes: tuple[str, ...],
     with_views: bool,
     list_path: Path | None,
     jobs: int | None,
@@ -71,15 +70,22 @@ def warm_command(
     """
     if not (sources or with_views or list_path):
         raise click.UsageError("Missing argument 'SOURCES...': give some, --list or --views.")
+    _require_options(**options)
     texts: list[str] = []
-    if list_path or jobs or largest_first:
-        tasks = _tasks(sources, dtypes, list_path, options)
-        is_silent = as_json or options["quiet"]
-        reports = _warm_at_once(tasks, jobs or 1, largest_first=largest_first, is_silent=is_silent)
-    else:
-        reports = _warm_here(sources, dtypes, texts, as_json=as_json, **options)
     workers, quiet = options["workers"], options["quiet"]
-    restored = views.restore_views(workers, quiet=quiet) if with_views else []
+    is_silent = as_json or quiet
+    if list_path or jobs or largest_first:
+        reports = _warm_at_once(
+            sources,
+            list_path,
+            options,
+            jobs or 1,
+            largest_first=largest_first,
+            is_silent=is_silent,
+        )
+    else:
+        reports = _warm_here(sources, options, texts, is_silent=is_silent)
+    restored = _restore_views(workers, quiet=quiet) if with_views else []
     if as_json:
         more = {"texts": texts} if with_text else {}
         print_json("warm", reports=reports, views=restored, **more)
@@ -92,32 +98,17 @@ def warm_command(
 
 
 def _warm_here(
-    sources: tuple[str, ...],
-    dtypes: tuple[str, ...],
-    texts: list[str],
-    *,
-    workers: int | None,
-    verify: bool,
-    pin: bool,
-    keep_for: str | None,
-    quiet: bool,
-    as_json: bool,
-    **where: Any,
+    sources: tuple[str, ...], options: dict[str, Any], texts: list[str], *, is_silent: bool
 ) -> list[object]:
     """Warm sources one after the other; return the report of each, and add its words to `texts`."""
     reports: list[object] = []
-    dtype = dtype_by_component(dtypes)
+    arguments = given(options)
+    dtype = dtype_by_component(arguments.pop("dtypes", ()))
+    quiet = arguments.pop("quiet", False)
     for source in sources:
         try:
             report = shmload.warm(
-                source,
-                dtype=dtype,
-                workers=workers,
-                verify=verify,
-                pin=pin,
-                keep_for=keep_for,
-                progress=False if quiet else None,
-                **given(where),
+                source, dtype=dtype, progress=False if quiet else None, **arguments
             )
         except ShmloadError as exc:  # go on with the other sources
             if isinstance(exc, ArgumentError) and not isinstance(exc, UnknownComponent):
@@ -126,38 +117,46 @@ def _warm_here(
             reports.append({"source": source, "error": str(exc)})
             texts.append("")
             continue
-        note_for_templates(source, dtype)
+        _note_for_templates(source, dtype)
         reports.append(report)
         texts.append(str(report))
-        if not as_json and not quiet:
+        if not is_silent:
             say(*str(report).split("\n"))
     return reports
 
 
-def _tasks(
+def _warm_at_once(
     sources: tuple[str, ...],
-    dtypes: tuple[str, ...],
     list_path: Path | None,
     options: dict[str, Any],
-) -> list[Task]:
-    """Return a task for each source, and for each line of a list with that line's options."""
-    where = {name: value for name, value in options.items() if name not in _OF_WARM}
-    workers, keep_for = options["workers"], options["keep_for"]
-    _require_options(dtypes, keep_for, is_pinned=options["pin"])
-    general = [f"--workers={workers}"] if workers else []
-    general += ["--verify"] if options["verify"] else []
-    own = [*general, *as_arguments(dtypes, where)]
-    own += [f"--keep-for={keep_for}"] if keep_for else []
-    own += ["--pin"] if options["pin"] else []
-    listed = read_list(list_path) if list_path else []
-    return [
-        *(Task(source, tuple(own)) for source in sources),
-        *(Task(each.source, (*general, *each.options())) for each in listed),
+    jobs: int,
+    *,
+    largest_first: bool,
+    is_silent: bool,
+) -> list[object]:
+    """Warm sources, and those of a list, in child processes; return the report of each in order."""
+    own = as_arguments(options | {"quiet": False})
+    general = as_arguments({name: options[name] for name in ("workers", "verify")})
+    wanted = [
+        *(ListedSource(0, source, tuple(own)) for source in sources),
+        *(
+            ListedSource(each.line, each.source, (*general, *each.options))
+            for each in (read_list(list_path) if list_path else ())
+        ),
     ]
+    reports: dict[int, object] = {}
+    begun = by_size(wanted) if largest_first else range(len(wanted))
+    for number, report, text in warm_all(wanted, begun, jobs):
+        reports[number] = report
+        if text and not is_silent:
+            say(*text.split("\n"))
+    return [reports[number] for number in sorted(reports)]
 
 
-def _require_options(dtypes: tuple[str, ...], keep_for: str | None, *, is_pinned: bool) -> None:
-    """Check what each child would refuse.
+def _require_options(
+    dtypes: tuple[str, ...], keep_for: str | None, pin: bool, **_others: object
+) -> None:
+    """Check what would fail for every source.
 
     Raises:
         ArgumentError: an option has no such value, or excludes another.
@@ -166,20 +165,56 @@ def _require_options(dtypes: tuple[str, ...], keep_for: str | None, *, is_pinned
     for each in dtypes:
         if (dtype := each.rpartition("=")[2]) != AUTO:
             parse_dtype(dtype)
-    if keep_for is not None and parse_keep_for(keep_for) and is_pinned:
+    if keep_for is not None and parse_keep_for(keep_for) and pin:
         raise ArgumentError(
             "--pin and --keep-for exclude each other: what is pinned stays when idle"
         )
 
 
-def _warm_at_once(
-    tasks: list[Task], jobs: int, *, largest_first: bool, is_silent: bool
-) -> list[object]:
-    """Warm sources in child processes; return the report of each, in the order of the tasks."""
-    begun = by_size(tasks) if largest_first else range(len(tasks))
-    reports: dict[int, object] = {}
-    for outcome in warm_all(tasks, begun, jobs):
-        reports[outcome.number] = outcome.report
-        if outcome.text and not is_silent:
-            say(*outcome.text.split("\n"))
-    return [reports[number] for number in sorted(reports)]
+def _note_for_templates(source: str, dtype: object) -> None:
+    """Have the templates of this user, now and later, load a pipeline ahead.
+
+    Args:
+        source: what was warmed; what is no directory of a pipeline is left alone.
+        dtype: its name, or None; a dtype for each component is left alone.
+    """
+    if not isinstance(dtype, str | None) or not os.path.exists(f"{source}/model_index.json"):
+        return
+    from shmload.integrations._building.prepared import Request, encode
+
+    request = Request(
+        source=source,
+        is_path=False,
+        folder="" if os.path.isabs(source) else os.getcwd(),
+        dtype=dtype,
+        is_torch_dtype=False,
+        keep=True,
+        pipeline_class=None,
+        is_class=False,
+    )
+    try:
+        notes.note_warmed(encode(request))
+        look.tell_all(Noted("", [], [], 0, 0))
+    except (OSError, PlaceUnsafe, UnicodeEncodeError):  # there are no templates then
+        return
+
+
+def _restore_views(workers: int | None, *, quiet: bool) -> list[ViewDirectory | dict[str, str]]:
+    """Restore all view directories; what fails is said, and the others go on.
+
+    Returns:
+        Each view directory, or its path and what went wrong.
+    """
+    settle_leftovers()
+    answers: list[ViewDirectory | dict[str, str]] = []
+    for each in shmload.view_directories():
+        try:
+            answers.append(
+                shmload.restore_view_directory(
+                    each.directory, workers=workers, progress=False if quiet else None
+                )
+            )
+        except ShmloadError as exc:
+            say(f"shmload: {each.directory}: {exc}", err=True)
+            answers.append({"directory": each.directory, "error": str(exc)})
+    return answers

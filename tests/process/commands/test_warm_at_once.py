@@ -10,7 +10,8 @@ from warming import TENSORS, as_bf16, assert_same
 
 import shmload
 from shmload._cli.main import main
-from shmload._cli.warming import Task, by_size
+from shmload._cli.source_list import ListedSource
+from shmload._cli.warming import by_size
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_largest_is_first_and_what_is_not_here_is_before_it(files, tmp_path):
     too_long = tmp_path / ("n" * 300)
     sources = (*files, "org/model", tmp_path / "empty", too_long)
     (tmp_path / "empty").mkdir()
-    assert by_size([Task(str(source), ()) for source in sources]) == [3, 5, 2, 1, 0, 4]
+    assert by_size([ListedSource(0, str(source)) for source in sources]) == [3, 5, 2, 1, 0, 4]
 
 
 # Its child is one that does not end by itself. Prints the child's process id once it waits for it.

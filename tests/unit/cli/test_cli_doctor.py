@@ -5,7 +5,8 @@ import json
 import click.testing
 import pytest
 
-from shmload._cli import doctor
+from shmload._cli.main import main
+from shmload._doctor import doctor
 from shmload._doctor.checks import Finding
 
 WARNING = Finding("huge pages", "warn", "huge=never", "sudo mount")
@@ -17,8 +18,8 @@ def run(monkeypatch):
     """Run the command on given findings; return its exit code and output."""
 
     def run_on(*findings, arguments=()):
-        monkeypatch.setattr(doctor, "diagnose", lambda source, dtype=None: iter(findings))
-        done = click.testing.CliRunner().invoke(doctor.doctor_command, arguments)
+        monkeypatch.setattr(doctor, "diagnose", lambda *_: iter(findings))
+        done = click.testing.CliRunner().invoke(main, ["doctor", *arguments])
         return done.exit_code, done.output
 
     return run_on

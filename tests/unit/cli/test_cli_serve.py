@@ -8,8 +8,8 @@ import pytest
 
 from shmload._cli import serve
 from shmload._cli.main import main
-from shmload._cli.preload_list import ListedSource, read_list
 from shmload._cli.serve import _Address
+from shmload._cli.source_list import ListedSource, read_list
 
 
 @pytest.fixture
@@ -104,9 +104,9 @@ def test_list_is_read_as_a_shell_would(tmp_path):
     path = tmp_path / "list"
     path.write_text("# all\n~/m bfloat16  # small\n\n'/my model'\norg/name half\r\n")
     assert read_list(path) == [
-        ListedSource(2, str(Path.home() / "m"), "bfloat16"),
-        ListedSource(4, "/my model", None),
-        ListedSource(5, "org/name", "half"),
+        ListedSource(2, str(Path.home() / "m"), ("--dtype=bfloat16",)),
+        ListedSource(4, "/my model"),
+        ListedSource(5, "org/name", ("--dtype=half",)),
     ]
 
 
@@ -115,6 +115,5 @@ def test_list_has_the_options_of_warm(tmp_path):
     path.write_text("/m half variant=fp16 pin component=unet component=vae\n/l weight-name='a b'\n")
     first, second = read_list(path)
     options = ("--variant=fp16", "--component=unet", "--component=vae")
-    assert first == ListedSource(1, "/m", "half", is_pinned=True, given=options)
-    assert first.options() == ["--dtype", "half", "--pin", *options]
-    assert second.options() == ["--weight-name=a b"]
+    assert first == ListedSource(1, "/m", ("--dtype=half", "--pin", *options))
+    assert second.options == ("--weight-name=a b",)

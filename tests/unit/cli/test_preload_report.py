@@ -1,31 +1,60 @@
 """What the service makes of the report that a preloading process prints."""
 
 import logging
+import os
+import types
 
-from shmload._cli import preload
-from shmload._cli.preload_list import ListedSource
+import pytest
 
-_SOURCE = ListedSource(3, "model.safetensors", None)
-_REPORT = b'{\n  "reports": [{"segments": ["a"], "resident_nbytes": 7}]\n}\n'
+from shmload._cli import warming
+from shmload._cli.source_list import ListedSource
+from shmload._ipc.child import Child
 
-
-def test_lines_of_libraries_before_the_report_are_left_out():
-    report = preload._read_report(b"Using a {new} cache\n" + _REPORT, _SOURCE)
-    assert report == preload._Report(("a",), 7)
+_SOURCE = ListedSource(3, "model.safetensors")
+_REPORT = '{\n  "reports": [{"segments": ["a"]}], "texts": ["model: resident"]\n}\n'
 
 
-def test_output_without_a_report_is_an_error_in_the_log(caplog):
-    with caplog.at_level(logging.ERROR, "shmload"):
-        assert preload._read_report(b"", _SOURCE) is None
-    assert "line 3: its process printed no report" in caplog.text
+@pytest.fixture
+def printing(monkeypatch):
+    """Have the child that warms a source print something else, and end well."""
+
+    def print_instead(text):
+        program = f"import sys; print({text!r}, end=''); sys.exit()"
+
+        def start(module, arguments, **options):
+            return Child("timeit", ["-s", program], **options)
+
+        monkeypatch.setattr(warming, "Child", start)
+
+    return print_instead
+
+
+def test_lines_of_libraries_before_the_report_are_left_out(printing):
+    printing("Using a {new} cache\n" + _REPORT)
+    begun = warming.Warming(_SOURCE)
+    begun.child.close()
+    assert begun.answer() == ({"segments": ["a"]}, "model: resident")
+
+
+def test_output_without_a_report_is_an_error_in_the_log(printing, caplog):
+    printing("Using a {new} cache\n")
+    wake_fd, sender = os.pipe()
+    state = types.SimpleNamespace(is_stopping=False, wake_fd=wake_fd)
+    try:
+        with caplog.at_level(logging.ERROR, "shmload"):
+            assert warming._preload_one(_SOURCE, state) is None
+    finally:
+        os.close(wake_fd)
+        os.close(sender)
+    assert "line 3 cannot be preloaded: its process printed no report" in caplog.text
 
 
 def test_only_what_was_evicted_is_blamed_on_the_budget(caplog, monkeypatch):
-    other = ListedSource(1, "other.safetensors", None)
-    removed = ListedSource(2, "removed.safetensors", None)
-    monkeypatch.setattr(preload, "segments", list)
+    other = ListedSource(1, "other.safetensors")
+    removed = ListedSource(2, "removed.safetensors")
+    monkeypatch.setattr(warming, "segments", list)
     made = {"o1": other, "o2": other, "r": removed}
-    preload._report_evicted(made, _SOURCE, {"o2"})
+    warming._report_evicted(made, _SOURCE, {"o2"})
     budget, meanwhile = caplog.records
     assert budget.message.endswith("line 1, other.safetensors, was evicted for line 3")
     assert (budget.levelname, meanwhile.levelname) == ("ERROR", "WARNING")
@@ -34,6 +63,6 @@ def test_only_what_was_evicted_is_blamed_on_the_budget(caplog, monkeypatch):
 
 
 def test_lines_of_the_child_are_logged_without_its_loggers_name():
-    sub = preload._LOGGER_NAME.sub
+    sub = warming._LOGGER_NAME.sub
     assert sub("", "shmload._loading.load: flux: 3 shards to decode") == "flux: 3 shards to decode"
     assert sub("", "a library: shmload.x: y") == "a library: shmload.x: y"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shmload._cli.preload_list import ListedSource, read_list
+from shmload._cli.source_list import ListedSource, read_list
 from shmload.errors import ArgumentError
 
 
@@ -20,14 +20,12 @@ def test_words_after_the_source_come_in_any_order(tmp_path):
         "# a comment\n/a\n'/b c' half\n/d bfloat16 pin\n/e pin\n/f keep-for=2h fp16  # so\n",
     )
     assert found == [
-        ListedSource(2, "/a", None),
-        ListedSource(3, "/b c", "half"),
-        ListedSource(4, "/d", "bfloat16", is_pinned=True),
-        ListedSource(5, "/e", None, is_pinned=True),
-        ListedSource(6, "/f", "fp16", keep_for="2h"),
+        ListedSource(2, "/a"),
+        ListedSource(3, "/b c", ("--dtype=half",)),
+        ListedSource(4, "/d", ("--dtype=bfloat16", "--pin")),
+        ListedSource(5, "/e", ("--pin",)),
+        ListedSource(6, "/f", ("--dtype=fp16", "--keep-for=2h")),
     ]
-    assert found[2].options() == ["--dtype", "bfloat16", "--pin"]
-    assert found[4].options() == ["--dtype", "fp16", "--keep-for", "2h"]
 
 
 @pytest.mark.parametrize(
@@ -62,13 +60,11 @@ def test_file_without_an_end_is_no_list():
 
 def test_components_have_dtypes_of_their_own(tmp_path):
     (found,) = read(tmp_path, "/a bfloat16 vae=float32 unet=auto pin\n")
-    assert found.options() == [
-        *("--dtype", "bfloat16", "--pin"),
-        *("--dtype=vae=float32", "--dtype=unet=auto"),
-    ]
-    assert read(tmp_path, "/a vae=float32\n")[0].options() == ["--dtype=vae=float32"]
+    dtypes = ("--dtype=bfloat16", "--dtype=vae=float32", "--dtype=unet=auto")
+    assert found.options == (*dtypes, "--pin")
+    assert read(tmp_path, "/a vae=float32\n")[0].options == ("--dtype=vae=float32",)
 
 
 def test_dtype_may_be_named_as_the_other_options_are(tmp_path):
-    assert read(tmp_path, "/a dtype=half\n")[0].dtype == "half"
-    assert read(tmp_path, "/a dtype=vae=half\n")[0].options() == ["--dtype=vae=half"]
+    assert read(tmp_path, "/a dtype=half\n")[0].options == ("--dtype=half",)
+    assert read(tmp_path, "/a dtype=vae=half\n")[0].options == ("--dtype=vae=half",)

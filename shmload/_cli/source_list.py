@@ -1,4 +1,4 @@
-"""The list of sources that the service warms at its start: a file, one per line.
+"""The list of sources that `warm --list` and `serve --preload` warm: a file, one per line.
 
     # SOURCE [DTYPE] [COMPONENT=DTYPE]... [pin | keep-for=TIME] [OPTION=VALUE]...,
     # quoted as in a shell
@@ -7,7 +7,7 @@
     ~/models/sd15 bfloat16 vae=float32
     "/models/my lora.safetensors"
 
-Guarantee: a list with a mistake is refused as a whole, before the service starts.
+Guarantee: a list with a mistake is refused as a whole, before anything is warmed.
 """
 
 import difflib
@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from shmload._checkpoints.dtypes import AUTO, dtype_by_component, parse_dtype
+from shmload._cli.sources import SELECTING
 from shmload._settings import parse_keep_for
 from shmload.errors import ArgumentError, UnknownDtype
 
@@ -27,34 +28,22 @@ _PIN = "pin"
 _KEEP_FOR = "keep-for="
 _DTYPE = "dtype="  # may stand before what is a dtype without it
 # Words with a value that are options of `shmload warm`, by these names.
-_OPTIONS = ("variant", "component", "subfolder", "weight-name", "revision")
+_OPTIONS = tuple(option for option in SELECTING if option != "cache-dir")
 
 
 class ListedSource(msgspec.Struct, frozen=True):
-    """A line of the list."""
+    """A source to warm: a line of the list, or one of the command line."""
 
     line: int
+    """Its number; 0 for the command line."""
     source: str
-    dtype: str | None
-    is_pinned: bool = False
-    keep_for: str | None = None
-    """How long it stays while no process uses it, as it is written; None for no limit."""
-    given: tuple[str, ...] = ()
-    """Other options of `shmload warm`, such as `--variant=fp16` and the dtype of a component."""
+    options: tuple[str, ...] = ()
+    """Of `shmload warm`: those that do what the line says."""
 
     @property
     def fields(self) -> dict[str, object]:
         """What a log as JSON says of it beside a message."""
         return {"line": self.line, "source": self.source}
-
-    def options(self) -> list[str]:
-        """Return the options of `shmload warm` that do what the line says."""
-        return [
-            *(["--dtype", self.dtype] if self.dtype else []),
-            *(["--pin"] if self.is_pinned else []),
-            *(["--keep-for", self.keep_for] if self.keep_for else []),
-            *self.given,
-        ]
 
 
 def read_list(path: Path) -> list[ListedSource]:
@@ -89,11 +78,11 @@ def _read_words(line: int, source: str, *words: str) -> ListedSource:
         ArgumentError: a word has a mistake.
     """
     times = [word.removeprefix(_KEEP_FOR) for word in words if word.startswith(_KEEP_FOR)]
-    given = [f"--{word}" for word in words if word.partition("=")[0] in _OPTIONS and "=" in word]
+    others = [f"--{word}" for word in words if word.partition("=")[0] in _OPTIONS and "=" in word]
     dtypes = [
         word.removeprefix(_DTYPE)
         for word in words
-        if word != _PIN and not word.startswith(_KEEP_FOR) and f"--{word}" not in given
+        if word != _PIN and not word.startswith(_KEEP_FOR) and f"--{word}" not in others
     ]
     for dtype in dtypes:
         _require_dtype(dtype)
@@ -103,21 +92,19 @@ def _read_words(line: int, source: str, *words: str) -> ListedSource:
             f"{' and '.join(general)} are two dtypes; that of one component is COMPONENT=DTYPE"
         )
     dtype_by_component(dtypes)  # none is given twice
-    given += [f"--dtype={dtype}" for dtype in dtypes if "=" in dtype]
     if len(times) > 1:
         raise ArgumentError(f"{_KEEP_FOR} stands there {len(times)} times")
     for time in times:
         parse_keep_for(time)
     if _PIN in words and times:
         raise ArgumentError("pin and keep-for exclude each other: what is pinned stays when idle")
-    return ListedSource(
-        line,
-        os.path.expanduser(source),
-        general[0] if general else None,
-        _PIN in words,
-        times[0] if times else None,
-        tuple(given),
-    )
+    options = [
+        *(f"--dtype={dtype}" for dtype in dtypes),
+        *(["--pin"] if _PIN in words else []),
+        *(f"--keep-for={time}" for time in times),
+        *others,
+    ]
+    return ListedSource(line, os.path.expanduser(source), tuple(options))
 
 
 def _require_dtype(word: str) -> None:

@@ -1,0 +1,199 @@
+"""The commands `shmload plan` and `view`, and the options that select parts of a source."""
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+import shmload
+from shmload._checkpoints.dtypes import AUTO, dtype_by_component, dtype_names
+from shmload._cli.ending import EndingCommand
+from shmload._cli.output import as_json_option, print_json, print_page, say
+from shmload.errors import DeviceMapMalformed
+
+SELECTING = {
+    "variant": "File variant, such as fp16.",
+    "component": "Only this component; repeatable.",
+    "subfolder": "Directory in the source to read instead of its root.",
+    "weight-name": "File to read in a directory of adapters, such as LoRAs; repeatable.",
+    "revision": "Branch, tag or commit of a hub id.",
+    "cache-dir": "Hub cache directory, if not the default.",
+}
+"""The options that select parts of a source, with their help."""
+_REPEATABLE = ("component", "weight-name")
+# What parameters are called where their options are not.
+_ARGUMENTS = {"component": "components", "dtype": "dtypes"}
+
+
+def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that select parts of a source."""
+    command = click.option(
+        "--dtype",
+        "dtypes",
+        multiple=True,
+        shell_complete=_complete_dtypes,
+        help="Such as bfloat16, or COMPONENT=float32 for one component; repeatable. auto is "
+        "each checkpoint's own dtype.",
+    )(command)
+    for name, text in SELECTING.items():
+        argument = _ARGUMENTS.get(name, name.replace("-", "_"))
+        is_several = name in _REPEATABLE
+        command = click.option(f"--{name}", argument, multiple=is_several, help=text)(command)
+    return command
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """Return only the options that were given."""
+    return {name: value for name, value in options.items() if value}
+
+
+def as_arguments(options: dict[str, Any]) -> list[str]:
+    """Return options, by the names of their parameters, as they stand on a command line."""
+    flags = {argument: name for name, argument in _ARGUMENTS.items()}
+    found: list[str] = []
+    for name, value in given(options).items():
+        flag = f"--{flags.get(name, name.replace('_', '-'))}"
+        several = value if isinstance(value, tuple) else (value,)
+        found += [flag if each is True else f"{flag}={each}" for each in several]
+    return found
+
+
+def complete_paths(
+    _context: click.Context, _parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Let the shell complete paths; without this it completes nothing for a source."""
+    return [CompletionItem(typed, type="file")]
+
+
+def _complete_dtypes(
+    _context: click.Context, _parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return the dtypes that begin so, also behind `COMPONENT=`."""
+    component, equals, begun = typed.rpartition("=")
+    return [
+        CompletionItem(f"{component}{equals}{name}")
+        for name in (*dtype_names(), AUTO)
+        if name.startswith(begun)
+    ]
+
+
+def _parse_device_map(
+    _context: click.Context, _option: click.Parameter, text: str | None
+) -> object:
+    """Read a device map as JSON or as the Python code that a placement is printed with."""
+    if text is None:
+        return None
+    text = text.strip().removeprefix("device_map").lstrip(" =")
+    if not text.startswith("{"):
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError) as exc:
+        raise DeviceMapMalformed(
+            'it cannot be read as a dict; quote the names, as in {"vae": "cuda:1"}'
+        ) from exc
+
+
+@click.command("plan")
+@click.argument("source", shell_complete=complete_paths)
+@source_options
+@click.option("--keep", is_flag=True, help="Plan for `warm` instead of `load_pipeline`.")
+@click.option(
+    "--device-map",
+    callback=_parse_device_map,
+    help="A strategy (auto, balanced, balanced_low_0, sequential), a device, or a dict of "
+    "devices by component or path; auto if only an inventory is given.",
+)
+@click.option(
+    "--inventory",
+    help="Devices to plan for, such as 2x24GiB or cuda:0=24GiB,cpu=64GiB; this machine's "
+    "if only a device map is given.",
+)
+@as_json_option
+def plan_command(
+    source: str,
+    dtypes: tuple[str, ...],
+    keep: bool,
+    inventory: str | None,
+    device_map: object,
+    as_json: bool,
+    **where: Any,
+) -> None:
+    """Show what loading SOURCE would do; reads headers only.
+
+    With --inventory or --device-map, show on which device each module would be.
+    """
+    found = shmload.plan(
+        source,
+        dtype=dtype_by_component(dtypes),
+        keep=keep,
+        inventory=inventory,
+        device_map=device_map,
+        **given(where),
+    )
+    if as_json:
+        sums = {"decode_nbytes": found.decode_nbytes, "resident_nbytes": found.resident_nbytes}
+        print_json("plan", plan=found, **sums)
+    else:
+        print_page(found.page())
+
+
+@click.command("view", cls=EndingCommand)
+@click.argument("source", required=False, shell_complete=complete_paths)
+@source_options
+@click.option("--dir", "directory", type=click.Path(), help="Where to make the directory.")
+@click.option(
+    "--replace", is_flag=True, help="Put it in the place of a view directory of other arguments."
+)
+@click.option("--list", "is_list", is_flag=True, help="List the view directories.")
+@click.option("--remove", metavar="DIR", type=click.Path(), help="Remove a view directory.")
+@click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
+@click.option("--verify", is_flag=True, help="Recompute the digests of all its segments.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@as_json_option
+def view_command(
+    source: str | None,
+    directory: str | None,
+    dtypes: tuple[str, ...],
+    is_list: bool,
+    remove: str | None,
+    as_json: bool,
+    quiet: bool,
+    **where: Any,
+) -> None:
+    """Make a directory that looks like SOURCE, and whose weights lie in shared memory.
+
+    Any program takes it as a path: `shmload view SOURCE --dtype bfloat16 --dir DIR`, then
+    `python server.py --model DIR`. Its weights stay resident until `shmload view --remove DIR`.
+    """
+    if sum((source is not None or directory is not None, is_list, remove is not None)) != 1:
+        raise click.UsageError("give SOURCE and --dir, or --list, or --remove DIR")
+    if is_list:
+        listed = shmload.view_directories()
+        if as_json:
+            print_json("view", views=listed, removed=[])
+        else:
+            print_page(listed.page())
+        return
+    if remove is not None:
+        gone = shmload.remove_view_directory(remove)
+        if as_json:
+            print_json("view", views=[], removed=[gone])
+        else:
+            say(f"removed {gone.directory}; its weights stay resident until they must go")
+        return
+    if source is None or directory is None:
+        raise click.UsageError("give both SOURCE and --dir")
+    made = shmload.view_directory(
+        source,
+        directory,
+        dtype=dtype_by_component(dtypes),
+        progress=False if quiet else None,
+        **given(where),
+    )
+    if as_json:
+        print_json("view", views=[made], removed=[])
+    elif not quiet:
+        say(*str(made).split("\n"))
