@@ -6,7 +6,7 @@ Each field is read from the environment variable `SHMLOAD_` plus its name in cap
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from shmload._wording import nearest
 from shmload.errors import ArgumentError
 
 PREFIX = "SHMLOAD_"
@@ -162,6 +163,39 @@ def _parse(variable: str, kind: object) -> Any:
             f"the environment variable {variable} is {text!r}; it must be 1 or more"
         )
     return value
+
+
+# Of another page than the settings: `shmload run --redirect` sets it for its program.
+_OTHERS = (PREFIX + "REDIRECT",)
+_KNOWN = tuple(PREFIX + field.name.upper() for field in msgspec.structs.fields(Settings))
+
+
+def unknown_variables(environment: Iterable[str]) -> list[str]:
+    """Return a sentence for each variable that begins like a setting's and is none.
+
+    Args:
+        environment: names of variables.
+    """
+    return [
+        f"{variable} is no setting{nearest(variable, _KNOWN)}"
+        for variable in sorted(environment)
+        if variable.startswith(PREFIX) and variable not in _KNOWN + _OTHERS
+    ]
+
+
+def relative_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each setting that is a relative path."""
+    paths = [field.name for field in msgspec.structs.fields(Settings) if "Path" in str(field.type)]
+    return [
+        f"{name} is a relative path, so it is another one in each directory"
+        for name in (PREFIX + path.upper() for path in paths)
+        if environment.get(name) and not os.path.isabs(os.path.expanduser(environment[name]))
+    ]
+
+
+def given_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the settings that have a value, as `NAME=VALUE`."""
+    return [f"{name}={environment[name]}" for name in _KNOWN if environment.get(name)]
 
 
 def parse_nbytes(text: str) -> int:

@@ -16,7 +16,6 @@ import click
 from shmload._cli.logs import LogFormat, log_steps
 from shmload._cli.source_list import ListedSource, read_list
 from shmload._cli.warming import preload
-from shmload._doctor.variables import relative_variables, unknown_variables
 from shmload._host.limits import allow_descriptors, allow_file_size
 from shmload._segments.listing import segments
 from shmload._segments.removal import remove_leftovers
@@ -25,7 +24,13 @@ from shmload._service.client import Client
 from shmload._service.endpoint import Endpoint, socket_path
 from shmload._service.server import serve
 from shmload._service.state import ServiceState
-from shmload._settings import parse_budget, settings, worker_count
+from shmload._settings import (
+    parse_budget,
+    relative_variables,
+    settings,
+    unknown_variables,
+    worker_count,
+)
 from shmload._templates.look import Keeper
 from shmload._wording import count_of, format_nbytes, logger_of
 from shmload.errors import (

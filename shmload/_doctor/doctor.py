@@ -1,4 +1,4 @@
-"""The doctor's examination: measures this machine and passes the values to the checks.
+"""The doctor's examination: the rows of one table, each a name and a judgement of facts.
 
 Guarantee: nothing changes, except that a file that was read is in the page cache afterwards; what
 `shmload gc` would remove is counted and stays.
@@ -6,6 +6,7 @@ Guarantee: nothing changes, except that a file that was read is in the page cach
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import resource
 import shlex
@@ -13,34 +14,11 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from shmload._checkpoints.library import library
 from shmload._checkpoints.remote import is_url
-from shmload._doctor.checks import (
-    Finding,
-    check_budget,
-    check_control_group,
-    check_devices,
-    check_huge_pages,
-    check_kernel,
-    check_leftovers,
-    check_locked_memory,
-    check_machine_memory,
-    check_objects,
-    check_open_files,
-    check_page_locks,
-    check_read_speed,
-    check_reading,
-    check_removal,
-    check_service,
-    check_settings,
-    check_shared_memory,
-    check_skeletons,
-    check_source,
-)
+from shmload._doctor import checks
+from shmload._doctor.checks import Finding, Judgement
 from shmload._doctor.speed import is_file_cached, measure_copies, measure_reading
-from shmload._doctor.variables import given_variables, relative_variables, unknown_variables
 from shmload._host.linux import (
     SHM_DIR,
     has_pidfds,
@@ -73,9 +51,17 @@ from shmload._service.client import Client
 from shmload._service.endpoint import connect, service_pid, socket_path
 from shmload._service.folder import why_unusable
 from shmload._service.protocol import GetStatus, Status
-from shmload._settings import settings, worker_count
+from shmload._settings import (
+    given_variables,
+    relative_variables,
+    settings,
+    unknown_variables,
+    worker_count,
+)
 from shmload.errors import LibraryMissing, ProtocolError, ServiceError, ShmloadError, UnknownDtype
 from shmload.workers.reader import FillError
+
+_Rows = Iterator[tuple[str, Judgement]]
 
 
 def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Finding]:
@@ -92,25 +78,45 @@ def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Findin
     """
     settings()  # now: a mistake must not come after some of the findings
     planned = _plan(source, dtype) if source is not None else None
-    needed = planned.decode_nbytes if isinstance(planned, Plan) else None
-    idle = _idle_nbytes(planned.shards if isinstance(planned, Plan) else ())
-    yield from _diagnose_shared_memory(needed, idle)
-    yield check_removal(removes_ipc(os.getuid()))
-    yield check_control_group(cgroup_free_nbytes(), cgroup_limit_nbytes(), needed, idle)
-    yield check_machine_memory(machine_free_nbytes(), needed, idle)
-    answer = _ask_service(socket_path())
-    yield check_budget(_budget_of(answer.found), _resident_nbytes(), needed, idle)
-    wrong = [*unknown_variables(os.environ), *relative_variables(os.environ)]
-    yield check_settings(wrong, given_variables(os.environ))
-    yield check_locked_memory(resource_limits(resource.RLIMIT_MEMLOCK)[0])
-    yield check_page_locks(page_lock_limit(), [each.nbytes for each in page_locks().processes])
-    yield check_open_files(*resource_limits(resource.RLIMIT_NOFILE))
-    yield check_kernel(kernel_release(), has_pidfds())
-    yield _diagnose_service(socket_path(), answer)
+    rows = [_machine(planned), _devices()]
     if source is not None and planned is not None:
-        yield from _diagnose_source(source, dtype, planned)
-        yield _diagnose_skeletons(source)
-    yield from _diagnose_devices()
+        rows.insert(1, _source(source, dtype, planned))
+    for name, (state, detail, remedy) in itertools.chain.from_iterable(rows):
+        yield Finding(name, state, detail, None if state == "ok" else remedy)
+
+
+def _machine(planned: Plan | ShmloadError | None) -> _Rows:
+    own = planned if isinstance(planned, Plan) else None
+    room = own.decode_nbytes if own else None, _idle_nbytes(own.shards if own else ())
+    is_writable = os.access(SHM_DIR, os.W_OK | os.X_OK)
+    if _has_list():
+        found = file_system(SHM_DIR.stat().st_dev)
+        sizes = shm_total_nbytes(), shm_free_nbytes()
+        yield "shared memory", checks.shared_memory(found, *sizes, is_writable, *room)
+        yield "huge pages", checks.huge_pages(found, huge_page_policy())
+        yield "leftovers", checks.leftovers(find_garbage(), *_outdated_nbytes())
+    else:
+        hidden = None if SHM_DIR.is_dir() else FileSystem("no directory", ())
+        yield "shared memory", checks.shared_memory(hidden, 0, 0, is_writable)
+    yield "logout", checks.logout(removes_ipc(os.getuid()))
+    limits = cgroup_free_nbytes(), cgroup_limit_nbytes()
+    yield "control group", checks.control_group(*limits, *room)
+    yield "machine memory", checks.machine_memory(machine_free_nbytes(), *room)
+    path = socket_path()
+    status, status_s = _ask_service(path)
+    resident = sum(info.nbytes for info in segments_by_lock()) if _has_list() else 0
+    yield "budget", checks.budget(_budget_of(status), resident, *room)
+    wrong = [*unknown_variables(os.environ), *relative_variables(os.environ)]
+    yield "settings", checks.variables(wrong, given_variables(os.environ))
+    yield "locked memory", checks.locked_memory(resource_limits(resource.RLIMIT_MEMLOCK)[0])
+    pinned = [each.nbytes for each in page_locks().processes]
+    yield "page locks", checks.pinned_pages(page_lock_limit(), pinned)
+    yield "open files", checks.open_files(*resource_limits(resource.RLIMIT_NOFILE))
+    yield "kernel", checks.kernel(kernel_release(), has_pidfds())
+    pid = _service_pid(path) if isinstance(status, ShmloadError) else None
+    why_none = why_unusable(path) if status is None else ""
+    use = settings().service
+    yield "service", checks.service(path, use, status, status_s, pid, why_none)
 
 
 def _plan(source: str, dtype: object) -> Plan | ShmloadError:
@@ -132,10 +138,6 @@ def _idle_nbytes(own: Iterable[ShardPlan]) -> int:
     return sum(info.nbytes for info in segments() if may_go(info) and info.name not in attached)
 
 
-def _resident_nbytes() -> int:
-    return sum(info.nbytes for info in segments_by_lock()) if _has_list() else 0
-
-
 def _has_list() -> bool:
     """Tell whether this user may list /dev/shm."""
     return SHM_DIR.is_dir() and os.access(SHM_DIR, os.R_OK | os.X_OK)
@@ -149,28 +151,8 @@ def _outdated_nbytes() -> tuple[int, int]:
     return sum(info.nbytes for info in outdated) - viewed, viewed
 
 
-def _diagnose_shared_memory(needed: int | None, idle: int) -> Iterator[Finding]:
-    is_writable = os.access(SHM_DIR, os.W_OK | os.X_OK)
-    if not SHM_DIR.is_dir():
-        yield check_shared_memory(FileSystem("no directory", ()), 0, 0, is_writable=False)
-    elif not _has_list():
-        yield check_shared_memory(None, 0, 0, is_writable)
-    else:
-        found = file_system(SHM_DIR.stat().st_dev)
-        total, free = shm_total_nbytes(), shm_free_nbytes()
-        yield check_shared_memory(found, total, free, is_writable, needed, idle)
-        yield check_huge_pages(found, huge_page_policy())
-        yield check_leftovers(find_garbage(), *_outdated_nbytes())
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    """What the service said, or why it said nothing; None if there is no socket."""
-
-    found: Status | ShmloadError | None
-    elapsed_s: float
-
-
-def _ask_service(path: Path) -> _Answer:
+def _ask_service(path: Path) -> tuple[Status | ShmloadError | None, float]:
+    """Return what the service says, and how long that took, in seconds."""
     found: Status | ShmloadError | None = None
     began_at = time.monotonic()
     if os.path.lexists(path):
@@ -179,7 +161,7 @@ def _ask_service(path: Path) -> _Answer:
                 found = client.ask(GetStatus(), Status)
         except (ServiceError, ProtocolError) as exc:
             found = exc
-    return _Answer(found, time.monotonic() - began_at)
+    return found, time.monotonic() - began_at
 
 
 def _budget_of(found: Status | ShmloadError | None) -> Budget | None:
@@ -187,12 +169,6 @@ def _budget_of(found: Status | ShmloadError | None) -> Budget | None:
     if isinstance(found, Status) and settings().service != "off":
         return service_budget(found.budget_nbytes)
     return own_budget()
-
-
-def _diagnose_service(path: Path, answer: _Answer) -> Finding:
-    pid = _service_pid(path) if isinstance(answer.found, ShmloadError) else None
-    why_none = why_unusable(path) if answer.found is None else ""
-    return check_service(path, settings().service, answer.found, answer.elapsed_s, pid, why_none)
 
 
 def _service_pid(path: Path) -> int | None:
@@ -205,10 +181,20 @@ def _service_pid(path: Path) -> int | None:
     return None
 
 
-def _diagnose_source(source: str, dtype: object, planned: Plan | ShmloadError) -> Iterator[Finding]:
+def _source(source: str, dtype: object, planned: Plan | ShmloadError) -> _Rows:
     if is_url(source):
-        yield check_objects(source, planned)
+        yield "source", checks.objects(source, planned)
+    else:
+        yield from _files(source, dtype, planned)
+    if os.path.isfile(source):
+        yield "skeletons", ("ok", "none: they are for directories and hub ids", "")
         return
+    has_diffusers = importlib.util.find_spec("diffusers") is not None
+    found = library().skeletons_of(source) if has_diffusers else ()
+    yield "skeletons", checks.skeletons(settings().skeletons, found)
+
+
+def _files(source: str, dtype: object, planned: Plan | ShmloadError) -> _Rows:
     try:
         if isinstance(planned, ShmloadError):
             raise planned
@@ -217,44 +203,38 @@ def _diagnose_source(source: str, dtype: object, planned: Plan | ShmloadError) -
         cached = sum(map(is_file_cached, shards))
         largest = max(shards, key=lambda shard: found[shard].st_size, default=None)
         speed = measure_reading(largest) if largest else None
+    except LibraryMissing as exc:
+        packages = " ".join(map(shlex.quote, exc.packages))
+        yield "source", ("bad", str(exc), f"pip install {packages}")
+        return
     except (ShmloadError, FillError, OSError) as exc:
-        yield Finding("source", "bad", str(exc), _command_for(exc, source))
+        path = shlex.quote(str(getattr(exc, "path", source)))
+        yield "source", ("bad", str(exc), f"ls -lL {path}")
         return
     kinds = {stat.st_dev: file_system(stat.st_dev) for stat in found.values()}
     sizes = [stat.st_size for stat in found.values()]
-    yield check_source(source, sizes, kinds.values(), planned.resident_nbytes, dtype)
+    resident = planned.resident_nbytes
+    yield "source", checks.source(source, sizes, kinds.values(), resident, dtype)
     if speed:
         workers = worker_count(parent_is_busy=False)
-        yield check_reading(choose_reading(speed.facts, workers), workers)
-        yield check_read_speed(source, speed, cached, len(shards), dtype)
+        yield "reading", checks.reading(choose_reading(speed.facts, workers), workers)
+        yield "read speed", checks.read_speed(source, speed, cached, len(shards), dtype)
 
 
-def _command_for(exc: Exception, source: str) -> str:
-    """Return the command that mends an error of a source, or shows more of it."""
-    if isinstance(exc, LibraryMissing):
-        return f"pip install {' '.join(map(shlex.quote, exc.packages))}"
-    return f"ls -lL {shlex.quote(str(getattr(exc, 'path', source)))}"
-
-
-def _diagnose_skeletons(source: str) -> Finding:
-    if os.path.isfile(source):
-        return Finding("skeletons", "ok", "none: they are for directories and hub ids")
-    if importlib.util.find_spec("diffusers") is None:
-        return check_skeletons(settings().skeletons, [])
-    return check_skeletons(settings().skeletons, library().skeletons_of(source))
-
-
-def _diagnose_devices() -> Iterator[Finding]:
+def _devices() -> _Rows:
     if importlib.util.find_spec("torch") is None:
-        yield Finding("devices", "ok", "torch is not installed")
+        yield "devices", ("ok", "torch is not installed", "")
         return
     try:
         speeds = measure_copies()
     except (ImportError, OSError) as exc:
         reason = str(exc).partition("\n")[0]
         remedy = "pip install --force-reinstall torch"
-        yield Finding("devices", "bad", f"torch cannot be imported: {reason}", remedy)
+        yield "devices", ("bad", f"torch cannot be imported: {reason}", remedy)
     except RuntimeError as exc:
-        yield Finding("devices", "bad", str(exc).partition("\n")[0], "nvidia-smi")
+        yield "devices", ("bad", str(exc).partition("\n")[0], "nvidia-smi")
     else:
-        yield from check_devices(speeds)
+        if not speeds:
+            yield "devices", ("ok", "no CUDA device", "")
+        for number, speed in enumerate(speeds):
+            yield f"device {number}", checks.device(number, speed)

@@ -1,5 +1,6 @@
 """What the service makes of the report that a preloading process prints."""
 
+import base64
 import logging
 import os
 import types
@@ -15,14 +16,15 @@ _REPORT = '{\n  "reports": [{"segments": ["a"]}], "texts": ["model: resident"]\n
 
 
 @pytest.fixture
-def printing(monkeypatch):
+def printing(monkeypatch, tmp_path):
     """Have the child that warms a source print something else, and end well."""
 
     def print_instead(text):
-        program = f"import sys; print({text!r}, end=''); sys.exit()"
+        encoded = tmp_path / "encoded"
+        encoded.write_bytes(base64.b64encode(text.encode()))
 
         def start(module, arguments, **options):
-            return Child("timeit", ["-s", program], **options)
+            return Child("base64", ["-d", str(encoded)], **options)
 
         monkeypatch.setattr(warming, "Child", start)
 
@@ -32,6 +34,7 @@ def printing(monkeypatch):
 def test_lines_of_libraries_before_the_report_are_left_out(printing):
     printing("Using a {new} cache\n" + _REPORT)
     begun = warming.Warming(_SOURCE)
+    begun.child.how_it_ended()
     begun.child.close()
     assert begun.answer() == ({"segments": ["a"]}, "model: resident")
 

@@ -6,24 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shmload._doctor.checks import (
-    check_budget,
-    check_control_group,
-    check_devices,
-    check_huge_pages,
-    check_kernel,
-    check_leftovers,
-    check_locked_memory,
-    check_machine_memory,
-    check_open_files,
-    check_page_locks,
-    check_read_speed,
-    check_reading,
-    check_removal,
-    check_service,
-    check_shared_memory,
-    check_source,
-)
+from shmload._doctor import checks
 from shmload._doctor.speed import CopySpeed, ReadSpeed
 from shmload._host.procfs import FileSystem
 from shmload._host.reading import Facts, Reading
@@ -77,195 +60,187 @@ def read(gb_per_s, *, cached=False, nbytes=256 << 20):
 
 
 def copies(pinned_gb_per_s):
-    (finding,) = check_devices([CopySpeed("NVIDIA H200", 3e9, pinned_gb_per_s * 1e9)])
-    return finding
-
-
-def no_devices():
-    (finding,) = check_devices([])
-    return finding
+    return checks.device(0, CopySpeed("NVIDIA H200", 3e9, pinned_gb_per_s * 1e9))
 
 
 # Each check: its facts, the expected state, words of the detail, words of the remedy.
 CASES = {
-    "room": (check_shared_memory(TMPFS, 24 * GIB, 23 * GIB, True), "ok", "23.00 GiB free", ""),
-    "docker": (check_shared_memory(TMPFS, 64 << 20, 64 << 20, True), "bad", "", "size=90%"),
+    "room": (checks.shared_memory(TMPFS, 24 * GIB, 23 * GIB, True), "ok", "23.00 GiB free", ""),
+    "docker": (checks.shared_memory(TMPFS, 64 << 20, 64 << 20, True), "bad", "", "size=90%"),
     "enough": (
-        check_shared_memory(TMPFS, 64 << 20, 60 << 20, True, 1 << 20),
+        checks.shared_memory(TMPFS, 64 << 20, 60 << 20, True, 1 << 20),
         "ok",
         "the source takes 1.00 MiB",
         "",
     ),
     "enough-when-idle-ones-go": (
-        check_shared_memory(TMPFS, 9 * GIB, 3 * GIB, True, 5 * GIB, 2 * GIB),
+        checks.shared_memory(TMPFS, 9 * GIB, 3 * GIB, True, 5 * GIB, 2 * GIB),
         "ok",
         "3.00 GiB free of 9.00 GiB at /dev/shm, 2.00 GiB more of idle models; the source takes 5",
         "",
     ),
-    "group-when-idle-ones-go": (check_control_group(GIB, 9 * GIB, 2 * GIB, GIB), "ok", "more", ""),
-    "memory-when-idle-ones-go": (check_machine_memory(GIB, 2 * GIB, GIB), "ok", "more", ""),
+    "group-when-idle-ones-go": (checks.control_group(GIB, 9 * GIB, 2 * GIB, GIB), "ok", "more", ""),
+    "memory-when-idle-ones-go": (checks.machine_memory(GIB, 2 * GIB, GIB), "ok", "more", ""),
     "too-little": (
-        check_shared_memory(TMPFS, 9 * GIB, 3 * GIB, True, 30 * GIB),
+        checks.shared_memory(TMPFS, 9 * GIB, 3 * GIB, True, 30 * GIB),
         "bad",
         "the source takes 30.00 GiB",
         "remount",
     ),
-    "enough-in-group": (check_control_group(GIB, 9 * GIB, GIB), "ok", "1.00 GiB free", ""),
-    "too-little-memory": (check_machine_memory(GIB, 2 * GIB), "bad", "takes 2.00 GiB", "ps -eo"),
-    "logout": (check_removal(False), "ok", "stay", ""),
-    "logout-removes": (check_removal(True), "warn", "RemoveIPC", "enable-linger"),
-    "small": (check_shared_memory(TMPFS, 2 * GIB, 2 * GIB, True), "warn", "", "remount"),
-    "small-and-full": (check_shared_memory(TMPFS, 2 * GIB, 0, True), "bad", "0 B free", "du -ah"),
-    "full": (check_shared_memory(TMPFS, 24 * GIB, 0, True), "bad", "0 B free", "shmload gc"),
-    "disk": (check_shared_memory(EXT4, GIB, GIB, True), "bad", "ext4 at", "mount -t tmpfs"),
-    "closed": (check_shared_memory(TMPFS, 9 * GIB, 9 * GIB, False), "bad", "not write", "chmod"),
-    "hidden": (check_shared_memory(None, 9 * GIB, 9 * GIB, True), "ok", "9.00 GiB", ""),
-    "huge": (check_huge_pages(TMPFS, "never"), "ok", "huge=within_size at", ""),
-    "not-huge": (check_huge_pages(SMALL_PAGES, "deny"), "ok", "huge=never at", ""),
-    "overruled": (check_huge_pages(TMPFS, "deny"), "warn", "deny in", "tee /sys/kernel"),
-    "huge-unknown": (check_huge_pages(None, None), "ok", "unknown in", ""),
-    "clean": (check_leftovers([]), "ok", "none", ""),
-    "leftovers": (check_leftovers(["a", "b"]), "warn", "2 for", "shmload gc"),
-    "outdated": (check_leftovers([], 1), "warn", "1 B pinned", "shmload unpin NAME; shmload gc"),
-    "outdated-view": (check_leftovers([], 0, 1), "warn", "view dir", "shmload warm --views"),
+    "enough-in-group": (checks.control_group(GIB, 9 * GIB, GIB), "ok", "1.00 GiB free", ""),
+    "too-little-memory": (checks.machine_memory(GIB, 2 * GIB), "bad", "takes 2.00 GiB", "ps -eo"),
+    "logout": (checks.logout(False), "ok", "stay", ""),
+    "logout-removes": (checks.logout(True), "warn", "RemoveIPC", "enable-linger"),
+    "small": (checks.shared_memory(TMPFS, 2 * GIB, 2 * GIB, True), "warn", "", "remount"),
+    "small-and-full": (checks.shared_memory(TMPFS, 2 * GIB, 0, True), "bad", "0 B free", "du -ah"),
+    "full": (checks.shared_memory(TMPFS, 24 * GIB, 0, True), "bad", "0 B free", "shmload gc"),
+    "disk": (checks.shared_memory(EXT4, GIB, GIB, True), "bad", "ext4 at", "mount -t tmpfs"),
+    "closed": (checks.shared_memory(TMPFS, 9 * GIB, 9 * GIB, False), "bad", "not write", "chmod"),
+    "hidden": (checks.shared_memory(None, 9 * GIB, 9 * GIB, True), "ok", "9.00 GiB", ""),
+    "huge": (checks.huge_pages(TMPFS, "never"), "ok", "huge=within_size at", ""),
+    "not-huge": (checks.huge_pages(SMALL_PAGES, "deny"), "ok", "huge=never at", ""),
+    "overruled": (checks.huge_pages(TMPFS, "deny"), "warn", "deny in", "tee /sys/kernel"),
+    "huge-unknown": (checks.huge_pages(None, None), "ok", "unknown in", ""),
+    "clean": (checks.leftovers([]), "ok", "none", ""),
+    "leftovers": (checks.leftovers(["a", "b"]), "warn", "2 for", "shmload gc"),
+    "outdated": (checks.leftovers([], 1), "warn", "1 B pinned", "shmload unpin NAME; shmload gc"),
+    "outdated-view": (checks.leftovers([], 0, 1), "warn", "view dir", "shmload warm --views"),
     "outdated-all": (
-        check_leftovers(["a"], 1, 2),
+        checks.leftovers(["a"], 1, 2),
         "warn",
         "2 B in view directories",
         "shmload warm --views; shmload ls; shmload unpin NAME; shmload gc",
     ),
-    "no-limit": (check_control_group(None, None), "ok", "no memory limit", ""),
-    "group": (check_control_group(8 * GIB, 9 * GIB), "ok", "8.00 GiB free of 9.00 GiB", ""),
-    "tight-group": (check_control_group(GIB, 9 * GIB), "warn", "1.00 GiB", "docker update"),
-    "full-group": (check_control_group(0, 9 * GIB), "bad", "0 B free", "shmload gc"),
-    "memory": (check_machine_memory(8 * GIB), "ok", "8.00 GiB available", ""),
-    "little-memory": (check_machine_memory(GIB), "warn", "1.00 GiB", "shmload gc"),
-    "no-memory": (check_machine_memory(1), "bad", "1 B", "ps -eo"),
-    "locked": (check_locked_memory(8 << 20), "ok", "8.00 MiB", ""),
-    "locked-any": (check_locked_memory(resource.RLIM_INFINITY), "ok", "no limit", ""),
-    "locked-little": (check_locked_memory(64 << 10), "warn", "64.00 KiB", "prlimit"),
-    "page-locks": (check_page_locks(GIB, [GIB // 2]), "ok", "at most 1.00 GiB", ""),
-    "page-locks-none": (check_page_locks(0, []), "ok", "at most 0 B", ""),
+    "no-limit": (checks.control_group(None, None), "ok", "no memory limit", ""),
+    "group": (checks.control_group(8 * GIB, 9 * GIB), "ok", "8.00 GiB free of 9.00 GiB", ""),
+    "tight-group": (checks.control_group(GIB, 9 * GIB), "warn", "1.00 GiB", "docker update"),
+    "full-group": (checks.control_group(0, 9 * GIB), "bad", "0 B free", "shmload gc"),
+    "memory": (checks.machine_memory(8 * GIB), "ok", "8.00 GiB available", ""),
+    "little-memory": (checks.machine_memory(GIB), "warn", "1.00 GiB", "shmload gc"),
+    "no-memory": (checks.machine_memory(1), "bad", "1 B", "ps -eo"),
+    "locked": (checks.locked_memory(8 << 20), "ok", "8.00 MiB", ""),
+    "locked-any": (checks.locked_memory(resource.RLIM_INFINITY), "ok", "no limit", ""),
+    "locked-little": (checks.locked_memory(64 << 10), "warn", "64.00 KiB", "prlimit"),
+    "page-locks": (checks.pinned_pages(GIB, [GIB // 2]), "ok", "at most 1.00 GiB", ""),
+    "page-locks-none": (checks.pinned_pages(0, []), "ok", "at most 0 B", ""),
     "page-locks-many": (
-        check_page_locks(GIB, [1, GIB - 4096]),
+        checks.pinned_pages(GIB, [1, GIB - 4096]),
         "warn",
         "a process pins 1024.00 MiB",
         "SHMLOAD_PAGE_LOCKED=2047MiB",
     ),
-    "files": (check_open_files(1024, 4096), "ok", "1024", ""),
-    "files-any": (check_open_files(resource.RLIM_INFINITY, -1), "ok", "no limit", ""),
-    "files-few": (check_open_files(256, 4096), "warn", "256", "ulimit -Sn 4096"),
-    "files-few-of-any": (check_open_files(256, -1), "warn", "256", "ulimit -Sn 65536"),
-    "files-too-few": (check_open_files(64, 256), "bad", "64", "sudo prlimit"),
-    "kernel": (check_kernel("6.8.0-45-generic", True), "ok", "6.8.0-45", ""),
-    "unknown-kernel": (check_kernel("odd", True), "ok", "odd", ""),
-    "old-kernel": (check_kernel("4.18.0-553.el8", True), "bad", "5.4 or later", "reboot"),
-    "sandbox": (check_kernel("5.15.0", False), "bad", "pidfd_open", "libseccomp2"),
-    "no-service": (check_service(SOCKET, "auto", None, 0), "ok", "none runs", ""),
-    "wanted": (check_service(SOCKET, "require", None, 0), "bad", "none runs", "shmload serve"),
-    "service": (check_service(SOCKET, "auto", STATUS, 0.01), "ok", "process 42, protocol", ""),
-    "slow-service": (check_service(SOCKET, "auto", STATUS, 3), "warn", "in 3.000 s", "top"),
+    "files": (checks.open_files(1024, 4096), "ok", "1024", ""),
+    "files-any": (checks.open_files(resource.RLIM_INFINITY, -1), "ok", "no limit", ""),
+    "files-few": (checks.open_files(256, 4096), "warn", "256", "ulimit -Sn 4096"),
+    "files-few-of-any": (checks.open_files(256, -1), "warn", "256", "ulimit -Sn 65536"),
+    "files-too-few": (checks.open_files(64, 256), "bad", "64", "sudo prlimit"),
+    "kernel": (checks.kernel("6.8.0-45-generic", True), "ok", "6.8.0-45", ""),
+    "unknown-kernel": (checks.kernel("odd", True), "ok", "odd", ""),
+    "old-kernel": (checks.kernel("4.18.0-553.el8", True), "bad", "5.4 or later", "reboot"),
+    "sandbox": (checks.kernel("5.15.0", False), "bad", "pidfd_open", "libseccomp2"),
+    "no-service": (checks.service(SOCKET, "auto", None, 0), "ok", "none runs", ""),
+    "wanted": (checks.service(SOCKET, "require", None, 0), "bad", "none runs", "shmload serve"),
+    "service": (checks.service(SOCKET, "auto", STATUS, 0.01), "ok", "process 42, protocol", ""),
+    "slow-service": (checks.service(SOCKET, "auto", STATUS, 3), "warn", "in 3.000 s", "top"),
     "silent": (
-        check_service(SOCKET, "auto", unavailable(), 9, 42),
+        checks.service(SOCKET, "auto", unavailable(), 9, 42),
         "bad",
         "a reason",
         "kill -9 42; shmload serve",
     ),
     "silent-elsewhere": (
-        check_service(SOCKET, "auto", unavailable(), 9),
+        checks.service(SOCKET, "auto", unavailable(), 9),
         "bad",
         "a reason",
         "shmload serve",
     ),
     "stale": (
-        check_service(SOCKET, "auto", unavailable(ConnectionRefusedError()), 0),
+        checks.service(SOCKET, "auto", unavailable(ConnectionRefusedError()), 0),
         "warn",
         "is left from a dead one",
         "shmload serve",
     ),
     "stale-and-wanted": (
-        check_service(SOCKET, "require", unavailable(ConnectionRefusedError()), 0),
+        checks.service(SOCKET, "require", unavailable(ConnectionRefusedError()), 0),
         "bad",
         "is left from a dead one",
         "shmload serve",
     ),
     "not-ours": (
-        check_service(SOCKET, "auto", unavailable(PermissionError()), 0),
+        checks.service(SOCKET, "auto", unavailable(PermissionError()), 0),
         "bad",
         "a reason",
         "SHMLOAD_SOCKET",
     ),
     "refused": (
-        check_service(SOCKET, "auto", PeerRefused("another user's"), 0),
+        checks.service(SOCKET, "auto", PeerRefused("another user's"), 0),
         "bad",
         "another user's",
         "SHMLOAD_SOCKET",
     ),
     "other-version": (
-        check_service(SOCKET, "auto", ProtocolError("speaks version 9"), 0),
+        checks.service(SOCKET, "auto", ProtocolError("speaks version 9"), 0),
         "bad",
         "version 9",
         "shmload serve",
     ),
     "local": (
-        check_source("m", [GIB, GIB], [EXT4]),
+        checks.source("m", [GIB, GIB], [EXT4]),
         "ok",
         "2.00 GiB in 2 files on ext4, local",
         "",
     ),
-    "remote": (check_source("my m", [GIB], [EXT4, NFS]), "warn", "remote", "shmload warm 'my m'"),
-    "unknown": (check_source("m", [GIB], [None]), "ok", "unknown file system", ""),
-    "empty": (check_source("m", [], []), "bad", "no safetensors", "ls -lRL m"),
-    "disk-speed": (check_read_speed("m", read(2.5), 1, 3), "ok", "2.50 GB/s, 256.00 MiB not", ""),
+    "remote": (checks.source("my m", [GIB], [EXT4, NFS]), "warn", "remote", "shmload warm 'my m'"),
+    "unknown": (checks.source("m", [GIB], [None]), "ok", "unknown file system", ""),
+    "empty": (checks.source("m", [], []), "bad", "no safetensors", "ls -lRL m"),
+    "disk-speed": (checks.read_speed("m", read(2.5), 1, 3), "ok", "2.50 GB/s, 256.00 MiB not", ""),
     "slow-disk": (
-        check_read_speed("m", read(0.2), 0, 3),
+        checks.read_speed("m", read(0.2), 0, 3),
         "warn",
         "0 of 3 files are",
         "shmload warm m",
     ),
-    "cached": (check_read_speed("m", read(5, cached=True), 3, 3), "ok", "MiB from the page", ""),
-    "slow-cache": (check_read_speed("m", read(0.7, cached=True), 3, 3), "warn", "0.70", "warm"),
+    "cached": (checks.read_speed("m", read(5, cached=True), 3, 3), "ok", "MiB from the page", ""),
+    "slow-cache": (checks.read_speed("m", read(0.7, cached=True), 3, 3), "warn", "0.70", "warm"),
     "reading-memory": (
-        check_reading(Reading(0, False, "it is in memory"), 1),
+        checks.reading(Reading(0, False, "it is in memory"), 1),
         "ok",
         "one worker reads 1 MiB when it needs it, through the page cache: it is in memory",
         "",
     ),
     "reading-mount": (
-        check_reading(Reading(13, True, "a read of 1 MiB took 10.2 ms"), 2),
+        checks.reading(Reading(13, True, "a read of 1 MiB took 10.2 ms"), 2),
         "ok",
         "each of 2 workers keeps 13 reads of 1 MiB under way, past the page cache: a read of",
         "",
     ),
-    "too-small": (check_read_speed("m", read(0.1, nbytes=4096), 0, 1), "ok", "4.00 KiB", ""),
-    "no-device": (no_devices(), "ok", "no CUDA device", ""),
+    "too-small": (checks.read_speed("m", read(0.1, nbytes=4096), 0, 1), "ok", "4.00 KiB", ""),
     "device": (copies(55), "ok", "NVIDIA H200, copies at 3.0 GB/s from pageable and 55.0", ""),
     "slow-device": (copies(1.5), "warn", "1.5 GB/s from pinned", "nvidia-smi --id=0"),
 }
 
 
-@pytest.mark.parametrize(("finding", "state", "detail", "remedy"), CASES.values(), ids=CASES)
-def test_check_grades_what_it_is_given_and_names_a_command(finding, state, detail, remedy):
-    assert finding.state == state
-    assert detail in finding.detail
-    if state == "ok":
-        assert finding.remedy is None
-    else:
-        assert remedy in finding.remedy
-        assert shlex.split(finding.remedy, comments=True)  # raises if a quote is open
-        assert "\n" not in finding.remedy
+@pytest.mark.parametrize(("judgement", "state", "detail", "remedy"), CASES.values(), ids=CASES)
+def test_check_grades_what_it_is_given_and_names_a_command(judgement, state, detail, remedy):
+    found, said, command = judgement
+    assert found == state
+    assert detail in said
+    if state != "ok":
+        assert remedy in command
+        assert shlex.split(command, comments=True)  # raises if a quote is open
+        assert "\n" not in command
 
 
 def test_room_in_a_budget_is_what_is_free_and_what_is_idle():
     budget = Budget(4 * GIB, "the service's budget", ("raise it",))
-    found = check_budget(budget, resident=3 * GIB, needed=2 * GIB, idle=GIB)
-    assert found.state == "ok"
-    assert found.detail.startswith("1.00 GiB free of 4.00 GiB, the service's budget, 1.00 GiB more")
-    assert check_budget(budget, 3 * GIB, 2 * GIB, idle=0).state == "bad"
-    assert check_budget(budget, resident=9 * GIB, needed=GIB, idle=5 * GIB).state == "bad"
-    assert check_budget(None, 3 * GIB).state == "ok"
+    state, detail, _ = checks.budget(budget, resident=3 * GIB, needed=2 * GIB, idle=GIB)
+    assert state == "ok"
+    assert detail.startswith("1.00 GiB free of 4.00 GiB, the service's budget, 1.00 GiB more")
+    assert checks.budget(budget, 3 * GIB, 2 * GIB, idle=0)[0] == "bad"
+    assert checks.budget(budget, resident=9 * GIB, needed=GIB, idle=5 * GIB)[0] == "bad"
+    assert checks.budget(None, 3 * GIB)[0] == "ok"
 
 
 def test_too_little_room_says_by_what_it_is_judged():
-    assert check_machine_memory(GIB).detail.endswith("; a small pipeline takes 2.51 GiB")
-    assert check_machine_memory(1 << 20).detail.endswith("; almost no model fits")
+    assert checks.machine_memory(GIB)[1].endswith("; a small pipeline takes 2.51 GiB")
+    assert checks.machine_memory(1 << 20)[1].endswith("; almost no model fits")

@@ -131,7 +131,7 @@ def test_budget_is_judged_by_the_source(examine, configure, tmp_path):
 
 
 def test_budget_is_that_of_the_service(examine, configure, monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "_ask_service", lambda path: doctor._Answer(STATUS, 0.0))
+    monkeypatch.setattr(doctor, "_ask_service", lambda path: (STATUS, 0.0))
     configure(service="auto", budget="3GiB")
     assert "40.00 GiB, the service's budget" in examine()["budget"].detail
     configure(service="off")
