@@ -45,7 +45,7 @@ def count_of(number: int, one: str, several: str | None = None) -> str:
     return f"{number} {one if number == 1 else several or one + 's'}"
 
 
-def printable(text: str) -> str:
+def encodable(text: str) -> str:
     """Escape characters that UTF-8 cannot encode: lone surrogates, from bytes in a path."""
     return text.encode("utf-8", "backslashreplace").decode()
 

@@ -5,12 +5,11 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
 
 import click
 import msgspec
 
-from shmload._tables import Page, Table
+from shmload._tables import Page
 from shmload._wording import printing
 
 SCHEMA_VERSION = 1
@@ -88,10 +87,3 @@ def _drawn(page: Page) -> str:
                 drawn.add_row(*(text.Text(*cell) for cell in row))
             terminal.print(drawn)
     return captured.get().removesuffix("\n")
-
-
-def print_table(
-    titles: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
-) -> None:
-    """Print one table."""
-    print_page(Page((Table(titles=tuple(titles), rows=list(rows), right=tuple(right)),)))

@@ -3,7 +3,7 @@
 import contextlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import click
 from click.shell_completion import CompletionItem
@@ -19,7 +19,7 @@ from shmload._segments.listing import (
     segments_by_lock,
 )
 from shmload._segments.models import find_models
-from shmload._segments.pins import pinned_outdated
+from shmload._segments.pins import pin, pinned_outdated, unpin
 from shmload._segments.roots import find_roots
 from shmload._segments.selection import select
 from shmload._segments.upkeep import evict_segments, find_garbage, verify_each
@@ -72,13 +72,6 @@ def _describe(models: list[Model]) -> str:
 _names_argument = click.argument(
     "patterns", nargs=-1, metavar="[NAME|ID|PATH]...", shell_complete=_complete_names
 )
-_required_names_argument = click.argument(
-    "patterns",
-    nargs=-1,
-    required=True,
-    metavar="NAME|ID|PATH...",
-    shell_complete=_complete_names,
-)
 
 _dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Only say what would be removed; remove nothing."
@@ -104,28 +97,36 @@ def list_command(is_long: bool, as_json: bool) -> None:
         print_page(Segments(once.values()).table(models))
 
 
-@click.command("pin")
-@_required_names_argument
-@as_json_option
-def pin_command(patterns: tuple[str, ...], as_json: bool) -> None:
-    """Never evict models, given as for `shmload rm`, to make room or because they are idle."""
-    pinned = shmload.pin(*patterns)
-    if as_json:
-        print_json("pin", pinned=pinned)
-    else:
-        say(_change(pinned, shmload.segments(), "pinned"))
+def _pinning(verb: str, change: Callable[..., list[SegmentInfo]], text: str) -> click.Command:
+    """Return the command that pins or unpins models."""
+
+    @click.command(verb, help=text)
+    @click.argument(
+        "patterns",
+        nargs=-1,
+        required=True,
+        metavar="NAME|ID|PATH...",
+        shell_complete=_complete_names,
+    )
+    @as_json_option
+    def command(patterns: tuple[str, ...], as_json: bool) -> None:
+        changed = change(*patterns)
+        if as_json:
+            print_json(verb, **{f"{verb}ned": changed})
+        else:
+            say(_change(changed, shmload.segments(), f"{verb}ned"))
+
+    return command
 
 
-@click.command("unpin")
-@_required_names_argument
-@as_json_option
-def unpin_command(patterns: tuple[str, ...], as_json: bool) -> None:
-    """Let models, given as for `shmload rm`, be evicted again; they stay resident."""
-    unpinned = shmload.unpin(*patterns)
-    if as_json:
-        print_json("unpin", unpinned=unpinned)
-    else:
-        say(_change(unpinned, shmload.segments(), "unpinned"))
+pin_command = _pinning(
+    "pin",
+    pin,
+    "Never evict models, given as for `shmload rm`, to make room or because they are idle.",
+)
+unpin_command = _pinning(
+    "unpin", unpin, "Let models, given as for `shmload rm`, be evicted again; they stay resident."
+)
 
 
 @click.command("rm")

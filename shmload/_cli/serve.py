@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,24 +49,25 @@ _MAX_PORT = 65535
 _DESCRIPTORS = 1 << 14
 
 
-class _Size(click.ParamType[int]):
-    name = "SIZE"
+class _Read(click.ParamType[Any]):
+    """The value of an option, as a function reads it or refuses it with a `ValueError`."""
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:  # click's own signature
+    def __init__(self, name: str, read: Callable[[str], object]) -> None:
+        self.name = name
+        self._read = read
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> object:  # click's own signature
         try:
-            return parse_budget(str(value))
+            return self._read(str(value))
         except ValueError as exc:
             self.fail(str(exc), param, ctx)
 
 
-class _Address(click.ParamType[tuple[str, int]]):
-    name = "HOST:PORT"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, int]:  # click's own signature
-        found = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]*):([0-9]+)", str(value), re.ASCII)
-        if not found or int(found[2]) > _MAX_PORT:
-            self.fail(f"{value!r} is none; write it like 127.0.0.1:9477 or [::1]:9477", param, ctx)
-        return found[1].strip("[]") or "127.0.0.1", int(found[2])
+def _parse_address(text: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]*):([0-9]+)", text, re.ASCII)
+    if not found or int(found[2]) > _MAX_PORT:
+        raise ValueError(f"{text!r} is none; write it like 127.0.0.1:9477 or [::1]:9477")
+    return found[1].strip("[]") or "127.0.0.1", int(found[2])
 
 
 class _PreloadList(click.Path):
@@ -74,10 +75,7 @@ class _PreloadList(click.Path):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:  # click's own signature
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        try:
-            return read_list(path)
-        except ArgumentError as exc:
-            self.fail(str(exc), param, ctx)
+        return _Read(self.name, lambda _: read_list(path)).convert(path, param, ctx)
 
 
 class _ServeCommand(click.Command):
@@ -99,7 +97,7 @@ class _ServeCommand(click.Command):
 @click.command("serve", cls=_ServeCommand)
 @click.option(
     "--budget",
-    type=_Size(),
+    type=_Read("SIZE", parse_budget),
     help="Limit for resident segments, such as 40GiB. [SHMLOAD_BUDGET, else half of the memory]",
 )
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [one per core]")
@@ -112,7 +110,7 @@ class _ServeCommand(click.Command):
 )
 @click.option(
     "--metrics",
-    type=_Address(),
+    type=_Read("HOST:PORT", _parse_address),
     help="Serve /metrics for Prometheus, /healthz and /readyz at this address.",
 )
 @click.option(

@@ -35,7 +35,7 @@ def status_command(as_json: bool) -> None:
     if as_json:
         _print_status(found)
     else:
-        say(*describe_status(found), *describe_page_locks(page_locks()))
+        say(*status_lines(found), *describe_page_locks(page_locks()))
         for template in _templates():
             programs = count_of(template.programs, "program")
             memory = format_nbytes(template.memory_nbytes)
@@ -90,25 +90,27 @@ def describe_page_locks(found: PageLocks) -> Iterator[str]:
         yield f"page locks {format_nbytes(found.nbytes)} for devices: {by_process}"
 
 
-def describe_status(status: Status) -> Iterator[str]:
-    """Yield lines that say how a service is doing."""
+def describe_status(status: Status) -> dict[str, str]:
+    """Return lines that say how a service is doing, by what each is of."""
     speed = status.read_nbytes / status.decode_s if status.decode_s else 0.0
-    state = "decoding" if status.is_decoding else "idle"
-    clients = count_of(status.clients, "client")
-    yield f"service    process {status.pid}, up {format_age(status.uptime_s)}, {clients}"
-    reserved = format_nbytes(status.reserved_nbytes)
-    yield (
-        f"resident   {format_nbytes(status.resident_nbytes)} of "
-        f"{format_nbytes(status.budget_nbytes)} in {count_of(status.segments, 'segment')}, "
+    resident, budget, read = map(
+        format_nbytes, (status.resident_nbytes, status.budget_nbytes, status.read_nbytes)
+    )
+    reserved = f", {format_nbytes(status.reserved_nbytes)} reserved by loads"
+    return {
+        "service": f"process {status.pid}, up {format_age(status.uptime_s)}, "
+        f"{count_of(status.clients, 'client')}",
+        "resident": f"{resident} of {budget} in {count_of(status.segments, 'segment')}, "
         f"{status.pinned} pinned, {len(status.leases)} in use"
-        f"{f', {reserved} reserved by loads' if status.reserved_nbytes else ''}"
-    )
-    yield (
-        f"workers    {status.workers}, {state}, {count_of(status.waiting, 'load')} waiting, "
-        f"{status.waiting_for_room} for room"
-    )
-    yield (
-        f"served     {count_of(status.hits, 'hit')}, "
-        f"{count_of(status.misses, 'miss', 'misses')}, {count_of(status.evictions, 'eviction')}"
-    )
-    yield f"read       {format_nbytes(status.read_nbytes)}, {format_nbytes(speed)}/s while decoding"
+        f"{reserved if status.reserved_nbytes else ''}",
+        "workers": f"{status.workers}, {'decoding' if status.is_decoding else 'idle'}, "
+        f"{count_of(status.waiting, 'load')} waiting, {status.waiting_for_room} for room",
+        "served": f"{count_of(status.hits, 'hit')}, {count_of(status.misses, 'miss', 'misses')}, "
+        f"{count_of(status.evictions, 'eviction')}, {count_of(status.refusals, 'refusal')}",
+        "read": f"{read}, {format_nbytes(speed)}/s while decoding",
+    }
+
+
+def status_lines(status: Status) -> list[str]:
+    """Return how a service is doing, as the lines that `shmload status` prints first."""
+    return [f"{label:10} {text}" for label, text in describe_status(status).items()]

@@ -3,10 +3,12 @@
 import dataclasses
 import os
 import sys
+from collections.abc import Iterable
 
 import click
 
-from shmload._cli.output import as_json_option, print_json, print_table, say
+from shmload._cli.output import as_json_option, print_json, print_page, say
+from shmload._tables import Page, Table
 from shmload._templates import look, place
 from shmload._templates.command import main as run_program
 from shmload._wording import count_of, format_age, format_nbytes
@@ -51,51 +53,48 @@ def ls_command(as_json: bool) -> None:
         listed = [dataclasses.asdict(template) for template in found]
         print_json("template ls", templates=listed, starting=starting)
         return
+    blocks: list[Table | str] = []
     if starting:
-        say(f"{count_of(starting, 'template')} starting; ready in some seconds")
-    if not found and not starting:
-        say("no template runs; `shmload run` starts one")
+        blocks.append(f"{count_of(starting, 'template')} starting; ready in some seconds")
+    elif not found:
+        blocks.append("no template runs; `shmload run` starts one")
     if found:
-        print_table(
-            ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS", "IDLE", "LOADED AHEAD"),
-            [
-                (
-                    template.name,
-                    str(template.pid),
-                    template.state,
-                    format_nbytes(template.memory_nbytes),
-                    str(template.programs),
-                    format_age(template.idle_s),
-                    ", ".join(map(os.path.basename, template.ahead)) or "-",
-                )
-                for template in found
-            ],
-            right=(1, 3, 4, 5),
-        )
-    branches = [branch for template in found for branch in template.branches if branch.pid]
-    if branches:
-        click.echo()
-        print_table(
-            ("LOADED AHEAD", "PROCESS", "STATE", "PRIVATE MEMORY"),
-            [
-                (
-                    ", ".join(map(os.path.basename, branch.sources)),
-                    str(branch.pid),
-                    branch.state,
-                    format_nbytes(branch.private_nbytes),
-                )
-                for branch in branches
-            ],
-            right=(1, 3),
-        )
-    for template in found:
-        if template.state == "stopped":
-            say(_stop_of(template))
-        for branch in template.branches:
-            if branch.reason:
-                say(f"not loaded ahead: {', '.join(branch.sources)}: {branch.reason}")
-    for left_out in dict.fromkeys(each for template in found for each in template.left_out):
-        say(f"left out: {left_out}")
+        rows = [
+            (
+                template.name,
+                str(template.pid),
+                template.state,
+                format_nbytes(template.memory_nbytes),
+                str(template.programs),
+                format_age(template.idle_s),
+                _names(template.ahead) or "-",
+            )
+            for template in found
+        ]
+        titles = ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS", "IDLE", "LOADED AHEAD")
+        blocks.append(Table(titles=titles, rows=rows, right=(1, 3, 4, 5)))
+    branches = [branch for template in found for branch in template.branches]
+    if any(branch.pid for branch in branches):
+        running = [
+            (_names(each.sources), str(each.pid), each.state, format_nbytes(each.private_nbytes))
+            for each in branches
+            if each.pid
+        ]
+        heads = ("LOADED AHEAD", "PROCESS", "STATE", "PRIVATE MEMORY")
+        blocks += ["", Table(titles=heads, rows=running, right=(1, 3))]
+    blocks += [_stop_of(template) for template in found if template.state == "stopped"]
+    blocks += [
+        f"not loaded ahead: {', '.join(branch.sources)}: {branch.reason}"
+        for branch in branches
+        if branch.reason
+    ]
+    left_out = dict.fromkeys(each for template in found for each in template.left_out)
+    blocks += [f"left out: {each}" for each in left_out]
+    print_page(Page(tuple(blocks)))
+
+
+def _names(sources: Iterable[str]) -> str:
+    return ", ".join(map(os.path.basename, sources))
 
 
 @template_group.command("warm")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 import click
 
 from shmload._cli.output import say
-from shmload._cli.service import describe_status
+from shmload._cli.service import status_lines
 from shmload._segments.models import Models, models
 from shmload._segments.pins import pin, unpin
 from shmload._segments.upkeep import evict
@@ -69,7 +69,7 @@ def _print_lines() -> None:
     with Client(socket_path()) as client:
         while True:
             found = client.ask(GetStatus(), Status)
-            lines = list(describe_status(found))
+            lines = status_lines(found)
             if before:
                 lines.append(f"now        {format_nbytes(rate_between(before, found))}/s read")
             say(*lines)

@@ -25,12 +25,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shmload._cli.service import describe_status
 from shmload._segments.grouping import Model
 from shmload._segments.models import Models
 from shmload._segments.unfinished import UnfinishedModel
 from shmload._segments.users import name_users
 from shmload._service.protocol import DecodeStatus, ModelUse, Status
-from shmload._wording import count_of, format_age, format_nbytes, printing
+from shmload._wording import format_age, format_nbytes, printing
 
 _KEYS = "up/down choose   p pin or unpin   e evict   q quit"
 # Lines of the head where a service answers, and of what is around the rows: titles, foot, and an
@@ -176,24 +177,18 @@ def _head(status: Status, bytes_per_s: float, width: int, ascii_only: bool) -> T
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
+    said = describe_status(status)
     used = status.resident_nbytes / status.budget_nbytes if status.budget_nbytes else 1.0
     resident, budget = map(format_nbytes, (status.resident_nbytes, status.budget_nbytes))
     room = f"{resident} of {budget}, room for {format_nbytes(status.room_nbytes)} in memory"
-    state = "decoding" if status.is_decoding else "idle"
-    waiting = f"{count_of(status.waiting, 'load')} waiting, {status.waiting_for_room} for room"
-    clients = count_of(status.clients, "client")
     levels = _ASCII_LEVELS if ascii_only else _LEVELS
     history = sparkline(status.history[-max(1, width - _BESIDE_HISTORY) :], levels)
     now, in_all = map(format_nbytes, (bytes_per_s, status.read_nbytes))
-    served = (
-        f"{count_of(status.hits, 'hit')}, {count_of(status.misses, 'miss', 'misses')}, "
-        f"{count_of(status.evictions, 'eviction')}, {count_of(status.refusals, 'refusal')}"
-    )
     for label, shown in (
-        ("shmload", f"process {status.pid}, up {format_age(status.uptime_s)}, {clients}"),
+        ("shmload", said["service"]),
         ("budget", _bar(used, 30, "yellow" if used > 0.9 else "green", room)),
-        ("workers", f"{status.workers}, {state}, {waiting}"),
-        ("served", served),
+        ("workers", said["workers"]),
+        ("served", said["served"]),
         ("read", _line((history, "green"), f"  {now}/s now, {in_all} in all")),
     ):
         grid.add_row(label, _line(shown) if isinstance(shown, str) else shown)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from shmload._cli.ending import EndingCommand
 from shmload._cli.output import as_json_option, print_json, say
 from shmload._cli.source_list import ListedSource, read_list
 from shmload._cli.sources import as_arguments, complete_paths, given, source_options
-from shmload._cli.warming import by_size, warm_all
+from shmload._cli.warming import Outcome, by_size, warm_all
 from shmload._segments.protection import settle_leftovers
 from shmload._segments.standing_views import ViewDirectory
 from shmload._settings import parse_keep_for
@@ -71,23 +72,22 @@ def warm_command(
     if not (sources or with_views or list_path):
         raise click.UsageError("Missing argument 'SOURCES...': give some, --list or --views.")
     _require_options(**options)
-    texts: list[str] = []
-    workers, quiet = options["workers"], options["quiet"]
-    is_silent = as_json or quiet
+    quiet = options["quiet"]
     if list_path or jobs or largest_first:
-        reports = _warm_at_once(
-            sources,
-            list_path,
-            options,
-            jobs or 1,
-            largest_first=largest_first,
-            is_silent=is_silent,
-        )
+        wanted = _wanted(sources, list_path, options)
+        begun = by_size(wanted) if largest_first else range(len(wanted))
+        outcomes = warm_all(wanted, begun, jobs or 1)
     else:
-        reports = _warm_here(sources, options, texts, is_silent=is_silent)
-    restored = _restore_views(workers, quiet=quiet) if with_views else []
+        outcomes = _warm_here(sources, options)
+    found = {}
+    for number, report, text in outcomes:
+        found[number] = report, text
+        if text and not (as_json or quiet):
+            say(*text.split("\n"))
+    reports = [found[number][0] for number in sorted(found)]
+    restored = _restore_views(options["workers"], quiet=quiet) if with_views else []
     if as_json:
-        more = {"texts": texts} if with_text else {}
+        more = {"texts": [found[number][1] for number in sorted(found)]} if with_text else {}
         print_json("warm", reports=reports, views=restored, **more)
     elif not quiet:
         for view in restored:
@@ -97,60 +97,35 @@ def warm_command(
         sys.exit(1)
 
 
-def _warm_here(
-    sources: tuple[str, ...], options: dict[str, Any], texts: list[str], *, is_silent: bool
-) -> list[object]:
-    """Warm sources one after the other; return the report of each, and add its words to `texts`."""
-    reports: list[object] = []
+def _warm_here(sources: tuple[str, ...], options: dict[str, Any]) -> Iterator[Outcome]:
+    """Warm sources one after the other."""
     arguments = given(options)
     dtype = dtype_by_component(arguments.pop("dtypes", ()))
-    quiet = arguments.pop("quiet", False)
-    for source in sources:
+    progress = False if arguments.pop("quiet", False) else None
+    for number, source in enumerate(sources):
         try:
-            report = shmload.warm(
-                source, dtype=dtype, progress=False if quiet else None, **arguments
-            )
+            report = shmload.warm(source, dtype=dtype, progress=progress, **arguments)
         except ShmloadError as exc:  # go on with the other sources
             if isinstance(exc, ArgumentError) and not isinstance(exc, UnknownComponent):
                 raise  # it would fail for every source
             say(f"shmload: {exc}", err=True)
-            reports.append({"source": source, "error": str(exc)})
-            texts.append("")
-            continue
-        _note_for_templates(source, dtype)
-        reports.append(report)
-        texts.append(str(report))
-        if not is_silent:
-            say(*str(report).split("\n"))
-    return reports
+            yield number, {"source": source, "error": str(exc)}, ""
+        else:
+            _note_for_templates(source, dtype)
+            yield number, report, str(report)
 
 
-def _warm_at_once(
-    sources: tuple[str, ...],
-    list_path: Path | None,
-    options: dict[str, Any],
-    jobs: int,
-    *,
-    largest_first: bool,
-    is_silent: bool,
-) -> list[object]:
-    """Warm sources, and those of a list, in child processes; return the report of each in order."""
-    own = as_arguments(options | {"quiet": False})
-    general = as_arguments({name: options[name] for name in ("workers", "verify")})
-    wanted = [
-        *(ListedSource(0, source, tuple(own)) for source in sources),
-        *(
-            ListedSource(each.line, each.source, (*general, *each.options))
-            for each in (read_list(list_path) if list_path else ())
-        ),
+def _wanted(
+    sources: tuple[str, ...], list_path: Path | None, options: dict[str, Any]
+) -> list[ListedSource]:
+    """Return sources with the given options, and those of a list with the options of its lines."""
+    own = tuple(as_arguments(options | {"quiet": False}))
+    general = tuple(as_arguments({name: options[name] for name in ("workers", "verify")}))
+    listed = read_list(list_path) if list_path else []
+    return [
+        *(ListedSource(0, source, own) for source in sources),
+        *(ListedSource(each.line, each.source, general + each.options) for each in listed),
     ]
-    reports: dict[int, object] = {}
-    begun = by_size(wanted) if largest_first else range(len(wanted))
-    for number, report, text in warm_all(wanted, begun, jobs):
-        reports[number] = report
-        if text and not is_silent:
-            say(*text.split("\n"))
-    return [reports[number] for number in sorted(reports)]
 
 
 def _require_options(

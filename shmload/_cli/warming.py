@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 
+Outcome = tuple[int, Any, str]
+"""The number of a source, its report as of `shmload warm --json`, which has `error` if it failed,
+and what `shmload warm` prints of it."""
+
 _LOGGER_NAME = re.compile(r"^shmload[\w.]*: ")  # at the beginning of a line that a child logs
 _ERROR_PREFIX = "shmload: "  # as the command line prints the errors of this package
 # After which a child that was asked to end is killed: by the command, by the service.
@@ -86,14 +90,10 @@ class Warming:
 # For a command ------------------------------------------------------------------------------------
 
 
-def warm_all(
-    sources: Sequence[ListedSource], order: Iterable[int], jobs: int
-) -> Iterator[tuple[int, dict[str, Any], str]]:
+def warm_all(sources: Sequence[ListedSource], order: Iterable[int], jobs: int) -> Iterator[Outcome]:
     """Warm sources in child processes, and yield what came of each as it ends.
 
-    That is the number of the source, its report as of `shmload warm --json`, which has `error` if
-    it failed, and what `shmload warm` prints of it. A child's errors go to this process's standard
-    error.
+    A child's errors go to this process's standard error.
 
     Args:
         sources: what to warm.

@@ -19,7 +19,7 @@ import xxhash
 from shmload._host.files import replacing
 from shmload._host.owned import KEY, open_folder, read_own
 from shmload._settings import settings
-from shmload._wording import logger_of, printable
+from shmload._wording import logger_of
 
 logger = logger_of(__name__)
 
@@ -134,7 +134,7 @@ def _say_once(what: str, exc: OSError) -> None:
 def _say(folder: str, what: str, why: str) -> None:
     logger.info(
         "what is remembered in %s is %s: %s; another place can be chosen with SHMLOAD_CACHE_DIR",
-        printable(folder),
+        folder,
         what,
-        printable(why),
+        why,
     )

@@ -18,7 +18,7 @@ from shmload._host.linux import close, inode_of, try_lock
 from shmload._host.owned import open_folder, read_own
 from shmload._segments.source_text import decode_paths, encode_paths
 from shmload._settings import settings
-from shmload._wording import logger_of, printable
+from shmload._wording import logger_of
 from shmload.errors import ViewBusy, ViewUnwritable
 
 logger = logger_of(__name__)
@@ -194,7 +194,7 @@ def _read(path: Path) -> ViewEntry | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as exc:
-        logger.warning("%s is left alone, as it cannot be read: %s", printable(str(path)), exc)
+        logger.warning("%s is left alone, as it cannot be read: %s", path, exc)
         return None
 
 

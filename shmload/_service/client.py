@@ -37,7 +37,7 @@ from shmload._service.protocol import (
     revive,
 )
 from shmload._settings import settings
-from shmload._wording import logger_of, printable
+from shmload._wording import encodable, logger_of
 from shmload.errors import ProtocolError, ServiceError, ServiceSilent, ServiceUnavailable
 
 logger = logger_of(__name__)
@@ -174,7 +174,7 @@ class Client:
                 job.source.st_nlink,
             )
             self._send(
-                Lend(printable(str(job.path)), source, job.nbytes, job.pieces),
+                Lend(encodable(str(job.path)), source, job.nbytes, job.pieces),
                 (job.source_fd, job.part_fd),
             )
         request = Decode(model, settings().stall_timeout_s)

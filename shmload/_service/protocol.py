@@ -24,7 +24,7 @@ from shmload import errors
 from shmload._ipc.frames import MessageReader
 from shmload._segments.pieces import Run
 from shmload._segments.roots import Root
-from shmload._wording import printable
+from shmload._wording import encodable
 from shmload.errors import ShmloadError
 
 VERSION: Final = 6
@@ -265,8 +265,8 @@ def refuse(error: ShmloadError) -> Refused:
     if isinstance(error, OSError):
         attributes["errno"] = error.errno  # a slot, which vars() leaves out
     fields = {name: _to_field(value) for name, value in attributes.items()}
-    notes = tuple(map(printable, getattr(error, "__notes__", ())))
-    return Refused(type(error).__name__, printable(str(error)), fields, notes)
+    notes = tuple(map(encodable, getattr(error, "__notes__", ())))
+    return Refused(type(error).__name__, encodable(str(error)), fields, notes)
 
 
 def _to_field(value: object) -> _Field:
@@ -274,11 +274,11 @@ def _to_field(value: object) -> _Field:
         case None | int() | float():
             return value
         case tuple():
-            return tuple(printable(str(item)) for item in value)
+            return tuple(encodable(str(item)) for item in value)
         case dict():
-            return {printable(str(key)): printable(str(item)) for key, item in value.items()}
+            return {encodable(str(key)): encodable(str(item)) for key, item in value.items()}
         case _:
-            return printable(str(value))
+            return encodable(str(value))
 
 
 def revive(refused: Refused) -> ShmloadError:

@@ -170,7 +170,7 @@ def test_new_size_is_drawn(service, terminal):
     screen = terminal()
     screen.expect("quit")
     screen.resize(30, 12)
-    screen.expect("up/down choose   p pin or unpi\r\n")  # all that thirty cells hold
+    screen.expect("up/down choose   p pin or unpi\x1b[0m\r\n")  # all that thirty cells hold
     screen.type("q")
     assert screen.wait() == 0
 

@@ -8,7 +8,7 @@ import pytest
 
 from shmload._cli import serve
 from shmload._cli.main import main
-from shmload._cli.serve import _Address
+from shmload._cli.serve import _parse_address
 from shmload._cli.source_list import ListedSource, read_list
 
 
@@ -50,7 +50,7 @@ def test_address_that_is_none_is_wrong_usage(refusal, address):
     ],
 )
 def test_address_is_host_and_port(text, address):
-    assert _Address().convert(text, None, None) == address
+    assert _parse_address(text) == address
 
 
 def test_preload_children_find_the_socket_of_systemd(monkeypatch, configure, tmp_path, caplog):
