@@ -10,64 +10,40 @@ import sys
 from shmload._version import __version__ as __version__
 
 TYPE_CHECKING = False  # as type checkers know it; `typing` takes longer to import than all of this
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from typing import Any
 
-    from shmload import errors
-    from shmload._loading.plan import Action, Plan, ShardPlan
-    from shmload._loading.state_dict import load_state_dict
-    from shmload._loading.verbs import WarmReport, plan, view, warm
-    from shmload._loading.view_directory import restore_view_directory, view_directory
-    from shmload._placement.placement import Placement
-    from shmload._segments.grouping import Model
-    from shmload._segments.listing import SegmentInfo, segments
-    from shmload._segments.models import models
-    from shmload._segments.pins import pin, unpin
-    from shmload._segments.standing_views import (
-        ViewDirectory,
-        remove_view_directory,
-        view_directories,
-    )
-    from shmload._segments.upkeep import collect_garbage, evict, verify
+    from shmload import errors as errors
+    from shmload._loading.plan import Action as Action
+    from shmload._loading.plan import Plan as Plan
+    from shmload._loading.plan import ShardPlan as ShardPlan
+    from shmload._loading.state_dict import load_state_dict as load_state_dict
+    from shmload._loading.verbs import WarmReport as WarmReport
+    from shmload._loading.verbs import plan as plan
+    from shmload._loading.verbs import view as view
+    from shmload._loading.verbs import warm as warm
+    from shmload._loading.view_directory import restore_view_directory as restore_view_directory
+    from shmload._loading.view_directory import view_directory as view_directory
+    from shmload._placement.placement import Placement as Placement
+    from shmload._segments.grouping import Model as Model
+    from shmload._segments.listing import SegmentInfo as SegmentInfo
+    from shmload._segments.listing import segments as segments
+    from shmload._segments.models import models as models
+    from shmload._segments.pins import pin as pin
+    from shmload._segments.pins import unpin as unpin
+    from shmload._segments.standing_views import ViewDirectory as ViewDirectory
+    from shmload._segments.standing_views import remove_view_directory as remove_view_directory
+    from shmload._segments.standing_views import view_directories as view_directories
+    from shmload._segments.upkeep import collect_garbage as collect_garbage
+    from shmload._segments.upkeep import evict as evict
+    from shmload._segments.upkeep import verify as verify
     from shmload.errors import *  # noqa: F403 every error is public, and `errors` lists them
-    from shmload.integrations.diffusers import load_pipeline
-    from shmload.integrations.handles import Handle, share
-    from shmload.integrations.models import load_model
-    from shmload.integrations.placing import to_device
-    from shmload.integrations.redirect import redirect
-
-    __all__ = [
-        "Action",
-        "Handle",
-        "Model",
-        "Placement",
-        "Plan",
-        "SegmentInfo",
-        "ShardPlan",
-        "ViewDirectory",
-        "WarmReport",
-        "collect_garbage",
-        "evict",
-        "load_model",
-        "load_pipeline",
-        "load_state_dict",
-        "models",
-        "pin",
-        "plan",
-        "redirect",
-        "remove_view_directory",
-        "restore_view_directory",
-        "segments",
-        "share",
-        "to_device",
-        "unpin",
-        "verify",
-        "view",
-        "view_directories",
-        "view_directory",
-        "warm",
-    ]
-    __all__ += errors.__all__
+    from shmload.integrations.diffusers import load_pipeline as load_pipeline
+    from shmload.integrations.handles import Handle as Handle
+    from shmload.integrations.handles import share as share
+    from shmload.integrations.models import load_model as load_model
+    from shmload.integrations.placing import to_device as to_device
+    from shmload.integrations.redirect import redirect as redirect
 
 # The modules of the names above. They are imported on first use: `import shmload` stays light.
 _HOMES = {

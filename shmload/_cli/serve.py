@@ -1,19 +1,23 @@
-"""The command `shmload serve`: its options, and the service from start to end."""
+"""The command `shmload serve`: its options, the service from start to end, and its log."""
 
 import contextlib
+import datetime
 import itertools
+import json
+import logging
 import os
 import re
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from types import TracebackType
+from typing import Any, Literal, get_args
 
 import click
 
-from shmload._cli.logs import LogFormat, log_steps
 from shmload._cli.source_list import ListedSource, read_list
 from shmload._cli.warming import preload
 from shmload._host.limits import allow_descriptors, allow_file_size
@@ -43,6 +47,8 @@ from shmload.errors import (
 )
 
 logger = logger_of(__name__)
+
+LogFormat = Literal["text", "json"]
 
 _MAX_PORT = 65535
 # Clients lend two for each shard: room for some pipelines of hundreds of shards at once.
@@ -248,3 +254,62 @@ def _notify_systemd(message: str) -> None:
         # A leading @ means the zero byte of an abstract socket address.
         notifier.connect("\0" + address[1:] if address.startswith("@") else address)
         notifier.send(message.encode())
+
+
+# Its log ------------------------------------------------------------------------------------------
+#
+#   {"time": "2026-11-22T10:05:00.123Z", "level": "INFO", "logger": "shmload._service.state",
+#    "message": "evicted …", "fields": {"segment": "…", "nbytes": 1024}}
+#
+# In JSON each line is one object of these five keys, whatever a message or a field holds.
+
+# What every record has. Libraries give every record attributes of their own, with names that begin
+# with an underscore. All others come from a call, with `extra=`, and are fields.
+_OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as one JSON object on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, without its end."""
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        fields = {
+            name: value
+            for name, value in vars(record).items()
+            if name not in _OF_EVERY_RECORD and not name.startswith("_")
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        line = {
+            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "fields": fields,
+        }
+        return json.dumps(line, default=str)
+
+
+def log_steps(form: LogFormat) -> None:
+    """Have the root logger's handlers write what the service does, with times."""
+    logging.getLogger("shmload").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(JsonFormatter() if form == "json" else text)
+    if form == "json":
+        sys.excepthook = _log_uncaught
+        threading.excepthook = _log_uncaught_in_thread
+
+
+def _log_uncaught(
+    kind: type[BaseException], exc: BaseException, trace: TracebackType | None
+) -> None:
+    """Log an error that ends the process, whose traceback would be no JSON."""
+    logger.critical("the process fails: %s", exc, exc_info=(kind, exc, trace))
+
+
+def _log_uncaught_in_thread(found: threading.ExceptHookArgs) -> None:
+    exc = found.exc_value or found.exc_type()
+    logger.critical("a thread fails: %s", exc, exc_info=exc)

@@ -88,7 +88,10 @@ def rate_between(before: Status | None, now: Status) -> float:
 
 
 def _watch() -> None:
-    from rich.console import Console  # rich takes 50 ms, which no other command need wait for
+    from rich.console import (
+        Console,
+        ConsoleDimensions,
+    )  # rich takes 50 ms, which no other command need wait for
     from rich.live import Live
 
     from shmload._cli.top_view import compose
@@ -102,13 +105,15 @@ def _watch() -> None:
         desk = Desk(feed.order)
         shown: object = None
         while not ended.is_set():
+            width, height = os.get_terminal_size()  # rich would take COLUMNS and LINES, which stay
+            console.size = ConsoleDimensions(width or 80, height or 24)
             message, snapshot = feed.message, feed.latest  # in this order
             place = desk.place_among(snapshot.rows)
             now = message, snapshot, place, desk.question, console.size
             if now != shown:
                 live.update(compose(snapshot, place, desk.question, message, console), refresh=True)
                 shown = now
-            for key in _pressed():
+            for key in _pressed(ended):
                 if key == "q" and not desk.question:
                     return
                 feed.message = ""
@@ -131,18 +136,16 @@ def _quiet_terminal() -> Iterator[threading.Event]:
         yield ended
 
 
-def _pressed() -> Iterator[str]:
-    """Wait a moment for keys; yield their names: characters, `up` and `down`.
-
-    Raises:
-        OSError: the terminal has gone.
-    """
+def _pressed(ended: threading.Event) -> Iterator[str]:
+    """Wait a moment for keys; yield their names: characters, `up` and `down`."""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     if poll.poll(_GLANCE_MS):
-        typed = os.read(0, 1 << 10)
+        typed = b""
+        with contextlib.suppress(OSError):
+            typed = os.read(0, 1 << 10)
         if not typed:
-            raise OSError("the terminal has gone")
+            ended.set()  # the terminal has gone
         for key in _KEY.findall(typed.decode(errors="replace")):
             name = _KEYS.get(key, key)
             if len(name) == 1 or key in _KEYS:

@@ -63,10 +63,8 @@ class Finding(msgspec.Struct, frozen=True):
     """A command; None if the state is ok."""
 
 
-# Memory -------------------------------------------------------------------------------------------
-#
-# `needed` is what a source would take, in bytes; None to judge by the sizes of models. `idle` is
-# what a load evicts if it is short of room, in bytes.
+# Memory: `needed` is what a source would take, in bytes; None to judge by the sizes of models.
+# `idle` is what a load evicts if it is short of room, in bytes.
 
 
 def shared_memory(
@@ -109,12 +107,9 @@ def huge_pages(found: FileSystem | None, policy: str | None) -> Judgement:
 
 
 def leftovers(names: Sequence[str], pinned: int = 0, viewed: int = 0) -> Judgement:
-    """Judge what `shmload gc` would remove, and what it leaves though files have changed.
+    """Judge what `shmload gc` would remove, and the bytes that it leaves though files changed.
 
-    Args:
-        names: what it would remove.
-        pinned: size of the pinned segments whose files have changed, in bytes, without `viewed`.
-        viewed: size of those that a view directory needs: `unpin` leaves these.
+    Those are pinned; or a view directory needs them, and `unpin` leaves them too.
     """
     parts = [f"{len(names)} for `shmload gc` to remove"] if names else []
     parts += [f"{format_nbytes(pinned)} pinned, of files that have changed"] if pinned else []

@@ -167,7 +167,7 @@ def test_terminal_is_restored_at_an_error(service, terminal):
 
 def test_new_size_is_drawn(service, terminal):
     service()
-    screen = terminal()
+    screen = terminal(COLUMNS="80", LINES="24")  # as some programs leave them to their children
     screen.expect("quit")
     screen.resize(30, 12)
     screen.expect("up/down choose   p pin or unpi\x1b[0m\r\n")  # all that thirty cells hold

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from shmload._cli.logs import JsonFormatter, log_steps
+from shmload._cli.serve import JsonFormatter, log_steps
 
 
 @pytest.fixture
