@@ -252,6 +252,7 @@ def make(error):
     """Make an error of a class, with some value for each argument."""
     known = {
         int: 2**40,
+        int | None: 5,
         Collection[int]: (7,),
         float: 60.0,
         Iterable[str]: ("first", "second"),
