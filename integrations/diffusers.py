@@ -173,9 +173,6 @@ def load_pipeline(
         is_pipeline=True,
         has_others=True,
     )
-    # It asks for large reads instead of page faults. The workers read so in any case.
-    kwargs.pop("disable_mmap", None)
-    choose = _choose_for_file if is_single_file(wanted.source) else _choose_for_directory
     asked = Asked(
         device_map=device_map,
         max_memory=max_memory,
@@ -185,6 +182,9 @@ def load_pipeline(
         share=share,
         verify=verify,
     )
+    # It asks for large reads instead of page faults. The workers read so in any case.
+    kwargs.pop("disable_mmap", None)
+    choose = _choose_for_file if is_single_file(wanted.source) else _choose_for_directory
     require_readable(asked, kwargs)
     maker, found, dtype = choose(pipeline_class, wanted, kwargs)
     others = {"workers": workers, "progress": progress}

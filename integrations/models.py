@@ -107,9 +107,6 @@ def load_model(
     wanted = Wanted.parse(
         source, dtype, None, variant, kwargs, function=load_model, has_others=True
     )
-    # It asks for large reads instead of page faults. The workers read so in any case.
-    kwargs.pop("disable_mmap", None)
-    choose = _choose_for_file if is_single_file(wanted.source) else _choose_for_directory
     asked = Asked(
         device_map=device_map,
         max_memory=max_memory,
@@ -119,6 +116,9 @@ def load_model(
         share=share,
         verify=verify,
     )
+    # It asks for large reads instead of page faults. The workers read so in any case.
+    kwargs.pop("disable_mmap", None)
+    choose = _choose_for_file if is_single_file(wanted.source) else _choose_for_directory
     require_readable(asked, kwargs)
     with explained_keywords(kwargs, load_model, _name_of(cls)):
         maker, found, dtype = choose(cls, source, wanted, kwargs)

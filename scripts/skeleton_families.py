@@ -130,7 +130,7 @@ def _prepare(*, quick: bool) -> None:
     import diffusers
     import transformers
 
-    from shmload.integrations._building import build, examining, judging, skeletons, snapshot
+    from shmload.integrations._building import build, examining, skeletons, snapshot
     from shmload.integrations._building.rules import import_libraries
 
     import_libraries()
@@ -139,7 +139,7 @@ def _prepare(*, quick: bool) -> None:
     transformers.utils.logging.disable_progress_bar()
 
     def judge(request: Any) -> None:
-        skeletons.skeleton_memo(request.key).write(judging.examine(request))
+        skeletons.skeleton_memo(request.key).write(examining.examine(request))
 
     build.ask = judge
     if quick:

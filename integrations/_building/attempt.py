@@ -4,16 +4,18 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from shmload._checkpoints.left_out import hint_of_subfolders, hint_of_variants
 from shmload._checkpoints.library import whole_libraries
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.resolve import Checkpoint, Source
+from shmload._checkpoints.rule import RAW, Rule
 from shmload._decoding.ring import Ring
-from shmload._host.collector import paused_gc
+from shmload._host.collector import freeze_imports, paused_gc
 from shmload._host.linux import Inode
 from shmload._host.procfs import mappings
 from shmload._host.tracebacks import forget_locals
@@ -25,15 +27,17 @@ from shmload._segments.segment import Segment, Stay
 from shmload._settings import local_world_size
 from shmload._wording import logger_of
 from shmload.errors import MemoryLimitExceeded, SharedMemoryFull, ShmloadError
-from shmload.integrations._building.early import begin_early
 from shmload.integrations._building.fit import Fit
 from shmload.integrations._building.maker import Maker, NotToBeCast
-from shmload.integrations._building.route import Asked, Route, choose_route
+from shmload.integrations._building.route import (
+    Asked,
+    Route,
+    choose_route,
+)
 from shmload.integrations._devices.destination import Destination
 from shmload.integrations._devices.hollow import BytesNeeded
 
 logger = logger_of(__name__)
-
 Place = Callable[[Any, Destination, Load, Ring | None], None]
 """Copies what was built to its devices."""
 Linger = Callable[[Iterable[Segment]], None]
@@ -46,13 +50,13 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     source: Source
     maker: Maker
     dtype: object
+    asked: Asked
     route: Route
     fit: Fit | None
     """Of its destination; None if it has none."""
     kwargs: dict[str, Any]
     """For `from_pretrained`."""
     workers: int | None
-    verify: bool
     progress: Progress
     place: Place
     linger: Linger
@@ -63,18 +67,15 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         """Load by the best way that is possible, and return what was built."""
         before = sys.exception()
         try:
-            return self._by_best_way()
+            if self.asked.tries_to_share and (made := self._by_shared_segments()) is not None:
+                return made
+            ring = self.route.open_ring(self.source)
+            if ring and (made := self._by_ring(ring)) is not None:
+                return made
+            return self._by_segments(self.asked.stay)
         except BaseException as exc:
             self._release(exc, before)
             raise
-
-    def _by_best_way(self) -> Any:
-        if self.route.tries_to_share and (made := self._by_shared_segments()) is not None:
-            return made
-        ring = self.route.open_ring(self.source)
-        if ring and (made := self._by_ring(ring)) is not None:
-            return made
-        return self._by_segments(self.route.stay)
 
     def _release(self, error: BaseException, before: BaseException | None) -> None:
         """Let go of all that was built, after an error: nothing stays mapped.
@@ -130,20 +131,60 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         logger.info("%s: building reads weights on the host; no ring", self.source.given)
         return None
 
-    def _begin(
-        self, stay: Stay, ring: Ring | None = None
-    ) -> contextlib.AbstractContextManager[tuple[Load, Rules, Source]]:
-        return begin_early(
-            self.source,
-            self.maker,
-            self.dtype,
+    @contextlib.contextmanager
+    def _begin(self, stay: Stay, ring: Ring | None = None) -> Iterator[tuple[Load, Rules, Source]]:
+        """Begin a load by the likely rules, and import its classes while it decodes.
+
+        To import them is most of a cold process's time. If they contradict those rules, or take
+        other files, the load is discarded and begun again by the right ones.
+
+        Yields:
+            The load, which ends with the context, its rules, and the source as the classes take it.
+        """
+        steps = self.progress.steps
+        is_cold = "diffusers" not in sys.modules
+        expected = self.maker.foresee(self.source) or self.source
+        rules = self._rules(expected, self.maker.likely_rule)
+        with contextlib.ExitStack() as loads:
+            load = loads.enter_context(
+                self._open(expected, rules, stay, ring, parent_is_busy=is_cold)
+            )
+            doing = "importing diffusers, transformers and torch" if is_cold else ""
+            with steps.during(Step.IMPORTING, doing):
+                taken = self.maker.import_classes(self.source)
+                if is_cold:
+                    freeze_imports()
+            if self.fit:
+                self.fit.require(taken)
+            with steps.during(Step.DERIVING_RULES):
+                certain = self._rules(taken, self.maker.rule)
+            if (certain, _shards(taken)) != (rules, _shards(expected)):
+                load.discard()
+                if ring:
+                    ring.reset()
+                load = loads.enter_context(
+                    self._open(taken, certain, stay, ring, parent_is_busy=False)
+                )
+            yield load, certain, taken
+
+    def _rules(self, source: Source, choose: Callable[[Checkpoint, object], Rule]) -> Rules:
+        return {
+            checkpoint.component: RAW if self.route.is_bypassed else choose(checkpoint, self.dtype)
+            for checkpoint in source.checkpoints
+        }
+
+    def _open(
+        self, source: Source, rules: Rules, stay: Stay, ring: Ring | None, *, parent_is_busy: bool
+    ) -> Load:
+        return Load(
+            source,
+            rules,
             stay=stay,
             progress=self.progress,
+            parent_is_busy=parent_is_busy,
             workers=self.workers,
-            is_raw=self.route.is_bypassed,
             ring=ring,
-            may_link=self.route.may_link,
-            check=self.fit.require if self.fit else None,
+            may_link=self.asked.may_link,
         )
 
     def _build(self, source: Source, load: Load, rules: Rules, ring: Ring | None = None) -> Any:
@@ -158,7 +199,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         self.inodes.update(load.holdings.inodes())
         build = Build(source, self.maker, rules, load, self.dtype, self.kwargs, place)
         with self.progress.steps.during(Step.BUILDING):
-            return build.run(verify=self.verify)
+            return build.run(verify=self.asked.verify)
 
     def _place(self, destination: Destination, load: Load, ring: Ring | None, made: Any) -> None:
         self.place(made, destination, load, ring)
@@ -209,11 +250,11 @@ def load(
             source=source,
             maker=maker,
             dtype=dtype,
+            asked=asked,
             route=route,
             fit=fit,
             kwargs=kwargs,
             workers=workers,
-            verify=asked.verify,
             progress=counter,
             place=place,
             linger=linger,
@@ -229,3 +270,7 @@ def load(
             raise
     logger.info("%s: loaded: %s", title, counter.steps.describe())
     return made
+
+
+def _shards(source: Source) -> list[tuple[Path, ...]]:
+    return [checkpoint.shards for checkpoint in source.checkpoints]

@@ -29,21 +29,30 @@ from shmload._wording import logger_of
 from shmload.errors import LibrariesDisturbed
 from shmload.integrations._building.connected import HANDED_ON_TOO, PREFIXES
 from shmload.integrations._building.effects import Message, say
-from shmload.integrations._building.emptied import empties, is_emptied, require_undisturbed
-from shmload.integrations._building.inside import inside, said_here
-from shmload.integrations._building.libraries import libraries
+from shmload.integrations._building.keywords import FINDING_KEYWORDS
+from shmload.integrations._building.libraries import (
+    empties,
+    inside,
+    is_emptied,
+    libraries,
+    require_undisturbed,
+    said_here,
+)
 from shmload.integrations._building.maker import Maker, NotToBeCast
-from shmload.integrations._building.mapped import Spans, hold_leases, plain_tensors
+from shmload.integrations._building.mapped import (
+    Spans,
+    hold_leases,
+    plain_tensors,
+    say_what_is_private,
+)
 from shmload.integrations._building.paths import PathRepair
 from shmload.integrations._building.pickling import Models
-from shmload.integrations._building.private import say_what_is_private
-from shmload.integrations._building.requests import ask, make_request
+from shmload.integrations._building.queued import Request, ask
 from shmload.integrations._building.skeletons import (
     Skeleton,
     skeleton_key,
     skeleton_memo,
 )
-from shmload.integrations._building.stand_ins import StandIns
 from shmload.integrations._devices.hollow import BytesNeeded
 
 logger = logger_of(__name__)
@@ -54,19 +63,6 @@ _MOST_BUILDS = 3
 _PASSED = "You have passed a non-standard module"
 # The beginning of its warning about a pipeline without one; `components` left it out on purpose.
 _NO_CHECKER = "You have disabled the safety checker"
-# Arguments of from_pretrained that do not change its models.
-_NEUTRAL_KWARGS = frozenset(
-    {
-        "cache_dir",
-        "force_download",
-        "local_files_only",
-        "revision",
-        "subfolder",
-        "token",
-        "use_safetensors",
-        "variant",
-    }
-)
 
 
 class Build:
@@ -76,7 +72,7 @@ class Build:
         source: as the maker takes it.
         maker: calls `from_pretrained`.
         rules: the rules that its shards are decoded by, by component.
-        load: the load of its shards; stays the caller's. Over stand-ins only
+        load: the load of its shards; stays the caller's. With stand-ins in its place only
             `build_ordinarily` and `build_around` may be called.
         torch_dtype: for `from_pretrained`.
         kwargs: the other arguments of `from_pretrained`.
@@ -89,7 +85,7 @@ class Build:
         source: Source,
         maker: Maker,
         rules: Mapping[str, Rule],
-        load: Load | StandIns,
+        load: Load,
         torch_dtype: object,
         kwargs: dict[str, Any],
         place: Callable[[Any], None] | None = None,
@@ -143,7 +139,7 @@ class Build:
     def skeleton_key(self) -> str | None:
         """Return the key of the models' skeleton, if these arguments allow one."""
         named = {key for key, value in self._kwargs.items() if value is not None}
-        if not (settings().skeletons and named <= _NEUTRAL_KWARGS and self._is_of_libraries()):
+        if not (settings().skeletons and named <= FINDING_KEYWORDS and self._is_of_libraries()):
             return None
         if torch.is_inference_mode_enabled():  # its tensors are of another kind
             return None
@@ -193,17 +189,16 @@ class Build:
 
     def _ask(self, key: str) -> None:
         """Ask for the skeleton that this load would have used."""
-        request = make_request(
-            key,
-            self._source,
-            maker="pipeline" if self._maker.is_of_pipelines else "model",
-            wanted=self._maker.name,
-            left_out=tuple(self._maker.left_out),
-            takes_path=self._maker.takes_path,
-            dtype=self._torch_dtype,
-            kwargs=self._kwargs,
+        ask(
+            Request(
+                key=key,
+                source=self._source,
+                maker=self._maker,
+                dtype=self._torch_dtype,
+                kwargs=self._kwargs,
+                directory=os.getcwd(),
+            )
         )
-        ask(request)
 
     def _build_models(self, *, verify: bool) -> tuple[Any, bool]:
         """Let the libraries build the whole pipeline.
@@ -226,7 +221,10 @@ class Build:
         """
         for _ in range(_MOST_BUILDS):
             try:
-                pipe = self._build_whole()
+                pipe = self._build_early(self._load.holdings.unfinished_components())
+                if pipe is None:
+                    self._require_bytes()
+                    pipe = self._from_view()
             except (TypeError, NotImplementedError):  # the library met an empty parameter
                 if not empties():
                     raise
@@ -239,14 +237,6 @@ class Build:
             require_undisturbed(self._source.given)
             torch.set_rng_state(generator_state)
         raise LibrariesDisturbed(str(self._source.given))
-
-    def _build_whole(self) -> Any:
-        """Build the pipeline early, or else when all bytes are decoded."""
-        pipe = self._build_early(self._load.holdings.unfinished_components())
-        if pipe is None:
-            self._require_bytes()
-            pipe = self._from_view()
-        return pipe
 
     def _build_undecoded(self, generator_state: torch.Tensor) -> Any:
         """Build the pipeline from the stored shards: the segments have the wrong dtypes."""
@@ -272,10 +262,10 @@ class Build:
 
     def _build_early(self, unfinished: set[str]) -> Any:
         """Build the pipeline before all bytes are decoded; return None if that failed."""
-        if not self._can_build_early(unfinished):
+        holdings = self._load.holdings
+        if not holdings.has_every_file or (unfinished and self._reads_at_once):
             return None
         generator_state = torch.get_rng_state()
-        holdings = self._load.holdings
         try:
             pipe = self._from_view()
         except Exception as exc:
@@ -311,10 +301,6 @@ class Build:
         """Whether the library reads weights while it builds: it casts, joins or copies them."""
         is_asked = "device_map" in self._kwargs or self._maker.reads_weights
         return is_asked or self._load.holdings.leaves_casts
-
-    def _can_build_early(self, unfinished: set[str]) -> bool:
-        """Tell whether building before all bytes are decoded can succeed."""
-        return self._load.holdings.has_every_file and not (unfinished and self._reads_at_once)
 
     def _from_view(
         self,

@@ -1,12 +1,12 @@
 """Classes that a user names: by object, by a library's name for them, or as `module.Class`."""
 
 import importlib
-import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from shmload._wording import nearest
 from shmload.errors import ArgumentError, LibraryMissing
+from shmload.integrations._building.compat import is_missing, missing_backends
 
 # Packages that pip calls otherwise than the libraries do.
 _PACKAGES = {
@@ -56,13 +56,9 @@ def require_installed(found: type) -> None:
     Raises:
         LibraryMissing: packages are missing.
     """
-    if type(found).__name__ != "DummyObject":
-        return
-    backends = vars(found).get("_backends", ())
-    # The library has imported it to make the class.
-    utilities = sys.modules[f"{found.__module__.partition('.')[0]}.utils.import_utils"]
-    missing = [name for name in backends if not utilities.BACKENDS_MAPPING[name][0]()]
-    raise LibraryMissing(found.__name__, [_PACKAGES.get(name, name) for name in missing])
+    if is_missing(found):
+        missing = missing_backends(found)
+        raise LibraryMissing(found.__name__, [_PACKAGES.get(name, name) for name in missing])
 
 
 def name_class(found: type, argument: str, library: ModuleType) -> str:

@@ -4,6 +4,8 @@ A build is traced once: which functions ran, which globals they read, which vari
 environment. A later process that finds other code or other values there builds in the ordinary way.
 """
 
+import collections
+import copy
 import dis
 import enum
 import functools
@@ -21,7 +23,8 @@ import torch
 
 from shmload._host.fingerprint import Fingerprint, Stamp
 from shmload.integrations._building.effects import hears_details
-from shmload.integrations._building.inside import what_is_behind
+from shmload.integrations._building.libraries import what_is_behind
+from shmload.integrations._building.parts import modules
 from shmload.integrations._building.state import constants, modes, other_mode, registered
 
 _Code = types.CodeType
@@ -49,12 +52,9 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     stamps: dict[str, Stamp]
     """By module whose code ran: the fingerprint of its file."""
-    functions: dict[str, dict[str, int]]
-    """By module and by name in it, with points: a digest of the function's code."""
-    classes: dict[str, dict[str, int]]
-    """By module and qualified name: a digest of the names of its methods, bases and constants."""
-    values: dict[str, dict[str, int]]
-    """By module and name in it, with points: a digest of what the code that ran found there."""
+    digests: dict[str, dict[str, dict[str, int]]]
+    """By kind, module, and name in it, with points. Of functions: of their code; of classes: of the
+    names of their methods, bases and constants; of values: of what the code that ran found."""
     environment: dict[str, str | None]
     """Variables that were read; None for one that was not set."""
     modes: dict[str, str]
@@ -102,35 +102,33 @@ def conditions_of(trace: Trace, kinds: Iterable[type]) -> Conditions:
         trace: of the build.
         kinds: the classes of what was built.
     """
-    functions: dict[str, dict[str, int]] = {}
+    digests = {kind: collections.defaultdict[str, dict[str, int]](dict) for kind in _DIGESTS}
     ran = list[tuple[types.ModuleType, _Code]]()
     owners = set(kinds)
-    for home, module in _modules():
+    for home, module in modules():
+        if home.partition(".")[0] in SKIPPED:
+            continue
         for name, function, owner in _functions(module):
             codes = list(_codes(function))
             # A wrapper's own code is that of all that it wraps.
             if codes and codes[-1] in trace.codes:
-                functions.setdefault(home, {})[name] = digest_function(function)
+                digests["functions"][home][name] = digest_function(function)
                 ran += [(module, code) for code in codes if code in trace.codes]
                 owners |= {owner} if owner else set()
-    classes: dict[str, dict[str, int]] = {}
     for owner in {base for kind in owners for base in kind.__mro__}:
         if owner.__module__.partition(".")[0] in _LIBRARIES and _find(owner) is owner:
-            classes.setdefault(owner.__module__, {})[owner.__qualname__] = _digest_class(owner)
-    values: dict[str, dict[str, int]] = {}
+            digests["classes"][owner.__module__][owner.__qualname__] = _digest_class(owner)
     for module, code in ran:
         home = module.__name__
         if home.partition(".")[0] in _MODELLING and not home.endswith(_OF_MESSAGES):
             for chain in _globals_read(code):
                 found = _follow(vars(module), chain)
                 if found is not _MISSING:
-                    values.setdefault(module.__name__, {})[chain] = _digest_value(found)
-    homes = {*functions, *classes}
+                    digests["values"][home][chain] = _digest_value(found)
+    homes = {*digests["functions"], *digests["classes"]}
     return Conditions(
         stamps={home: stamp for home in sorted(homes) if (stamp := stamp_of(home))},
-        functions=functions,
-        classes=classes,
-        values=values,
+        digests={kind: dict(found) for kind, found in digests.items()},
         environment={
             name: os.environ.get(name) for name in sorted(trace.variables - _OTHER_VARIABLES)
         },
@@ -160,17 +158,16 @@ def why_unmet(conditions: Conditions) -> str | None:
 
 def without_unmet(conditions: Conditions) -> Conditions:
     """Leave out what is not so in this process, which has built nothing: building changes it."""
-    kept = {kind: {k: dict(v) for k, v in getattr(conditions, kind).items()} for kind in _DIGESTS}
+    kept = copy.deepcopy(conditions.digests)
     for kind, home, name in _unmet(conditions):
         del kept[kind][home][name]
-    return msgspec.structs.replace(conditions, **kept)
+    return msgspec.structs.replace(conditions, digests=kept)
 
 
 def _unmet(conditions: Conditions) -> Iterator[tuple[str, str, str]]:
     """Yield kind, module and name of what is not as it was."""
     for kind, digest in _DIGESTS.items():
-        known: dict[str, dict[str, int]] = getattr(conditions, kind)
-        for home, digests in known.items():
+        for home, digests in conditions.digests[kind].items():
             module = sys.modules.get(home)
             if module is None:
                 continue
@@ -212,12 +209,6 @@ def _path_of(home: str) -> str:
 
 
 # Functions ----------------------------------------------------------------------------------------
-
-
-def _modules() -> Iterator[tuple[str, types.ModuleType]]:
-    for home, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and home.partition(".")[0] not in SKIPPED:
-            yield home, module
 
 
 def _functions(module: types.ModuleType) -> Iterator[tuple[str, Any, type | None]]:

@@ -15,6 +15,8 @@ from shmload._checkpoints.resolve import Source
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import open_source
 from shmload.errors import ShmloadError
+from shmload.integrations._building.compat import takes_connected
+from shmload.integrations._building.keywords import FINDING_KEYWORDS
 from shmload.integrations._building.pipeline_maker import PipelineMaker
 
 PREFIXES = ("prior_",)
@@ -24,12 +26,7 @@ _CARD = "README.md"
 _MAX_CARD_NBYTES = 1 << 20
 _NAMES_A_PRIOR = re.compile(r"\A---[^\S\n]*\n(?:(?!---).*\n)*?prior:", re.MULTILINE)
 # What `from_pretrained` hands on to the other source's.
-_HANDED_ON = frozenset(
-    {
-        *("cache_dir", "force_download", "local_files_only", "revision", "token"),
-        *("use_safetensors", "variant"),
-    }
-)
+_HANDED_ON = FINDING_KEYWORDS - {"subfolder"}
 
 
 class Connected(NamedTuple):
@@ -61,9 +58,7 @@ def connected_to(
             names_one = _NAMES_A_PRIOR.match(content.decode(errors="replace"))
     except (OSError, ShmloadError):
         return None  # there is none, as almost everywhere; what cannot be read the library reports
-    if not names_one or not getattr(
-        maker.class_chosen(source, kwargs), "_load_connected_pipes", False
-    ):
+    if not names_one or not takes_connected(maker.class_chosen(source, kwargs)):
         return None
     from huggingface_hub import ModelCard
 

@@ -1,17 +1,23 @@
-"""Random numbers that a build draws for weights that the file then replaces.
+"""What a build takes of torch beside memory: random numbers, and the numbers of hooks.
 
-Some constructors draw tables for parameters on the CPU, such as `torch.randn(6, width)`. A skeleton
-makes no such table, and would leave torch's generator where it was. So it draws the same again and
-forgets it: the calls are recorded with their sizes and dtypes, not the numbers, so the generator
-goes on as after the library's build, from whatever state.
+Some constructors draw tables for parameters on the CPU that the file then replaces, such as
+`torch.randn(6, width)`. A skeleton makes no such table, and would leave torch's generator where it
+was. So it draws the same again and forgets it: the calls are recorded with their sizes and dtypes,
+not the numbers, so the generator goes on as after the library's build, from whatever state.
+
+torch keeps a module's hooks in tables, and numbers the hooks of all modules in the order in which
+they are registered (`torch.utils.hooks.RemovableHandle.next_id`). So each build takes the next
+numbers. In a skeleton the numbers begin at 0; a load gives its models those that a build would have
+taken. With older numbers, a hook that a program registers could replace one of the library's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 _PLAIN = (bool, int, float, type(None))
 # They say where and how the numbers lie, which does not change them.
@@ -59,7 +65,9 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags and _is_on_cpu(made):
+        if torch.Tag.nondeterministic_seeded in func.tags and (
+            isinstance(made, torch.Tensor) and made.is_cpu
+        ):
             self.found.append(_describe(func, made, args, kwargs))
         return made
 
@@ -69,10 +77,6 @@ def repeat(draws: Iterable[Draw]) -> None:
     with torch.no_grad():
         for draw in draws:
             draw.repeat()
-
-
-def _is_on_cpu(made: object) -> bool:
-    return isinstance(made, torch.Tensor) and made.device.type == "cpu"
 
 
 def _describe(func: Any, made: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
@@ -96,3 +100,42 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return type(value) in _PLAIN
+
+
+# Hooks --------------------------------------------------------------------------------------------
+
+
+def next_number() -> int:
+    """Return the number that the next hook of this process gets."""
+    return RemovableHandle.next_id
+
+
+def renumber(models: Iterable[torch.nn.Module], by: int) -> None:
+    """Add to the numbers of all hooks of some models; their order stays."""
+    for table in _tables(models):
+        moved = [(number + by, hook) for number, hook in table.items()]
+        table.clear()
+        table.update(moved)
+
+
+def take_numbers(models: Iterable[torch.nn.Module], count: int) -> None:
+    """Give models whose hooks are numbered from 0 the next numbers of this process.
+
+    Args:
+        models: from a skeleton.
+        count: how many numbers their build takes, also for hooks that it removes.
+    """
+    if count:
+        renumber(models, next_number())
+        RemovableHandle.next_id += count
+
+
+def _tables(models: Iterable[torch.nn.Module]) -> Iterator[dict[int, Any]]:
+    """Yield the tables of hooks that are not empty, each once."""
+    seen = set()
+    for model in models:
+        for module in model.modules():
+            for name, held in vars(module).items():
+                if "_hooks" in name and isinstance(held, dict) and held and id(held) not in seen:
+                    seen.add(id(held))
+                    yield held

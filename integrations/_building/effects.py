@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
+from shmload.integrations._building.parts import modules
 from shmload.integrations._building.snapshot import ADDRESS, Snapshot
 from shmload.integrations._building.state import modes
 
@@ -175,8 +176,13 @@ class Watch:
         if not any(map(self._is_own, texts)):
             self._deeds.append(f"{event} {' '.join(texts)}")
 
-    def during(self, function: Callable[[], object], snapshot: Snapshot) -> Effects:
-        """Call a function; return what it left."""
+    def effects(self, build: Callable[[], object], snapshot: Snapshot) -> Effects:
+        """Call a function, from random states that are the same each time; return what it left."""
+        set_seeds()
+        self._during(lambda: None, snapshot)
+        return self._during(build, snapshot)
+
+    def _during(self, function: Callable[[], object], snapshot: Snapshot) -> Effects:
         self._deeds.clear()
         self._messages.clear()
         self._is_on = True
@@ -197,6 +203,13 @@ class Watch:
             if value != before[name]:
                 digest = zlib.crc32(ADDRESS.sub("", repr(value)).encode())
                 yield f"{name} was changed: {digest:x}"
+
+
+def set_seeds() -> None:
+    """Set the random states, which a fork renews."""
+    random.seed(0)
+    torch.manual_seed(0)
+    np.random.seed(0)
 
 
 def _message(said: Message | logging.LogRecord) -> Message:
@@ -249,11 +262,7 @@ def _warn(message: Message) -> None:
     home, _, name = message.category.rpartition(".")
     category = getattr(importlib.import_module(home), name)
     module = next(
-        (
-            each
-            for each in list(sys.modules.values())
-            if getattr(each, "__file__", None) == message.file
-        ),
+        (each for _, each in modules() if vars(each).get("__file__") == message.file),
         None,
     )
     registry = vars(module).setdefault("__warningregistry__", {}) if module else None

@@ -4,12 +4,10 @@ import contextlib
 import functools
 import gc
 import importlib
-import random
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Self, cast
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -19,14 +17,14 @@ from shmload._host.procfs import mappings, modified_nbytes
 from shmload._segments.names import name_prefix
 from shmload._wording import logger_of
 from shmload.integrations._building.build import Build
+from shmload.integrations._building.compat import lazy_names
 from shmload.integrations._building.conditions import Trace, conditions_of, without_unmet
-from shmload.integrations._building.draws import CannotRepeat, Draw, Draws
-from shmload.integrations._building.effects import Effects, Message, Watch
-from shmload.integrations._building.hooks import next_number, renumber
+from shmload.integrations._building.draws import CannotRepeat, Draw, Draws, next_number, renumber
+from shmload.integrations._building.effects import Effects, Message, Watch, set_seeds
+from shmload.integrations._building.judging import Refused, in_child
 from shmload.integrations._building.mapped import Spans, plain_tensors
-from shmload.integrations._building.model_maker import ModelMaker
+from shmload.integrations._building.parts import modules
 from shmload.integrations._building.pickling import Models, pickle_models
-from shmload.integrations._building.pipeline_maker import PipelineMaker
 from shmload.integrations._building.proofs import (
     Proof,
     codes_of,
@@ -34,18 +32,54 @@ from shmload.integrations._building.proofs import (
     names_of,
     proof_memo,
     reach_of,
+    recall_proof,
 )
-from shmload.integrations._building.requests import Request
+from shmload.integrations._building.queued import Request
 from shmload.integrations._building.sameness import Comparison, Different
 from shmload.integrations._building.skeletons import Skeleton
 from shmload.integrations._building.snapshot import Snapshot, is_memo
 from shmload.integrations._building.stand_ins import StandIns
 
+if TYPE_CHECKING:
+    from shmload._loading.load import Load
+
 logger = logger_of(__name__)
 
 
-class Refused(Exception):
-    """Raised when some models can have no skeleton; its text is the reason."""
+def examine(request: Request) -> Skeleton:
+    """Return the skeleton that a request asks for, or one that says why there is none."""
+    made, _ = derive(request)
+    return made or examine_wholly(request)
+
+
+def derive(request: Request) -> tuple[Skeleton | None, bool]:
+    """Return the skeleton of a class that is proved, None otherwise.
+
+    And whether this process has imported what the class needs.
+    """
+    try:
+        with Examination(request) as examination:
+            proof = recall_proof(examination.proof_memo)
+            if proof is None:
+                return None, False
+            _import(proof.modules)
+            return in_child(lambda: examination.derive(proof)), True
+    except Refused as exc:
+        return Skeleton.of(request, reason=str(exc)), True
+
+
+def examine_wholly(request: Request) -> Skeleton:
+    """As `examine`, by a look at all objects."""
+    try:
+        with Examination(request) as examination:
+            made, used = in_child(examination.make)
+            made, used = in_child(lambda: examination.prove(made, used))
+            # What is proved stays proved for other dtypes.
+            if not (used.reason and recall_proof(examination.proof_memo)):
+                examination.proof_memo.write(used)
+            return Skeleton.of(request, reason=used.reason) if used.reason else made
+    except Refused as exc:
+        return Skeleton.of(request, reason=str(exc))
 
 
 class Examination:
@@ -61,13 +95,13 @@ class Examination:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        maker = _maker(request)
+        maker, dtype = request.maker, request.dtype
         source = maker.import_classes(request.source)
-        dtype = request.torch_dtype
         rules = {each.component: maker.rule(each, dtype) for each in source.checkpoints}
         self._source = source
         self._stand_ins = StandIns(source, rules)
-        self._build = Build(source, maker, rules, self._stand_ins, dtype, dict(request.kwargs))
+        load = cast("Load", self._stand_ins)
+        self._build = Build(source, maker, rules, load, dtype, dict(request.kwargs))
         if self._build.skeleton_key() != request.key:
             raise Refused("the judge found something else than the load")
 
@@ -80,7 +114,8 @@ class Examination:
     @property
     def proof_memo(self) -> Memo[Proof]:
         """What remembers the proof of these models' classes and configurations."""
-        return proof_memo(self._source, (self._request.maker, self._request.wanted))
+        maker = self._request.maker
+        return proof_memo(self._source, (maker.is_of_pipelines, maker.name))
 
     def make(self) -> tuple[Skeleton, Proof]:
         """Build twice; return the skeleton, and what its build used, which is not proved yet.
@@ -103,21 +138,10 @@ class Examination:
                 if (new := names - fetched.get(home, set()))
             },
         )
-        self._stand_ins.fill_small()
-        state = torch.get_rng_state()
-        second, taken_again = self._built(self._build.build_ordinarily)
-        draws = () if torch.equal(state, torch.get_rng_state()) else self._draws()
-        if taken != taken_again:
-            raise Refused(f"building registers {taken} hooks and then {taken_again}")
-        self._require_same(first, second, "built a second time, ")
-        made = self._pickled(second, used, draws, taken)
-        third, _ = self._built_around(made)
-        self._require_same(second, third, "from a skeleton, ")
+        made, _, _ = self._made(first, taken, used, _unwatched)
         return made, used
 
-    def prove(
-        self, made: Skeleton, used: Proof, in_child: Callable[[Callable[[], Any]], Any]
-    ) -> tuple[Skeleton, Proof]:
+    def prove(self, made: Skeleton, used: Proof) -> tuple[Skeleton, Proof]:
         """Compare what building leaves in a process with what the skeleton leaves.
 
         Watches this process from now on: call it in a child, which has built nothing.
@@ -125,38 +149,31 @@ class Examination:
         Args:
             made: the skeleton.
             used: what its build used.
-            in_child: calls a function in a forked child.
 
         Returns:
             The skeleton, perhaps with messages to repeat, and the proof, with the reason why there
             is no skeleton if the two differ in what cannot be repeated.
         """
-        for module in used.modules:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(module)
+        _import(used.modules)
         conditions = without_unmet(used.conditions)
         made = replace(made, conditions=conditions)
         used = replace(used, conditions=conditions)
         gc.collect()
         gc.disable()
-        everything, near = Snapshot(), Snapshot(modules_in(used.reach))
+        snapshots = Snapshot(), Snapshot(modules_in(used.reach))
         watch = _watch()
 
-        def effects(skeleton: Skeleton | None) -> list[Effects]:
-            _seed()
-            build = self._build.build_ordinarily
-            if skeleton:
-                build = functools.partial(self._build.build_around, skeleton)
-            watch.during(lambda: None, everything)
-            first = watch.during(build, everything)
-            watch.during(lambda: None, near)
-            return [first, watch.during(build, near)]
+        def effects(build: Callable[[], object]) -> list[Effects]:
+            return [watch.effects(build, each) for each in snapshots]
 
-        wanted = in_child(lambda: effects(None))
-        got = in_child(lambda: effects(made))
+        def effects_of_skeleton() -> list[Effects]:
+            return in_child(lambda: effects(lambda: self._build.build_around(made)))
+
+        wanted = in_child(lambda: effects(self._build.build_ordinarily))
+        got = effects_of_skeleton()
         if missing := _missing(wanted[0].messages, got[0].messages):
             made = replace(made, messages=missing)
-            got = in_child(lambda: effects(made))
+            got = effects_of_skeleton()
         # What is left each time comes first: it is the better reason.
         for number, when in ((1, "each time"), (0, "the first time")):
             if difference := _difference(wanted[number], got[number]):
@@ -178,34 +195,52 @@ class Examination:
             return None
         if proof.reason:
             raise Refused(proof.reason)
-        self._stand_ins.fill_small()
-        snapshot = Snapshot(modules_in(proof.reach))
-        watch = _watch()
-
-        def built(build: Callable[[], tuple[Any, int]]) -> tuple[Any, int, Effects]:
-            kept: list[tuple[Any, int]] = []
-            _seed()
-            watch.during(lambda: None, snapshot)
-            effects = watch.during(lambda: kept.append(build()), snapshot)
-            return (*kept[0], effects)
-
-        second, taken_again, wanted = built(lambda: self._built(self._build.build_ordinarily))
-        state = torch.get_rng_state()
-        _seed()
-        draws = () if torch.equal(state, torch.get_rng_state()) else self._draws()
-        if taken != taken_again:
-            raise Refused(f"building registers {taken} hooks and then {taken_again}")
-        self._require_same(first, second, "built a second time, ")
-        made = self._pickled(second, proof, draws, taken)
-        third, _, got = built(lambda: self._built_around(made))
-        if missing := _missing(wanted.messages, got.messages):
-            made = replace(made, messages=missing)
-            third, _, got = built(lambda: self._built_around(made))
-        self._require_same(second, third, "from a skeleton, ")
+        snapshot, watch = Snapshot(modules_in(proof.reach)), _watch()
+        look = functools.partial(watch.effects, snapshot=snapshot)
+        made, wanted, got = self._made(first, taken, proof, look)
         if difference := _difference(wanted, got):
             logger.info("a class is examined again: %s", difference)
             return None
         return made
+
+    def _made(
+        self, first: Any, taken: int, used: Proof, look: Callable[[Callable[[], object]], Effects]
+    ) -> tuple[Skeleton, Effects, Effects]:
+        """Return the skeleton of what was built, and what an ordinary build and it have left.
+
+        Args:
+            first: what was built the first time.
+            taken: how many numbers of hooks that took.
+            used: what building uses.
+            look: calls a function and returns what it left.
+
+        Raises:
+            Refused: the models cannot be pickled, or are not the same each time.
+        """
+
+        def built(build: Callable[[], Any]) -> tuple[Any, int, Effects]:
+            kept: list[tuple[Any, int]] = []
+            effects = look(lambda: kept.append(self._built(build)))
+            return (*kept[0], effects)
+
+        self._stand_ins.mark_small()
+        second, taken_again, wanted = built(self._build.build_ordinarily)
+        state = torch.get_rng_state()
+        set_seeds()
+        draws = () if torch.equal(state, torch.get_rng_state()) else self._draws()
+        if taken != taken_again:
+            raise Refused(f"building registers {taken} hooks and then {taken_again}")
+        self._require_same(first, second, "built a second time, ")
+        made = self._pickled(second, used, draws, taken)
+        try:
+            third, _, got = built(lambda: self._build.build_around(made))
+            if missing := _missing(wanted.messages, got.messages):
+                made = replace(made, messages=missing)
+                third, _, got = built(lambda: self._build.build_around(made))
+        except Exception as exc:
+            raise Refused(f"{made.class_name}: {type(exc).__name__}: {exc}") from None
+        self._require_same(second, third, "from a skeleton, ")
+        return made, wanted, got
 
     def _first_built(self) -> tuple[Any, int, Trace]:
         """Return what `_built` does for an ordinary build, and a trace of it.
@@ -243,11 +278,8 @@ class Examination:
             pickled = pickle_models(models, self._stand_ins.holdings.open_files())
         except Exception as exc:  # a model may hold anything, and not everything can be pickled
             raise Refused(f"{_names(models)}: {exc}") from None
-        return Skeleton(
-            source=self._request.given,
-            root=self._request.root,
-            class_name=self._request.class_name or self._request.wanted or "",
-            dtype=str(self._request.torch_dtype),
+        return Skeleton.of(
+            self._request,
             models=pickled,
             conditions=used.conditions,
             modules=used.modules,
@@ -255,17 +287,6 @@ class Examination:
             hooks=taken,
             names=used.names,
         )
-
-    def _built_around(self, made: Skeleton) -> tuple[Any, int]:
-        """Return what `_built` does for a build around a skeleton.
-
-        Raises:
-            Refused: that fails.
-        """
-        try:
-            return self._built(lambda: self._build.build_around(made))
-        except Exception as exc:
-            raise Refused(f"{made.class_name}: {type(exc).__name__}: {exc}") from None
 
     def _built(self, build: Callable[[], Any]) -> tuple[Any, int]:
         """Return what was built, its hooks numbered from 0, and how many numbers that took."""
@@ -308,21 +329,20 @@ def _watch() -> Watch:
     return Watch(lambda path: path.startswith(own))
 
 
-def _seed() -> None:
-    """Set the random states, which a fork renews."""
-    random.seed(0)
-    torch.manual_seed(0)
-    np.random.seed(0)
-
-
-def _maker(request: Request) -> PipelineMaker | ModelMaker:
-    if request.maker == "pipeline":
-        return PipelineMaker(request.wanted, request.left_out)
-    return ModelMaker(request.wanted, takes_path=request.takes_path)
+def _unwatched(build: Callable[[], object]) -> Effects:
+    set_seeds()
+    build()
+    return Effects((), ())
 
 
 def _kinds(models: Models) -> set[type]:
     return {type(module) for model in models.values() for module in model.modules()}
+
+
+def _import(modules: Iterable[str]) -> None:
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
 
 
 def _names(models: Models) -> str:
@@ -331,12 +351,11 @@ def _names(models: Models) -> str:
 
 def _fetched() -> dict[str, set[str]]:
     """Return, by module that imports names at their first use, those that it has."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        lazy = getattr(type(module), "__getattr__", None) and vars(module).get("_class_to_module")
-        if lazy:
-            found[name] = set(vars(module)).intersection(lazy)
-    return found
+    return {
+        home: set(vars(module)).intersection(names)
+        for home, module in modules()
+        if (names := lazy_names(module))
+    }
 
 
 def _importable(names: set[str]) -> Iterator[str]:

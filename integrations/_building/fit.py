@@ -173,7 +173,8 @@ class Fit:
         from shmload.integrations._building.module_trees import components_of
 
         # For a model of transformers `auto` is the dtype that sizes are computed with anyway.
-        dtype = None if self._is_left_to_library() else self._dtype
+        is_theirs = not self._source.is_pipeline and is_left_to_library(self._dtype)
+        dtype = None if is_theirs else self._dtype
         described = (
             *components_of(taken, dtype, only=_names(taken)),
             *self._passed_components(),
@@ -183,9 +184,6 @@ class Fit:
         if _reaches_into(self._destination.device_map, opaque):
             return  # a class of no known library: its modules are known when it is built
         self._require(described, self._destination.inventory())
-
-    def _is_left_to_library(self) -> bool:
-        return not self._source.is_pipeline and is_left_to_library(self._dtype)
 
     def _require(self, components: Iterable[Component], inventory: Inventory) -> None:
         order = {name: place for place, name in enumerate(self._destination.order)}

@@ -13,7 +13,6 @@ from typing import Any
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.formats.gguf import GGUF
 from shmload._checkpoints.formats.known import detect_format
-from shmload._checkpoints.header import Header
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule, wanted_dtype
@@ -22,6 +21,7 @@ from shmload._host.linux import open_source
 from shmload._loading.plan import Action, plan_shard
 from shmload._loading.state_dict import wrap
 from shmload.errors.sources import needing
+from shmload.integrations._building.maker import as_torch, with_dtype
 from shmload.integrations._building.single_file import SingleFileMaker
 
 
@@ -116,14 +116,10 @@ class BlocksMaker(SingleFileMaker):
         Raises:
             LibraryMissing: diffusers needs the gguf package for them.
         """
-        from shmload.integrations._building.joins import Joins
-        from shmload.integrations._building.movement import Movement
-        from shmload.integrations._building.torch_dtypes import as_torch, diffusers_keyword
+        from shmload.integrations._building.movement import Joins, Movement
 
-        given = dict(kwargs)
+        given = with_dtype(kwargs, dtype)
         target: Any = as_torch(dtype)
-        if target is not None:
-            given[diffusers_keyword()] = target
         if is_gguf(path):  # the file itself: its tensors must not be cast before
             return self._class.from_single_file(os.fspath(path), **given)
         with Descriptor(open_source(Path(path))) as segment:
@@ -145,8 +141,10 @@ class BlocksMaker(SingleFileMaker):
         from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFParameter
 
         stored = wrap(fd, os.fspath(self._path))
+        with Descriptor(open_source(self._path)) as file:
+            header = GGUF.read_header(file.fd, self._path)
         found = {}
-        for spec in self._header().tensors:
+        for spec in header.tensors:
             tensor = stored[spec.name]
             if spec.dtype not in PLAIN_KINDS:
                 kind = gguf.GGMLQuantizationType[spec.dtype]
@@ -155,10 +153,6 @@ class BlocksMaker(SingleFileMaker):
                 tensor = GGUFParameter(tensor.view(torch.uint8), quant_type=kind)
             found[spec.name] = tensor
         return found
-
-    def _header(self) -> Header:
-        with Descriptor(open_source(self._path)) as file:
-            return GGUF.read_header(file.fd, self._path)
 
 
 def _dequantise(path: str | os.PathLike[str]) -> dict[str, Any]:

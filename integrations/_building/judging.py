@@ -17,6 +17,7 @@ asked, which it holds by descriptor: when that is gone, it is not made anew.
 
 import contextlib
 import os
+import pickle
 import resource
 import select
 import signal
@@ -26,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -74,6 +75,56 @@ def main(program: str, lock: str) -> None:
         Judge(queue(), held, msgspec.json.decode(program, type=Program)).run()
 
 
+class Refused(Exception):
+    """Raised when some models can have no skeleton; its text is the reason."""
+
+
+class Skeletons:
+    """What examiners make."""
+
+    def __init__(self) -> None:
+        self._has_built = False
+
+    def run(self, work: Work, *, is_whole: bool) -> bool:
+        """Do the work; return False if that takes a process that has built nothing.
+
+        Args:
+            work: the settings' cache is its cache.
+            is_whole: this process has built nothing, and need not try the shorter way.
+
+        Raises:
+            OSError: the skeleton cannot be written.
+        """
+        # Not at the top: while the judge waits, it has imported no library.
+        from shmload.integrations._building.examining import derive, examine_wholly
+        from shmload.integrations._building.skeletons import skeleton_memo
+
+        request = pickle.loads(work.request)
+        os.chdir(request.directory)
+        made = None
+        if not is_whole:
+            made, self._has_built = derive(request)
+        if made is None:
+            if self._has_built:
+                return False
+            made = examine_wholly(request)
+        skeleton_memo(request.key).write(made)
+        return True
+
+    def give_up(self, work: Work, reason: str) -> None:
+        """Note why work was not done.
+
+        Raises:
+            OSError: that cannot be written.
+        """
+        from shmload.integrations._building.skeletons import Skeleton, skeleton_memo
+
+        with _cache_of(work):
+            request = pickle.loads(work.request)
+            without = Skeleton.of(request, reason=reason, is_final=False)
+            skeleton_memo(request.key).write(without)
+
+
 class Judge:
     """Works off a queue.
 
@@ -81,12 +132,16 @@ class Judge:
         waiting: the queue.
         lock: of the queue, held; stays the caller's.
         program: what this process is.
+        skeletons: do the work.
     """
 
-    def __init__(self, waiting: Queue, lock: Lock, program: Program) -> None:
+    def __init__(
+        self, waiting: Queue, lock: Lock, program: Program, skeletons: Skeletons | None = None
+    ) -> None:
         self._queue = waiting
         self._lock = lock
         self._program = program
+        self._skeletons = skeletons or Skeletons()
         self._has_imported = False
         self._has_waited = False
         # Names of work that needs a process that has built nothing.
@@ -139,7 +194,7 @@ class Judge:
         is_whole = work.name in self._whole
         child = os.fork()
         if child == 0:
-            _end_with(lambda: Examiner(self._queue, is_whole=is_whole).run(work))
+            _end_with(lambda: self._examine_group(work, is_whole=is_whole))
         why = _watch(child, work.cache)
         failed = self._queue.taken()
         if failed is None:
@@ -150,13 +205,28 @@ class Judge:
             return
         self._give_up(failed, why)
 
+    def _examine_group(self, work: Work, *, is_whole: bool) -> None:
+        """Do the work that was taken, and all that is like it, in a process of its own."""
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        with _cache_of(work):
+            following: Work | None = work
+            while following:
+                signal.alarm(_DEADLINE_S)
+                if not self._skeletons.run(following, is_whole=is_whole):
+                    os._exit(_NEEDS_ANOTHER)
+                self._queue.done()
+                is_whole = False
+                alike = (path for path, each in self._queue.waiting() if each.is_like(work))
+                path = next(alike, None)
+                following = self._queue.take(path) if path else None
+
     def _give_up(self, work: Work, why: str) -> None:
         from shmload._segments.view import remove_dead_views
 
         remove_dead_views()  # its own
         self._queue.done()
-        with contextlib.suppress(OSError):
-            KINDS[work.kind].give_up(work, why)
+        with contextlib.suppress(Exception):  # it is then asked for again
+            self._skeletons.give_up(work, why)
 
     def _stay(self) -> bool:
         """Wait for more; return False if nothing comes."""
@@ -186,88 +256,6 @@ class Judge:
             for path, work in self._queue.waiting():
                 if work.program == program:
                     path.unlink(missing_ok=True)
-
-
-class Kind:
-    """One kind of work."""
-
-    def run(self, work: Work, *, is_whole: bool) -> bool:
-        """Do the work; return False if that takes a process that has built nothing.
-
-        Args:
-            work: of this kind; the settings' cache is its cache.
-            is_whole: this process has built nothing, and need not try the shorter way.
-
-        Raises:
-            OSError: the result cannot be written.
-        """
-        raise NotImplementedError
-
-    def give_up(self, work: Work, reason: str) -> None:
-        """Note why work was not done.
-
-        Raises:
-            OSError: that cannot be written.
-        """
-        raise NotImplementedError
-
-
-class Skeletons(Kind):
-    """Makes skeletons."""
-
-    def __init__(self) -> None:
-        self._has_built = False
-
-    def run(self, work: Work, *, is_whole: bool) -> bool:
-        request = _request_of(work)
-        os.chdir(request.directory)
-        made = None if is_whole else self._derived(request)
-        if made is None:
-            if self._has_built:
-                return False
-            made = _examined(request)
-        _write(request, made)
-        return True
-
-    def give_up(self, work: Work, reason: str) -> None:
-        with _cache_of(work):
-            request = _request_of(work)
-            _write(request, refused(request, reason, is_final=False))
-
-    def _derived(self, request: Any) -> Any:
-        made, self._has_built = derive(request)
-        return made
-
-
-KINDS: dict[str, Kind] = {"skeleton": Skeletons()}
-
-
-class Examiner:
-    """Does work of one group, in a process of its own.
-
-    Args:
-        waiting: the queue.
-        is_whole: as for `Kind.run`.
-    """
-
-    def __init__(self, waiting: Queue, *, is_whole: bool) -> None:
-        self._queue = waiting
-        self._is_whole = is_whole
-
-    def run(self, work: Work) -> None:
-        """Do the work that was taken, and all that is like it."""
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        with _cache_of(work):
-            following: Work | None = work
-            while following:
-                signal.alarm(_DEADLINE_S)
-                if not KINDS[work.kind].run(following, is_whole=self._is_whole):
-                    os._exit(_NEEDS_ANOTHER)
-                self._queue.done()
-                self._is_whole = False
-                alike = (path for path, each in self._queue.waiting() if each.is_like(work))
-                path = next(alike, None)
-                following = self._queue.take(path) if path else None
 
 
 @contextlib.contextmanager
@@ -316,75 +304,6 @@ def _watch(child: int, cache: str) -> str:
     return why or ("it took too long" if too_long else _ENDED.format(code))
 
 
-def _request_of(work: Work) -> Any:
-    from shmload.integrations._building.requests import Request
-
-    return msgspec.json.decode(work.content, type=Request)
-
-
-def _write(request: Any, made: Any) -> None:
-    from shmload.integrations._building.skeletons import skeleton_memo
-
-    skeleton_memo(request.key).write(made)
-
-
-def refused(request: Any, reason: str, *, is_final: bool = True) -> Any:
-    """Return the skeleton of models that get none."""
-    from shmload.integrations._building.skeletons import Skeleton
-
-    return Skeleton(
-        source=request.given,
-        root=request.root,
-        class_name=request.class_name or request.wanted or "",
-        dtype=str(request.torch_dtype),
-        reason=reason,
-        is_final=is_final,
-    )
-
-
-def examine(request: Any) -> Any:
-    """Return the skeleton that a request asks for, or one that says why there is none."""
-    made, _ = derive(request)
-    return made or _examined(request)
-
-
-def derive(request: Any) -> tuple[Any, bool]:
-    """Return the skeleton of a class that is proved, None otherwise.
-
-    And whether this process has imported what the class needs.
-    """
-    from shmload.integrations._building.examining import Examination, Refused
-    from shmload.integrations._building.proofs import recall_proof
-
-    try:
-        with Examination(request) as examination:
-            proof = recall_proof(examination.proof_memo)
-            if proof is None:
-                return None, False
-            for module in proof.modules:
-                _import(module)
-            return in_child(lambda: examination.derive(proof)), True
-    except Refused as exc:
-        return refused(request, str(exc)), True
-
-
-def _examined(request: Any) -> Any:
-    """As `examine`, by a look at all objects."""
-    from shmload.integrations._building.examining import Examination, Refused
-    from shmload.integrations._building.proofs import recall_proof, remember_proof
-
-    try:
-        with Examination(request) as examination:
-            made, used = in_child(examination.make)
-            made, used = in_child(lambda: examination.prove(made, used, in_child))
-            # What is proved stays proved for other dtypes.
-            if not (used.reason and recall_proof(examination.proof_memo)):
-                remember_proof(examination.proof_memo, used)
-            return refused(request, used.reason) if used.reason else made
-    except Refused as exc:
-        return refused(request, str(exc))
-
-
 def in_child(function: Callable[[], _T]) -> _T:
     """Call a function in a forked child, and return what it returned.
 
@@ -392,10 +311,6 @@ def in_child(function: Callable[[], _T]) -> _T:
         Refused: the child raised it.
         RuntimeError: the child failed otherwise.
     """
-    import pickle
-
-    from shmload.integrations._building.examining import Refused
-
     with tempfile.TemporaryFile() as file:
         child = os.fork()
         if child == 0:
@@ -414,10 +329,6 @@ def in_child(function: Callable[[], _T]) -> _T:
 
 
 def _answer(function: Callable[[], object], fd: int) -> None:
-    import pickle
-
-    from shmload.integrations._building.examining import Refused
-
     signal.alarm(_DEADLINE_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the kernel would write all its memory
     resource.setrlimit(resource.RLIMIT_CPU, (_MOST_PROCESS_CPU_S, _MOST_PROCESS_CPU_S + 5))
@@ -454,10 +365,3 @@ def _import_libraries() -> None:
 
         import_libraries()
         freeze_imports()
-
-
-def _import(module: str) -> None:
-    import importlib
-
-    with contextlib.suppress(ImportError):
-        importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Refuses keywords that nothing takes, before a weight is decoded.
+"""The keywords of the libraries, and what is no keyword of anything: refused before a decode.
 
 `from_pretrained` only warns about such a keyword and ignores it, so a mistyped dtype would give
 float32. Taken are the arguments of `DiffusionPipeline.from_pretrained` in any supported version,
@@ -9,68 +9,129 @@ In doubt a keyword is let through, and the library decides: a class may load in 
 """
 
 import contextlib
+import enum
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from pathlib import PosixPath
+from types import NoneType
+from typing import Any, NamedTuple
 
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import named_arguments
 from shmload.errors import ShmloadError, UnknownArgument
 
-# What every `from_pretrained` of diffusers reads from its keywords or documents, in 0.35 to 0.42. A
-# test compares these lists with their source.
-_COMMON = frozenset(
-    {
-        "cache_dir",
-        "device_map",
-        "disable_mmap",
-        "force_download",
-        "from_flax",
-        "local_files_only",
-        "low_cpu_mem_usage",
-        "max_memory",
-        "mirror",
-        "offload_folder",
-        "offload_state_dict",
-        "output_loading_info",
-        "proxies",
-        "quantization_config",
-        "revision",
-        "token",
-        "use_flashpack",
-        "use_safetensors",
-        "variant",
-    }
-)
-# Those of pipelines, and of their downloads, alone.
-LIBRARY_KEYWORDS = _COMMON | {
-    "custom_pipeline",
-    "custom_revision",
-    "dduf_file",
-    "load_connected_pipeline",
-    "provider",
-    "provider_options",
-    "sess_options",
-    "trust_remote_code",
-    "use_onnx",
+
+class Effect(enum.Enum):
+    """What a keyword changes, where shmload has to know it."""
+
+    FINDS = enum.auto()
+    """Which files are read: the models are those of the files."""
+    QUANTISES = enum.auto()
+    """The library quantises the weights, and makes new tensors of them."""
+    BYPASSES = enum.auto()
+    """The library reads other files, or makes new tensors of what it reads."""
+    CHOOSES = enum.auto()
+    """The base class of pipelines makes another class than the source's."""
+
+
+class Keyword(NamedTuple):
+    """One keyword of the libraries."""
+
+    taken_by: str = ""
+    """Who of diffusers reads or documents it: `from_pretrained` of pipelines (P) and of models (M),
+    and `from_single_file` (F)."""
+    effect: Effect | None = None
+    neutral: tuple[object, ...] = ()
+    """Values that change nothing: the default, and what the libraries' own functions pass, such as
+    `transformers.pipeline`. `redirect` drops them; with other values the library loads."""
+    passed: str = ""
+    """To whom (P, M, F) `redirect` passes it on, because it means the same to shmload."""
+    types: tuple[type, ...] = ()
+    """Types that it may have then."""
+
+
+_PATH = (str, PosixPath, NoneType)
+_TEXT = (str, NoneType)
+# Of diffusers 0.35 to 0.42, which a test compares with their source, and what is known of others.
+KEYWORDS: dict[str, Keyword] = {
+    "adapter_kwargs": Keyword("", neutral=(None,)),
+    "cache_dir": Keyword("PMF", Effect.FINDS, passed="PMF", types=_PATH),
+    "code_revision": Keyword("", neutral=(None,)),
+    "config": Keyword("F", neutral=(None,), passed="F", types=_PATH),
+    "config_revision": Keyword("F"),
+    "custom_pipeline": Keyword("P", Effect.CHOOSES, neutral=(None,)),
+    "custom_revision": Keyword("P", neutral=(None,)),
+    "dduf_entries": Keyword("M"),
+    "dduf_file": Keyword("P"),
+    "device": Keyword("F"),
+    "device_map": Keyword("PM", neutral=(None,)),
+    "disable_mmap": Keyword("PMF", neutral=(False,)),
+    "extract_ema": Keyword("F"),
+    "flashpack_kwargs": Keyword("M"),
+    "force_download": Keyword("PMF", Effect.FINDS, neutral=(False,)),
+    "from_flax": Keyword("PM"),
+    "gguf_file": Keyword("", Effect.BYPASSES),
+    "ignore_mismatched_sizes": Keyword("M", neutral=(False,)),
+    "image_size": Keyword("F"),
+    "key_mapping": Keyword("", Effect.BYPASSES),
+    "load_connected_pipeline": Keyword("P", Effect.CHOOSES, neutral=(False,)),
+    "load_in_4bit": Keyword("", Effect.QUANTISES),
+    "load_in_8bit": Keyword("", Effect.QUANTISES),
+    "load_safety_checker": Keyword("F"),
+    "local_dir": Keyword("M"),
+    "local_dir_use_symlinks": Keyword("M"),
+    "local_files_only": Keyword("PMF", Effect.FINDS, passed="PMF", types=(bool, NoneType)),
+    "low_cpu_mem_usage": Keyword("PMF", neutral=(True,)),
+    "max_memory": Keyword("PM", neutral=(None,)),
+    "mirror": Keyword("PM"),
+    "num_in_channels": Keyword("F"),
+    "offload_folder": Keyword("PM", neutral=(None,)),
+    "offload_state_dict": Keyword("PM", neutral=(None,)),
+    "original_config": Keyword("F", passed="F", types=_PATH),
+    "original_config_file": Keyword("F"),
+    "output_loading_info": Keyword("PM", neutral=(False,), passed="M", types=(bool,)),
+    "parallel_config": Keyword("M"),
+    "prediction_type": Keyword("F"),
+    "provider": Keyword("P"),
+    "provider_options": Keyword("P"),
+    "proxies": Keyword("PMF", neutral=(None,)),
+    "quantization_config": Keyword("PMF", Effect.QUANTISES, neutral=(None,)),
+    "revision": Keyword("PMF", Effect.FINDS, passed="PMF", types=_TEXT),
+    "scaling_factor": Keyword("F"),
+    "scheduler_type": Keyword("F"),
+    "sess_options": Keyword("P"),
+    "state_dict": Keyword("", Effect.BYPASSES),
+    "subfolder": Keyword("MF", Effect.FINDS, passed="MF", types=_TEXT),
+    "token": Keyword("PMF", Effect.FINDS, passed="PMF", types=(str, bool, NoneType)),
+    "trust_remote_code": Keyword("PM", neutral=(False, None)),
+    "upcast_attention": Keyword("F"),
+    "use_flashpack": Keyword("PM", Effect.BYPASSES, neutral=(False,)),
+    "use_onnx": Keyword("P", Effect.BYPASSES, neutral=(None,)),
+    "use_safetensors": Keyword("PM", Effect.FINDS),
+    "user_agent": Keyword("M"),
+    "variant": Keyword("PM", Effect.FINDS, passed="PMF", types=_TEXT),
+    "weights_only": Keyword("", neutral=(True,)),
 }
-# Those of models.
-MODEL_KEYWORDS = _COMMON | {
-    "dduf_entries",
-    "flashpack_kwargs",
-    "ignore_mismatched_sizes",
-    "local_dir",
-    "local_dir_use_symlinks",
-    "parallel_config",
-    "subfolder",
-    "trust_remote_code",
-    "user_agent",
-}
+
+
+def _taken_by(kind: str) -> frozenset[str]:
+    return frozenset(name for name, keyword in KEYWORDS.items() if kind in keyword.taken_by)
+
+
+def _with(*effects: Effect) -> frozenset[str]:
+    return frozenset(name for name, keyword in KEYWORDS.items() if keyword.effect in effects)
+
+
+PIPELINE_KEYWORDS = _taken_by("P")
+MODEL_KEYWORDS = _taken_by("M")
+FILE_KEYWORDS = _taken_by("F")
+FINDING_KEYWORDS = _with(Effect.FINDS)
+QUANTISING_KEYWORDS = _with(Effect.QUANTISES)
+BYPASSING_KEYWORDS = _with(Effect.QUANTISES, Effect.BYPASSES)
+CHOOSING_KEYWORDS = _with(Effect.CHOOSES)
 _REFUSED = re.compile(r"__init__\(\) got an unexpected keyword argument '(\w+)'")
-# With these, other classes than the source's take keywords.
-_CHANGE_THE_CLASS = ("custom_pipeline", "load_connected_pipeline")
 
 
 def require_taken(
@@ -90,8 +151,8 @@ def require_taken(
     Raises:
         UnknownArgument: with the nearest name that is taken.
     """
-    listed = LIBRARY_KEYWORDS.union(source.components)
-    if kwargs.keys() <= listed or any(map(kwargs.get, _CHANGE_THE_CLASS)):
+    listed = PIPELINE_KEYWORDS.union(source.components)
+    if kwargs.keys() <= listed or any(map(kwargs.get, CHOOSING_KEYWORDS)):
         return
     listed = listed.union(read_json(source.root / "model_index.json"))
     unknown = kwargs.keys() - listed

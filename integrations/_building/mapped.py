@@ -1,15 +1,19 @@
-"""Finds the mapping that a tensor lies in, and keeps leases as long as their tensors live."""
+"""Which tensors lie in which mapping, the leases that they keep, and what lies in none."""
 
 import bisect
 import itertools
+import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from shmload._checkpoints.resolve import Source
+from shmload._host import procfs
 from shmload._host.linux import Inode
-from shmload._host.procfs import Mapping, is_touched, mappings
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Segment
+from shmload._wording import format_nbytes, logger_of
+from shmload.integrations._building.keywords import BYPASSING_KEYWORDS
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +31,7 @@ class Spans:
     """
 
     def __init__(self, inodes: set[Inode]) -> None:
-        self._mappings = sorted(mappings(inodes))
+        self._mappings = sorted(procfs.mappings(inodes))
         self._starts = [mapping.start for mapping in self._mappings]
 
     @property
@@ -35,11 +39,11 @@ class Spans:
         """Whether none of the files is mapped."""
         return not self._mappings
 
-    def find(self, tensor: "torch.Tensor") -> Mapping | None:
+    def find(self, tensor: "torch.Tensor") -> procfs.Mapping | None:
         """Return the mapping that a tensor's storage begins in."""
         return self.find_address(tensor.untyped_storage().data_ptr() if tensor.is_cpu else 0)
 
-    def find_address(self, address: int) -> Mapping | None:
+    def find_address(self, address: int) -> procfs.Mapping | None:
         """Return the mapping that an address lies in."""
         position = bisect.bisect_right(self._starts, address) - 1
         if position >= 0 and address < self._mappings[position].end:
@@ -57,7 +61,7 @@ class Spans:
             return False
         begin = tensor.data_ptr() + _FAULT_AROUND_NBYTES
         end = tensor.data_ptr() + tensor.numel() * tensor.itemsize - _FAULT_AROUND_NBYTES
-        return end <= begin or not is_touched(begin, end)
+        return end <= begin or not procfs.is_touched(begin, end)
 
 
 def hold_leases(
@@ -155,3 +159,70 @@ class _Counted:
     def close_if_unused(self) -> None:
         if self._count == 0:
             self._lease.close()
+
+
+# Private weights ----------------------------------------------------------------------------------
+
+logger = logger_of(__name__)
+
+# Less is not worth a line: models compute small buffers of their own.
+_LEAST_NBYTES = 1 << 20
+# From here on it is a warning, unless the caller asked for it.
+_MUCH_NBYTES = 64 << 20
+
+
+def say_what_is_private(
+    storages: Mapping[int, int],
+    parts: Mapping[str, object],
+    source: Source,
+    kwargs: Mapping[str, object],
+) -> None:
+    """Log how many bytes of weights each component has outside of the segments, and why.
+
+    One line, at INFO; at WARNING for 64 MiB or more that the caller has not asked for. Models that
+    the caller has passed in do not count, nor do buffers that are no weights.
+
+    Args:
+        storages: the sizes of the storages outside, in bytes, by address.
+        parts: the components by name.
+        source: what was loaded.
+        kwargs: the arguments of `from_pretrained`.
+    """
+    if sum(storages.values()) < _LEAST_NBYTES:
+        return
+    import torch
+
+    asked = [name for name in sorted(BYPASSING_KEYWORDS) if kwargs.get(name)]
+    left = dict(storages)
+    found = {}
+    for name, part in parts.items():
+        if not isinstance(part, torch.nn.Module) or name in kwargs:
+            continue
+        tensors = (each for tensor in part.state_dict().values() for each in plain_tensors(tensor))
+        addresses = {each.untyped_storage().data_ptr() for each in tensors if each.is_cpu}
+        found[name] = sum(left.pop(each, 0) for each in addresses)
+    nbytes = sum(found.values())
+    if nbytes < _LEAST_NBYTES:
+        return
+    logger.log(
+        logging.WARNING if nbytes >= _MUCH_NBYTES and not asked else logging.INFO,
+        "%s: %s of its weights lie in no segment, and are private to this process: %s",
+        source.given,
+        format_nbytes(nbytes),
+        ", ".join(
+            f"{name or 'the model'} {format_nbytes(each)} ({_why(name, source, asked)})"
+            for name, each in found.items()
+            if each
+        ),
+    )
+
+
+def _why(name: str, source: Source, asked: list[str]) -> str:
+    if asked:
+        return f"made by the library with {asked[0]}"
+    if name in source.unread:
+        return "its files are left to the library"
+    made = {checkpoint.component for checkpoint in source.checkpoints}
+    if name not in made and made != {""}:
+        return "from another source"
+    return "cast, joined or copied by the library"

@@ -9,16 +9,18 @@ import msgspec
 
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import RAW, Rule, likely_rule, rule_for, wanted_dtype
+from shmload._checkpoints.rule import RAW, Rule, rule_for, wanted_dtype
 from shmload.errors import ArgumentError
 from shmload.integrations._building.classes import find_class_named, require_installed
+from shmload.integrations._building.compat import class_mapped, dtype_keyword
+from shmload.integrations._building.maker import Maker, as_torch
 
 _LIBRARIES = ("diffusers", "transformers")
 # Classes of one name and two libraries, for which the source decides if the library is not named.
 _IN_BOTH = ("diffusers.AutoModel", "transformers.AutoModel")
 
 
-class ModelMaker:
+class ModelMaker(Maker):
     """Makes a model by the `from_pretrained` of a class.
 
     Args:
@@ -28,12 +30,6 @@ class ModelMaker:
     Raises:
         ArgumentError: `wanted` cannot load models.
     """
-
-    is_of_pipelines = False
-    left_out = ()
-    reads_weights = False
-    keeps_blocks = False
-    computed = ""
 
     def __init__(self, wanted: object, *, takes_path: bool) -> None:
         if not isinstance(wanted, str):
@@ -131,7 +127,7 @@ class ModelMaker:
 
     def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
         """Return the rule that most classes have."""
-        return RAW if is_left_to_library(dtype) else likely_rule(checkpoint, dtype)
+        return RAW if is_left_to_library(dtype) else super().likely_rule(checkpoint, dtype)
 
     def rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
         """Return the rule of the class that `from_pretrained` makes; in doubt the raw one."""
@@ -148,22 +144,12 @@ class ModelMaker:
         """Let the library build the model; with `output_loading_info` it returns a tuple."""
         import diffusers
 
-        from shmload.integrations._building.torch_dtypes import as_torch, diffusers_keyword
-
         is_of_diffusers = issubclass(self._class, (diffusers.ModelMixin, diffusers.AutoModel))
         given = dict(kwargs)
         if dtype is not None:
-            keyword = diffusers_keyword() if is_of_diffusers else "dtype"
+            keyword = dtype_keyword() if is_of_diffusers else "dtype"
             given[keyword] = dtype if is_left_to_library(dtype) else as_torch(dtype)
         return self._class.from_pretrained(Path(path) if self.takes_path else path, **given)
-
-    def part(self, made: Any, component: str) -> Any:
-        """Return the model, whose component has an empty name."""
-        return made[0] if isinstance(made, tuple) else made
-
-    def parts(self, made: Any) -> Mapping[str, Any]:
-        """Return the model alone."""
-        return {"": self.part(made, "")}
 
 
 def is_left_to_library(dtype: object) -> bool:
@@ -224,7 +210,7 @@ def _class_made(asked: Any, source: Source) -> type | None:
         asked = _listed_class(source) or transformers.AutoModel
         if isinstance(asked, type) and issubclass(asked, transformers.PreTrainedModel):
             return asked
-    return _class_mapped(getattr(asked, "_model_mapping", None), config)
+    return class_mapped(asked, config)
 
 
 def _reads_siblings(asked: Any, source: Source) -> bool:
@@ -250,17 +236,3 @@ def _listed_class(source: Source) -> Any:
         case ["transformers", str(class_name)]:
             return getattr(transformers, class_name, None)
     return None
-
-
-def _class_mapped(mapping: Any, config: Mapping[str, Any]) -> type | None:
-    """Return the class that an automatic class of transformers chooses for a configuration."""
-    from transformers import CONFIG_MAPPING
-
-    try:
-        found = mapping[CONFIG_MAPPING[config["model_type"]]]
-    except (KeyError, TypeError, ValueError, ImportError):
-        return None
-    if isinstance(found, tuple):  # several: the configuration names one, or else it is the first
-        named = config.get("architectures") or ()
-        found = next((each for each in found if each.__name__ in named), found[0])
-    return found if isinstance(found, type) else None

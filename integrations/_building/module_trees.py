@@ -18,11 +18,11 @@ from shmload._checkpoints.rule import Rule, rule_for, wanted_dtype
 from shmload._loading.headers import stored_sizes, stored_tensors
 from shmload._placement.modules import Component, Module, join, parent_of
 from shmload._wording import logger_of
+from shmload.integrations._building.compat import float32_patterns, indivisible_classes
 from shmload.integrations._building.libraries import libraries
 from shmload.integrations._building.mapped import modules_of
 from shmload.integrations._building.rules import (
     find_class,
-    float32_patterns,
     make_meta_model,
 )
 
@@ -92,9 +92,7 @@ def component_of(name: str, model: torch.nn.Module, nbytes_of: NbytesOf | None =
 def whole_classes(model: torch.nn.Module) -> set[str]:
     """Return the names of the classes that a model, or a module in it, calls indivisible."""
     return {
-        class_name
-        for module in modules_of(model)
-        for class_name in getattr(module, "_no_split_modules", None) or ()
+        class_name for module in modules_of(model) for class_name in indivisible_classes(module)
     }
 
 

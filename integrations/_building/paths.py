@@ -101,7 +101,9 @@ class PathRepair:
         if isinstance(value, tuple) and type(value) is tuple:
             repaired = tuple(self._repaired(item, waiting) for item in value)
             return value if all(a is b for a, b in zip(value, repaired, strict=True)) else repaired
-        if not isinstance(value, self._leaves) and _may_hold_paths(value):
+        # Empty dicts of hooks, and vocabularies, would take most of the time.
+        is_worth_it = not isinstance(value, (dict, list)) or 0 < len(value) < _VOCABULARY_COUNT
+        if is_worth_it and not isinstance(value, self._leaves):
             waiting.append(value)
         return value
 
@@ -141,8 +143,3 @@ class PathRepair:
                 record.levelno = -1  # below the level of any handler
             self._saying.add(key)
         rewrite(record, message)
-
-
-def _may_hold_paths(value: object) -> bool:
-    """Return False for what would take most of the time: empty dicts of hooks, vocabularies."""
-    return not isinstance(value, (dict, list)) or 0 < len(value) < _VOCABULARY_COUNT

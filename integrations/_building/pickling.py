@@ -7,8 +7,6 @@ one that a shard holds whole, or comes with its bytes. Anything else raises `Unf
 import collections
 import copy
 import enum
-import functools
-import importlib
 import io
 import os
 import pickle
@@ -22,10 +20,17 @@ from transformers import PreTrainedModel
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import read_header
-from shmload._host.fingerprint import Fingerprint, Stamp
+from shmload._host.fingerprint import Stamp
 from shmload._host.linux import Inode, inode_of, reopen
 from shmload._loading.state_dict import wrap
-from shmload.integrations._building.inside import what_is_behind
+from shmload.integrations._building.compat import (
+    OWN_HASH,
+    define_apply,
+    make_normed,
+    norm_of,
+)
+from shmload.integrations._building.conditions import stamp_of
+from shmload.integrations._building.libraries import what_is_behind
 from shmload.integrations._building.mapped import Spans, modules_of
 
 if TYPE_CHECKING:
@@ -42,19 +47,8 @@ _PACKAGES = frozenset(
     {"accelerate", "collections", "diffusers", "functools", "torch", "transformers"}
 )
 # Names of the standard library that a model may use.
-_STANDARD = {
-    "builtins.bool",
-    "builtins.complex",
-    "builtins.dict",
-    "builtins.float",
-    "builtins.frozenset",
-    "builtins.int",
-    "builtins.list",
-    "builtins.range",
-    "builtins.set",
-    "builtins.slice",
-    "builtins.str",
-    "builtins.tuple",
+_BUILTINS = (bool, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)
+_STANDARD = {f"builtins.{kind.__name__}" for kind in _BUILTINS} | {
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
     "re._compile",
@@ -115,13 +109,13 @@ def pickle_models(models: Models, files: Files) -> PickledModels:
         Exception: something in the models cannot be pickled.
     """
     for config in _hashed_configs(m for model in models.values() for m in model.modules()):
-        if config._original_object_hash != hash(config):
+        if getattr(config, OWN_HASH) != hash(config):
             raise Unfit("a generation config that was changed")
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, files)
     pickler.dump(models)
     homes = sorted({base.__module__ for kind in pickler.kinds for base in kind.__mro__})
-    stamps = {home: stamp for home in homes if (stamp := _stamp(home))}
+    stamps = {home: stamp for home in homes if (stamp := stamp_of(home))}
     return PickledModels(stamps=stamps, tensors=pickler.tensors, models=buffer.getvalue())
 
 
@@ -137,14 +131,14 @@ def unpickle_models(pickled: PickledModels, files: Files) -> Models:
         Exception: the files lack a tensor.
     """
     for home, stamp in pickled.stamps.items():
-        if _stamp(home) != stamp:
+        if stamp_of(home) != stamp:
             raise Unfit(f"{home} has changed")
     stored = [_wrap_own(fd, name) for name, fd in files]
     models: Models = _Unpickler(pickled, stored).load()
     modules = [module for model in models.values() for module in modules_of(model)]
     register_classes(modules)
     for config in _hashed_configs(modules):
-        config._original_object_hash = hash(config)
+        setattr(config, OWN_HASH, hash(config))
     return models
 
 
@@ -221,15 +215,13 @@ def _normed(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
     Raises:
         Unfit: it has not.
     """
-    made: Any = tensor.grad_fn
-    if type(made).__name__ != "WeightNormInterfaceBackward0":
+    norm = norm_of(tensor)
+    if norm is None:
         raise Unfit("a tensor without bytes")
-    (direction, _), (magnitudes, _) = made.next_functions
-    wanted = (tensor.dtype, torch.device("meta"))
-    for each in (direction.variable, magnitudes.variable):
-        if (each.dtype, each.device) != wanted:
-            raise Unfit("a normed weight of other parameters")
-    return tuple(magnitudes.variable.shape), made._saved_dim
+    direction, magnitudes, dim = norm
+    if any((p.dtype, p.device.type) != (tensor.dtype, "meta") for p in (direction, magnitudes)):
+        raise Unfit("a normed weight of other parameters")
+    return tuple(magnitudes.shape), dim
 
 
 class _Places:
@@ -304,7 +296,7 @@ def _make_tensor(tensor: StoredTensor, stored: list[dict[str, torch.Tensor]]) ->
             torch.empty(each, dtype=getattr(torch, tensor.name), device="meta", requires_grad=True)
             for each in (tensor.shape, shape)
         )
-        return torch._weight_norm(direction, magnitudes, dim)
+        return make_normed(direction, magnitudes, dim)
     else:
         dtype = getattr(torch, tensor.name)
         content = bytearray(tensor.content)  # writable, like any buffer of a model
@@ -330,7 +322,7 @@ def _hashed_configs(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
     """Yield the generation configs that store their own hash, which differs in each process."""
     for module in modules:
         config = vars(module).get("generation_config")
-        if hasattr(config, "_original_object_hash"):
+        if hasattr(config, OWN_HASH):
             yield config
 
 
@@ -352,19 +344,7 @@ def register_classes(modules: Iterable[torch.nn.Module]) -> None:
             unused = torch.nn.Module.__new__(kind)
             PreTrainedModel.__init__(unused, copy.deepcopy(module.config))
     if known:
-        _define_apply()
-
-
-def _define_apply() -> None:
-    """Have transformers 5 give torch's modules the method that it defines at its first build."""
-    if hasattr(torch.nn.Module, "smart_apply"):
-        return
-    if not hasattr(PreTrainedModel, "initialize_weights"):  # an older one
-        return
-    empty: Any = torch.nn.Module()
-    empty._initialize_weights = lambda module, is_custom: None
-    empty.is_custom_code = lambda: False
-    PreTrainedModel.initialize_weights(empty)
+        define_apply()
 
 
 def _is_of_libraries(module: str) -> bool:
@@ -394,17 +374,6 @@ def _home_of(function: object) -> str:
     bare = what_is_behind(getattr(function, "__func__", function))
     known = getattr(bare, "__globals__", None)
     return str(known["__name__"] if known else getattr(bare, "__module__", None) or "builtins")
-
-
-@functools.cache
-def _stamp(home: str) -> Stamp | None:
-    """Return the fingerprint of a library's Python module; None for others."""
-    if not _is_of_libraries(home):
-        return None
-    try:
-        return Fingerprint.of(os.stat(importlib.import_module(home).__file__ or "")).lasting
-    except (ImportError, OSError):
-        return None
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

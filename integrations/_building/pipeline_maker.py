@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import Rule, likely_rule, rule_for
+from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.rule import library_versions
+from shmload._host.memo import Memo
 from shmload.errors import ArgumentError
-from shmload.integrations._building.class_parts import remember_parts, remembered_parts
 from shmload.integrations._building.classes import find_class_named, require_installed
+from shmload.integrations._building.compat import class_for_task, connected_class
+from shmload.integrations._building.keywords import CHOOSING_KEYWORDS
+from shmload.integrations._building.maker import Maker, with_dtype
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -23,11 +26,7 @@ _TASKS = {
 }
 
 
-# With one of these the base class chooses another class than the source's.
-_CHOOSE_THE_CLASS = ("custom_pipeline", "load_connected_pipeline")
-
-
-class PipelineMaker:
+class PipelineMaker(Maker):
     """Makes a pipeline by a class that the user names, or else by the one that the source names.
 
     Args:
@@ -40,10 +39,6 @@ class PipelineMaker:
     """
 
     is_of_pipelines = True
-    takes_path = False
-    reads_weights = False
-    keeps_blocks = False
-    computed = ""
 
     def __init__(self, wanted: object, left_out: Collection[str] = ()) -> None:
         if wanted is not None and not isinstance(wanted, str):
@@ -72,7 +67,7 @@ class PipelineMaker:
         # A class of the user's may be edited at any time, so nothing is remembered of it.
         if not isinstance(self._wanted, str) or "." in self._wanted:
             return None
-        known = remembered_parts(self._wanted)
+        known = _parts_memo(self._wanted).read()
         return without_others(source, known.names) if known else None
 
     def taken(self, source: Source) -> Source:
@@ -134,13 +129,12 @@ class PipelineMaker:
             ArgumentError, LibraryMissing: as `find_class`.
         """
         import diffusers
-        from diffusers.pipelines import auto_pipeline
 
         found = self.find_class(source)
         is_base = self._wanted is None or found is diffusers.DiffusionPipeline
         if is_base and kwargs.get("load_connected_pipeline"):
             named = getattr(diffusers, source.class_name, None)
-            return auto_pipeline._get_connected_pipeline(named) or named
+            return connected_class(named)
         self._source_class = self._source_class or source.class_name
         return self._chosen(found)
 
@@ -151,20 +145,12 @@ class PipelineMaker:
         is_known = getattr(diffusers, self._class.__name__, None) is self._class
         taken = _components_taken(self._class)
         if is_known:
-            remember_parts(self._class.__name__, taken)
+            _remember_parts(self._class.__name__, taken)
         if self._class is diffusers.DiffusionPipeline:
             return source
         is_named = is_known and taken is not None
         class_name = self._class.__name__ if is_named else ""
         return msgspec.structs.replace(without_others(source, taken), class_name=class_name)
-
-    def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
-        """Return the rule that most classes have."""
-        return likely_rule(checkpoint, dtype)
-
-    def rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
-        """Return the rule of the class that the source names for the component."""
-        return rule_for(checkpoint, dtype)
 
     def make(
         self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]
@@ -172,10 +158,8 @@ class PipelineMaker:
         """Let diffusers build the pipeline."""
         import diffusers
 
-        from shmload.integrations._building.torch_dtypes import as_torch, diffusers_keyword
-
         made_by = self._class
-        if self._wanted is None and any(map(kwargs.get, _CHOOSE_THE_CLASS)):
+        if self._wanted is None and any(map(kwargs.get, CHOOSING_KEYWORDS)):
             made_by = diffusers.DiffusionPipeline
         if "controlnet" in self.left_out:
             made_by = self._chosen(made_by)
@@ -183,9 +167,7 @@ class PipelineMaker:
         # The library warns about None, too, for a component that the class does not take.
         unknown = set(self.left_out).difference(taken) if taken is not None else ()
         given = {name: value for name, value in kwargs.items() if name not in unknown}
-        if dtype is not None:
-            given[diffusers_keyword()] = as_torch(dtype)
-        pipe: DiffusionPipeline = made_by.from_pretrained(path, **given)
+        pipe: DiffusionPipeline = made_by.from_pretrained(path, **with_dtype(given, dtype))
         return pipe
 
     def _chosen(self, asked: Any) -> Any:
@@ -194,13 +176,8 @@ class PipelineMaker:
         For an automatic class `controlnet=None`, by which a component is left out, asks for
         another class than that of the source.
         """
-        from diffusers.pipelines import auto_pipeline
-
         task = _TASKS.get(getattr(asked, "__name__", ""))
-        mapping = getattr(auto_pipeline, f"AUTO_{task}_PIPELINES_MAPPING", None)
-        if mapping is None or not self._source_class:
-            return asked
-        return auto_pipeline._get_task_class(mapping, self._source_class)
+        return class_for_task(task, asked, self._source_class)
 
     def part(self, made: "DiffusionPipeline", component: str) -> Any:
         """Return a component; None if the pipeline has none of that name."""
@@ -256,3 +233,25 @@ def _require_pipeline_class(found: object) -> None:
         return
     hint = "; use load_model for a model" if bases & {"ModelMixin", "PreTrainedModel"} else ""
     raise ArgumentError(f"pipeline_class is {found.__name__}, which loads no pipelines{hint}")
+
+
+# What classes take, remembered --------------------------------------------------------------------
+
+
+class ClassParts(msgspec.Struct, frozen=True):
+    """The components that a class takes: to ask the class means to import it first."""
+
+    names: tuple[str, ...] | None
+    """None for a class that chooses another one by the source."""
+
+
+def _remember_parts(class_name: str, names: Collection[str] | None) -> None:
+    """Write what a class is made of; if that fails, the next load imports the class first."""
+    parts = ClassParts(None if names is None else tuple(sorted(names)))
+    memo = _parts_memo(class_name)
+    if memo.read() != parts:
+        memo.write(parts)
+
+
+def _parts_memo(class_name: str) -> Memo[ClassParts]:
+    return Memo("classes", ClassParts, (library_versions(), class_name))

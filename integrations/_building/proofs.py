@@ -20,6 +20,7 @@ from shmload._checkpoints.resolve import Source
 from shmload._host.memo import Memo
 from shmload._wording import logger_of
 from shmload.integrations._building.conditions import SKIPPED, Conditions, Trace, why_unmet
+from shmload.integrations._building.parts import modules
 from shmload.integrations._building.skeletons import process_facts
 
 logger = logger_of(__name__)
@@ -95,12 +96,8 @@ def reach_of(trace: Trace) -> tuple[str, ...]:
 
 def _homes() -> dict[str, str]:
     """Return the names of modules by their files."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        file = vars(module).get("__file__") if isinstance(module, types.ModuleType) else None
-        if isinstance(file, str):
-            found[file] = name
-    return found
+    files = ((vars(module).get("__file__"), name) for name, module in modules())
+    return {file: name for file, name in files if isinstance(file, str)}
 
 
 def modules_in(reach: Iterable[str]) -> dict[str, types.ModuleType]:
@@ -115,11 +112,6 @@ def recall_proof(memo: Memo[Proof]) -> Proof | None:
         logger.info("a class is examined again: %s", reason)
         return None
     return found
-
-
-def remember_proof(memo: Memo[Proof], proof: Proof) -> None:
-    """Remember a proof."""
-    memo.write(proof)
 
 
 def proof_memo(source: Source, maker: object) -> Memo[Proof]:

@@ -1,4 +1,4 @@
-"""Work that waits for the judge, and how the judge is started.
+"""Requests for skeletons that wait for the judge, and how the judge is started.
 
 Each program that wants something of the judge leaves a file in a folder of this user. One judge per
 user and machine works it off, whatever cache it is for: it holds a lock meanwhile. A program that
@@ -8,20 +8,28 @@ the work lies there until that judge, or the one that a later program starts, ta
 
 import contextlib
 import os
+import pickle
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
 
+from shmload._checkpoints.resolve import Source
 from shmload._host.changes import forks_wait
 from shmload._host.files import TEMPORARY_SUFFIX, replacing
 from shmload._host.lock import Lock
 from shmload._host.own_folder import private_path, runtime_folder
 from shmload._host.variables import is_of_import
+from shmload._settings import settings
+from shmload._wording import logger_of
+from shmload.integrations._building.maker import Maker
+
+logger = logger_of(__name__)
 
 # The judge's program. The path is the program's, which may have found its packages by changing it.
 _PROGRAM = """
@@ -84,33 +92,48 @@ class Program(msgspec.Struct, frozen=True):
         return others | dict(self.variables) | {"_SHMLOAD_JUDGE": own}
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that the judge is asked for."""
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One load whose models shall get a skeleton: what a `Build` is made of."""
 
-    kind: str
-    """A row of the judge's table."""
     key: str
-    """Tells it from other work for the same cache."""
+    """Name of the skeleton's file."""
+    source: Source
+    """As the maker takes it."""
+    maker: Maker
+    dtype: object
+    """As the user gave it."""
+    kwargs: dict[str, Any]
+    """For `from_pretrained`."""
+    directory: str
+    """The working directory."""
+
+    @property
+    def class_name(self) -> str:
+        """Name of the class of the pipeline or model."""
+        return self.source.class_name or self.maker.name or ""
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, as it waits for the judge."""
+
+    key: str
+    """As in the request."""
     group: str
-    """Work of one group imports the same: one process does it."""
+    """Requests of one group import the same: one process works them off."""
     cache: str
-    """The directory that the result is for."""
+    """The directory that the skeleton is for."""
     program: Program
-    content: bytes
-    """What the kind needs to know."""
+    request: bytes
+    """Pickled. It is trusted like code: it lies in a folder that no other user can write to."""
 
     @property
     def name(self) -> str:
         """Name of its file."""
-        cache = xxhash.xxh3_64_hexdigest(os.fsencode(self.cache))
-        return f"{self.kind}-{self.key}-{cache}"
+        return f"{self.key}-{xxhash.xxh3_64_hexdigest(os.fsencode(self.cache))}"
 
     def is_like(self, other: "Work") -> bool:
         """Tell whether one process can do both."""
-        return all(
-            getattr(self, name) == getattr(other, name)
-            for name in ("kind", "group", "cache", "program")
-        )
+        return (self.group, self.cache, self.program) == (other.group, other.cache, other.program)
 
 
 class Queue:
@@ -184,7 +207,34 @@ def queue() -> Queue:
     return Queue(Path(private_path(f"{runtime_folder()}/{_FOLDER}")))
 
 
-def ask(work: Work) -> None:
+def ask(request: Request) -> None:
+    """Ask the judge for a skeleton; if that fails, only the log says so."""
+    cache = settings().cache_dir
+    # A token is secret, and nothing is downloaded.
+    kwargs = {name: value for name, value in request.kwargs.items() if name != "token"}
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        leave(
+            Work(
+                key=request.key,
+                group=f"{request.source.class_name} {request.maker.name}",
+                cache=os.path.abspath(cache),
+                program=Program.of_this_process(),
+                request=pickle.dumps(msgspec.structs.replace(request, kwargs=kwargs)),
+            )
+        )
+    except (
+        AttributeError,
+        OSError,
+        TypeError,
+        ValueError,
+        pickle.PickleError,
+        subprocess.SubprocessError,
+    ) as exc:
+        logger.info("no skeleton is asked for: %s", exc)
+
+
+def leave(work: Work) -> None:
     """Leave work, and start the judge unless it runs.
 
     Raises:

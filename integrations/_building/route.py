@@ -13,22 +13,10 @@ from shmload._placement.placement import place
 from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
 from shmload.errors import ArgumentError
+from shmload.integrations._building.keywords import BYPASSING_KEYWORDS, QUANTISING_KEYWORDS
 from shmload.integrations._building.model_maker import is_left_to_library
 from shmload.integrations._devices.destination import Destination, parse_max_host_memory
 from shmload.integrations._devices.ways import Pin
-
-# `load_in_...` is an older way to ask transformers for it.
-_QUANTISING_KWARGS = ("quantization_config", "load_in_4bit", "load_in_8bit")
-# With these the library reads other files, or makes new tensors of what it reads.
-BYPASSING_KWARGS = (
-    *_QUANTISING_KWARGS,
-    "use_flashpack",
-    "use_onnx",
-    "gguf_file",
-    "state_dict",
-    "key_mapping",
-)
-
 
 CONVERTED = "converted"
 Keep = bool | Literal["converted"]
@@ -36,17 +24,11 @@ Keep = bool | Literal["converted"]
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """Where weights go, by segments or by a ring, and how long segments stay."""
+    """Where weights go, by segments or by a ring."""
 
     destination: Destination | None
     """Devices that shmload copies weights to; None if they stay on the host, or if the library
     copies them."""
-    stay: Stay
-    """How long segments stay."""
-    tries_to_share: bool
-    """Share segments if there is room: one of several ranks loads, and was not told otherwise."""
-    may_link: bool
-    """Files that have the wanted dtypes get no segment, even if the others stay."""
     is_bypassed: bool
     """The library reads other files, or makes new tensors: segments keep the stored dtypes."""
     may_stream: bool
@@ -111,15 +93,12 @@ def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, 
     """
     destination = _parse_destination(source, asked, kwargs)
     is_unread = kwargs.get("use_safetensors") is False and not is_in_pickles(source)
-    is_bypassed = is_unread or any(map(kwargs.get, BYPASSING_KWARGS))
+    is_bypassed = is_unread or any(map(kwargs.get, BYPASSING_KEYWORDS))
     keeps_nothing = asked.stay is Stay.PRIVATE and not (asked.verify or is_bypassed)
     if asked.is_bounded:
         destination = _bound(destination if keeps_nothing else None, source, dtype)
     return Route(
         destination=destination,
-        stay=asked.stay,
-        may_link=asked.may_link,
-        tries_to_share=asked.tries_to_share,
         is_bypassed=is_bypassed,
         may_stream=keeps_nothing and destination is not None,
     )
@@ -137,7 +116,7 @@ def require_readable(asked: Asked, kwargs: Mapping[str, Any]) -> None:
         DeviceMissing: a device is not there, as far as `Destination.require_present` tells.
     """
     _require_map(asked)
-    if asked.device_map is None or any(map(kwargs.get, _QUANTISING_KWARGS)):
+    if asked.device_map is None or any(map(kwargs.get, QUANTISING_KEYWORDS)):
         return
     # A folder counts later, if the weights are not quantised: then the library has them.
     _destination(asked, kwargs.get("offload_folder", "")).require_present()
@@ -145,7 +124,7 @@ def require_readable(asked: Asked, kwargs: Mapping[str, Any]) -> None:
 
 def is_quantised(source: Source, kwargs: Mapping[str, Any]) -> bool:
     """Tell whether the library quantises weights, or loads some that are quantised."""
-    return any(map(kwargs.get, _QUANTISING_KWARGS)) or any(
+    return any(map(kwargs.get, QUANTISING_KEYWORDS)) or any(
         checkpoint.config.get("quantization_config")
         for checkpoint in source.checkpoints
         if checkpoint.component not in kwargs

@@ -14,6 +14,12 @@ from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._wording import logger_of
+from shmload.integrations._building.compat import (
+    float32_patterns,
+    kept_in_float32,
+    make_from_config,
+    unrenamed,
+)
 from shmload.integrations._building.libraries import libraries
 
 logger = logger_of(__name__)
@@ -86,8 +92,7 @@ def find_class(checkpoint: Checkpoint) -> type | None:
 
 def _diffusers_rule(model_class: Any, target: str | None) -> Rule:
     # A tensor keeps float32 under every torch_dtype if a part of its dotted name is listed here.
-    kept = getattr(model_class, "_keep_in_fp32_modules", None) or ()
-    parts = tuple(sorted({kept} if isinstance(kept, str) else set(kept)))
+    parts = tuple(sorted(kept_in_float32(model_class)))
     if target is None:
         return _WIDENED
     return Rule(target=target, fp32_parts=parts if target != "F32" else ())
@@ -121,9 +126,7 @@ def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) ->
         return Rule(target=target)
     # Many classes rename tensors while they load. A tensor that is renamed may be one of the
     # exceptions, so only unrenamed ones are listed.
-    return Rule(
-        target=target, only=frozenset(_unrenamed(model, set(tensors) - exceptions, tensors))
-    )
+    return Rule(target=target, only=frozenset(unrenamed(model, set(tensors) - exceptions, tensors)))
 
 
 def make_meta_model(model_class: Any, checkpoint: Checkpoint, dtype: Any) -> Any:
@@ -135,37 +138,4 @@ def make_meta_model(model_class: Any, checkpoint: Checkpoint, dtype: Any) -> Any
         if part is not None:
             part.dtype = dtype  # as from_pretrained does: nested models take it from here
     with torch.device("meta"):
-        return model_class._from_config(config, dtype=dtype)
-
-
-def float32_patterns(model: Any, target: str) -> set[str]:
-    """Return patterns of the names that a model of transformers keeps in float32."""
-    patterns: set[str] = set()
-    if target == "F16":
-        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if target in ("F16", "BF16"):
-        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    return patterns
-
-
-def _unrenamed(model: Any, names: set[str], tensors: dict[str, Any]) -> set[str]:
-    """Return the names of checkpoint tensors that the library loads without renaming."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            rename_source_key,
-        )
-    except ImportError:  # transformers 4
-        mapping = model._get_key_renaming_mapping(sorted(names))
-        return {name for name in names if mapping.get(name) == name}
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    prefix = model.base_model_prefix
-    return {
-        name
-        for name in names
-        if rename_source_key(name, renamings, converters, prefix, tensors) == (name, None)
-    }
+        return make_from_config(model_class, config, dtype)

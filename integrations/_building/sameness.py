@@ -1,18 +1,25 @@
 """Compares two pipelines, object by object: what a program can see of them must be equal."""
 
-import functools
 import types
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
 
+from shmload.integrations._building.compat import OWN_HASH
 from shmload.integrations._building.mapped import Spans
+from shmload.integrations._building.parts import ATTRIBUTES, children
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+_Parts = list[tuple[Any, Any]]
+
+_PLAIN = (
+    *(str, bytes, int, float, complex, bool, type(None)),
+    *(torch.dtype, torch.device, PurePath),
+)
 _SHARED = (type, types.ModuleType, types.CodeType)
 # A transformers' config of generation notes its own hash, which depends on addresses.
-_HASHES = frozenset({"_original_object_hash"})
+_HASHES = frozenset({OWN_HASH})
 
 
 class Different(Exception):
@@ -73,53 +80,31 @@ class Comparison:
                     other.tobytes(),
                 ):
                     raise Different(f"{where} has other elements")
-            case dict():
-                self._compare_items(one, other, where)
-            case list() | tuple():
-                self._compare_lists(one, other, where)
             case set() | frozenset():
                 if one != other:
                     raise Different(f"{where} has other elements")
-            case types.FunctionType():
-                self._compare_functions(one, other, where)
-            case types.MethodType():
-                self._wait(one.__func__, other.__func__, f"{where}.__func__")
-                self._wait(one.__self__, other.__self__, f"{where}.__self__")
             case types.BuiltinFunctionType():
                 self._wait(one.__qualname__, other.__qualname__, f"{where}.__qualname__")
                 self._wait(one.__self__, other.__self__, f"{where}.__self__")
-            case functools.partial():
-                mine, theirs = ((p.func, p.args, p.keywords) for p in (one, other))
-                self._wait(mine, theirs, where)
-        self._compare_attributes(one, other, where)
-
-    def _compare_attributes(self, one: Any, other: Any, where: str) -> None:
+            case types.FunctionType():
+                if (one.__code__, one.__globals__) != (other.__code__, other.__globals__):
+                    raise Different(f"{where} is another function")
+                self._compare_parts(children(one)[1:], children(other)[1:], where)
+            case _:
+                self._compare_parts(children(one), children(other), where)
         mine, theirs = getattr(one, "__dict__", None), getattr(other, "__dict__", None)
         if type(mine) is dict and type(theirs) is dict:
-            self._compare_items(mine, theirs, where)
+            self._wait(mine, theirs, where)
 
-    def _compare_items(self, one: dict[Any, Any], other: dict[Any, Any], where: str) -> None:
-        if list(map(_name, dict.keys(one))) != list(map(_name, dict.keys(other))):
-            odd = {*map(_name, dict.keys(one))} ^ {*map(_name, dict.keys(other))}
+    def _compare_parts(self, one: _Parts, other: _Parts, where: str) -> None:
+        names, others = ([_name(name) for name, _ in parts] for parts in (one, other))
+        if names != others:
+            odd = {*names} ^ {*others}
             raise Different(f"{where} has other entries: {sorted(map(str, odd))[:3]}")
-        for (key, mine), theirs in zip(dict.items(one), dict.values(other), strict=True):
+        for name, (key, mine), (_, theirs) in zip(names, one, other, strict=True):
             if key not in _HASHES:
-                self._wait(mine, theirs, f"{where}.{_name(key)}")
-
-    def _compare_lists(self, one: Any, other: Any, where: str) -> None:
-        if len(one) != len(other):
-            raise Different(f"{where} has {len(one)} items and {len(other)}")
-        for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
-            self._wait(mine, theirs, f"{where}[{number}]")
-
-    def _compare_functions(self, one: Any, other: Any, where: str) -> None:
-        if (one.__code__, one.__globals__) != (other.__code__, other.__globals__):
-            raise Different(f"{where} is another function")
-        for name in ("__defaults__", "__kwdefaults__"):
-            self._wait(getattr(one, name), getattr(other, name), f"{where}.{name}")
-        cells, others = one.__closure__ or (), other.__closure__ or ()
-        mine, theirs = ([c.cell_contents for c in each] for each in (cells, others))
-        self._wait(mine, theirs, f"{where}.__closure__")
+                place = f"{where}.{str(name).removeprefix('.')}"
+                self._wait(mine, theirs, where if name == ATTRIBUTES else place)
 
     def _compare_tensors(self, one: torch.Tensor, other: torch.Tensor, where: str) -> None:
         for name, mine, theirs in zip(_FACTS, _facts(one), _facts(other), strict=True):

@@ -25,36 +25,9 @@ from shmload._checkpoints.wanted import Hub, Wanted, named_arguments
 from shmload._checkpoints.weights import why_file_is_unread
 from shmload.errors import ArgumentError, PickleUnread, UnknownArgument
 from shmload.integrations._building.classes import find_class_named, require_installed
+from shmload.integrations._building.keywords import FILE_KEYWORDS
+from shmload.integrations._building.maker import Maker, as_torch, with_dtype
 
-# What `from_single_file` reads from its keywords, in 0.35 to 0.42; a test compares it with the
-# libraries' source.
-KEYWORDS = frozenset(
-    {
-        "cache_dir",
-        "config",
-        "config_revision",
-        "device",
-        "disable_mmap",
-        "extract_ema",
-        "force_download",
-        "image_size",
-        "load_safety_checker",
-        "local_files_only",
-        "low_cpu_mem_usage",
-        "num_in_channels",
-        "original_config",
-        "original_config_file",
-        "prediction_type",
-        "proxies",
-        "quantization_config",
-        "revision",
-        "scaling_factor",
-        "scheduler_type",
-        "subfolder",
-        "token",
-        "upcast_attention",
-    }
-)
 _METHOD = "from_single_file"
 
 
@@ -116,7 +89,7 @@ def settle_single_dtype(dtype: object, source: Source) -> object:
     return dtype
 
 
-class SingleFileMaker:
+class SingleFileMaker(Maker):
     """Makes a model by the `from_single_file` of a class.
 
     Args:
@@ -126,12 +99,7 @@ class SingleFileMaker:
         ArgumentError: `wanted` is a class that loads no single files.
     """
 
-    is_of_pipelines = False
-    takes_path = False
-    left_out = ()
     reads_weights = True
-    keeps_blocks = False
-    name = None
     argument = "cls"
 
     def __init__(self, wanted: object) -> None:
@@ -139,11 +107,6 @@ class SingleFileMaker:
             _require_method(wanted, self.argument)
         self._wanted = wanted
         self._class: Any = None
-        self.computed = ""
-
-    def foresee(self, source: Source) -> Source | None:
-        """Return the source: the class takes the whole file."""
-        return source
 
     def import_classes(self, source: Source) -> Source:
         """Import the class, and the module that builds by it.
@@ -184,11 +147,11 @@ class SingleFileMaker:
         Raises:
             UnknownArgument: with the nearest name that is taken.
         """
-        unknown = sorted(KEYWORDS.symmetric_difference(kwargs).difference(KEYWORDS))
+        unknown = sorted(set(kwargs).difference(FILE_KEYWORDS))
         if not unknown:
             return
         found = self.find_class()
-        taken = KEYWORDS.union(inspect.signature(found.__init__).parameters) - {"self"}
+        taken = FILE_KEYWORDS.union(inspect.signature(found.__init__).parameters) - {"self"}
         for name in unknown:
             if name not in taken:
                 functions = [function.__qualname__, f"{found.__name__}.{_METHOD}"]
@@ -216,12 +179,9 @@ class SingleFileMaker:
         import torch
 
         from shmload.integrations._building.movement import Movement
-        from shmload.integrations._building.torch_dtypes import as_torch, diffusers_keyword
 
-        given = dict(kwargs)
+        given = with_dtype(kwargs, dtype)
         target: Any = as_torch(dtype)
-        if target is not None:
-            given[diffusers_keyword()] = target
         with Movement(path, target or torch.float32) as movement:
             made = getattr(self._class, _METHOD)(self._weights(path), **given)
         self.computed = movement.computed
@@ -230,14 +190,6 @@ class SingleFileMaker:
     def _weights(self, path: str | os.PathLike[str]) -> Any:
         """Return what to give to `from_single_file`: the path of a segment, or of the file."""
         return path
-
-    def part(self, made: Any, component: str) -> Any:
-        """Return the model, whose component has an empty name."""
-        return made
-
-    def parts(self, made: Any) -> Mapping[str, Any]:
-        """Return the model alone."""
-        return {"": made}
 
 
 class SinglePipelineMaker(SingleFileMaker):

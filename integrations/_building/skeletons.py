@@ -23,6 +23,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -33,16 +34,16 @@ from shmload._host.memo import Memo, all_remembered
 from shmload._loading.plan import ShardPlan
 from shmload._wording import logger_of
 from shmload.integrations._building.conditions import Conditions, is_changed_on_disk, why_unmet
-from shmload.integrations._building.draws import Draw, repeat
+from shmload.integrations._building.draws import Draw, repeat, take_numbers
 from shmload.integrations._building.effects import Message
-from shmload.integrations._building.hooks import take_numbers
 from shmload.integrations._building.pickling import Files, Models, PickledModels, unpickle_models
+from shmload.integrations._building.queued import Request
 from shmload.integrations._building.state import replaced_name
 
 logger = logger_of(__name__)
 
 # Increment it when skeletons are written or read in another way.
-_VERSION = 9
+_VERSION = 10
 # Settings of the libraries that can change what they build.
 _ENVIRONMENT = ("DIFFUSERS_", "TRANSFORMERS_")
 _FOLDER = "skeletons"
@@ -82,6 +83,17 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
     """How many numbers of torch's hooks the build takes."""
     messages: tuple[Message, ...] = ()
     """What the libraries say each time while they build the models."""
+
+    @classmethod
+    def of(cls, request: Request, **content: Any) -> Self:
+        """Return the skeleton of a load; the content is its other fields."""
+        return cls(
+            source=os.fspath(request.source.given),
+            root=os.fspath(request.source.root),
+            class_name=request.class_name,
+            dtype=str(request.dtype),
+            **content,
+        )
 
     def build(self, files: Files) -> Models:
         """Build the models over some files.

@@ -3,47 +3,23 @@
 Globals, class dictionaries, registries, what functions keep. Compared later, it tells which of them
 changed, in words that are the same in every process. What C code keeps to itself is not seen.
 
-Some 150,000 objects are looked at each time. So what depends on an object's class alone is found
-out once for the class, and how an object was reached is put in words only if it has changed.
+Some 150,000 objects are looked at each time. So how an object was reached is put in words only if
+it has changed.
 """
 
 import collections
-import functools
 import itertools
-import logging
 import operator
 import re
 import sys
-import threading
 import types
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), type(Ellipsis), torch.dtype)
-# What holds nothing that a program could register in, or changes by itself.
-_CLOSED = (
-    types.CodeType,
-    types.BuiltinFunctionType,
-    types.MethodWrapperType,
-    types.WrapperDescriptorType,
-    types.MethodDescriptorType,
-    types.GetSetDescriptorType,
-    types.MemberDescriptorType,
-    types.FrameType,
-    types.ModuleType,
-    types.TracebackType,
-    functools._lru_cache_wrapper,
-    re.Pattern,
-    np.ndarray,
-    np.generic,
-    weakref.ReferenceType,
-    threading.Thread,
-)
-_LEAVES = frozenset({*_PLAIN, *_CLOSED})
+from shmload.integrations._building.parts import CLOSED, LEAVES, PLAIN, Kind, children, kind_of
+
 # Modules that keep caches of what they were asked, and the machinery that looks on.
 _PRIVATE = frozenset(
     {
@@ -85,7 +61,7 @@ class Snapshot:
     def __init__(self, modules: Mapping[str, object] | None = None) -> None:
         # By id: the object, its kind, its content then, and how it was reached first. The content
         # keeps all alive, so that no id is used twice.
-        self._known: dict[int, tuple[Any, _Kind, list[Any], _Reached]] = {}
+        self._known: dict[int, tuple[Any, Kind, list[Any], _Reached]] = {}
         # What was reached by torch's private modules first.
         self._passed: dict[int, Any] = {}
         waiting: collections.deque[_Reached] = collections.deque()
@@ -99,7 +75,7 @@ class Snapshot:
         found: collections.deque[_Reached] = collections.deque()
         for number, (known, kind, before, how) in list(self._known.items()):
             if type(known) is not kind.kind:
-                kind = _kind_of(known)
+                kind = kind_of(known)
             after = kind.content(known)
             if len(after) == len(before) and all(map(operator.is_, after, before)):
                 continue
@@ -116,7 +92,7 @@ class Snapshot:
             number = id(value)
             if number in known or number in passed:
                 continue
-            kind = _kind_of(value)
+            kind = kind_of(value)
             if not kind.is_open:
                 continue
             home = str(value.__module__ if kind.is_class else "" if holder else name)
@@ -154,150 +130,24 @@ class _Reached(NamedTuple):
     """Whether it is itself a key."""
 
 
-class _Kind(NamedTuple):
-    """How the objects of one class are read."""
-
-    kind: type
-    is_open: bool
-    """Whether what they hold is looked at."""
-    is_class: bool
-    content: Callable[[Any], list[Any]]
-    """What one holds, to compare by identity."""
-    attributes: Callable[[Any], list[tuple[str, Any]]]
-    """Name and value of what one holds that is neither a container nor a class."""
-
-
-# By id of the class, which may have a hash of its own. A judge's audit hook hears each call of id,
-# which takes as long as all the rest: so a kind is kept with its objects.
-_kinds: dict[int, _Kind] = {}
-
-
-def _kind_of(value: object) -> _Kind:
-    # Not isinstance: some objects make what they stand for, or warn, when asked for their class.
-    kind = type(value)
-    found = _kinds.get(id(kind))
-    if found is None:
-        is_class = issubclass(kind, type)
-        is_own = not is_class and str(kind.__module__).startswith(("shmload", "_thread"))
-        attributes = _first(_READERS, kind) or functools.partial(_attributes, list(_slots(kind)))
-        found = _kinds[id(kind)] = _Kind(
-            kind,
-            not (is_own or issubclass(kind, (*_PLAIN, *_CLOSED))),
-            is_class,
-            _first(_CONTENTS, kind) or (lambda value: [each for _, each in attributes(value)]),
-            attributes,
-        )
-    return found
-
-
-def _first(table: "_Table", kind: type) -> Any:
-    return next((read for base, read in table if issubclass(kind, base)), None)
-
-
-def _slots(kind: type) -> Iterator[tuple[str, Any]]:
-    for base in type.__dict__["__mro__"].__get__(kind):
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            slot = base.__dict__.get(name)
-            if isinstance(slot, types.MemberDescriptorType):
-                yield f".{name}", slot
-
-
-def _held_by_class(value: type) -> list[Any]:
-    held = type.__dict__["__dict__"].__get__(value)
-    return [*held.keys(), *held.values()]
-
-
-def _held_by_function(value: types.FunctionType) -> list[Any]:
-    # Three of four have an empty dictionary, which is made when it is asked for.
-    own = [value.__code__, value.__defaults__, value.__kwdefaults__, value.__dict__ or None]
-    return own + [_cell(each) for each in value.__closure__] if value.__closure__ else own
-
-
-_Table = tuple[tuple[type | tuple[type, ...], Callable[[Any], list[Any]]], ...]
-_CONTENTS: _Table = (
-    (dict, lambda value: [*dict.keys(value), *dict.values(value)]),
-    ((list, tuple, collections.deque), list),
-    ((set, frozenset), lambda value: sorted(value, key=id)),
-    (type, _held_by_class),
-    (types.FunctionType, _held_by_function),
-)
-
-
-def _attributes(slots: list[tuple[str, Any]], value: Any) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError, RuntimeError):
-        attributes = None
-    if isinstance(attributes, dict):
-        found.append((".", attributes))
-    for name, slot in slots:
-        try:
-            found.append((name, slot.__get__(value)))
-        except AttributeError:
-            continue
-    return found
-
-
-def _of_function(value: types.FunctionType) -> list[tuple[str, Any]]:
-    names = (f"<{name}>" for name in value.__code__.co_freevars)
-    own = (".code", ".defaults", ".kwdefaults", ".dict")
-    return list(zip((*own, *names), _held_by_function(value), strict=False))
-
-
-_READERS: _Table = (
-    (types.FunctionType, _of_function),
-    ((classmethod, staticmethod), lambda value: [(".function", value.__func__)]),
-    (
-        types.MethodType,
-        lambda value: [(".function", value.__func__), (".self", value.__self__)],
-    ),
-    (
-        property,
-        lambda value: [(".get", value.fget), (".set", value.fset), (".del", value.fdel)],
-    ),
-    (types.MappingProxyType, lambda value: []),
-    (
-        functools.partial,
-        lambda value: [
-            (".func", value.func),
-            (".args", value.args),
-            (".keywords", value.keywords),
-        ],
-    ),
-    (
-        torch.Tensor,
-        lambda value: [(".version", None if value.is_inference() else value._version)],
-    ),
-    (  # but for its cache of levels
-        logging.Logger,
-        lambda value: [
-            (f".{name}", each) for name, each in vars(value).items() if name != "_cache"
-        ],
-    ),
-    (itertools.count, lambda value: [(".next", sys.intern(repr(value)))]),
-)
-
-
 def _children(value: Any, content: list[Any]) -> Iterator[_Reached]:
     """Yield what an object holds, other than values that hold nothing."""
     number, kind = id(value), type(value)
     if issubclass(kind, dict):
         half = len(content) // 2
         for key, each in zip(content[:half], content[half:], strict=True):
-            if type(key) not in _LEAVES and not isinstance(key, _PLAIN):
+            if type(key) not in LEAVES and not isinstance(key, PLAIN):
                 yield _Reached(key, number, None, is_key=True)
-            if type(each) not in _LEAVES:
+            if type(each) not in LEAVES:
                 yield _Reached(each, number, key)
         return
-    names: Any = itertools.count()
+    held: Iterable[tuple[Any, Any]]
     if issubclass(kind, type):
-        names, content = content[: len(content) // 2], content[len(content) // 2 :]
-    elif not issubclass(kind, (list, tuple, collections.deque, set, frozenset)):
-        names = [name for name, _ in _kind_of(value).attributes(value)]
-    for name, each in zip(names, content, strict=False):
-        if type(each) not in _LEAVES:
+        held = zip(content[: len(content) // 2], content[len(content) // 2 :], strict=True)
+    else:
+        held = children(value)
+    for name, each in held:
+        if type(each) not in LEAVES:
             yield _Reached(each, number, name)
 
 
@@ -319,7 +169,7 @@ def _differences(path: str, known: Any, before: list[Any], after: list[Any]) -> 
     if len(before) == len(after) and all(map(_is_equal, before, after)):
         return
     if isinstance(known, types.FunctionType) and before[3] is None and after[3] is not None:
-        yield from _differences(f"{path}.dict", {}, [], _kind_of(after[3]).content(after[3]))
+        yield from _differences(f"{path}.dict", {}, [], kind_of(after[3]).content(after[3]))
         before = [*before[:3], after[3], *before[4:]]
         yield from _differences(path, known, before, after)
         return
@@ -332,7 +182,7 @@ class _Same:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self._key = value if isinstance(value, _PLAIN) else id(value)
+        self._key = value if isinstance(value, PLAIN) else id(value)
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -344,25 +194,18 @@ class _Same:
 def _is_equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    return type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other)
-
-
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+    return type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other)
 
 
 def _text(value: Any, depth: int = 0) -> str:
     """Describe a value in words that are the same in every process."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return ADDRESS.sub("0x", repr(value)[:400])
     name = getattr(value, "__qualname__", None)
     if isinstance(name, str):
         return f"{getattr(value, '__module__', '')}.{name}"
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if depth >= _MAX_DEPTH or isinstance(value, _CLOSED):
+    if depth >= _MAX_DEPTH or isinstance(value, CLOSED):
         return kind
     if isinstance(value, dict):
         items = itertools.islice(dict.items(value), 200)
@@ -374,7 +217,7 @@ def _text(value: Any, depth: int = 0) -> str:
         return f"{kind}({', '.join(texts)}) of {len(value)}"
     if isinstance(value, torch.Tensor):
         return f"{kind} of {tuple(value.shape)}, {value.dtype}"
-    held = ", ".join(f"{k}{_text(v, depth + 1)}" for k, v in _kind_of(value).attributes(value))
+    held = ", ".join(f"{k}{_text(v, depth + 1)}" for k, v in kind_of(value).attributes(value))
     return f"{kind}({held})"
 
 

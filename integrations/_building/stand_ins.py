@@ -22,7 +22,7 @@ _PATTERN = b"\x21\x3c"
 
 
 class StandIns:
-    """What a build asks of a load, without a decode; a context that closes the files.
+    """What an ordinary build asks of a load, without a decode; a context that closes the files.
 
     Args:
         source: what to build.
@@ -51,17 +51,7 @@ class StandIns:
         """Close the files; models that were built over them stay valid."""
         self.holdings.close()
 
-    def wait(self) -> None:
-        """Do nothing: no bytes come."""
-
-    def verify(self) -> None:
-        """Do nothing: there is nothing to verify."""
-
-    def discard(self) -> None:
-        """Close the files."""
-        self.close()
-
-    def fill_small(self) -> None:
+    def mark_small(self) -> None:
         """Write numbers other than zero into all tensors whose reading nothing else would show."""
         for name, fd in self.holdings.open_files():
             header = read_header(fd, name)

@@ -8,10 +8,19 @@ and the tables in which programs register what the libraries then use. Code is c
 import operator
 import sys
 import types
-from collections.abc import Callable, Container, Iterator
+import uuid
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
+
+from shmload.integrations._building.compat import (
+    REGISTRIES,
+    global_hooks,
+    lazy_names,
+    reader,
+)
+from shmload.integrations._building.parts import modules
 
 # Python's own, and so of programs that set none; a lower one may end a build.
 _RECURSION_LIMIT = 1000
@@ -19,8 +28,6 @@ _PLAIN = (str, bool, int, float)
 # `copy` and `pickle` keep the names of slots in a class when they first meet it.
 _NEVER = ("__doc__", "__slotnames__")
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
-# Where the libraries' own kinds of tables keep what programs register.
-_REGISTRIES = ("_global_mapping", "_local_mapping", "_extra_content")
 _LIBRARIES = frozenset({"diffusers", "transformers"})
 
 MODES: dict[str, Callable[[], object]] = {
@@ -32,13 +39,13 @@ MODES: dict[str, Callable[[], object]] = {
     "the precision of products": torch.get_float32_matmul_precision,
     "TF32": lambda: torch.backends.cuda.matmul.allow_tf32,
     "autocast": lambda: torch.is_autocast_enabled("cpu"),
-    "modes of functions": torch._C._len_torch_function_stack,
-    "modes of operations": torch._C._len_torch_dispatch_stack,
-    "flash attention": torch._C._get_flash_sdp_enabled,
-    "plain attention": torch._C._get_math_sdp_enabled,
-    "attention in little memory": torch._C._get_mem_efficient_sdp_enabled,
+    "modes of functions": reader("_len_torch_function_stack"),
+    "modes of operations": reader("_len_torch_dispatch_stack"),
+    "flash attention": reader("_get_flash_sdp_enabled"),
+    "plain attention": reader("_get_math_sdp_enabled"),
+    "attention in little memory": reader("_get_mem_efficient_sdp_enabled"),
     "mkldnn": lambda: torch.backends.mkldnn.enabled,
-    "hooks for all modules": lambda: tuple(len(held) for held in _hooks()),
+    "hooks for all modules": lambda: list(map(len, global_hooks())) or uuid.uuid4(),
     "overwritten parameters": torch.__future__.get_overwrite_module_params_on_conversion,
     "swapped parameters": torch.__future__.get_swap_module_params_on_conversion,
     "the recursion limit": lambda: min(sys.getrecursionlimit(), _RECURSION_LIMIT),
@@ -64,12 +71,11 @@ def constants(kind: type) -> dict[str, object]:
         for name, value in vars(kind).items()
         if name not in _NEVER
         and "_cache" not in name
-        and (isinstance(value, _PLAIN) or _is_plain_list(value))
+        and all(
+            isinstance(each, _PLAIN)
+            for each in (value if isinstance(value, (list, tuple)) else (value,))
+        )
     }
-
-
-def _is_plain_list(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(each, _PLAIN) for each in value)
 
 
 def registered(value: Any) -> dict[Any, Any] | None:
@@ -92,7 +98,7 @@ def _dicts_of(value: Any) -> list[dict[Any, Any]]:
         return own
     # Not getattr: some load what they are asked for.
     both = {**vars(type(value)), **getattr(value, "__dict__", {})}
-    return own + [both[name] for name in _REGISTRIES if isinstance(both.get(name), dict)]
+    return own + [both[name] for name in REGISTRIES if isinstance(both.get(name), dict)]
 
 
 def _is_code(value: object) -> bool:
@@ -105,8 +111,8 @@ class Tables:
     def __init__(self) -> None:
         self._known = [
             (home, name, value, [(held, _content(held)) for held in _with_inner(dicts)])
-            for home, module in list(sys.modules.items())
-            if home.partition(".")[0] in _LIBRARIES and isinstance(module, types.ModuleType)
+            for home, module in modules()
+            if home.partition(".")[0] in _LIBRARIES
             for name, value in list(vars(module).items())
             if name.isupper() and "CACHE" not in name and (dicts := _dicts_of(value))
         ]
@@ -134,11 +140,15 @@ def replaced_name() -> str | None:
 
     A program that puts a class of its own there has the libraries build that.
     """
-    for home, package in list(sys.modules.items()):
-        if home.partition(".")[0] not in _LIBRARIES or not isinstance(package, types.ModuleType):
+    for home, package in modules():
+        if home.partition(".")[0] not in _LIBRARIES:
             continue
         fetched = vars(package)
-        homes = fetched.get("_class_to_module", {})
+        homes = lazy_names(package)
+        if homes is None:
+            if home in _LIBRARIES:  # nothing is known of its names
+                return home
+            continue
         for name in homes.keys() & fetched.keys():
             origin = sys.modules.get(f"{home}.{homes[name]}")
             value = fetched[name]
@@ -165,10 +175,3 @@ def _is_other(held: dict[Any, Any], content: tuple[list[Any], list[Any]]) -> boo
         all(map(operator.is_, dict.keys(held), keys))
         and all(map(operator.is_, dict.values(held), values))
     )
-
-
-def _hooks() -> Iterator[dict[Any, Any]]:
-    """Yield torch's tables of hooks for all modules."""
-    for name, held in sorted(vars(torch.nn.modules.module).items()):
-        if name.startswith("_global_") and isinstance(held, dict):
-            yield held

@@ -15,8 +15,10 @@ from types import FunctionType, ModuleType
 import torch
 
 from shmload._host.fingerprint import Fingerprint, files_below
+from shmload.integrations._building.compat import lazy_names
 from shmload.integrations._building.effects import hears_details
-from shmload.integrations._building.inside import what_is_behind
+from shmload.integrations._building.libraries import what_is_behind
+from shmload.integrations._building.parts import modules
 from shmload.integrations._building.state import Tables, constants, modes, other_mode, replaced_name
 
 _OTHER_VARIABLES = {"SHMLOAD_REDIRECT"}  # says how a call came here, not what it does
@@ -36,7 +38,11 @@ def note_code() -> None:
 
     To note it writes to the memory of every function; copies share what is noted here.
     """
-    _noted.update((id(each), (name, each, _code_in(each))) for name, each in _modules())
+    _noted.update(
+        (id(each), (name, each, _code_in(each)))
+        for name, each in modules()
+        if name not in _OF_PROGRAMS
+    )
 
 
 class Facts:
@@ -57,7 +63,8 @@ class Facts:
         self._tables = Tables()
         self._code = [
             _noted.get(id(module)) or (home, module, _code_in(module))
-            for home, module in _modules()
+            for home, module in modules()
+            if home not in _OF_PROGRAMS
         ]
         self._homes = {home: module for home, module, _ in self._code}
         self._dicts = array("Q", [id(vars(owner)) for _, owner, _ in self._code])
@@ -163,21 +170,15 @@ def _hears_all_warnings() -> bool:
     )
 
 
-def _modules() -> Iterator[tuple[str, ModuleType]]:
-    for name, module in list(sys.modules.items()):
-        if name not in _OF_PROGRAMS and isinstance(module, ModuleType):
-            yield name, module
-
-
 def _classes(built: list[object]) -> set[type]:
     """Return the classes of what was built, with their bases."""
-    parts = [part for each in built for part in _parts_of(each)]
+    parts = [
+        part
+        for each in built
+        for part in (each.modules() if isinstance(each, torch.nn.Module) else (each,))
+    ]
     parts += [getattr(part, "config", None) for part in parts]
     return {base for part in parts for base in type(part).__mro__} - {object}
-
-
-def _parts_of(built: object) -> Iterator[object]:
-    return built.modules() if isinstance(built, torch.nn.Module) else iter((built,))
 
 
 def _bare(value: object) -> object:
@@ -205,7 +206,8 @@ def _code_in(owner: ModuleType | type) -> dict[str, object]:
     """Return the functions and classes of a module or class; of a module, the modules too."""
     kinds = (FunctionType, type, classmethod, staticmethod, property)
     is_other = _is_code_too if isinstance(owner, ModuleType) else lambda *_: False
-    kept = vars(owner).get("_class_to_module", ())  # a lazy package gives these again when asked
+    # A lazy package gives these again when it is asked.
+    kept = (lazy_names(owner) if isinstance(owner, ModuleType) else None) or ()
     return {
         name: value
         for name, value in list(vars(owner).items())

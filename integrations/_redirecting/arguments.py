@@ -6,70 +6,21 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from shmload._checkpoints.wanted import named_arguments
-from shmload.integrations._building.keywords import LIBRARY_KEYWORDS, MODEL_KEYWORDS
-from shmload.integrations._building.route import BYPASSING_KWARGS
-from shmload.integrations._building.single_file import KEYWORDS
-from shmload.integrations._redirecting.patches import layers
-from shmload.integrations._redirecting.targets import OF_FILES, OF_PIPELINES, Kind
+from shmload.integrations._building.keywords import KEYWORDS, Keyword
+from shmload.integrations._redirecting.patches import OF_FILES, OF_PIPELINES, Kind, layers
 from shmload.integrations.diffusers import load_pipeline
 from shmload.integrations.models import load_model
 
-_NONE = type(None)
-# Arguments that mean the same to shmload, with the types that they may have.
-_PASSED: dict[str, tuple[type, ...]] = {
-    "cache_dir": (str, PosixPath, _NONE),
-    "local_files_only": (bool, _NONE),
-    "revision": (str, _NONE),
-    "token": (str, bool, _NONE),
-    "variant": (str, _NONE),
-}
-_PASSED_TO_MODELS: dict[str, tuple[type, ...]] = {
-    "output_loading_info": (bool,),
-    "subfolder": (str, _NONE),
-}
-# Arguments that change nothing if they have one of these values: the default, and what the
-# libraries' own functions pass, such as `transformers.pipeline`. With another one they do.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "adapter_kwargs": (None,),
-    "code_revision": (None,),
-    "config": (None,),
-    "custom_pipeline": (None,),
-    "custom_revision": (None,),
-    "device_map": (None,),
-    "disable_mmap": (False,),
-    "force_download": (False,),
-    "ignore_mismatched_sizes": (False,),
-    "load_connected_pipeline": (False,),
-    "low_cpu_mem_usage": (True,),
-    "max_memory": (None,),
-    "offload_folder": (None,),
-    "offload_state_dict": (None,),
-    "output_loading_info": (False,),
-    "proxies": (None,),
-    "quantization_config": (None,),
-    "trust_remote_code": (False, None),
-    "use_flashpack": (False,),
-    "use_onnx": (None,),
-    "weights_only": (True,),
-}
 # What `transformers.pipeline` tells: its task, for the hub's statistics; in transformers 4 also the
 # commit in which it found the configuration.
 _HINTS = ("_from_pipeline", "_commit_hash")
-# Of `from_single_file`; other values change which files are read, or how.
-_PASSED_WITH_FILES: dict[str, tuple[type, ...]] = {
-    "config": (str, PosixPath, _NONE),
-    "original_config": (str, PosixPath, _NONE),
-    "subfolder": (str, _NONE),
-}
 _ATTENTIONS = ("eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa")
 _TRANSFORMERS_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _DTYPES = ("dtype", "torch_dtype")
 # Arguments of shmload's functions, which mean nothing to the libraries.
-_OWN = frozenset(
-    (named_arguments(load_pipeline) | named_arguments(load_model))
-    - {*_PASSED, *_PASSED_TO_MODELS, *_NEUTRAL, *_DTYPES}
+_OWN = (named_arguments(load_pipeline) | named_arguments(load_model)).difference(
+    (name for name, keyword in KEYWORDS.items() if keyword.passed or keyword.neutral), _DTYPES
 )
-_OF_LIBRARIES = LIBRARY_KEYWORDS | MODEL_KEYWORDS | KEYWORDS | frozenset(BYPASSING_KWARGS)
 
 
 class InDoubt(Exception):
@@ -123,17 +74,16 @@ def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> 
     Raises:
         InDoubt: it is left to the library.
     """
-    passed = _PASSED if kind in OF_PIPELINES else _PASSED | _PASSED_TO_MODELS
-    if kind in OF_FILES:
-        passed = _PASSED | _PASSED_WITH_FILES
-    if name in passed and name in known:
-        if type(value) not in passed[name] or value == "":
+    keyword = KEYWORDS.get(name, Keyword()) if name in known else Keyword()
+    taker = "F" if kind in OF_FILES else "P" if kind in OF_PIPELINES else "M"
+    if taker in keyword.passed:
+        if type(value) not in keyword.types or value == "":
             raise InDoubt(f"{name}={value!r}")
         return value is not None
     if name == "use_safetensors" and name in known:
         if value is None or value is True:
             return value is True
-    elif name in _NEUTRAL and name in known and any(value is each for each in _NEUTRAL[name]):
+    elif any(value is neutral for neutral in keyword.neutral):
         return False
     elif kind == "transformers model" and name == "config" and name in known:
         if _is_plain_config(value):
@@ -144,7 +94,7 @@ def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> 
     elif name == "attn_implementation" and kind == "transformers model":
         if type(value) is str and value in _ATTENTIONS:
             return True
-    elif kind in OF_PIPELINES and name not in _OWN and name not in _OF_LIBRARIES:
+    elif kind in OF_PIPELINES and name not in _OWN and name not in KEYWORDS:
         return True  # a component or an argument of the class; `load_pipeline` refuses others
     raise InDoubt(f"{name}={_short(value)}")
 

@@ -15,20 +15,22 @@ from shmload.errors import (
     ServiceError,
     WorkerError,
 )
-from shmload.integrations._building.inside import Said, inside, is_inside
-from shmload.integrations._building.torch_dtypes import diffusers_keyword
+from shmload.integrations._building.compat import dtype_keyword, find
+from shmload.integrations._building.libraries import Said, inside, is_inside
 from shmload.integrations._redirecting.arguments import Call, InDoubt, names_known, read_call
-from shmload.integrations._redirecting.patches import Patch
-from shmload.integrations._redirecting.sources import require_known_source
-from shmload.integrations._redirecting.surroundings import require_ordinary_surroundings
-from shmload.integrations._redirecting.switch import Options
-from shmload.integrations._redirecting.targets import (
+from shmload.integrations._redirecting.patches import (
     LIBRARIES,
     OF_FILES,
     OF_PIPELINES,
     Kind,
+    Patch,
     method_of,
 )
+from shmload.integrations._redirecting.sources import (
+    require_known_source,
+    require_ordinary_surroundings,
+)
+from shmload.integrations._redirecting.switch import Options
 from shmload.integrations.diffusers import load_pipeline
 from shmload.integrations.models import load_model
 
@@ -90,7 +92,7 @@ def _read(patch: Patch, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
     if patch.kind == "transformers model" and cls.__module__.partition(".")[0] not in LIBRARIES:
         raise InDoubt(f"{cls.__name__} is of neither library")
     known = names_known(patch.original.__func__, getattr(_base(patch), patch.method).__func__)
-    if patch.kind != "transformers model" and diffusers_keyword() == "torch_dtype":
+    if patch.kind != "transformers model" and dtype_keyword() == "torch_dtype":
         known -= {"dtype"}  # what this version calls otherwise, and hands to others by this name
     call = read_call(patch.kind, known, patch.path_argument, args, kwargs)
     require_ordinary_surroundings()
@@ -144,10 +146,7 @@ def _warn_as_the_library(kind: Kind, kwargs: dict[str, Any]) -> None:
     if kwargs.get("torch_dtype") is None:
         return
     if kind == "pipeline":
-        from diffusers.pipelines import pipeline_utils
-
-        resolve = getattr(pipeline_utils, "_resolve_dtype", None)
-        if resolve:
+        if resolve := find("diffusers.pipelines.pipeline_utils:_resolve_dtype"):
             resolve(None, kwargs["torch_dtype"])
     elif kind == "transformers model":
         from transformers import modeling_utils

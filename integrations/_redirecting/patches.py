@@ -1,11 +1,58 @@
-"""A patch: a class's method that loads, in front of the one that was there."""
+"""The classes whose loading is led through shared memory, and the patches that lead it.
+
+A patch is a method in front of the one that was there.
+"""
 
 import functools
 from collections.abc import Callable
-from typing import Any, Self
+from types import ModuleType
+from typing import Any, Literal
 
-from shmload.integrations._building.inside import put_in_front
-from shmload.integrations._redirecting.targets import LIBRARIES, Kind, method_of
+from shmload.integrations._building.libraries import register_wrapper
+
+Kind = Literal[
+    "pipeline", "diffusers model", "transformers model", "pipeline file", "diffusers model file"
+]
+OF_FILES: tuple[Kind, ...] = ("pipeline file", "diffusers model file")
+OF_PIPELINES: tuple[Kind, ...] = ("pipeline", "pipeline file")
+
+# A name that ends with a star stands for all classes of the module whose names begin so.
+_CLASSES: dict[str, tuple[Kind, str]] = {
+    "diffusers.pipelines.pipeline_utils": ("pipeline", "DiffusionPipeline"),
+    "diffusers.pipelines.auto_pipeline": ("pipeline", "AutoPipelineFor*"),
+    "diffusers.models.modeling_utils": ("diffusers model", "ModelMixin"),
+    "diffusers.models.auto_model": ("diffusers model", "AutoModel"),
+    "diffusers.loaders.single_file": ("pipeline file", "FromSingleFileMixin"),
+    "diffusers.loaders.single_file_model": ("diffusers model file", "FromOriginalModelMixin"),
+    "transformers.modeling_utils": ("transformers model", "PreTrainedModel"),
+    "transformers.models.auto.modeling_auto": ("transformers model", "AutoModel*"),
+}
+
+MODULES = tuple(_CLASSES)
+LIBRARIES = ("diffusers", "transformers", "huggingface_hub")
+"""Packages whose code makes up the libraries' own methods."""
+
+
+def method_of(kind: Kind) -> str:
+    """Return the name of the method by which classes of a kind load."""
+    return "from_single_file" if kind in OF_FILES else "from_pretrained"
+
+
+def classes_of(module: ModuleType) -> list[tuple[type, Kind]]:
+    """Return the classes of a module that have a method of their own to patch."""
+    kind, pattern = _CLASSES[module.__name__]
+    prefix = pattern.removesuffix("*")
+    return [
+        (found, kind)
+        for name, found in sorted(vars(module).items())
+        if (name.startswith(prefix) if pattern.endswith("*") else name == pattern)
+        and isinstance(found, type)
+        and found.__module__ == module.__name__
+        and isinstance(vars(found).get(method_of(kind)), classmethod)
+    ]
+
+
+# Patches ------------------------------------------------------------------------------------------
 
 Router = Callable[["Patch", type, tuple[Any, ...], dict[str, Any]], Any]
 """Gets the patch, the class that was asked, and the arguments; returns what the call returns."""
@@ -53,7 +100,7 @@ class Patch:
     def is_on_library(self) -> bool:
         """Whether what was there is the library's own code, and not another program's patch."""
         return all(
-            str(_globals(function).get("__name__")).partition(".")[0] in LIBRARIES
+            str(getattr(function, "__globals__", {}).get("__name__")).partition(".")[0] in LIBRARIES
             for function in layers(self.original.__func__)
         )
 
@@ -80,7 +127,7 @@ def _method(patch: Patch, function: Callable[..., Any], route: Router) -> Callab
     def load(cls: type, *args: Any, **kwargs: Any) -> Any:
         return route(patch, cls, args, kwargs)
 
-    put_in_front(load, function)
+    register_wrapper(load, function)
     return load
 
 
@@ -89,11 +136,6 @@ def layers(function: Any) -> list[Any]:
     found = [function]
     while (function := getattr(function, "__wrapped__", None)) is not None:
         found.append(function)
-    return found
-
-
-def _globals(function: Any) -> dict[str, Any]:
-    found: dict[str, Any] = getattr(function, "__globals__", {})
     return found
 
 
@@ -109,12 +151,7 @@ class Patches:
         if owner not in self._made:
             self._made[owner] = Patch(owner, kind, self._route)
 
-    def of(self, owner: type) -> Patch | None:
-        """Return a class's own patch."""
-        return self._made.get(owner)
-
-    def undo(self) -> Self:
+    def undo(self) -> None:
         """Undo all."""
         while self._made:
             self._made.popitem()[1].undo()
-        return self

@@ -1,9 +1,12 @@
-"""Looks at what a call loads, and finds what only the library knows how to load."""
+"""Looks at what a call loads, and where: finds what only the library knows how to load."""
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from shmload._checkpoints.hub import find_cached
 from shmload._checkpoints.indexes import read_json
@@ -11,11 +14,13 @@ from shmload._checkpoints.resolve import Checkpoint, resolve, resolve_model
 from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub
 from shmload._checkpoints.weights import why_file_is_unread
 from shmload.errors import ShmloadError
+from shmload.integrations._building.compat import is_in_mode
 from shmload.integrations._building.connected import connected_to
 from shmload.integrations._building.gguf_maker import is_gguf
+from shmload.integrations._building.libraries import libraries_lock
 from shmload.integrations._building.pipeline_maker import PipelineMaker
 from shmload.integrations._redirecting.arguments import Call, InDoubt
-from shmload.integrations._redirecting.targets import OF_FILES, Kind
+from shmload.integrations._redirecting.patches import OF_FILES, Kind
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
@@ -157,14 +162,11 @@ def _require_known_parts(folder: Path, call: Call) -> None:
     if not isinstance(index.get("_class_name"), str):
         raise InDoubt("the pipeline has a class of its own")
     for name, value in index.items():
-        if name[:1] == "_" or name in call.kwargs or not _is_component(value):
+        is_component = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+        if name[:1] == "_" or name in call.kwargs or not is_component:
             continue
         if value[0] not in ("diffusers", "transformers") and not hasattr(pipelines, value[0]):
             raise InDoubt(f"{name} is of {value[0]}")
-
-
-def _is_component(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
 
 
 def _require_plain(checkpoint: Checkpoint) -> None:
@@ -180,3 +182,46 @@ def _require_plain(checkpoint: Checkpoint) -> None:
         raise InDoubt(f"{name} has code of its own")
     if checkpoint.config.get("quantization_config"):
         raise InDoubt(f"{name} has quantised weights")
+
+
+# Surroundings -------------------------------------------------------------------------------------
+
+_BUILD_TIMEOUT_S = 30.0
+_TRUE = ("1", "true", "yes", "on", "y", "t")
+
+
+def require_ordinary_surroundings() -> None:
+    """Check that models made here are ordinary ones, in memory of the host.
+
+    While another thread builds for shmload, the libraries have changed torch for all threads. So
+    the check waits for the end of that.
+
+    Raises:
+        InDoubt: a mode of torch, or of a library, is on; or the other build takes long.
+    """
+    if not libraries_lock.acquire(timeout=_BUILD_TIMEOUT_S):
+        raise InDoubt("another thread builds a model")
+    try:
+        _require_ordinary_torch()
+    finally:
+        libraries_lock.release()
+    deepspeed = sys.modules.get("transformers.integrations.deepspeed")
+    if deepspeed is not None and deepspeed.is_deepspeed_zero3_enabled():
+        raise InDoubt("DeepSpeed ZeRO-3 is on")
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in _TRUE:
+        raise InDoubt("FSDP is on")
+
+
+def _require_ordinary_torch() -> None:
+    if torch.is_inference_mode_enabled():
+        raise InDoubt("torch is in inference mode")
+    if torch.get_default_dtype() != torch.float32:
+        raise InDoubt("torch has another default dtype")
+    if is_in_mode():
+        raise InDoubt("a mode of torch is on, such as a default device")
+    module = torch.nn.Module
+    if any(
+        getattr(getattr(module, name), "__module__", None) != module.__module__
+        for name in ("register_parameter", "register_buffer", "__init__")
+    ):
+        raise InDoubt("torch.nn.Module is patched, as by init_empty_weights")

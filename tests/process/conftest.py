@@ -18,7 +18,7 @@ from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
 from shmload.integrations import placing
-from shmload.integrations._building import build, judging
+from shmload.integrations._building import build, examining
 from shmload.integrations._building.build import Build
 from shmload.integrations._building.skeletons import skeleton_memo
 from shmload.integrations._building.snapshot import Snapshot
@@ -141,7 +141,7 @@ def skeletons(configure, tmp_path, monkeypatch):
     monkeypatch.setattr(Snapshot, "_walk", lambda *_: None)
 
     def judge(request):
-        skeleton_memo(request.key).write(judging.examine(request))
+        skeleton_memo(request.key).write(examining.examine(request))
 
     def made():
         found = {path: skeleton_memo(path.name).read() for path in sorted(folder.glob("*"))}

@@ -13,7 +13,7 @@ from tokenizers_tiny import clip_tokenizer
 
 import shmload
 from shmload._host.linux import SHM_DIR, inode_of
-from shmload.integrations._building import prepared, private
+from shmload.integrations._building import mapped, prepared
 from shmload.integrations._building.mapped import Spans
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
@@ -106,7 +106,7 @@ def decoder(folders):
 @pytest.fixture
 def said(caplog, monkeypatch):
     """A function that returns what was logged of private weights."""
-    monkeypatch.setattr(private, "_LEAST_NBYTES", 1)
+    monkeypatch.setattr(mapped, "_LEAST_NBYTES", 1)
     caplog.set_level("INFO", "shmload")
     return lambda: [line for line in caplog.messages if "lie in no segment" in line]
 

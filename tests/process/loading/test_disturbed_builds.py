@@ -11,7 +11,7 @@ from accelerate import init_empty_weights
 from comparing import assert_component_equal
 
 import shmload
-from shmload.integrations._building import emptied
+from shmload.integrations._building import libraries
 
 pytestmark = pytest.mark.libraries
 
@@ -57,7 +57,7 @@ def test_pipeline_built_while_another_thread_empties_models_has_its_weights(
 
 
 def test_load_while_torch_stays_changed_is_an_error_and_the_next_works(saved, monkeypatch):
-    monkeypatch.setattr(emptied, "_WAIT_S", 0.0)
+    monkeypatch.setattr(libraries, "_WAIT_S", 0.0)
     source = saved("stable-diffusion") / "text_encoder"
     with (
         empties_in_another_thread(),

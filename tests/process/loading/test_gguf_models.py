@@ -15,7 +15,7 @@ from gguf_models import MODELS
 import shmload
 from shmload._host.linux import SHM_DIR, inode_of
 from shmload._wording import format_nbytes
-from shmload.integrations._building import private
+from shmload.integrations._building import mapped
 from shmload.integrations._building.mapped import Spans
 
 pytestmark = pytest.mark.libraries
@@ -158,7 +158,7 @@ def test_quantised_model_computes_what_that_of_diffusers_does(written, evicts):
 
 
 def test_split_tensors_stay_shared(tmp_path, caplog, monkeypatch, evicts):
-    monkeypatch.setattr(private, "_LEAST_NBYTES", 1)
+    monkeypatch.setattr(mapped, "_LEAST_NBYTES", 1)
     name = "SD3Transformer2DModel"
     model = gguf_models.build(name)
     model.save_config(tmp_path)

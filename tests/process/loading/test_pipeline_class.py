@@ -89,7 +89,7 @@ def begun(monkeypatch):
         found.append({checkpoint.component for checkpoint in source.checkpoints})
         return Load(source, *args, **kwargs)
 
-    monkeypatch.setattr("shmload.integrations._building.early.Load", begin)
+    monkeypatch.setattr("shmload.integrations._building.attempt.Load", begin)
     return found
 
 

@@ -9,8 +9,8 @@ from pipelines import FAMILIES
 import shmload
 from shmload._checkpoints.resolve import resolve
 from shmload._wording import format_nbytes
-from shmload.integrations._building import private
-from shmload.integrations._building.private import say_what_is_private
+from shmload.integrations._building import mapped
+from shmload.integrations._building.mapped import say_what_is_private
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -21,7 +21,7 @@ _BF16 = torch.bfloat16
 @pytest.fixture
 def said(caplog, monkeypatch):
     """A function that returns the lines about private weights, with their levels, so far."""
-    monkeypatch.setattr(private, "_LEAST_NBYTES", 1)
+    monkeypatch.setattr(mapped, "_LEAST_NBYTES", 1)
     caplog.set_level("INFO", "shmload")
     return lambda: [
         (each.levelname, each.getMessage()) for each in caplog.records if _LINE in each.getMessage()
@@ -58,10 +58,10 @@ def test_copied_weights_are_counted_by_component(saved, said, monkeypatch):
     why = "cast, joined or copied by the library"
     text = f"{source}: {size} {_LINE}, and are private to this process: unet {size} ({why})"
     assert said() == [("INFO", text)]
-    monkeypatch.setattr(private, "_MUCH_NBYTES", nbytes)
+    monkeypatch.setattr(mapped, "_MUCH_NBYTES", nbytes)
     shmload.load_pipeline(source, dtype=_BF16, pipeline_class=Copying)
     assert said()[1] == ("WARNING", text)
-    monkeypatch.setattr(private, "_LEAST_NBYTES", nbytes + 1)
+    monkeypatch.setattr(mapped, "_LEAST_NBYTES", nbytes + 1)
     shmload.load_pipeline(source, dtype=_BF16, pipeline_class=Copying)
     assert len(said()) == 2
 

@@ -16,9 +16,9 @@ import shmload
 from benchmarks import single_files
 from shmload._host.linux import SHM_DIR, inode_of
 from shmload._wording import format_nbytes
-from shmload.integrations._building import private
+from shmload.integrations._building import mapped
+from shmload.integrations._building.keywords import FILE_KEYWORDS
 from shmload.integrations._building.mapped import Spans
-from shmload.integrations._building.single_file import KEYWORDS
 
 pytestmark = pytest.mark.libraries
 
@@ -90,7 +90,7 @@ def test_stable_diffusion_is_shared_whole(written, dtype, evicts):
 @pytest.mark.parametrize("suffix", [".safetensors", ".ckpt"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_sdxl_copies_only_what_diffusers_joins(written, suffix, dtype, caplog, monkeypatch, evicts):
-    monkeypatch.setattr(private, "_LEAST_NBYTES", 1)
+    monkeypatch.setattr(mapped, "_LEAST_NBYTES", 1)
     config, path = written("sdxl", suffix)
     with caplog.at_level("INFO", "shmload"):
         got = shmload.load_pipeline(path, config=config, dtype=dtype, keep=True)
@@ -280,4 +280,4 @@ def test_keywords_are_those_of_the_library():
     code = code[code.index("def from_single_file") :]
     read = set(re.findall(r'kwargs\.(?:pop|get)\("(\w+)"', code))
     own = {"torch_dtype", "dtype", "device_map", "pretrained_model_link_or_path"}
-    assert read - own <= KEYWORDS
+    assert read - own <= FILE_KEYWORDS

@@ -6,7 +6,7 @@ import diffusers
 import pytest
 
 import shmload
-from shmload.integrations._building import build, examining, judging, snapshot
+from shmload.integrations._building import build, examining, snapshot
 
 _HOME = sys.modules[diffusers.AutoencoderKL.__module__]
 # Each is run by the constructor of a model; the name is what the reason must mention.
@@ -74,7 +74,7 @@ def plant(monkeypatch):
 )
 def test_what_a_constructor_leaves_is_found(request_of_a_load, plant, code):
     plant(code)
-    made = judging.examine(request_of_a_load)
+    made = examining.examine(request_of_a_load)
     assert (made.models is not None) == (code not in EFFECTS), made.reason
     assert EFFECTS.get(code, "") in made.reason
 
@@ -88,17 +88,17 @@ def test_what_a_constructor_leaves_is_found(request_of_a_load, plant, code):
 )
 def test_what_a_constructor_says_each_time_is_repeated(request_of_a_load, plant, code):
     plant(code)
-    made = judging.examine(request_of_a_load)
+    made = examining.examine(request_of_a_load)
     assert [message.text for message in made.messages] == ["planted"], made.reason
 
 
 def test_random_numbers_that_a_constructor_forgets_are_drawn_again(request_of_a_load, plant):
     plant("import torch; torch.randn(6, 8)")
-    made = judging.examine(request_of_a_load)
+    made = examining.examine(request_of_a_load)
     assert [draw.name for draw in made.draws] == ["randn.default"], made.reason
 
 
 def test_what_a_constructor_says_once_is_not(request_of_a_load, plant):
     plant("import logging; table or logging.warning('planted'); table[:] = [1]")
-    made = judging.examine(request_of_a_load)
+    made = examining.examine(request_of_a_load)
     assert made.models is None

@@ -56,7 +56,7 @@ def end_judge(tmp_path):
 def work_for(cache, key="one"):
     cache.mkdir(exist_ok=True)
     program = Program.of_this_process()
-    return Work(kind="test", key=key, group="a", cache=str(cache), program=program, content=b"")
+    return Work(key=key, group="a", cache=str(cache), program=program, request=b"")
 
 
 _ASK = """
@@ -67,16 +67,15 @@ queued._PROGRAM = sys.argv[2]
 cache = Path(sys.argv[1])
 cache.mkdir()
 work = queued.Work(
-    kind="test",
     key="one",
     group="a",
     cache=str(cache),
     program=queued.Program.of_this_process(),
-    content=b"",
+    request=b"",
 )
 print("READY", flush=True)
 sys.stdin.readline()
-queued.ask(work)
+queued.leave(work)
 print("ASKED", flush=True)
 """
 
@@ -105,16 +104,16 @@ def test_lock_is_never_free_between_the_program_and_its_judge(place, tmp_path, m
 
     run = subprocess.run
     monkeypatch.setattr(queued.subprocess, "run", look)
-    queued.ask(work_for(tmp_path / "cache"))
+    queued.leave(work_for(tmp_path / "cache"))
     seen.append(Lock.try_take(place.lock_path))
-    queued.ask(work_for(tmp_path / "cache", "two"))
+    queued.leave(work_for(tmp_path / "cache", "two"))
     assert seen == [None] * 3
 
 
 # The process itself -------------------------------------------------------------------------------
 
 
-class Recorded(judging.Kind):
+class Recorded(judging.Skeletons):
     """Notes what is done, and how what is not done was given up."""
 
     def __init__(self, act=lambda work: None):
@@ -140,11 +139,10 @@ def judge(place, monkeypatch):
     monkeypatch.setattr(judging, "_WATCH_S", 0.02)
     locks = []
 
-    def make(kind):
-        monkeypatch.setitem(judging.KINDS, "test", kind)
+    def make(skeletons):
         lock = Lock.try_take(place.lock_path)
         locks.append(lock)
-        return judging.Judge(place, lock, Program.of_this_process())
+        return judging.Judge(place, lock, Program.of_this_process(), skeletons)
 
     yield make
     for lock in locks:
@@ -174,10 +172,10 @@ def test_judge_ends_with_its_cache_and_makes_none_anew(place, judge, tmp_path, s
         shutil.rmtree(cache)
         wait_long(work)
 
-    kind = Recorded(remove_and_wait)
+    recorded = Recorded(remove_and_wait)
     place.put(work_for(cache))
-    judge(kind).run()
-    assert kind.given_up == [("one", "its cache is gone")]
+    judge(recorded).run()
+    assert recorded.given_up == [("one", "its cache is gone")]
     assert not cache.exists()
     assert list(place.waiting()) == []
     assert not shm_names()
@@ -197,10 +195,10 @@ def test_result_goes_to_no_cache_that_was_made_anew(place, tmp_path):
 
 def test_examiner_that_takes_too_much_memory_is_killed(place, judge, tmp_path, monkeypatch):
     monkeypatch.setattr(judging, "_MOST_NBYTES", 1)
-    kind = Recorded(wait_long)
+    recorded = Recorded(wait_long)
     place.put(work_for(tmp_path / "cache"))
-    judge(kind).run()
-    assert kind.given_up == [("one", "it took too much memory")]
+    judge(recorded).run()
+    assert recorded.given_up == [("one", "it took too much memory")]
 
 
 def use_a_core(work):
@@ -216,10 +214,10 @@ def test_process_that_takes_too_much_processor_time_is_killed(monkeypatch):
 
 def test_examiner_that_takes_too_long_is_killed(place, judge, tmp_path, monkeypatch):
     monkeypatch.setattr(judging, "_DEADLINE_S", 1)
-    kind = Recorded(wait_long)
+    recorded = Recorded(wait_long)
     place.put(work_for(tmp_path / "cache"))
-    judge(kind).run()
-    assert kind.given_up == [("one", "it took too long")]
+    judge(recorded).run()
+    assert recorded.given_up == [("one", "it took too long")]
 
 
 def test_judge_that_has_used_its_processor_time_leaves_the_rest(
@@ -254,9 +252,9 @@ def test_work_of_a_judge_that_was_killed_is_given_up(place, judge, tmp_path):
     place.put(work_for(tmp_path / "cache"))
     place.take(next(place.waiting())[0])
     place.put(work_for(tmp_path / "cache", "two"))
-    kind = Recorded()
-    judge(kind).run()
-    assert kind.given_up == [("one", "the judge was killed")]
+    recorded = Recorded()
+    judge(recorded).run()
+    assert recorded.given_up == [("one", "the judge was killed")]
     assert place.taken() is None
 
 

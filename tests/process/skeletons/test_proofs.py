@@ -10,7 +10,8 @@ from comparing import assert_loads_equal
 from safetensors.torch import load_file, save_file
 
 import shmload
-from shmload.integrations._building import build, examining, judging, proofs, snapshot
+from shmload._host.memo import Memo
+from shmload.integrations._building import build, examining, proofs, snapshot
 
 _HOME = sys.modules[diffusers.AutoencoderKL.__module__]
 
@@ -20,12 +21,13 @@ def proved(monkeypatch):
     """The proofs that the judge has made."""
     made = []
 
-    def remember(memo, proof):
-        made.append(proof)
-        plain(memo, proof)
+    def write(memo, value):
+        if isinstance(value, proofs.Proof):
+            made.append(value)
+        return plain(memo, value)
 
-    plain = proofs.remember_proof
-    monkeypatch.setattr(proofs, "remember_proof", remember)
+    plain = Memo.write
+    monkeypatch.setattr(Memo, "write", write)
     return made
 
 
@@ -61,10 +63,10 @@ def examined(saved, configure, tmp_path, monkeypatch):
     # Here, before anything is planted: the judge's process has loaded nothing.
     for dtype in ("bfloat16", "float16", "float32"):
         shmload.load_model("AutoencoderKL", source, subfolder="vae", dtype=dtype)
-    requests = {request.torch_dtype: request for request in asked}
+    requests = {request.dtype: request for request in asked}
     look = snapshot.Snapshot
     monkeypatch.setattr(examining, "Snapshot", lambda *_: look({_HOME.__name__: _HOME}))
-    return lambda dtype: judging.examine(requests[dtype])
+    return lambda dtype: examining.examine(requests[dtype])
 
 
 @pytest.fixture

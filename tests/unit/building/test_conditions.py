@@ -39,6 +39,8 @@ def test_documentation_is_not_compared(conditions, monkeypatch):
 
 
 def test_types_of_tensors_are_not_named(conditions):
-    named = {f"{home}.{name}" for home, names in conditions.classes.items() for name in names}
+    named = {
+        f"{home}.{name}" for home, names in conditions.digests["classes"].items() for name in names
+    }
     assert "torch.nn.modules.conv.Conv2d" in named
     assert not [name for name in named if name.startswith("torch.cuda.") and "Tensor" in name]

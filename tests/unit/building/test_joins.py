@@ -8,8 +8,8 @@ import torch
 from comparing import as_bytes
 
 from shmload._host.linux import PAGE_NBYTES, inode_of
-from shmload.integrations._building.joins import Joins
 from shmload.integrations._building.mapped import Spans
+from shmload.integrations._building.movement import Joins
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from diffusers import ConfigMixin, DiffusionPipeline, ModelMixin
 
 import shmload
 from shmload._checkpoints.resolve import Source
-from shmload.integrations._building.keywords import LIBRARY_KEYWORDS, MODEL_KEYWORDS, require_taken
+from shmload.integrations._building.keywords import MODEL_KEYWORDS, PIPELINE_KEYWORDS, require_taken
 
 pytestmark = pytest.mark.libraries
 
@@ -40,7 +40,7 @@ def test_list_has_every_keyword_that_the_library_reads_or_documents():
         read = set(re.findall(r"kwargs\.(?:pop|get)\(\"(\w+)\"", text))
         documented = set(re.findall(r"^ {12}(\w+) ?\(.*optional", text, re.MULTILINE))
         assert len(read) > 10
-        missing = (read | documented) - LIBRARY_KEYWORDS - {"dtype", "torch_dtype", "kwargs"}
+        missing = (read | documented) - PIPELINE_KEYWORDS - {"dtype", "torch_dtype", "kwargs"}
         assert {name for name in missing if not name.startswith("pretrained_model_name")} == set()
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shmload.integrations._building import conditions, pickling
+from shmload.integrations._building import conditions
 
 
 @pytest.fixture
@@ -24,16 +24,14 @@ def module(monkeypatch, tmp_path):
 
 def forget():
     conditions._stat.cache_clear()
-    pickling._stamp.cache_clear()
 
 
-@pytest.mark.parametrize("stamp_of", [conditions.stamp_of, pickling._stamp])
 @pytest.mark.parametrize("text", ["VALUE = 2\n", "VALUE = 10\n"])
-def test_module_that_is_rewritten_under_its_old_time_has_another_stamp(module, stamp_of, text):
+def test_module_that_is_rewritten_under_its_old_time_has_another_stamp(module, text):
     forget()
-    before, stamp = module.stat(), stamp_of("diffusers.planted")
+    before, stamp = module.stat(), conditions.stamp_of("diffusers.planted")
     assert stamp is not None
     module.write_text(text)
     os.utime(module, ns=(before.st_atime_ns, before.st_mtime_ns))  # as `cp -p` does
     forget()
-    assert stamp_of("diffusers.planted") != stamp
+    assert conditions.stamp_of("diffusers.planted") != stamp

@@ -27,8 +27,8 @@ def put(waiting, tmp_path):
     (tmp_path / "cache").mkdir()
 
     def leave(key, age_s=0.0, **fields):
-        given = {"kind": "skeleton", "group": "a", "cache": str(tmp_path / "cache")} | fields
-        work = Work(key=key, program=_PROGRAM, content=b"", **given)
+        given = {"group": "a", "cache": str(tmp_path / "cache")} | fields
+        work = Work(key=key, program=_PROGRAM, request=b"", **given)
         waiting.put(work)
         asked_at = time.time() - age_s
         os.utime(waiting.lock_path.with_name(work.name), (asked_at, asked_at))
@@ -72,8 +72,7 @@ def test_same_key_for_another_cache_is_other_work(waiting, put, tmp_path):
     (tmp_path / "other").mkdir()
     put("one")
     put("one", cache=str(tmp_path / "other"))
-    put("one", kind="import")
-    assert keys(waiting) == ["one"] * 3
+    assert keys(waiting) == ["one"] * 2
 
 
 def test_taken_work_waits_no_more_until_it_is_put_back(waiting, put):

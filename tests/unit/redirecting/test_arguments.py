@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shmload.integrations._redirecting.arguments import InDoubt, names_known, read_call
-from shmload.integrations._redirecting.targets import MODULES, classes_of
+from shmload.integrations._redirecting.patches import MODULES, classes_of
 
 _KNOWN = {
     *("cache_dir", "device_map", "dtype", "force_download", "local_files_only"),

@@ -1,0 +1,277 @@
+"""Private names of the model libraries and of torch that building uses, and what reads them.
+
+The table has each. A release may move one: then a quicker way is lost, or an answer becomes an
+error; it is never a wrong result. A test looks for each, and fails by its name. The classes of
+torch's own modes, and what a module has its parts in, are used where they are needed. Nothing heavy
+is imported at the top.
+"""
+
+import functools
+import importlib
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_ANEW = "the libraries build models anew: no skeletons, and nothing that was loaded ahead"
+_CASTS = "the library casts, after the decode"
+_TWICE = "models whose dtypes come out otherwise are loaded again"
+NAMES = {
+    "torch._C:_get_flash_sdp_enabled": _ANEW,
+    "torch._C:_get_math_sdp_enabled": _ANEW,
+    "torch._C:_get_mem_efficient_sdp_enabled": _ANEW,
+    "torch._C:_len_torch_dispatch_stack": f"{_ANEW}; redirect leaves all to the libraries",
+    "torch._C:_len_torch_function_stack": f"{_ANEW}; redirect leaves all to the libraries",
+    "torch:_weight_norm": "no skeletons of models with normed weights",
+    "torch.nn.modules.module:_global_forward_hooks": _ANEW,
+    "torch.nn:Module._buffers": "an error",
+    "torch.nn:Module._modules": "an error",
+    "torch.nn:Module._parameters": "an error",
+    "torch.utils._python_dispatch:TorchDispatchMode": "an error at import",
+    "accelerate.big_modeling:init_on_device.register_empty_parameter": "models that another "
+    "thread has emptied are an error when they are used",
+    "diffusers.models.modeling_utils:ModelMixin._keep_in_fp32_modules": _TWICE,
+    "diffusers.models.modeling_utils:ModelMixin._no_split_modules": "plans divide more modules",
+    "diffusers.pipelines.auto_pipeline:AUTO_TEXT2IMAGE_PIPELINES_MAPPING": "an automatic class "
+    "takes no `components` without controlnet",
+    "diffusers.pipelines.auto_pipeline:_get_connected_pipeline": "an error of combined pipelines",
+    "diffusers.pipelines.auto_pipeline:_get_task_class": "an error of automatic classes",
+    "diffusers.pipelines.pipeline_utils:DiffusionPipeline._load_connected_pipes": "the library "
+    "loads what is connected",
+    "diffusers.pipelines.pipeline_utils:_resolve_dtype": "diffusers warns of the older keyword",
+    "diffusers.utils.import_utils:BACKENDS_MAPPING": "an error names no package",
+    "diffusers.utils.import_utils:DummyObject": "the library's own error for a missing package",
+    "diffusers.utils.import_utils:_LazyModule._class_to_module": _ANEW,
+    "transformers:AutoModel._model_mapping": _CASTS,
+    "transformers:GenerationConfig._original_object_hash": "no skeletons of models that generate",
+    "transformers:PreTrainedModel._from_config": _CASTS,
+    "transformers:PreTrainedModel._keep_in_fp32_modules": _TWICE,
+    "transformers:PreTrainedModel._keep_in_fp32_modules_strict": _TWICE,
+    "transformers:PreTrainedModel._no_split_modules": "plans divide more modules",
+    "transformers:PreTrainedModel.initialize_weights": "no skeletons of transformers' models",
+    "transformers.conversion_mapping:get_model_conversion_mapping": _CASTS,
+    "transformers.core_model_loading:rename_source_key": _CASTS,
+    "transformers.models.auto.auto_factory:_LazyAutoMapping._extra_content": "a model class that a "
+    "program registers is not seen by skeletons",
+    "transformers.utils.generic:GeneralInterface._global_mapping": "nor is a function",
+    "transformers.utils.generic:GeneralInterface._local_mapping": "nor is a function",
+    "transformers.utils.import_utils:_LazyModule._class_to_module": _ANEW,
+}
+"""Each name, and what is lost without it."""
+
+EMPTYING = "register_empty_parameter"
+"""The function that accelerate puts in the place of a method of torch's modules."""
+OWN_HASH = "_original_object_hash"
+"""Where a config of generation keeps its own hash, which differs in each process."""
+REGISTRIES = ("_global_mapping", "_local_mapping", "_extra_content")
+"""Where transformers' tables keep what programs register."""
+
+
+def find(where: str) -> Any:
+    """Return what one of the names leads to; None if it has moved."""
+    home, _, path = where.partition(":")
+    try:
+        return functools.reduce(getattr, path.split("."), importlib.import_module(home))
+    except (ImportError, AttributeError):
+        return None
+
+
+# torch --------------------------------------------------------------------------------------------
+
+
+def reader(name: str) -> Callable[[], object]:
+    """Return what reads a mode of torch; where it has moved, the mode is another each time."""
+    return find(f"torch._C:{name}") or uuid.uuid4
+
+
+def global_hooks() -> list[dict[Any, Any]]:
+    """Return torch's tables of hooks for all modules."""
+    held = vars(importlib.import_module("torch.nn.modules.module"))
+    return [
+        held[name]
+        for name in sorted(held)
+        if name.startswith("_global_") and isinstance(held[name], dict)
+    ]
+
+
+def is_in_mode() -> bool:
+    """Tell whether torch calls a program's functions in place of its own, or that is unknown."""
+    return any(
+        read is None or read()
+        for read in map(
+            find, ("torch._C:_len_torch_function_stack", "torch._C:_len_torch_dispatch_stack")
+        )
+    )
+
+
+def norm_of(tensor: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor, int] | None":
+    """Return direction, magnitudes and dimension that `weight_norm` has made a tensor of, or None.
+
+    It may have no bytes.
+    """
+    made: Any = tensor.grad_fn
+    if type(made).__name__ != "WeightNormInterfaceBackward0":
+        return None
+    (direction, _), (magnitudes, _) = made.next_functions
+    return direction.variable, magnitudes.variable, made._saved_dim
+
+
+def make_normed(direction: "torch.Tensor", magnitudes: "torch.Tensor", dim: int) -> "torch.Tensor":
+    """Make a tensor as `weight_norm` does."""
+    import torch
+
+    return torch._weight_norm(direction, magnitudes, dim)
+
+
+# Both libraries -----------------------------------------------------------------------------------
+
+
+def lazy_names(package: ModuleType) -> dict[str, str] | None:
+    """Return the module of each name that a package imports at its first use.
+
+    None if the package is lazy, and does not tell.
+    """
+    is_plain = type(package) is ModuleType
+    return vars(package).get("_class_to_module", {} if is_plain else None)
+
+
+def indivisible_classes(module: "torch.nn.Module") -> Iterable[str]:
+    """Return the names of the classes that a model calls indivisible."""
+    return getattr(module, "_no_split_modules", None) or ()
+
+
+def is_missing(found: type) -> bool:
+    """Tell whether a class stands for one whose packages are missing: it raises when it is used."""
+    return type(found).__name__ == "DummyObject"
+
+
+def missing_backends(found: type) -> list[str]:
+    """Return the packages that such a class needs, by the libraries' names for them."""
+    home = f"{found.__module__.partition('.')[0]}.utils.import_utils:BACKENDS_MAPPING"
+    mapping = find(home) or {}
+    names = vars(found).get("_backends", ())
+    return [name for name in names if name in mapping and not mapping[name][0]()]
+
+
+# diffusers ----------------------------------------------------------------------------------------
+
+
+def dtype_keyword() -> str:
+    """Return what diffusers calls the dtype; the older name still works but warns."""
+    where = "diffusers.pipelines.pipeline_utils:_resolve_dtype"
+    return "dtype" if find(where) else "torch_dtype"
+
+
+def kept_in_float32(model_class: Any) -> set[str]:
+    """Return the parts of tensors' names that a class of diffusers keeps in float32."""
+    kept = getattr(model_class, "_keep_in_fp32_modules", None) or ()
+    return {kept} if isinstance(kept, str) else set(kept)
+
+
+def takes_connected(pipeline_class: Any) -> bool:
+    """Tell whether a class of pipelines also loads what its source's card names."""
+    return bool(getattr(pipeline_class, "_load_connected_pipes", False))
+
+
+def connected_class(named: Any) -> Any:
+    """Return the combined class of a class of pipelines; itself if it has none."""
+    from diffusers.pipelines import auto_pipeline
+
+    return auto_pipeline._get_connected_pipeline(named) or named
+
+
+def class_for_task(task: str | None, asked: Any, source_class: str) -> Any:
+    """Return the class that an automatic class for a task chooses, or the asked one itself."""
+    from diffusers.pipelines import auto_pipeline
+
+    mapping = getattr(auto_pipeline, f"AUTO_{task}_PIPELINES_MAPPING", None)
+    if mapping is None or not source_class:
+        return asked
+    return auto_pipeline._get_task_class(mapping, source_class)
+
+
+# transformers -------------------------------------------------------------------------------------
+
+
+def float32_patterns(model: Any, target: str) -> set[str]:
+    """Return patterns of the names that a model keeps in float32.
+
+    Args:
+        model: the model.
+        target: the safetensors name of the dtype that it is loaded in.
+    """
+    patterns: set[str] = set()
+    if target == "F16":
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if target in ("F16", "BF16"):
+        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return patterns
+
+
+def make_from_config(model_class: Any, config: Any, dtype: Any) -> Any:
+    """Make a model without its weights."""
+    return model_class._from_config(config, dtype=dtype)
+
+
+def class_mapped(automatic: Any, config: Mapping[str, Any]) -> type | None:
+    """Return the class that an automatic class chooses for a configuration; None in doubt."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        found = automatic._model_mapping[CONFIG_MAPPING[config["model_type"]]]
+    except (AttributeError, KeyError, TypeError, ValueError, ImportError):
+        return None
+    if isinstance(found, tuple):  # several: the configuration names one, or else it is the first
+        named = config.get("architectures") or ()
+        found = next((each for each in found if each.__name__ in named), found[0])
+    return found if isinstance(found, type) else None
+
+
+def unrenamed(model: Any, names: set[str], tensors: dict[str, Any]) -> set[str]:
+    """Return the names of a checkpoint's tensors that a model loads without renaming.
+
+    Args:
+        model: the model.
+        names: to choose from.
+        tensors: the model's state dict.
+
+    Raises:
+        Exception: the library cannot tell.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
+    except ImportError:  # transformers 4
+        known = model._get_key_renaming_mapping(sorted(names))
+        return {name for name in names if known.get(name) == name}
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix = model.base_model_prefix
+    return {
+        name
+        for name in names
+        if rename_source_key(name, renamings, converters, prefix, tensors) == (name, None)
+    }
+
+
+def define_apply() -> None:
+    """Have transformers 5 give torch's modules the method that it defines at its first build."""
+    import torch
+    from transformers import PreTrainedModel
+
+    if hasattr(torch.nn.Module, "smart_apply"):
+        return
+    if not hasattr(PreTrainedModel, "initialize_weights"):  # an older one
+        return
+    empty: Any = torch.nn.Module()
+    empty._initialize_weights = lambda module, is_custom: None
+    empty.is_custom_code = lambda: False
+    PreTrainedModel.initialize_weights(empty)
