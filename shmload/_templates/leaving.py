@@ -9,6 +9,8 @@ import signal
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 from shmload._templates import messages, wire
 from shmload._templates.messages import Leaves
@@ -42,6 +44,7 @@ class Traces:
         self.has_trace = False
         """Whether something was made or removed that stays."""
         self._code: int | None = None
+        self._streams: list[Any] = []
         self._exit = ctypes.PyDLL(None).exit
 
     def watch(self) -> None:
@@ -61,6 +64,13 @@ class Traces:
             return False
         return self._look() == self._seen and len(os.listdir("/proc/self/task")) == 1
 
+    def flush_last(self) -> None:
+        """Have what destructors of the program's modules print be written.
+
+        Python writes it when it ends the streams; a library of the template may hold these.
+        """
+        self._streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
+
     def end_early(self, code: int) -> None:
         """Leave out the last step of this process's end, which nothing but memory notices.
 
@@ -76,7 +86,9 @@ class Traces:
         interesting = _TRACES | {"open", "sys.unraisablehook", _LAST}
 
         # It has everything at hand: at the end there are no globals any more.
-        def hook(event: str, args: tuple[object, ...], self: Traces = self) -> None:
+        def hook(
+            event: str, args: tuple[object, ...], self: Traces = self, suppress: Any = suppress
+        ) -> None:
             if event not in interesting:
                 return
             if event == "open":
@@ -84,6 +96,9 @@ class Traces:
                 if isinstance(flags, int) and flags & _WRITES and args[0] != "/dev/null":
                     self.has_trace = True
             elif event == _LAST:
+                for stream in self._streams:
+                    with suppress(Exception):  # the program may have closed or replaced it
+                        stream.flush()
                 if self._code is not None:
                     self._exit(self._code)
             elif event == "sys.unraisablehook":
@@ -172,6 +187,8 @@ def leave() -> None:
         if _channel and _program == (os.getpid(), os.fstat(_channel.fileno()).st_ino):
             live_without(_channel)
             messages.send(_channel, Leaves(code & 0xFF))
+            if _traces:
+                _traces.flush_last()
             # Python ends with SIGINT after KeyboardInterrupt, and asks for commands if told so.
             if _traces and is_plain and not _MEASURED & os.environ.keys():
                 _traces.end_early(code & 0xFF)
