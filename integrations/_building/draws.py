@@ -7,8 +7,8 @@ not the numbers, so the generator goes on as after the library's build, from wha
 
 torch keeps a module's hooks in tables, and numbers the hooks of all modules in the order in which
 they are registered (`torch.utils.hooks.RemovableHandle.next_id`). So each build takes the next
-numbers. In a skeleton the numbers begin at 0; a load gives its models those that a build would have
-taken. With older numbers, a hook that a program registers could replace one of the library's.
+numbers. In a skeleton they begin at 0. A load gives its models the next ones, as a build would.
+With older numbers, a hook that a program registers could replace one of the library's.
 """
 
 from collections.abc import Iterable, Iterator

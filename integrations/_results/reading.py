@@ -272,10 +272,10 @@ def _version(status: os.stat_result) -> tuple[Inode, int]:
 def continued_order(folder: str | os.PathLike[str], keys: Sequence[str]) -> list[str]:
     """Return the keys of all items in an order with which a folder can be continued.
 
-    `dataprep.write` takes an item only at the number that it had before. So keys that the folder
-    has keep their numbers, also those that are not given any more. The others follow in their
-    order: first at numbers that have no result yet, then at the end. With the keys of the run
-    before, in their order, the order is the same again.
+    `dataprep.write` takes an item only at the number that it had before. So a key that the folder
+    has keeps its number, even if it is not given any more. The others follow in their order: first
+    at numbers that have no result yet, then at the end. With the keys of the run before, in their
+    order, the order is the same again.
 
     A run that was killed may have begun an item that is gone now, and stored one behind it. If
     there is no new item for its number, its key is in the order: the item will fail.
@@ -284,7 +284,7 @@ def continued_order(folder: str | os.PathLike[str], keys: Sequence[str]) -> list
 
     Args:
         folder: of results; need not exist.
-        keys: of the items that there are now, in the order for those that are new.
+        keys: of the items that there are now. New ones are taken in this order.
 
     Raises:
         ResultsMismatch: an item without a result is gone, there is no new one for its number, and

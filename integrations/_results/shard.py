@@ -146,7 +146,7 @@ class Shard:
             self._journal.release()
 
     def _recall_file(self) -> Mapping[int, str]:
-        """Note the items that the file has; return the errors of those that failed."""
+        """Note which items the file has. Return the errors of those that failed, by number."""
         contents = self._format.contents(self.path)
         if contents.first != self.first or len(contents.keys) > len(self.keys):
             raise ResultsCorrupt(self.path, "it holds the items of another shard", AGAIN)

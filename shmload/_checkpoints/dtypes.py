@@ -1,8 +1,8 @@
 """Names and sizes of tensor dtypes, without torch.
 
 Inside shmload a dtype is its safetensors name (`"BF16"`); users give torch's (`torch.bfloat16` or
-`"bfloat16"`). A quantised kind of GGUF is a dtype of a shard, by ggml's name (`Q4_K`): a row of
-blocks, of which only a whole one at a time can be dequantised. A segment has the blocks as `U8`, or
+`"bfloat16"`). A quantised kind of GGUF is a dtype of a shard, by ggml's name (`Q4_K`). Its
+values lie in blocks, and a block is dequantised as a whole. A segment has the blocks as `U8`, or
 floats.
 """
 

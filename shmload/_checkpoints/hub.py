@@ -279,7 +279,7 @@ class HubFile(msgspec.Struct, frozen=True):
 def hub_file_of(url: str) -> HubFile | None:
     """Return the file of the hub that a URL means; None if it is a URL of another server.
 
-    The forms are those that diffusers' `from_single_file` reads, and the hub's own of today:
+    Known are the forms that diffusers' `from_single_file` reads, and those that the hub shows:
     `HOST/OWNER/REPO/blob/REVISION/NAME` (or `resolve`, `raw`), and `HOST/OWNER/REPO/NAME`.
 
     Raises:

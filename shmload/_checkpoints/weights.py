@@ -272,8 +272,7 @@ def files_of_model(names: Collection[str], wanted: Wanted, kwargs: Mapping[str, 
 
     Args:
         names: all files of the repository.
-        wanted: the model; the files of weights are those that the library would choose, unless it
-            names some.
+        wanted: the model. If it names no files of weights, the library's choice counts.
         kwargs: other arguments of `from_pretrained`.
 
     Returns:

@@ -33,7 +33,7 @@ class UnknownPickle(Exception):
 
 
 class NoTensors(UnknownPickle):
-    """The pickle is damaged, or has what is no tensor with a name, whoever unpickles it."""
+    """The pickle is damaged, or holds other things than named tensors: torch cannot help."""
 
 
 def shorten(name: object) -> str:
