@@ -3,9 +3,8 @@
 A load that lacks memory evicts what is idle, the least recently used first. With `SHMLOAD_BUDGET`,
 a load whose segments stay also keeps all that is resident within that.
 
-Guarantee: of the loads with a budget, one at a time looks for room, and waits for it while others
-decode, with a deadline. What others decode has its length before the next one looks, so two loads
-never take the same room.
+Guarantee: what others decode has its length before the next load looks for room, so two loads never
+take the same room.
 """
 
 import contextlib
@@ -15,22 +14,20 @@ from collections.abc import Callable, Iterator
 from shmload._decoding.job import DecodeCancelled
 from shmload._host.linux import shm_nbytes
 from shmload._segments.capacity import require_room
-from shmload._segments.eviction import Budget, evict_for, require_possible
+from shmload._segments.eviction import Budget, evict_for
 from shmload._segments.listing import SegmentInfo
 from shmload._segments.names import part_names, room_lock_name
 from shmload._segments.removal import remove_if_free, remove_leftovers
+from shmload._segments.room import UnderWay, room_within
 from shmload._segments.turn import try_turn
 from shmload._settings import settings
-from shmload._wording import count_of, format_nbytes, logger_of
-from shmload.errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
+from shmload._wording import format_nbytes, logger_of
+from shmload.errors import CapacityError
 
 logger = logger_of(__name__)
 
-_POLL_S = 0.05
 # A wait that is shorter is not worth a message, in seconds.
 _QUIET_S = 1.0
-# A load that has ended gives its leases back slightly later, in seconds.
-_SETTLE_S = 0.5
 _NAME = "SHMLOAD_BUDGET"
 
 
@@ -54,14 +51,13 @@ class WaitForRoom:
         self._began_at = time.monotonic()
         self._is_said = False
 
-    def __call__(self, ahead: int = 0) -> None:
+    def __call__(self) -> None:
         if not self._is_said and time.monotonic() - self._began_at >= _QUIET_S:
             self._is_said = True
             logger.warning(
-                "waiting for %s of room in %s, which other loads fill%s; `shmload ls` shows them",
+                "waiting for %s of room in %s, which other loads fill; `shmload ls` shows them",
                 format_nbytes(self._nbytes),
                 self._limit,
-                f" ({count_of(ahead, 'load')} ahead)" if ahead else "",
             )
 
 
@@ -95,17 +91,30 @@ def made_room(
         _require_room_elsewhere(nbytes, beside_nbytes)
         yield []
     elif budget is None or nbytes == 0:
-        evicted: list[SegmentInfo] = []
+        gone: list[SegmentInfo] = []
         try:
             require_room(nbytes, beside_nbytes=beside_nbytes)
         except CapacityError:
-            evicted = evict_for(nbytes, beside_nbytes=beside_nbytes)
-        yield evicted
+            gone = evict_for(nbytes, beside_nbytes=beside_nbytes)
+        yield gone
     else:
-        ends_at = time.monotonic() + settings().wait_timeout_s
-        wait = WaitForRoom(nbytes, budget.name)
-        with _turn(nbytes, ends_at, is_cancelled, wait):
-            yield _keep_within(budget, nbytes, beside_nbytes, ends_at, is_cancelled, wait)
+        say = WaitForRoom(nbytes, budget.name)
+
+        def go_on() -> None:
+            if is_cancelled():
+                raise DecodeCancelled
+            say()
+
+        with room_within(
+            budget,
+            nbytes,
+            lambda: UnderWay(_parts_nbytes()),
+            go_on,
+            turn=lambda: try_turn(room_lock_name()),
+            timeout_s=settings().wait_timeout_s,
+            beside_nbytes=beside_nbytes,
+        ) as evicted:
+            yield evicted
 
 
 def _require_room_elsewhere(nbytes: int, beside_nbytes: int) -> None:
@@ -117,72 +126,9 @@ def _require_room_elsewhere(nbytes: int, beside_nbytes: int) -> None:
         require_room(nbytes, is_charged_here=False, beside_nbytes=beside_nbytes)
 
 
-def _keep_within(
-    budget: Budget,
-    nbytes: int,
-    beside_nbytes: int,
-    ends_at: float,
-    is_cancelled: Callable[[], bool],
-    wait: WaitForRoom,
-) -> list[SegmentInfo]:
-    """Evict until new segments fit into a budget; wait while what others decode may end it.
-
-    Returns:
-        The segments that were evicted.
-
-    Raises:
-        CapacityError: it does not fit, and nothing that is decoded could change that in time.
-    """
-    quiet_since = time.monotonic()
-    while True:
-        now = time.monotonic()
-        others = _parts_nbytes()
-        try:
-            return evict_for(nbytes, budget, others, beside_nbytes=beside_nbytes)
-        except (SharedMemoryFull, MemoryLimitExceeded) as exc:
-            require_possible(nbytes, budget, others, beside_nbytes=beside_nbytes)
-            if others:
-                quiet_since = now
-            if now > ends_at:
-                raise exc.after(settings().wait_timeout_s) from None
-            if now - quiet_since > _SETTLE_S:
-                raise
-        if is_cancelled():
-            raise DecodeCancelled
-        wait()
-        time.sleep(_POLL_S)
-
-
 def _parts_nbytes() -> int:
     """Return the size of what is being decoded, in bytes; remove the parts of dead processes.
 
     This load's own parts have no length yet.
     """
     return sum(shm_nbytes(name) for name in part_names() if not remove_if_free(name, patience_s=0))
-
-
-@contextlib.contextmanager
-def _turn(
-    nbytes: int, ends_at: float, is_cancelled: Callable[[], bool], wait: WaitForRoom
-) -> Iterator[None]:
-    """Hold the lock of the load that looks for room; if its process dies, the name is garbage.
-
-    Raises:
-        SharedMemoryFull: another load looks for room until `ends_at`.
-    """
-    while True:
-        with try_turn(room_lock_name()) as is_mine:
-            if is_mine:
-                yield
-                return
-        if is_cancelled():
-            raise DecodeCancelled
-        if time.monotonic() > ends_at:
-            remedy = (
-                "another load still waits for room ahead of this one after "
-                f"{settings().wait_timeout_s:g} s; end it (`shmload ls`), load again later, or "
-                f"raise SHMLOAD_WAIT_TIMEOUT_S or {_NAME}"
-            )
-            raise SharedMemoryFull(nbytes, None, _NAME, remedy)
-        wait()
-        time.sleep(_POLL_S)

@@ -47,8 +47,8 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _A = TypeVar("_A", bound=Answer)
 
 OnProgress = Callable[[int, int], None]
-OnWait = Callable[[int], None]
-"""Called with the number of loads ahead, each time that the service says that there is no room."""
+OnWait = Callable[[], None]
+"""Called each time that the service says that there is no room yet."""
 
 
 class Client:
@@ -218,8 +218,8 @@ class Client:
                 match answer:
                     case BytesRead(done, total) if on_progress:
                         on_progress(done, total)
-                    case Waiting(ahead) if on_wait:
-                        on_wait(ahead)
+                    case Waiting() if on_wait:
+                        on_wait()
                     case Refused():
                         raise revive(answer)
                     case _:

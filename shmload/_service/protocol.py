@@ -27,7 +27,7 @@ from shmload._segments.roots import Root
 from shmload._wording import encodable
 from shmload.errors import ShmloadError
 
-VERSION: Final = 6
+VERSION: Final = 7
 """To be increased with every change of a message."""
 
 _Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -121,9 +121,6 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
     """There is no room yet, but loads that run may give some back."""
-
-    ahead: int
-    """Number of loads that wait for room and came earlier."""
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):

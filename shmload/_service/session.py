@@ -19,6 +19,7 @@ import msgspec
 from shmload._decoding.job import DecodeCancelled, Job
 from shmload._ipc.frames import Inbox, send, to_frame
 from shmload._segments.roots import Root
+from shmload._service.budget import Claim
 from shmload._service.endpoint import peer_of, require_same_user, socket_path
 from shmload._service.loans import require_sound
 from shmload._service.protocol import (
@@ -42,7 +43,6 @@ from shmload._service.protocol import (
     decode_request,
     refuse,
 )
-from shmload._service.reservations import Claim
 from shmload._settings import settings
 from shmload._wording import logger_of
 from shmload.errors import (
@@ -163,11 +163,12 @@ class Session:
             case Reserve():
                 return self._reserve(request)
             case Settle():
-                self._state.reservations.settle(self._claim)
+                self._claim.nbytes = 0
                 return Noted()
             case Attached(model, found, made):
                 self._state.usage.note(model, hits=len(found), misses=len(made))
-                self._state.reservations.finish(self._claim)
+                self._claim.nbytes = 0
+                self._claim.is_ending = True
                 return Noted()
             case GetStatus():
                 status = self._state.status()
@@ -194,13 +195,8 @@ class Session:
         )
 
     def _reserve(self, request: Reserve) -> Reserved:
-        said = None
-
-        def wait(ahead: int) -> None:
-            nonlocal said
-            if ahead != said:
-                said = ahead
-                self._progress.report(Waiting(ahead))
+        def wait() -> None:
+            self._progress.report(Waiting())
             if self._is_gone():
                 raise DecodeCancelled
 

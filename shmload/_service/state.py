@@ -13,16 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from shmload._decoding.job import Job, OnBytes
 from shmload._segments.capacity import room_nbytes
-from shmload._segments.eviction import evict_for, require_possible
 from shmload._segments.expiry import remove_expired
 from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.roots import Root, find_roots
 from shmload._segments.users import users_of
-from shmload._service.budget import service_budget
+from shmload._service.budget import Claim, Reservations, service_budget
 from shmload._service.pool import WorkerPool
 from shmload._service.protocol import Holders, Status
 from shmload._service.readiness import Preloading
-from shmload._service.reservations import Claim, OnWait, Reservations
 from shmload._service.usage import INTERVAL_S, Usage
 from shmload._wording import format_nbytes, logger_of
 from shmload.errors import CapacityError, ShmloadError
@@ -48,7 +46,7 @@ class ServiceState:
         self._began_at = time.monotonic()
         self._lock = threading.Lock()
         self._evictions = self._refusals = 0
-        self.reservations = Reservations(self)
+        self.reservations = Reservations(self._budget)
         """What loads have reserved in the budget."""
         self.usage = Usage(resident=_resident_models)
         """What was counted for each model."""
@@ -107,25 +105,19 @@ class ServiceState:
             with self._lock:
                 self._clients -= 1
 
-    def reserve(self, claim: Claim, nbytes: int, timeout_s: float, on_wait: OnWait) -> list[str]:
-        """Do what `Reservations.reserve` does, and count the refusals."""
+    def reserve(
+        self, claim: Claim, nbytes: int, timeout_s: float, on_wait: Callable[[], None]
+    ) -> list[str]:
+        """Do what `Reservations.reserve` does, and count; return the names of what was evicted."""
         try:
-            return self.reservations.reserve(claim, nbytes, timeout_s, on_wait)
+            evicted = self.reservations.reserve(claim, nbytes, timeout_s, on_wait)
         except CapacityError:
             with self._lock:
                 self._refusals += 1
             raise
-
-    def make_room(self, nbytes: int, reserved: int) -> list[str]:
-        """Do what `evict_for` does, within the budget; return the names of what went."""
-        evicted = evict_for(nbytes, self._budget, reserved)
         with self._lock:
             self._evictions += len(evicted)
         return [info.name for info in evicted]
-
-    def require_possible(self, nbytes: int, reserved: int) -> None:
-        """Check that `nbytes` would fit if the loads that run gave back all they have."""
-        require_possible(nbytes, self._budget, reserved)
 
     def decode(
         self,
@@ -202,7 +194,7 @@ class ServiceState:
     def status(self) -> Status:
         """Return the status."""
         found = segments_by_lock()  # what is mapped is looked at below, once
-        # Not under the lock, which `make_room` and new clients take: it takes 0.1 s.
+        # Not under the lock, which new clients take: it takes 0.1 s.
         reserved_nbytes = self.reservations.nbytes
         leases, free_nbytes = tuple(_leases(found)), max(0, room_nbytes())
         with self._lock:

@@ -90,7 +90,8 @@ def test_segment_that_is_only_looked_at_may_go(shards, evicts, monkeypatch):
         ],
     )
     with contextlib.closing(ServiceState(1, _SEGMENT)) as state, state.reservations.claim() as one:
-        assert state.reservations.reserve(one, _SEGMENT, 60) == [info.name]
+        [gone] = state.reservations.reserve(one, _SEGMENT, 60, lambda: None)
+        assert gone.name == info.name
 
 
 def test_status_reads_the_mappings_of_processes_once(shards, evicts, monkeypatch):

@@ -1,28 +1,27 @@
-"""Loads wait for room in order of arrival, and are refused only if nothing could make room."""
+"""Loads wait for room one behind the other, and are refused only if nothing could make room."""
 
 import contextlib
 import threading
 
 import pytest
 
-from shmload._service import reservations as module
-from shmload._service.reservations import Reservations
+from shmload._segments import room
+from shmload._service.budget import Reservations, service_budget
 from shmload.errors import SharedMemoryFull
 
 
 class Memory:
-    """A memory of so many units; `held` are in use for good unless a test frees them."""
+    """A memory of ten units; `held` are in use for good unless a test frees them."""
 
-    def __init__(self, units):
-        self.units = units
-        self.held = 0
+    units = 10
+    held = 0
 
-    def make_room(self, nbytes, reserved):
+    def evict_for(self, nbytes, budget, reserved, *, beside_nbytes=0):
         if self.held + reserved + nbytes > self.units:
             raise SharedMemoryFull(nbytes, self.units - self.held - reserved, "test", "")
         return []
 
-    def require_possible(self, nbytes, reserved):
+    def require_possible(self, nbytes, budget, reserved=0, *, beside_nbytes=0):
         if nbytes > self.units:
             raise SharedMemoryFull(nbytes, self.units, "test", "")
 
@@ -41,7 +40,7 @@ class Waiter(threading.Thread):
     def run(self):
         with self._reservations.claim() as claim:
             try:
-                self._reservations.reserve(claim, *self._wanted, lambda ahead: self.waits.set())
+                self._reservations.reserve(claim, *self._wanted, self.waits.set)
             except SharedMemoryFull as exc:
                 self.error = exc
                 return
@@ -54,13 +53,16 @@ class Waiter(threading.Thread):
 
 
 @pytest.fixture
-def memory():
-    return Memory(10)
+def memory(monkeypatch):
+    made = Memory()
+    monkeypatch.setattr(room, "evict_for", made.evict_for)
+    monkeypatch.setattr(room, "require_possible", made.require_possible)
+    return made
 
 
 @pytest.fixture
 def reservations(memory):
-    return Reservations(memory)
+    return Reservations(service_budget(memory.units))
 
 
 def test_large_one_is_not_overtaken_by_small_ones(reservations):
@@ -71,6 +73,7 @@ def test_large_one_is_not_overtaken_by_small_ones(reservations):
     assert large.waits.wait(60)
     small = Waiter(reservations, 2)
     assert small.waits.wait(60)
+    assert reservations.waiting == 2
     running[0].end()  # room for the small one, which came later
     large.waits.clear()
     small.waits.clear()
@@ -83,45 +86,40 @@ def test_large_one_is_not_overtaken_by_small_ones(reservations):
     small.end()
 
 
-def test_small_one_goes_ahead_if_nothing_runs_and_the_large_one_cannot(reservations, memory):
+def test_what_nothing_can_make_room_for_is_refused_and_the_next_goes_ahead(reservations, memory):
     memory.held = 5
-    large = Waiter(reservations, 9)
-    assert large.waits.wait(60)
+    large = [Waiter(reservations, 9) for _ in range(2)]
+    assert large[0].waits.wait(60)
     small = Waiter(reservations, 2)
     assert small.has_room.wait(60)
-    memory.held = 0
     small.end()
-    assert large.has_room.wait(60)
-    large.end()
-
-
-def test_nothing_that_runs_is_a_refusal(reservations, memory):
-    memory.held = 5
-    waiting = [Waiter(reservations, 9) for _ in range(2)]
-    for each in waiting:
+    for each in large:
         each.join(60)
-        assert each.error.available == 5
+        assert "leaves" in str(each.error)
+        assert "SHMLOAD_WAIT_TIMEOUT_S" not in str(each.error)  # it was refused before its deadline
 
 
 def test_load_that_waits_for_others_does_not_count_as_running(reservations, memory):
     with reservations.claim() as claim:
-        reservations.reserve(claim, 5, 60)
+        reservations.reserve(claim, 5, 60, pytest.fail)
         memory.held = 5
-        reservations.settle(claim)  # its segments are in use; it waits for a part of the next one
-        with reservations.claim() as other, pytest.raises(SharedMemoryFull):
-            reservations.reserve(other, 9, 60)
+        claim.nbytes = 0  # its segments are in use; it waits for a part of the next one
+        with reservations.claim() as other, pytest.raises(SharedMemoryFull, match="leaves 5 B"):
+            reservations.reserve(other, 9, 60, lambda: None)
 
 
 @pytest.mark.parametrize("nbytes", [0, 5])
 def test_load_that_ends_soon_is_waited_for(reservations, memory, monkeypatch, nbytes):
-    monkeypatch.setattr(module, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(room, "_SETTLE_S", 0.0)
     with reservations.claim() as claim:
         if nbytes:  # else it only attaches
-            reservations.reserve(claim, nbytes, 60)
+            reservations.reserve(claim, nbytes, 60, pytest.fail)
         memory.held = 5
-        reservations.finish(claim)
+        claim.nbytes, claim.is_ending = 0, True
         other = Waiter(reservations, 9)
-        assert other.waits.wait(60)
+        for _ in range(3):
+            other.waits.clear()
+            assert other.waits.wait(60)
         memory.held = 0
     assert other.has_room.wait(60)
     other.end()
@@ -133,7 +131,7 @@ def test_loads_that_come_later_and_only_attach_hold_up_no_refusal(reservations, 
     assert waiting.waits.wait(60)
     with contextlib.ExitStack() as attached:
         while waiting.is_alive():
-            reservations.finish(attached.enter_context(reservations.claim()))
+            attached.enter_context(reservations.claim()).is_ending = True
             waiting.join(0.05)
     assert "SHMLOAD_WAIT_TIMEOUT_S" not in str(waiting.error)  # it was refused before its deadline
 
@@ -141,13 +139,15 @@ def test_loads_that_come_later_and_only_attach_hold_up_no_refusal(reservations, 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_wait_has_a_deadline(reservations, is_first):
     with reservations.claim() as claim, reservations.claim() as other:
-        reservations.reserve(claim, 5, 60)
+        reservations.reserve(claim, 5, 60, pytest.fail)
         ahead = None if is_first else Waiter(reservations, 9)
         assert is_first or ahead.waits.wait(60)
         with pytest.raises(SharedMemoryFull, match="SHMLOAD_WAIT_TIMEOUT_S") as caught:
-            reservations.reserve(other, 8, 0)
-        assert ("leaves 5 B" if is_first else "still behind 1 load after 0 s") in str(caught.value)
-        reservations.settle(claim)
+            reservations.reserve(other, 8, 0, pytest.fail)
+        said = "leaves 5 B" if is_first else "ahead of this one after 0 s"
+        assert said in str(caught.value)
+        assert is_first or "raise `shmload serve --budget`" in str(caught.value)
+        claim.nbytes = 0
         if ahead:
             assert ahead.has_room.wait(60)
             ahead.end()
@@ -157,11 +157,11 @@ def test_what_ends_the_wait_leaves_the_queue(reservations):
     class Gone(Exception):
         pass
 
-    def leave(ahead):
+    def leave():
         raise Gone
 
     with reservations.claim() as claim:
-        reservations.reserve(claim, 10, 60)
+        reservations.reserve(claim, 10, 60, pytest.fail)
         with reservations.claim() as other, pytest.raises(Gone):
             reservations.reserve(other, 1, 60, leave)
         assert reservations.waiting == 0
@@ -170,11 +170,11 @@ def test_what_ends_the_wait_leaves_the_queue(reservations):
 
 def test_what_can_never_fit_is_refused_at_once_behind_others(reservations):
     with reservations.claim() as claim, reservations.claim() as other:
-        reservations.reserve(claim, 10, 60)
+        reservations.reserve(claim, 10, 60, pytest.fail)
         waiting = Waiter(reservations, 10)
         assert waiting.waits.wait(60)
         with pytest.raises(SharedMemoryFull):
             reservations.reserve(other, 11, 60, pytest.fail)
-        reservations.settle(claim)
+        claim.nbytes = 0
     assert waiting.has_room.wait(60)
     waiting.end()
