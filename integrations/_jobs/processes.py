@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from shmload._ipc.child import start_with_channel
+from shmload._ipc import procs
 from shmload._ipc.frames import Inbox, send, to_frame
 from shmload._settings import settings
 from shmload.errors import JobFailed
@@ -60,9 +60,9 @@ class Server:
         """When it was started, by the monotonic clock, in seconds."""
         path = tuple(os.fsencode(entry) for entry in sys.path if isinstance(entry, str))
         try:
-            self._child, self.channel = start_with_channel(
+            self._child = procs.start(
                 "shmload.integrations._jobs.forkserver",
-                timeout_s=settings().stall_timeout_s,
+                channel_timeout_s=settings().stall_timeout_s,
                 env=os.environ | _SINGLE_THREADED,
                 stdout=None if sys.__stdout__ else subprocess.DEVNULL,
                 stderr=None if sys.__stderr__ else subprocess.DEVNULL,
@@ -73,6 +73,7 @@ class Server:
                 "Python interpreter, with processes, memory and descriptors to spare"
             ) from exc
         self.pid = self._child.pid
+        self.channel = self._child.channel
         self.inbox = Inbox(self.channel)
         environment = {name: os.environ.get(name) for name in _SINGLE_THREADED}
         self.send(

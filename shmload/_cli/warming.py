@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmload._checkpoints.resolve import resolve
 from shmload._cli.source_list import ListedSource
-from shmload._ipc.child import Child, child_environment
+from shmload._ipc import procs
 from shmload._segments.listing import segments
 from shmload._wording import format_nbytes, logger_of
 from shmload.errors import ShmloadError
@@ -43,7 +43,7 @@ class Warming:
         wanted: what to warm.
         verbose: log each step.
         env: more variables of its environment.
-        stderr: as for `Child`.
+        stderr: as for `procs.start`.
 
     Raises:
         OSError: it cannot be started.
@@ -61,10 +61,10 @@ class Warming:
         self._output = os.memfd_create("shmload-warm", os.MFD_CLOEXEC)
         options = ["--json", "--with-text", "--quiet", *wanted.options, "--", wanted.source]
         try:
-            self.child = Child(
+            self.child = procs.start(
                 "shmload",
-                [*(["--verbose"] if verbose else []), "warm", *options],
-                env=child_environment() | (env or {}),
+                *(*(["--verbose"] if verbose else []), "warm", *options),
+                env=procs.child_environment() | (env or {}),
                 stdout=self._output,
                 stderr=stderr,
             )
@@ -201,7 +201,7 @@ def _preload_one(wanted: ListedSource, state: "ServiceState") -> dict[str, Any] 
     return None
 
 
-def _log_lines(child: Child, wanted: ListedSource, state: "ServiceState") -> str | None:
+def _log_lines(child: procs.Child, wanted: ListedSource, state: "ServiceState") -> str | None:
     """Log what a child logs, until it or the service ends; returns its error."""
     error = None
     pipe = child.process.stderr

@@ -1,10 +1,9 @@
 """The coordinator's end of one worker process: start, talk, watch, end.
 
-Owns the child, its socket, its pidfd and the file that catches what it prints.
+Owns the child.
 """
 
 import contextlib
-import os
 import select
 import sys
 import time
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shmload._host.limits import process_refused, says_no_memory
-from shmload._ipc.child import child_environment, start_with_channel
+from shmload._ipc import procs
 from shmload._ipc.frames import Inbox, send
 from shmload._settings import settings
 from shmload.errors import ProtocolError, WorkerFailed
@@ -30,8 +29,6 @@ from shmload.workers.messages import (
     Ready,
     decode_from_worker,
 )
-
-_OUTPUT_TAIL_NBYTES = 4000
 
 
 class Task(NamedTuple):
@@ -55,7 +52,11 @@ class WorkerProcess:
         self.active_at = time.monotonic()
         """Time of its latest message, or of its first piece; `time.monotonic`, in seconds."""
         try:
-            self._start()
+            self._child = procs.start(
+                "shmload.workers.main",
+                channel_timeout_s=settings().stall_timeout_s,
+                keeps_output=True,
+            )
         except OSError as exc:
             refused = process_refused("a worker process", exc)
             if refused:
@@ -64,20 +65,7 @@ class WorkerProcess:
                 f"a worker could not be started: {exc}; sys.executable must be a Python "
                 "interpreter, with processes, memory and descriptors to spare"
             ) from exc
-
-    def _start(self) -> None:
-        self._output_fd = os.memfd_create("shmload-worker-output", os.MFD_CLOEXEC)
-        try:
-            self._child, self.channel = start_with_channel(
-                "shmload.workers.main",
-                timeout_s=settings().stall_timeout_s,
-                env=child_environment(),
-                stdout=self._output_fd,
-                stderr=self._output_fd,
-            )
-        except BaseException:
-            os.close(self._output_fd)
-            raise
+        self.channel = self._child.channel
         self._inbox = Inbox(self.channel)
 
     @property
@@ -165,12 +153,7 @@ class WorkerProcess:
     @property
     def lacked_memory(self) -> bool:
         """Whether its last output says so; a library may end the process then."""
-        return says_no_memory(self._last_output())
-
-    def _last_output(self) -> str:
-        size = os.fstat(self._output_fd).st_size
-        tail = os.pread(self._output_fd, _OUTPUT_TAIL_NBYTES, max(0, size - _OUTPUT_TAIL_NBYTES))
-        return tail.decode(errors="replace").strip()
+        return says_no_memory(self._child.output())
 
     def start_failure(self) -> WorkerFailed:
         """Return the error for a child that ended before it was ready."""
@@ -178,17 +161,10 @@ class WorkerProcess:
             f"a worker could not start ({self.how_it_ended()}): run "
             f"`{sys.executable} -P -c 'import shmload.workers.main'` to see why"
         )
-        if tail := self._last_output():
+        if tail := self._child.output():
             error.add_note("its output: " + tail)
         return error
 
     def close(self) -> None:
         """Kill the child and reap it; a second call is fine."""
-        if self.pidfd < 0:
-            return
-        self._child.kill()
-        self.channel.close()
-        try:
-            self._child.close()
-        finally:
-            os.close(self._output_fd)
+        self._child.close()

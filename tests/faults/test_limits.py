@@ -14,8 +14,9 @@ from safetensors.numpy import save_file
 
 import shmload
 from shmload._cli.main import main
-from shmload._decoding import worker_process
+from shmload._decoding.worker_process import WorkerProcess
 from shmload._host.limits import explained, is_lack_of_memory, no_memory
+from shmload._ipc import procs
 
 
 @pytest.fixture
@@ -113,9 +114,9 @@ def test_limit_of_processes_is_named(monkeypatch):
     def fail(*args, **kwargs):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(worker_process, "start_with_channel", fail)
+    monkeypatch.setattr(procs, "start", fail)
     with pytest.raises(shmload.ProcessLimitExceeded, match=r"TasksMax= .* --pids-limit") as caught:
-        worker_process.WorkerProcess()
+        WorkerProcess()
     assert caught.value.limit == "RLIMIT_NPROC"
 
 

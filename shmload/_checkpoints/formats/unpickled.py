@@ -33,7 +33,7 @@ from shmload._host.limits import says_no_memory
 from shmload._host.linux import wait_lock
 from shmload._host.memo import Memo
 from shmload._host.owned import open_folder
-from shmload._ipc.child import child_environment, start_with_channel
+from shmload._ipc import procs
 from shmload._ipc.frames import Inbox, MessageReader, send
 from shmload._settings import settings
 from shmload.errors import ProtocolError, ShmloadError
@@ -44,7 +44,6 @@ MAX_WHY: Final = 400
 _ARCHIVE = b"PK\3\4"
 _MODULE = "shmload.workers.unpickle"
 _MAX_FRAME_NBYTES = 64 << 10
-_OUTPUT_TAIL_NBYTES = 4000
 # How often a caller is asked whether it still waits.
 _POLL_S = 0.2
 # A file of the older form is read by torch with small reads. No disk worth loading from is slower.
@@ -144,18 +143,12 @@ def unpickle(
     """
     timeout_s = answer_timeout_s(fd)
     ends_at = time.monotonic() + timeout_s
-    output_fd = os.memfd_create("shmload-unpickle-output", os.MFD_CLOEXEC)
     with contextlib.ExitStack() as closing:
-        closing.callback(os.close, output_fd)
-        child, channel = start_with_channel(
-            _MODULE,
-            timeout_s=settings().stall_timeout_s,
-            env=child_environment(),
-            stdout=output_fd,
-            stderr=output_fd,
+        child = procs.start(
+            _MODULE, channel_timeout_s=settings().stall_timeout_s, keeps_output=True
         )
         closing.callback(child.close)
-        closing.enter_context(channel)
+        channel = child.channel
         inbox = Inbox(channel, _MAX_FRAME_NBYTES)
         closing.callback(inbox.close)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is read below
@@ -167,15 +160,10 @@ def unpickle(
             if (left_s := ends_at - time.monotonic()) <= 0:
                 raise Lost(None, timeout_s)
             if poll.poll(min(left_s, _POLL_S) * 1000) and not inbox.receive():
-                how = child.close()
-                raise Lost(how, timeout_s, lacked_memory=says_no_memory(_tail(output_fd)))
+                child.kill()
+                how = child.how_it_ended()
+                raise Lost(how, timeout_s, lacked_memory=says_no_memory(child.output()))
         return _read_answer(frame)
-
-
-def _tail(output_fd: int) -> str:
-    size = os.fstat(output_fd).st_size
-    tail = os.pread(output_fd, _OUTPUT_TAIL_NBYTES, max(0, size - _OUTPUT_TAIL_NBYTES))
-    return tail.decode(errors="replace")
 
 
 # To be increased with every change of what is taken from a file, or of how it is written.

@@ -9,7 +9,7 @@ import pytest
 
 from shmload._cli import warming
 from shmload._cli.source_list import ListedSource
-from shmload._ipc.child import Child
+from shmload._ipc import procs
 
 _SOURCE = ListedSource(3, "model.safetensors")
 _REPORT = '{\n  "reports": [{"segments": ["a"]}], "texts": ["model: resident"]\n}\n'
@@ -23,10 +23,12 @@ def printing(monkeypatch, tmp_path):
         encoded = tmp_path / "encoded"
         encoded.write_bytes(base64.b64encode(text.encode()))
 
-        def start(module, arguments, **options):
-            return Child("base64", ["-d", str(encoded)], **options)
+        start = procs.start
 
-        monkeypatch.setattr(warming, "Child", start)
+        def start_base64(module, *arguments, **options):
+            return start("base64", "-d", str(encoded), **options)
+
+        monkeypatch.setattr(procs, "start", start_base64)
 
     return print_instead
 

@@ -2,10 +2,12 @@
 
 import socket
 import time
+import types
 
 import pytest
 
 from shmload._decoding.worker_process import Task, WorkerProcess
+from shmload._ipc import procs
 from shmload.workers.messages import Fill
 
 
@@ -14,7 +16,8 @@ def worker(monkeypatch):
     """A worker whose process is a socket that takes all messages."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        monkeypatch.setattr(WorkerProcess, "_start", lambda self: setattr(self, "channel", ours))
+        child = types.SimpleNamespace(channel=ours)
+        monkeypatch.setattr(procs, "start", lambda *arguments, **keywords: child)
         yield WorkerProcess()
 
 

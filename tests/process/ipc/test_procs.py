@@ -1,5 +1,6 @@
 """Processes that shmload starts begin with the right state, and their ends are reported."""
 
+import functools
 import os
 import signal
 import socket
@@ -7,22 +8,22 @@ import subprocess
 
 import pytest
 
-from shmload._ipc.child import Child, child_environment, how_it_ended, start_with_channel
+from shmload._ipc.procs import child_environment, how_it_ended, start
 
 
 @pytest.fixture
 def program(tmp_path):
-    """Write a module; return the arguments with which `Child` runs it."""
+    """Write a module; return `start` for it."""
 
     def write(code):
         (tmp_path / "program.py").write_text(f"import os, signal, socket, sys\n{code}\n")
-        return {"module": "program", "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
+        return functools.partial(start, "program", env=os.environ | {"PYTHONPATH": str(tmp_path)})
 
     return write
 
 
 def test_end_of_a_child_is_named(program):
-    child = Child(arguments=["3"], **program("sys.exit(int(sys.argv[1]))"))
+    child = program("sys.exit(int(sys.argv[1]))")("3")
     assert child.end(60, ask=False) == "exit code 3"
     assert child.has_exited
     assert child.close() == "exit code 3"
@@ -37,7 +38,7 @@ def test_every_end_has_a_name(code, said):
 
 def test_child_that_is_asked_to_end_does(program):
     code = "print(flush=True)\nwhile True: signal.pause()"
-    child = Child(arguments=[], stdout=subprocess.PIPE, **program(code))
+    child = program(code)(stdout=subprocess.PIPE)
     with child.process.stdout as stdout:
         stdout.readline()
         assert child.end(60) == "SIGTERM"
@@ -49,7 +50,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print(flush=True)
 while True: signal.pause()
 """
-    child = Child(arguments=[], stdout=subprocess.PIPE, **program(code))
+    child = program(code)(stdout=subprocess.PIPE)
     with child.process.stdout as stdout:
         stdout.readline()
         assert child.end(0.1) == "SIGKILL"
@@ -59,7 +60,7 @@ while True: signal.pause()
 
 def test_child_gets_no_interrupt_of_its_group(program):
     code = "print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)"
-    child = Child(arguments=[], stdout=subprocess.PIPE, **program(code))
+    child = program(code)(stdout=subprocess.PIPE)
     with child.process.stdout as stdout:
         assert stdout.readline() == b"True\n"
     child.end(60, ask=False)
@@ -68,10 +69,17 @@ def test_child_gets_no_interrupt_of_its_group(program):
 
 def test_channel_leads_to_the_child_and_names_the_parent(program):
     code = "socket.socket(fileno=int(sys.argv[1])).sendall(sys.argv[2].encode())"
-    child, channel = start_with_channel(timeout_s=60, **program(code))
-    with channel:
-        assert channel.recv(100) == str(os.getpid()).encode()
+    child = program(code)(channel_timeout_s=60)
+    assert child.channel.recv(100) == str(os.getpid()).encode()
     assert child.end(60, ask=False) == "exit code 0"
+
+
+def test_output_is_kept_and_its_end_can_be_read(program):
+    child = program("print('x' * 10_000); print('end', file=sys.stderr)")(keeps_output=True)
+    assert child.how_it_ended() == "exit code 0"
+    assert child.output().endswith("x\nend")
+    assert len(child.output()) < 5000
+    child.close()
 
 
 def test_default_timeout_of_the_parents_sockets_is_not_the_childs(program):
@@ -83,11 +91,10 @@ channel.sendall(str(os.get_blocking(channel.fileno())).encode())
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(10)
     try:
-        child, channel = start_with_channel(timeout_s=60, **program(code))
+        child = program(code)(channel_timeout_s=60)
     finally:
         socket.setdefaulttimeout(before)
-    with channel:
-        assert channel.recv(100) == b"True"
+    assert child.channel.recv(100) == b"True"
     assert child.end(60, ask=False) == "exit code 0"
 
 
@@ -95,7 +102,7 @@ def test_child_that_cannot_be_started_leaves_nothing(program, monkeypatch):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):
-        start_with_channel(timeout_s=60, **program(""))
+        program("")(channel_timeout_s=60, keeps_output=True)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
