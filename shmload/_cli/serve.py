@@ -174,7 +174,7 @@ def _run(
         with contextlib.closing(state), _ending_by_signals(state):
             for warning in budget_warnings(state.budget_nbytes, segments(), file_nbytes):
                 logger.warning("%s", warning)
-            state.preloading.expect(len(wanted))
+            state.preloading.total = len(wanted)
             if metrics:
                 _serve_http(*metrics, state)
             serve(endpoint, state, lambda: _when_ready(endpoint, state, wanted))
@@ -211,7 +211,7 @@ def _ending_by_signals(state: ServiceState) -> Iterator[None]:
 
 
 def _serve_http(host: str, port: int, state: ServiceState) -> None:
-    # Imported here: they take 50 ms, which a service without --metrics need not wait for.
+    # Imported here: a service without --metrics needs no server.
     from shmload._service.metrics import ServiceCollector
     from shmload._service.web import make_app, serve_http
 

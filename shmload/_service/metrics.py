@@ -1,67 +1,308 @@
-"""The service's metrics for Prometheus.
+"""What the service counts, in Prometheus's own counters: for `status`, and for `/metrics`.
 
-Guarantee: labels are names and paths of models only, of at most `usage.MAX_MODELS` models. So the
-number of series is bounded, whatever clients do.
+Guarantee: however many models there are, and whatever clients call them, at most `MAX_MODELS` are
+remembered; of more, those that were used least recently go. So the number of series is bounded. The
+sums over all models stay exact. Labels are names and paths of models only.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator
+import contextlib
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
-
-from shmload._service.usage import BUCKETS_S, ModelHistogram
+from shmload._segments.roots import Root, tell_apart
+from shmload._service.protocol import DecodeStatus, ModelUse
 from shmload._version import __version__
+
+# With this the library would keep all numbers in files, beside those of another program.
+os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+)
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from shmload._service.state import ServiceState
 
-# Name, type, attribute of `Status`, help text.
-_OF_SERVICE = (
-    ("shmload_resident_bytes", GaugeMetricFamily, "resident_nbytes", "Shared memory of segments."),
-    ("shmload_budget_bytes", GaugeMetricFamily, "budget_nbytes", "What may be resident."),
-    ("shmload_room_bytes", GaugeMetricFamily, "room_nbytes", "Memory that is free for segments."),
-    ("shmload_segments", GaugeMetricFamily, "segments", "Resident segments."),
-    ("shmload_pinned_segments", GaugeMetricFamily, "pinned", "Segments that are never evicted."),
-    ("shmload_workers", GaugeMetricFamily, "workers", "Worker processes."),
-    ("shmload_waiting_decodes", GaugeMetricFamily, "waiting", "Decodes that wait for workers."),
-    (
-        "shmload_waiting_for_room",
-        GaugeMetricFamily,
-        "waiting_for_room",
-        "Loads that wait for room in the budget.",
-    ),
-    (
-        "shmload_reserved_bytes",
-        GaugeMetricFamily,
-        "reserved_nbytes",
-        "Room that loads have reserved for what they decode.",
-    ),
-    ("shmload_clients", GaugeMetricFamily, "clients", "Connections."),
-    ("shmload_hits", CounterMetricFamily, "hits", "Segments that loads found resident."),
-    ("shmload_misses", CounterMetricFamily, "misses", "Segments that loads had to decode."),
-    ("shmload_evictions", CounterMetricFamily, "evictions", "Segments evicted to make room."),
-    ("shmload_refusals", CounterMetricFamily, "refusals", "Loads refused for lack of room."),
-    ("shmload_failed_decodes", CounterMetricFamily, "failed", "Decodes that did not end well."),
-    ("shmload_read_bytes", CounterMetricFamily, "read_nbytes", "Bytes of weights read."),
-    ("shmload_decode_seconds", CounterMetricFamily, "decode_s", "Time spent on decoding."),
+MAX_MODELS = 200
+"""Number of models that are remembered."""
+_MAX_NAME_LENGTH = 200
+_MAX_PATH_LENGTH = 4096  # PATH_MAX
+
+BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Upper bounds of the histogram of decode times, in seconds; one bucket more has the rest."""
+
+INTERVAL_S = 5.0
+"""Length of the intervals that `Usage.history` counts by, in seconds."""
+_INTERVALS = 60
+
+# Of each: name after `shmload_`, help text.
+_COUNTERS = {
+    "hits": "Segments that loads found resident.",
+    "misses": "Segments that loads had to decode.",
+    "evictions": "Segments evicted to make room.",
+    "refusals": "Loads refused for lack of room.",
+    "failed_decodes": "Decodes that did not end well.",
+    "read_bytes": "Bytes of weights read.",
+    "decode_seconds": "Time spent on decoding.",
+}
+# Name after `shmload_model_`, help text.
+_OF_MODEL = {
+    "hits": "Segments that loads of a model found resident.",
+    "misses": "Segments that loads of a model had to decode.",
+    "read_bytes": "Bytes of a model's weights read.",
+    "failed_decodes": "Decodes of a model that did not end well.",
+}
+# Name after `shmload_`, attribute of `Status`, help text.
+_GAUGES = (
+    ("resident_bytes", "resident_nbytes", "Shared memory of segments."),
+    ("budget_bytes", "budget_nbytes", "What may be resident."),
+    ("room_bytes", "room_nbytes", "Memory that is free for segments."),
+    ("segments", "segments", "Resident segments."),
+    ("pinned_segments", "pinned", "Segments that are never evicted."),
+    ("workers", "workers", "Worker processes."),
+    ("waiting_decodes", "waiting", "Decodes that wait for workers."),
+    ("waiting_for_room", "waiting_for_room", "Loads that wait for room in the budget."),
+    ("reserved_bytes", "reserved_nbytes", "Room that loads have reserved for what they decode."),
+    ("clients", "clients", "Connections."),
+    ("uptime_seconds", "uptime_s", "Time since the service started."),
 )
 
-# Name, attribute of `ModelUse`, help text; all are counters.
-_OF_MODEL = (
-    ("shmload_model_hits", "hits", "Segments that loads of a model found resident."),
-    ("shmload_model_misses", "misses", "Segments that loads of a model had to decode."),
-    ("shmload_model_read_bytes", "read_nbytes", "Bytes of a model's weights read."),
-    ("shmload_model_failed_decodes", "failed", "Decodes of a model that did not end well."),
-)
 
-_LABELS = ("model", "source")
+class RunningDecode:
+    """A decode from when it is asked for to its end."""
+
+    def __init__(self, model: Root, total_nbytes: int, clock: Callable[[], float]) -> None:
+        self.model = model
+        self.total_nbytes = total_nbytes
+        self.done_nbytes = 0
+        self._clock = clock
+        self._began_at: float | None = None
+
+    def begin(self) -> None:
+        """Note that the workers begin with it."""
+        self._began_at = self._clock()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the workers are at an earlier decode."""
+        return self._began_at is None
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long the workers have been at it, in seconds; 0 while it waits for them."""
+        return 0.0 if self._began_at is None else self._clock() - self._began_at
+
+
+class Usage:
+    """The counters of a service; thread-safe.
+
+    Args:
+        clock: as `time.monotonic`, in seconds.
+        resident: returns the resident models, which have the names that `ls` gives them.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        resident: Callable[[], Iterable[Root]] = tuple,
+    ) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._clock = clock
+        self._resident = resident
+        self._lock = threading.Lock()
+        registry = self._registry = CollectorRegistry()
+        self._sums = {
+            name: Counter(f"shmload_{name}", text, registry=registry)
+            for name, text in _COUNTERS.items()
+        }
+        # The label is the model's key here; `collect` gives it a name, which may change.
+        self._of_model = {
+            name: Counter(f"shmload_model_{name}", text, ["key"], registry=registry)
+            for name, text in _OF_MODEL.items()
+        }
+        self._decode_times = Histogram(
+            "shmload_model_decode_seconds",
+            "Time that a decode took the workers, without waiting for them.",
+            ["key"],
+            buckets=BUCKETS_S,
+            registry=registry,
+        )
+        # By the model's key.
+        self._models: OrderedDict[str, Root] = OrderedDict()
+        self._running: list[RunningDecode] = []
+        # Number of an interval since the clock's zero, and the bytes read in it; oldest first.
+        self._intervals: deque[tuple[int, int]] = deque(maxlen=_INTERVALS)
+
+    def count(self, name: str, amount: float, model: Root | None = None) -> None:
+        """Count more of a kind, one of `_COUNTERS`, and for a model, one of `_OF_MODEL`."""
+        self._sums[name].inc(amount)
+        if model:
+            with self._remembered(model) as key:
+                self._of_model[name].labels(key).inc(amount)
+
+    def note(self, model: Root, *, hits: int, misses: int) -> None:
+        """Count segments that a load of a model found resident, and those that were decoded."""
+        self.count("hits", hits, model)
+        self.count("misses", misses, model)
+
+    @contextlib.contextmanager
+    def decoding(self, model: Root, total_nbytes: int) -> Iterator[RunningDecode]:
+        """List a decode inside the block, and count it at the end.
+
+        Args:
+            model: the model.
+            total_nbytes: what it will read, in bytes.
+
+        Yields:
+            The decode. Call its `begin` when the workers begin.
+        """
+        running = RunningDecode(model, total_nbytes, self._clock)
+        self._running.append(running)
+        try:
+            yield running
+        except BaseException:
+            self.count("failed_decodes", 1, model)
+            raise
+        else:
+            with self._remembered(model) as key:
+                self._decode_times.labels(key).observe(running.elapsed_s)
+        finally:
+            self._running.remove(running)
+            self.count("decode_seconds", running.elapsed_s)
+
+    def add_read(self, running: RunningDecode, nbytes: int) -> None:
+        """Count bytes that a decode has read."""
+        running.done_nbytes += nbytes
+        self.count("read_bytes", nbytes, running.model)
+        interval = int(self._clock() // INTERVAL_S)
+        with self._lock:
+            before = 0
+            if self._intervals and self._intervals[-1][0] == interval:
+                _, before = self._intervals.pop()
+            self._intervals.append((interval, before + nbytes))
+
+    @contextlib.contextmanager
+    def _remembered(self, model: Root) -> Iterator[str]:
+        """Note a model as the most recently used one; yield its label."""
+        key = _shorten(model.key, _MAX_PATH_LENGTH)
+        with self._lock:
+            if key not in self._models:
+                self._models[key] = model
+                for counter in self._of_model.values():
+                    counter.labels(key)  # which is 0
+            self._models.move_to_end(key)
+            if len(self._models) > MAX_MODELS:
+                oldest, _ = self._models.popitem(last=False)
+                for each in (*self._of_model.values(), self._decode_times):
+                    with contextlib.suppress(KeyError):  # it was never decoded
+                        each.remove(oldest)
+            yield key
+
+    def sums(self) -> dict[str, float]:
+        """Return the counters over all models, by the names of `_COUNTERS`."""
+        values = self._values()
+        found = {name: values[f"shmload_{name}_total", ""] for name in _COUNTERS}
+        found["decode_seconds"] += sum(each.elapsed_s for each in tuple(self._running))
+        return found
+
+    def _values(self) -> dict[tuple[str, str], float]:
+        """Return the value of each sample, by its name and its model's key."""
+        return {
+            (sample.name, sample.labels.get("key", "")): sample.value
+            for metric in self._registry.collect()
+            for sample in metric.samples
+        }
+
+    def running(self) -> tuple[DecodeStatus, ...]:
+        """Return the decodes that run or wait, in the order in which they were asked for."""
+        names = self._names()
+        return tuple(
+            DecodeStatus(
+                model=names.get(each.model.key) or _name_of(each.model),
+                source=_shorten(each.model.path, _MAX_PATH_LENGTH),
+                variant=each.model.variant,
+                done_nbytes=each.done_nbytes,
+                total_nbytes=each.total_nbytes,
+                elapsed_s=each.elapsed_s,
+                is_waiting=each.is_waiting,
+            )
+            for each in tuple(self._running)
+        )
+
+    def models(self) -> tuple[ModelUse, ...]:
+        """Return what was counted for each model, the most recently used first."""
+        names, values = self._names(), self._values()
+        with self._lock:
+            known = list(reversed(self._models.items()))
+
+        def value(name: str, key: str) -> float:
+            return values.get((f"shmload_model_{name}", key), 0)
+
+        return tuple(
+            ModelUse(
+                model=names.get(model.key) or _name_of(model),
+                source=_shorten(model.path, _MAX_PATH_LENGTH),
+                variant=model.variant,
+                hits=int(value("hits_total", key)),
+                misses=int(value("misses_total", key)),
+                read_nbytes=int(value("read_bytes_total", key)),
+                decodes=int(value("decode_seconds_count", key)),
+                failed=int(value("failed_decodes_total", key)),
+                decode_s=value("decode_seconds_sum", key),
+            )
+            for key, model in known
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all counters, with the names and paths of models as labels."""
+        names = self._names()
+        with self._lock:
+            known = dict(self._models)
+        for metric in self._registry.collect():
+            samples, metric.samples = metric.samples, []
+            for sample in samples:
+                labels = dict(sample.labels)
+                if "key" in labels:
+                    model = known.get(labels.pop("key"))
+                    if model is None:  # it has been forgotten meanwhile, or has come
+                        continue
+                    labels["model"] = names.get(model.key) or _name_of(model)
+                    labels["source"] = _shorten(model.path, _MAX_PATH_LENGTH)
+                metric.samples.append(sample._replace(labels=labels))
+            yield metric
+
+    def name_of(self, model: Root) -> str:
+        """Return what a model is called: as in `ls`, also before it is resident."""
+        return self._names(model)[model.key]
+
+    def _names(self, *more: Root) -> dict[str, str]:
+        """Return what the models are called, by their keys; no two alike.
+
+        A resident model has the name that `ls` gives it. A name gets longer when another model that
+        would have it comes.
+        """
+        with self._lock:
+            counted = [*self._models.values(), *(each.model for each in self._running)]
+        resident = {root.key: root for root in self._resident()}
+        every = resident | {root.key: root for root in (*counted, *more)}
+        names = tell_apart(every.values()) | tell_apart(resident.values())
+        return {key: _shorten(name, _MAX_NAME_LENGTH) for key, name in names.items()}
+
+    def history(self) -> tuple[int, ...]:
+        """Return the bytes read in the latest intervals of `INTERVAL_S`, the latest last."""
+        latest = int(self._clock() // INTERVAL_S)
+        with self._lock:
+            known = dict(self._intervals)
+        return tuple(known.get(latest - back, 0) for back in reversed(range(_INTERVALS)))
 
 
 class ServiceCollector(Collector):
@@ -73,38 +314,23 @@ class ServiceCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
         status = self._state.status()
-        for name, kind, attribute, text in _OF_SERVICE:
-            metric = kind(name, text)
-            metric.add_metric([], getattr(status, attribute))
-            yield metric
-        yield _one("shmload_leased_segments", "Segments in use.", len(status.leases))
+        for name, attribute, text in _GAUGES:
+            yield GaugeMetricFamily(f"shmload_{name}", text, getattr(status, attribute))
+        yield GaugeMetricFamily("shmload_leased_segments", "Segments in use.", len(status.leases))
         failed = len(self._state.preloading.failed)
-        yield _one("shmload_failed_preloads", "Sources that could not be preloaded.", failed)
-        yield _one("shmload_uptime_seconds", "Time since the service started.", status.uptime_s)
+        text = "Sources that could not be preloaded."
+        yield GaugeMetricFamily("shmload_failed_preloads", text, failed)
         build = GaugeMetricFamily("shmload_build", "The version, as a label.", labels=("version",))
         build.add_metric([__version__], 1)
         yield build
-        for name, attribute, text in _OF_MODEL:
-            counter = CounterMetricFamily(name, text, labels=_LABELS)
-            for use in status.models:
-                counter.add_metric([use.model, use.source], getattr(use, attribute))
-            yield counter
-        yield _histogram(self._state.usage.histograms())
+        yield from self._state.usage.collect()
 
 
-def _one(name: str, text: str, value: float) -> Metric:
-    metric = GaugeMetricFamily(name, text)
-    metric.add_metric([], value)
-    return metric
+def _name_of(model: Root) -> str:
+    """Return the shortest name of a model that has come since the names were looked up."""
+    return _shorten(model.called(next(model.names())), _MAX_NAME_LENGTH)
 
 
-def _histogram(found: Iterable[ModelHistogram]) -> Metric:
-    """Return the decode times; Prometheus counts a decode in each bucket that it fits."""
-    text = "Time that a decode took the workers, without waiting for them."
-    metric = HistogramMetricFamily("shmload_model_decode_seconds", text, labels=_LABELS)
-    bounds = [*map(str, BUCKETS_S), "+Inf"]
-    for each in found:
-        counts = itertools.accumulate(each.buckets)
-        labels = [each.model, each.source]
-        metric.add_metric(labels, list(zip(bounds, counts, strict=True)), each.sum_s)
-    return metric
+def _shorten(text: str, length: int) -> str:
+    """Return a text that is not too long for a label; the end of a name or path says most."""
+    return text if len(text) <= length else "…" + text[1 - length :]

@@ -1,9 +1,9 @@
 """Workers that serve many loads, one load at a time, first come first served."""
 
+import contextlib
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shmload._decoding.coordinator import Coordinator
 from shmload._decoding.job import DecodeCancelled, Job, OnBytes
@@ -29,27 +29,8 @@ class WorkerPool:
         self._coordinator: Coordinator | None = Coordinator(workers)
         self._changed = threading.Condition()
         self._queue: deque[object] = deque()
-        self._decode_s = 0.0
-        self._began_at: float | None = None
         self._asking = threading.Lock()  # held while the workers are asked for a sign of life
-        self._is_asked = self._is_closed = False
-
-    @property
-    def waiting(self) -> int:
-        """Number of decodes that wait for their turn."""
-        return max(0, len(self._queue) - 1)
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether a decode is using the workers."""
-        return bool(self._queue)
-
-    @property
-    def decode_s(self) -> float:
-        """Time spent decoding, in seconds, including the decode that runs."""
-        with self._changed:
-            began_at = self._began_at
-            return self._decode_s + (time.monotonic() - began_at if began_at is not None else 0)
+        self._is_closed = False
 
     def decode(
         self,
@@ -60,46 +41,37 @@ class WorkerPool:
         on_begin: Callable[[], object] = bool,
     ) -> list[str]:
         """Wait for this call's turn, call `on_begin`, then do what `Coordinator.decode` does."""
+        with self._queued() as turn:
+            while not self._is_turn_of(turn, _POLL_S):
+                if is_cancelled():  # without the condition, since this call may take long
+                    raise DecodeCancelled
+            on_begin()
+            coordinator = self._renew()
+            try:
+                return coordinator.decode(
+                    jobs, on_bytes, is_cancelled, stall_timeout_s=stall_timeout_s
+                )
+            except BaseException:
+                self._end_workers()  # they may still be filling pieces of this call
+                raise
+
+    @contextlib.contextmanager
+    def _queued(self) -> Iterator[object]:
+        """Stand in the queue for the workers inside the block."""
         turn = object()
         with self._changed:
             self._queue.append(turn)
         try:
-            while not self._is_turn_of(turn):
-                if is_cancelled():  # without the condition, since this call may take long
-                    raise DecodeCancelled
-            self._began_at = time.monotonic()
-            on_begin()
-            try:
-                return self._decode(jobs, on_bytes, is_cancelled, stall_timeout_s)
-            finally:
-                with self._changed:
-                    self._decode_s += time.monotonic() - self._began_at
-                    self._began_at = None
+            yield turn
         finally:
             with self._changed:
                 self._queue.remove(turn)
                 self._changed.notify_all()
 
-    def _is_turn_of(self, turn: object) -> bool:
-        """Wait up to `_POLL_S` for a call's turn; returns whether it has come."""
+    def _is_turn_of(self, turn: object, timeout_s: float) -> bool:
+        """Wait for a turn to come; returns whether it has."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._queue[0] is turn and not self._is_asked, _POLL_S
-            )
-
-    def _decode(
-        self,
-        jobs: Sequence[Job],
-        on_bytes: OnBytes,
-        is_cancelled: Callable[[], bool],
-        stall_timeout_s: float,
-    ) -> list[str]:
-        coordinator = self._renew()
-        try:
-            return coordinator.decode(jobs, on_bytes, is_cancelled, stall_timeout_s=stall_timeout_s)
-        except BaseException:
-            self._end_workers()  # they may still be filling pieces of this call
-            raise
+            return self._changed.wait_for(lambda: self._queue[0] is turn, timeout_s)
 
     def silent_workers(self) -> int:
         """Return how many workers give no sign of life; takes up to `_ANSWER_S`.
@@ -107,19 +79,13 @@ class WorkerPool:
         Replaces workers that died while there was nothing to do. While decodes run, the answer is
         0: a decode watches its workers itself.
         """
-        with self._asking:
-            with self._changed:
-                if self._queue:
-                    return 0
-                self._is_asked = True
+        with self._asking, self._queued() as turn:
+            if not self._is_turn_of(turn, 0):
+                return 0
             try:
                 return self.workers if self._is_closed else self._renew().silent_workers(_ANSWER_S)
             except WorkerError:
                 return self.workers
-            finally:
-                with self._changed:
-                    self._is_asked = False
-                    self._changed.notify_all()
 
     def _renew(self) -> Coordinator:
         """Return the workers, new ones if some have died."""

@@ -177,7 +177,7 @@ class ModelUse(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     """Decodes by the service that ended with an error, or whose client left."""
     decode_s: float
-    """Time that the service spent decoding, in seconds."""
+    """Time that the decodes which ended well took, in seconds."""
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):

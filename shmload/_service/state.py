@@ -18,10 +18,9 @@ from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.roots import Root, find_roots
 from shmload._segments.users import users_of
 from shmload._service.budget import Claim, Reservations, service_budget
+from shmload._service.metrics import INTERVAL_S, Usage
 from shmload._service.pool import WorkerPool
 from shmload._service.protocol import Holders, Status
-from shmload._service.readiness import Preloading
-from shmload._service.usage import INTERVAL_S, Usage
 from shmload._wording import format_nbytes, logger_of
 from shmload.errors import CapacityError, ShmloadError
 
@@ -30,6 +29,32 @@ logger = logger_of(__name__)
 _JOIN_TIMEOUT_S = 10.0
 # How often to look for segments that were idle for their time, in seconds.
 _SWEEP_S = 30.0
+
+
+class Preloading:
+    """How far the preload list is; one thread writes it."""
+
+    def __init__(self) -> None:
+        self.total = self.done = 0
+        self.current = ""
+        """The source that is being warmed."""
+        self.failed: list[str] = []
+        """The sources that could not be warmed."""
+
+    def begin(self, source: str) -> None:
+        """Note which source is being warmed now."""
+        self.current = source
+
+    def end(self, *, is_resident: bool) -> None:
+        """Note that the source that was begun is resident, or could not be warmed."""
+        self.failed += [] if is_resident else [self.current]
+        self.done += 1
+
+    def reasons(self) -> Iterator[str]:
+        """Yield what is still to be done."""
+        if self.done < self.total:
+            now = f": {self.current}" if self.current else ""
+            yield f"preloading, {self.done} of {self.total} done{now}"
 
 
 class ServiceState:
@@ -45,7 +70,6 @@ class ServiceState:
         self._pool = WorkerPool(workers)
         self._began_at = time.monotonic()
         self._lock = threading.Lock()
-        self._evictions = self._refusals = 0
         self.reservations = Reservations(self._budget)
         """What loads have reserved in the budget."""
         self.usage = Usage(resident=_resident_models)
@@ -112,11 +136,9 @@ class ServiceState:
         try:
             evicted = self.reservations.reserve(claim, nbytes, timeout_s, on_wait)
         except CapacityError:
-            with self._lock:
-                self._refusals += 1
+            self.usage.count("refusals", 1)
             raise
-        with self._lock:
-            self._evictions += len(evicted)
+        self.usage.count("evictions", len(evicted))
         return [info.name for info in evicted]
 
     def decode(
@@ -194,37 +216,34 @@ class ServiceState:
     def status(self) -> Status:
         """Return the status."""
         found = segments_by_lock()  # what is mapped is looked at below, once
-        # Not under the lock, which new clients take: it takes 0.1 s.
-        reserved_nbytes = self.reservations.nbytes
-        leases, free_nbytes = tuple(_leases(found)), max(0, room_nbytes())
-        with self._lock:
-            return Status(
-                pid=os.getpid(),
-                uptime_s=time.monotonic() - self._began_at,
-                budget_nbytes=self.budget_nbytes,
-                resident_nbytes=sum(info.nbytes for info in found),
-                segments=len(found),
-                pinned=sum(info.is_pinned for info in found),
-                workers=self._pool.workers,
-                is_decoding=self._pool.is_decoding,
-                waiting=self._pool.waiting,
-                waiting_for_room=self.reservations.waiting,
-                reserved_nbytes=reserved_nbytes,
-                clients=self._clients,
-                hits=self.usage.hits,
-                misses=self.usage.misses,
-                evictions=self._evictions,
-                refusals=self._refusals,
-                failed=self.usage.failed,
-                read_nbytes=self.usage.read_nbytes,
-                decode_s=self._pool.decode_s,
-                leases=leases,
-                decoding=self.usage.running(),
-                models=self.usage.models(),
-                history=self.usage.history(),
-                interval_s=INTERVAL_S,
-                room_nbytes=free_nbytes,
-            )
+        decoding, counted = self.usage.running(), self.usage.sums()
+        return Status(
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - self._began_at,
+            budget_nbytes=self.budget_nbytes,
+            resident_nbytes=sum(info.nbytes for info in found),
+            segments=len(found),
+            pinned=sum(info.is_pinned for info in found),
+            workers=self._pool.workers,
+            is_decoding=bool(decoding),
+            waiting=sum(each.is_waiting for each in decoding),
+            waiting_for_room=self.reservations.waiting,
+            reserved_nbytes=self.reservations.nbytes,
+            clients=self._clients,
+            hits=int(counted["hits"]),
+            misses=int(counted["misses"]),
+            evictions=int(counted["evictions"]),
+            refusals=int(counted["refusals"]),
+            failed=int(counted["failed_decodes"]),
+            read_nbytes=int(counted["read_bytes"]),
+            decode_s=counted["decode_seconds"],
+            leases=tuple(_leases(found)),
+            decoding=decoding,
+            models=self.usage.models(),
+            history=self.usage.history(),
+            interval_s=INTERVAL_S,
+            room_nbytes=max(0, room_nbytes()),
+        )
 
 
 def _resident_models() -> Collection[Root]:

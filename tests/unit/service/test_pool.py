@@ -33,8 +33,10 @@ def test_waiting_client_does_not_hold_up_the_decode(monkeypatch):
     pool = WorkerPool(1)
     outcomes = []
 
+    has_begun = threading.Event()
+
     def decode_first():
-        pool.decode([], int, bool, 60)
+        pool.decode([], int, bool, 60, has_begun.set)
         is_over.set()
 
     def ask():
@@ -44,8 +46,7 @@ def test_waiting_client_does_not_hold_up_the_decode(monkeypatch):
 
     first = threading.Thread(target=decode_first)
     first.start()
-    while not pool.is_decoding:
-        pass
+    assert has_begun.wait(60)
     assert pool.decode([], int, ask, 60) == []
     first.join()
     assert outcomes == [True]
@@ -82,28 +83,30 @@ def asking(monkeypatch):
     thread.join()
 
 
-def test_asking_is_not_shown_as_a_decode_which_waits_for_the_answer(asking):
+def test_decode_waits_for_the_answer(asking):
     pool, may_answer, answers = asking
-    assert (pool.is_decoding, pool.waiting) == (False, 0)
-    ended = threading.Event()
-    decode = threading.Thread(target=lambda: (pool.decode([], int, bool, 60.0), ended.set()))
+    waits, has_begun = threading.Event(), threading.Event()
+
+    def wait():
+        waits.set()
+        return False
+
+    decode = threading.Thread(target=lambda: pool.decode([], int, wait, 60.0, has_begun.set))
     decode.start()
-    while not pool.is_decoding:
-        pass
-    assert not ended.is_set()
+    assert waits.wait(60)
+    assert not has_begun.is_set()
     may_answer.set()
     decode.join()
     assert answers == [1]
 
 
 def test_workers_at_a_decode_are_not_asked(monkeypatch):
-    may_end = threading.Event()
+    may_end, has_begun = threading.Event(), threading.Event()
     monkeypatch.setattr(pool_module, "Coordinator", lambda count: Workers(may_end))
     pool = WorkerPool(2)
-    decode = threading.Thread(target=lambda: pool.decode([], int, bool, 60.0))
+    decode = threading.Thread(target=lambda: pool.decode([], int, bool, 60.0, has_begun.set))
     decode.start()
-    while not pool.is_decoding:
-        pass
+    assert has_begun.wait(60)
     assert pool.silent_workers() == 0
     may_end.set()
     decode.join()

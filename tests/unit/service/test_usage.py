@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from shmload._segments.roots import Root
-from shmload._service.usage import BUCKETS_S, INTERVAL_S, MAX_MODELS, Usage
+from shmload._service.metrics import BUCKETS_S, INTERVAL_S, MAX_MODELS, Usage
 
 
 class Clock:
@@ -32,13 +32,24 @@ def use_of(usage, model):
     return found
 
 
+def decode_times(usage):
+    """Return how many decodes took no longer, by model and bound."""
+    return {
+        (sample.labels["model"], sample.labels["le"]): sample.value
+        for metric in usage.collect()
+        for sample in metric.samples
+        if sample.name == "shmload_model_decode_seconds_bucket"
+    }
+
+
 def test_hits_and_misses_are_counted_by_model(usage):
     usage.note(Root(path="org/a"), hits=2, misses=1)
     usage.note(Root(path="org/b"), hits=0, misses=3)
     usage.note(Root(path="org/a"), hits=1, misses=0)
     assert (use_of(usage, "org/a").hits, use_of(usage, "org/a").misses) == (3, 1)
     assert (use_of(usage, "org/b").hits, use_of(usage, "org/b").misses) == (0, 3)
-    assert (usage.hits, usage.misses) == (3, 4)
+    sums = usage.sums()
+    assert (sums["hits"], sums["misses"]) == (3, 4)
 
 
 def test_decode_is_listed_while_it_waits_and_runs_and_counted_at_its_end(usage, clock):
@@ -63,9 +74,10 @@ def test_decode_that_fails_is_no_decode_time(usage, clock):
         clock.now += 2
         raise OSError
     use = use_of(usage, "org/a")
-    assert (use.decodes, use.failed, use.decode_s) == (0, 1, 2)
-    assert usage.histograms() == ()
+    assert (use.decodes, use.failed, use.decode_s) == (0, 1, 0)
+    assert usage.sums()["decode_seconds"] == 2
     assert usage.running() == ()
+    assert decode_times(usage) == {}
 
 
 def test_decode_times_fall_into_buckets_whose_bounds_belong_to_them(usage, clock):
@@ -74,9 +86,10 @@ def test_decode_times_fall_into_buckets_whose_bounds_belong_to_them(usage, clock
             clock.now = 0
             running.begin()
             clock.now = seconds
-    (histogram,) = usage.histograms()
-    assert histogram.buckets == (1, 1, *[0] * (len(BUCKETS_S) - 2), 1)
-    assert histogram.sum_s == sum((BUCKETS_S[0], BUCKETS_S[1], BUCKETS_S[-1] + 1))
+    found = decode_times(usage)
+    counts = [found["m", str(bound)] for bound in (*BUCKETS_S, "+Inf")]
+    assert counts == [1, *[2] * (len(BUCKETS_S) - 1), 3]
+    assert use_of(usage, "m").decode_s == sum((BUCKETS_S[0], BUCKETS_S[1], BUCKETS_S[-1] + 1))
 
 
 def test_models_that_were_used_least_recently_are_forgotten_and_sums_stay(usage):
@@ -90,7 +103,7 @@ def test_models_that_were_used_least_recently_are_forgotten_and_sums_stay(usage)
     assert len(found) == MAX_MODELS
     assert found[:2] == ["last", "first"]
     assert "second" not in found
-    assert usage.hits == MAX_MODELS + 2
+    assert usage.sums()["hits"] == MAX_MODELS + 2
 
 
 def test_model_is_called_by_its_hub_id_or_last_folder(usage):
@@ -137,7 +150,7 @@ def test_models_of_one_name_are_told_apart_everywhere(usage, clock):
         running.begin()
         assert [each.model for each in usage.running()] == ["team-b/sd"]
     assert names_in(usage) == ["team-b/sd", "team-a/sd"]
-    assert [each.model for each in usage.histograms()] == ["team-b/sd"]
+    assert {model for model, _ in decode_times(usage)} == {"team-b/sd"}
 
 
 def test_resident_models_have_the_names_of_ls(clock):

@@ -13,9 +13,7 @@ from serving import drip
 
 from shmload._segments.roots import Root
 from shmload._service import web
-from shmload._service.metrics import ServiceCollector
-from shmload._service.readiness import Preloading
-from shmload._service.usage import BUCKETS_S, MAX_MODELS
+from shmload._service.metrics import BUCKETS_S, MAX_MODELS, ServiceCollector
 from shmload._service.web import make_app
 
 
@@ -109,7 +107,7 @@ def test_health_ends_with_the_service(ask, state):
 
 def test_service_is_ready_once_the_preload_list_is_done(ask, state):
     assert ask("/readyz") == (200, "ok\n")
-    state.preloading.expect(2)
+    state.preloading.total = 2
     assert ask("/readyz") == (503, "preloading, 0 of 2 done\n")
     state.preloading.begin("org/a")
     assert ask("/readyz") == (503, "preloading, 0 of 2 done: org/a\n")
@@ -117,14 +115,8 @@ def test_service_is_ready_once_the_preload_list_is_done(ask, state):
     state.preloading.begin("org/b")
     state.preloading.end(is_resident=False)
     assert ask("/readyz") == (200, "ok\n")
+    assert state.preloading.failed == ["org/b"]
     assert samples(ask)["shmload_failed_preloads",] == 1
-
-
-def test_preloading_names_what_failed():
-    preloading = Preloading()
-    preloading.begin("org/a")
-    preloading.end(is_resident=False)
-    assert preloading.failed == ("org/a",)
 
 
 @pytest.mark.parametrize("path", ["/", "", "/metrics/", "/health", "/favicon.ico", "/metrics/x"])
