@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from shmload._checkpoints.dtypes import BLOCKS, unit_nbytes
+from shmload._checkpoints.dtypes import unit_nbytes
 from shmload._host.reading import READ_NBYTES
 from shmload._segments.pieces import Run
 from shmload.workers.messages import Reason
 from shmload.workers.reader import FillError, Reader, Source, Span
 
 if TYPE_CHECKING:
-    from shmload.workers.convert import Converter
-    from shmload.workers.dequantise import Dequantiser
+    from shmload.workers.convert import Converter, Dequantiser
 
 # Converted at a time, in bytes. On an EPYC 9004 with 1 MiB of level-2 cache, read, fp32 to bf16,
 # digest and write: 64 KiB 2.2 GB/s, 256 KiB 2.4, 1 MiB 2.6, 4 MiB 2.6.
@@ -99,21 +98,13 @@ class Filler:
             return read
         key = (run.source, run.target)
         if key not in self._converters:
-            self._converters[key] = _make_converter(*key)
+            # Not at the top: numpy takes half of a worker's start, and many loads convert nothing.
+            from shmload.workers.convert import make_converter
+
+            self._converters[key] = make_converter(*key, _BLOCK_NBYTES)
         written = self._target[: count * target_nbytes]
         self._converters[key].convert(read, written, count)
         return written
-
-
-def _make_converter(source: str, target: str) -> "Converter | Dequantiser":
-    # Not at the top: numpy takes half of a worker's start, and many loads convert nothing.
-    if source in BLOCKS:
-        from shmload.workers.dequantise import Dequantiser
-
-        return Dequantiser(source, target)
-    from shmload.workers.convert import Converter
-
-    return Converter(source, target, _BLOCK_NBYTES)
 
 
 def _cut(runs: Iterable[Run]) -> Iterator[_Block]:

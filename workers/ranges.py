@@ -6,17 +6,14 @@ that is under way can be given up at once, whatever its server does.
 """
 
 import asyncio
-import collections
 import concurrent.futures
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from shmload._checkpoints.objects import fetch_async
 from shmload._checkpoints.remote import RemoteObject
-
-if TYPE_CHECKING:
-    from shmload.workers.reader import Span
+from shmload.workers.reader import Group, Span, Views, join, read_in_order
 
 REQUESTS = 4
 """Requests that one worker makes at a time."""
@@ -26,14 +23,6 @@ RANGE_NBYTES = 8 << 20
 _MOST_GAP_NBYTES = 256 << 10
 # While it waits, a worker says that it lives, and finds out whether its coordinator does.
 _SIGN_OF_LIFE_S = 1.0
-
-
-class Range(NamedTuple):
-    """Spans that one request gets, with what lies between them."""
-
-    begin: int
-    end: int
-    spans: "Sequence[Span]"
 
 
 class RangeReader:
@@ -57,8 +46,8 @@ class RangeReader:
         self._loop.close()
 
     def read(
-        self, wanted: RemoteObject, spans: "Sequence[Span]", wait_longer: Callable[[], None]
-    ) -> Generator[memoryview, None, None]:
+        self, wanted: RemoteObject, spans: Sequence[Span], wait_longer: Callable[[], None]
+    ) -> Views:
         """Yield the bytes of each span of an object, in order.
 
         Args:
@@ -70,48 +59,23 @@ class RangeReader:
             ObjectChanged, ObjectMissing: the object is not what it was.
             FetchError: it cannot be read.
         """
-        waiting = join_spans(spans)
-        under_way: collections.deque[tuple[Range, concurrent.futures.Future[Any]]]
-        under_way = collections.deque()
 
-        def go_on() -> None:
-            while len(under_way) < REQUESTS and (each := next(waiting, None)):
-                request = fetch_async(wanted, each.begin, each.end)
-                future = asyncio.run_coroutine_threadsafe(request, self._loop)
-                under_way.append((each, future))
+        def begin(group: Group) -> "concurrent.futures.Future[Any]":
+            request = fetch_async(wanted, group.begin, group.end)
+            return asyncio.run_coroutine_threadsafe(request, self._loop)
 
-        try:
-            go_on()
-            while under_way:
-                each, future = under_way[0]
-                content = memoryview(_result(future, wait_longer))
-                under_way.popleft()
-                go_on()
-                for offset, nbytes in each.spans:
-                    yield content[offset - each.begin : offset - each.begin + nbytes]
-        finally:
-            for _, future in under_way:
-                future.cancel()
+        def wait_for(future: "concurrent.futures.Future[Any]") -> memoryview:
+            while not concurrent.futures.wait([future], _SIGN_OF_LIFE_S).done:
+                wait_longer()
+            return memoryview(future.result())
+
+        return read_in_order(join(spans, is_one_range), begin, REQUESTS, wait_for)
 
 
-def join_spans(spans: "Sequence[Span]") -> Iterator[Range]:
+def is_one_range(first: Span, end: int, span: Span) -> bool:
     """Join spans that follow one another, with small gaps, into ranges."""
-    first = 0
-    for number in range(1, len(spans)):
-        before, span = spans[number - 1], spans[number]
-        end = before.offset + before.nbytes
-        is_near = end <= span.offset <= end + _MOST_GAP_NBYTES
-        if not (is_near and span.offset + span.nbytes - spans[first].offset <= RANGE_NBYTES):
-            yield Range(spans[first].offset, end, spans[first:number])
-            first = number
-    if spans:
-        yield Range(spans[first].offset, spans[-1].offset + spans[-1].nbytes, spans[first:])
-
-
-def _result(future: "concurrent.futures.Future[Any]", wait_longer: Callable[[], None]) -> Any:
-    while not concurrent.futures.wait([future], _SIGN_OF_LIFE_S).done:
-        wait_longer()
-    return future.result()
+    is_near = end <= span.offset <= end + _MOST_GAP_NBYTES
+    return is_near and span.end - first.offset <= RANGE_NBYTES
 
 
 async def _cancel_others() -> None:

@@ -10,7 +10,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmload._checkpoints.remote import (
     FetchError,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PAGE_NBYTES = mmap.PAGESIZE
 
-_Views = Generator[memoryview, None, None]
+Views = Generator[memoryview, None, None]
 
 
 class FillError(Exception):
@@ -53,6 +53,71 @@ class Span(NamedTuple):
     """From the start of the file, in bytes."""
     nbytes: int
     """At most `READ_NBYTES`."""
+
+    @property
+    def end(self) -> int:
+        """Where the next one would begin, in bytes."""
+        return self.offset + self.nbytes
+
+
+class Group(NamedTuple):
+    """Spans that one read gets, with what lies between them."""
+
+    begin: int
+    end: int
+    spans: Sequence[Span]
+
+
+def join(spans: Sequence[Span], is_one_read: Callable[[Span, int, Span], bool]) -> Iterator[Group]:
+    """Join spans that follow one another into groups.
+
+    Args:
+        spans: the spans.
+        is_one_read: tells of a group's first span, its end, and the next span, whether that joins.
+    """
+    first = 0
+    for number in range(1, len(spans) + 1):
+        end = spans[number - 1].end
+        if number == len(spans) or not is_one_read(spans[first], end, spans[number]):
+            yield Group(spans[first].offset, end, spans[first:number])
+            first = number
+
+
+def read_in_order(
+    groups: Iterator[Group],
+    begin: Callable[[Group], "Future[Any]"],
+    most: int,
+    wait_for: Callable[["Future[Any]"], memoryview] = lambda future: future.result(),
+) -> Views:
+    """Yield the bytes of each span, in order, while later groups are read.
+
+    Close the iterator if it is not used up: it waits for the reads that are under way.
+
+    Args:
+        groups: what is read.
+        begin: begins to read a group.
+        most: how many reads are under way at most.
+        wait_for: returns the bytes of a group from its `begin`.
+    """
+    under_way: deque[tuple[Group, Future[Any]]] = deque()
+
+    def go_on() -> None:
+        while len(under_way) < most and (group := next(groups, None)):
+            under_way.append((group, begin(group)))
+
+    try:
+        go_on()
+        while under_way:
+            group, future = under_way[0]
+            content = wait_for(future)
+            under_way.popleft()
+            go_on()
+            for offset, nbytes in group.spans:
+                yield content[offset - group.begin : offset - group.begin + nbytes]
+    finally:
+        for _, future in under_way:
+            if not future.cancel():
+                future.exception()  # waits: a buffer must not be written to afterwards
 
 
 class Source(NamedTuple):
@@ -125,7 +190,7 @@ class Reader:
         source: Source,
         spans: Sequence[Span],
         wait_longer: Callable[[], None] = lambda: None,
-    ) -> _Views:
+    ) -> Views:
         """Yield the bytes of each span, in order; each is valid until the next is asked for.
 
         Close the iterator if it is not used up: it waits for the reads that are under way.
@@ -144,43 +209,27 @@ class Reader:
             return self._read_ahead(source, spans)
         return self._read_now(source, spans)
 
-    def _read_now(self, source: Source, spans: Sequence[Span]) -> _Views:
+    def _read_now(self, source: Source, spans: Sequence[Span]) -> Views:
         self._allow_buffers(1)
         for offset, nbytes in spans:
             view = self._buffers[0][:nbytes]
             _read_fully(source.fd, view, offset, 0)
             yield view
 
-    def _read_ahead(self, source: Source, spans: Sequence[Span]) -> _Views:
+    def _read_ahead(self, source: Source, spans: Sequence[Span]) -> Views:
         depth = min(source.reading.readers, MAX_READERS)
         self._allow_buffers(depth + 1)  # one is in use while the others are filled
         threads = self._start_threads()
-        waiting = _join(spans)
-        under_way: deque[tuple[_Group, memoryview, Future[None]]] = deque()
         buffers = itertools.cycle(self._buffers[: depth + 1])
-
-        def go_on() -> None:
-            while len(under_way) < depth and (group := next(waiting, None)):
-                buffer = next(buffers)
-                under_way.append((group, buffer, threads.submit(_fetch, source, buffer, group)))
-
-        try:
-            go_on()
-            while under_way:
-                group, buffer, future = under_way.popleft()
-                future.result()
-                go_on()
-                start = group.offset // _PAGE_NBYTES * _PAGE_NBYTES
-                for offset, nbytes in group.spans:
-                    yield buffer[offset - start : offset - start + nbytes]
-        finally:
-            for _, _, future in under_way:
-                if not future.cancel():
-                    future.exception()  # waits: the buffer must not be written to afterwards
+        return read_in_order(
+            join(spans, _is_one_read),
+            lambda group: threads.submit(_fetch, source, next(buffers), group),
+            depth,
+        )
 
     def _read_ranges(
         self, pointed: RemoteObject, spans: Sequence[Span], wait_longer: Callable[[], None]
-    ) -> _Views:
+    ) -> Views:
         # Not at the top: most shards are files.
         from shmload.workers.ranges import RangeReader
 
@@ -207,49 +256,28 @@ class Reader:
         return self._threads
 
 
-class _Group(NamedTuple):
-    """Spans that one read gets, with what lies between them."""
-
-    offset: int
-    nbytes: int
-    spans: Sequence[Span]
-
-
-def _join(spans: Sequence[Span]) -> Iterator[_Group]:
+def _is_one_read(first: Span, end: int, span: Span) -> bool:
     """Join spans that begin one after the other in the same `READ_NBYTES` of the file."""
-    first = 0
-    for number in range(1, len(spans)):
-        begin, before, span = spans[first], spans[number - 1], spans[number]
-        is_behind = span.offset >= before.offset + before.nbytes
-        is_near = span.offset // READ_NBYTES == begin.offset // READ_NBYTES
-        # An element that lies across the boundary comes with those before it.
-        fits = span.offset + span.nbytes - begin.offset <= READ_NBYTES + _PAGE_NBYTES
-        if not (is_behind and is_near and fits):
-            yield _group(spans[first:number])
-            first = number
-    if spans:
-        yield _group(spans[first:])
+    is_near = span.offset // READ_NBYTES == first.offset // READ_NBYTES
+    # An element that lies across the boundary comes with those before it.
+    fits = span.end - first.offset <= READ_NBYTES + _PAGE_NBYTES
+    return span.offset >= end and is_near and fits
 
 
-def _group(spans: Sequence[Span]) -> _Group:
-    begin = spans[0].offset
-    return _Group(begin, spans[-1].offset + spans[-1].nbytes - begin, spans)
-
-
-def _fetch(source: Source, buffer: memoryview, group: _Group) -> None:
-    """Read a group to where its page begins in the buffer."""
-    begin = group.offset // _PAGE_NBYTES * _PAGE_NBYTES
-    end = group.offset + group.nbytes
+def _fetch(source: Source, buffer: memoryview, group: Group) -> memoryview:
+    """Read a group to where its page begins in the buffer; return where it lies."""
+    begin = group.begin // _PAGE_NBYTES * _PAGE_NBYTES
     done = 0
     if source.direct_fd is not None:
-        whole = buffer[: -(-end // _PAGE_NBYTES) * _PAGE_NBYTES - begin]
+        whole = buffer[: -(-group.end // _PAGE_NBYTES) * _PAGE_NBYTES - begin]
         try:
             done = os.preadv(source.direct_fd, [whole], begin)
         except OSError as exc:
             if exc.errno != errno.EINVAL:  # its offsets must be multiples of more than a page
                 raise _read_error(exc) from exc
     # What is left, at the end of the file, is no multiple of a page.
-    _read_fully(source.fd, buffer[: end - begin], begin, done)
+    _read_fully(source.fd, buffer[: group.end - begin], begin, done)
+    return buffer[group.begin - begin : group.end - begin]
 
 
 def _read_fully(fd: int, buffer: memoryview, offset: int, done: int) -> None:

@@ -15,7 +15,7 @@ from shmload._checkpoints.rule import RAW, Rule
 from shmload._segments.layout import lay_out
 from shmload._segments.metadata import make_metadata
 from shmload.errors import KindNotDequantised, LibraryMissing
-from shmload.workers.dequantise import Dequantiser
+from shmload.workers.convert import Dequantiser
 from shmload.workers.fill import Filler
 from shmload.workers.reader import Source
 

@@ -9,8 +9,8 @@ from object_server import ObjectServer
 from shmload._checkpoints import objects
 from shmload._checkpoints.remote import FetchError, RemoteObject
 from shmload.workers import ranges
-from shmload.workers.ranges import RANGE_NBYTES, RangeReader, join_spans
-from shmload.workers.reader import Span
+from shmload.workers.ranges import RANGE_NBYTES, RangeReader, is_one_range
+from shmload.workers.reader import Span, join
 
 MB = 1 << 20
 CONTENT = bytes(range(251)) * 100_000
@@ -35,7 +35,7 @@ def whole(begin, nbytes):
     ],
 )
 def test_spans_are_joined(spans, wanted):
-    found = list(join_spans(spans))
+    found = list(join(spans, is_one_range))
     assert [(each.begin, each.end) for each in found] == wanted
     assert [span for each in found for span in each.spans] == spans
     assert all(each.end - each.begin <= RANGE_NBYTES for each in found)
@@ -64,7 +64,7 @@ def test_bytes_come_in_the_order_of_the_spans(reader, asked):
     spans = [*whole(16, 20 * MB), Span(21 * MB, 400), Span(2, 8), Span(22 * MB, 100)]
     found = [bytes(view) for view in reader.read(OBJECT, spans, lambda: None)]
     assert found == [CONTENT[offset : offset + nbytes] for offset, nbytes in spans]
-    assert sorted(asked) == sorted((each.begin, each.end) for each in join_spans(spans))
+    assert sorted(asked) == sorted((each.begin, each.end) for each in join(spans, is_one_range))
 
 
 def test_what_is_not_read_to_its_end_asks_for_no_more(reader, asked):
