@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.samples import Result
-from shmload._service.folder import default_path
+from shmload._service.endpoint import default_path
 
 _TIMEOUT_S = 300
 _SKELETON_TIMEOUT_S = 300

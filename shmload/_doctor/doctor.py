@@ -48,8 +48,7 @@ from shmload._segments.upkeep import find_garbage
 from shmload._segments.view_register import views_by_segment
 from shmload._service.budget import service_budget
 from shmload._service.client import Client
-from shmload._service.endpoint import connect, service_pid, socket_path
-from shmload._service.folder import why_unusable
+from shmload._service.endpoint import connect, service_pid, socket_path, why_unusable
 from shmload._service.protocol import GetStatus, Status
 from shmload._settings import (
     given_variables,

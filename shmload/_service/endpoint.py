@@ -19,9 +19,8 @@ from pathlib import Path
 
 from shmload._host.descriptors import Descriptor
 from shmload._host.linux import inode_of, try_lock
-from shmload._host.own_folder import open_private, path_in
+from shmload._host.own_folder import FolderUnsafe, open_private, path_in, runtime_folder
 from shmload._host.procfs import lock_holders
-from shmload._service.folder import default_path, open_folder, why_unusable
 from shmload._settings import settings
 from shmload.errors import (
     PeerRefused,
@@ -32,6 +31,7 @@ from shmload.errors import (
 )
 from shmload.errors.processes import OWN_DIRECTORY
 
+_SOCKET_NAME = "service.sock"
 _LOCK_NAME = "service.lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # sd_listen_fds(3): the first descriptor that systemd passes.
@@ -42,6 +42,11 @@ _UCRED = struct.Struct("3i")
 _MAX_PATH_NBYTES = 107
 _BACKLOG = socket.SOMAXCONN
 _RETRY_S = 0.02
+
+
+def default_path() -> Path:
+    """Return the path of this user's socket if the settings name none."""
+    return Path(runtime_folder()) / _SOCKET_NAME
 
 
 def socket_path() -> Path:
@@ -78,7 +83,7 @@ class Endpoint:
         if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
             raise SocketUnusable(path, f"the path is longer than {_MAX_PATH_NBYTES} bytes")
         try:
-            self._folder = open_folder(path)
+            self._folder = _open_folder(path)
             self._lock = Descriptor(os.open(_LOCK_NAME, _LOCK_FLAGS, 0o600, dir_fd=self._folder.fd))
             self._take_lock()
             self._is_inherited = inherited is not None
@@ -223,6 +228,44 @@ def _path_of(listener: socket.socket | None, path: Path) -> Path:
         if os.path.samefile(name, path):
             return path
     return Path(name)
+
+
+def _open_folder(path: Path) -> Descriptor:
+    """Open the directory of a socket, or make it."""
+    try:
+        return Descriptor(open_private(str(path.parent), makes=True))
+    except FolderUnsafe as exc:
+        raise SocketUnusable(path, _advise(path, exc)) from exc
+
+
+def why_unusable(path: Path) -> str:
+    """Say why no service of this user can listen at a path; empty if its directory may be made."""
+    try:
+        os.close(open_private(str(path.parent)))
+    except FileNotFoundError:
+        return ""
+    except FolderUnsafe as exc:
+        return _advise(path, exc)
+    except OSError:
+        return _why_closed(path)
+    return ""
+
+
+def _advise(path: Path, exc: FolderUnsafe) -> str:
+    # Advise chmod only for the default directory, which nothing else uses.
+    is_ours = path == default_path() and str(exc).endswith("lets others in")
+    return f"{exc} (`chmod 700 {path.parent}` closes it)" if is_ours else str(exc)
+
+
+def _why_closed(path: Path) -> str:
+    """Say why this user may not connect to a socket."""
+    for each in (path, *path.parents):
+        with contextlib.suppress(OSError):  # hidden by a directory above
+            owner = each.stat().st_uid
+            if owner != os.geteuid():
+                return f"{each} belongs to user {owner}"
+            return f"{each} is closed to its owner"
+    return "Permission denied"
 
 
 def _inherited_socket() -> socket.socket | None:

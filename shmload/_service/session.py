@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
-from shmload._decoding.job import DecodeCancelled, Job
+from shmload._decoding.job import DecodeCancelled, Job, require_sound
 from shmload._ipc.frames import Inbox, send, to_frame
 from shmload._segments.roots import Root
 from shmload._service.budget import Claim
 from shmload._service.endpoint import peer_of, require_same_user, socket_path
-from shmload._service.loans import require_sound
 from shmload._service.protocol import (
     VERSION,
     Answer,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from privileges import no_privileges
 
-from shmload._service import endpoint, folder
+from shmload._service import endpoint
 from shmload._service.endpoint import Endpoint, connect, lock_path, socket_path
 from shmload.errors import PeerRefused, ServiceRunning, ServiceUnavailable, SocketUnusable
 
@@ -147,7 +147,7 @@ def test_directory_is_private_and_open_to_its_owner_whatever_the_umask(open_fold
 def test_chmod_is_advised_for_the_services_own_directory_only(path, monkeypatch):
     path.parent.chmod(0o755)
     assert "`chmod" not in refusal(path)
-    monkeypatch.setattr(folder, "default_path", lambda: path)
+    monkeypatch.setattr(endpoint, "default_path", lambda: path)
     assert f"`chmod 700 {path.parent}`" in refusal(path)
     assert path.parent.stat().st_mode & 0o777 == 0o755
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmload._checkpoints.dtypes import NBITS
-from shmload._decoding.job import Job
+from shmload._decoding.job import Job, require_sound
 from shmload._segments.pieces import Run
-from shmload._service.loans import require_sound
 from shmload._service.protocol import Stat
 from shmload.errors import ArgumentError, ProcessLimitExceeded
 from shmload.workers.fill import Filler
