@@ -53,12 +53,16 @@ class Coordinator:
     def ended(self) -> list[tuple[int, str]]:
         """Return the process ids of the workers that have ended, and how, such as `SIGKILL`."""
         fds = self._ended_fds()
-        return [(each.pid, each.how_it_ended()) for each in self._workers if each.pidfd in fds]
+        return [
+            (each.child.pid, each.child.how_it_ended())
+            for each in self._workers
+            if each.child.pidfd in fds
+        ]
 
     def _ended_fds(self) -> set[int]:
         poll = select.poll()
         for worker in self._workers:
-            poll.register(worker.pidfd, select.POLLIN)
+            poll.register(worker.child.pidfd, select.POLLIN)
         return {fd for fd, _ in poll.poll(0)}
 
     @property

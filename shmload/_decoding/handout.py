@@ -88,7 +88,7 @@ class Handout:
 
     def _watch(self, worker: WorkerProcess) -> None:
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
-        self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
+        self._selector.register(worker.child.pidfd, selectors.EVENT_READ, worker)
         if worker.is_ready:
             self._feed(worker)
 
@@ -101,12 +101,12 @@ class Handout:
         for message in messages:
             self._take(worker, message)
         if died:
-            how = worker.how_it_ended()
-            if worker.has_exited and worker.lacked_memory:  # so would the next one
+            how = worker.child.how_it_ended()
+            if worker.child.has_exited and worker.lacked_memory:  # so would the next one
                 raise no_memory(self._jobs[worker.tasks[0].shard if worker.tasks else 0].path)
             if not worker.is_ready:
                 error = worker.start_failure()
-                if worker.has_exited:  # so would the next one
+                if worker.child.has_exited:  # so would the next one
                     raise error
                 self._replace(worker, error, how)
                 return
@@ -187,7 +187,7 @@ class Handout:
             how: how its process ended, if it did by itself.
         """
         path = self._jobs[worker.tasks[0].shard].path if worker.tasks else ""
-        for fileobj in (worker.channel, worker.pidfd):
+        for fileobj in (worker.channel, worker.child.pidfd):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(fileobj)
         # Only its oldest piece counts as tried; the ones behind it were never begun.

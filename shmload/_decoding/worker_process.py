@@ -52,7 +52,7 @@ class WorkerProcess:
         self.active_at = time.monotonic()
         """Time of its latest message, or of its first piece; `time.monotonic`, in seconds."""
         try:
-            self._child = procs.start(
+            self.child = procs.start(
                 "shmload.workers.main",
                 channel_timeout_s=settings().stall_timeout_s,
                 keeps_output=True,
@@ -65,18 +65,8 @@ class WorkerProcess:
                 f"a worker could not be started: {exc}; sys.executable must be a Python "
                 "interpreter, with processes, memory and descriptors to spare"
             ) from exc
-        self.channel = self._child.channel
+        self.channel = self.child.channel
         self._inbox = Inbox(self.channel)
-
-    @property
-    def pid(self) -> int:
-        """The child's process id."""
-        return self._child.pid
-
-    @property
-    def pidfd(self) -> int:
-        """Readable once the child has ended; -1 after `close`."""
-        return self._child.pidfd
 
     def give(self, task: Task, fill: Fill, source: int, target: int, workers: int) -> None:
         """Hand out a piece, and first the shard's descriptors if the worker lacks them.
@@ -142,29 +132,20 @@ class WorkerProcess:
             yield message
 
     @property
-    def has_exited(self) -> bool:
-        """Whether it ended by itself and not by a signal."""
-        return self._child.has_exited
-
-    def how_it_ended(self) -> str:
-        """Wait for the child and say how it ended, such as `SIGKILL` or `exit code 3`."""
-        return self._child.how_it_ended()
-
-    @property
     def lacked_memory(self) -> bool:
         """Whether its last output says so; a library may end the process then."""
-        return says_no_memory(self._child.output())
+        return says_no_memory(self.child.output())
 
     def start_failure(self) -> WorkerFailed:
         """Return the error for a child that ended before it was ready."""
         error = WorkerFailed(
-            f"a worker could not start ({self.how_it_ended()}): run "
+            f"a worker could not start ({self.child.how_it_ended()}): run "
             f"`{sys.executable} -P -c 'import shmload.workers.main'` to see why"
         )
-        if tail := self._child.output():
+        if tail := self.child.output():
             error.add_note("its output: " + tail)
         return error
 
     def close(self) -> None:
         """Kill the child and reap it; a second call is fine."""
-        self._child.close()
+        self.child.close()

@@ -22,8 +22,6 @@ from shmload._doctor.speed import is_file_cached, measure_copies, measure_readin
 from shmload._host.linux import (
     SHM_DIR,
     has_pidfds,
-    kernel_release,
-    resource_limits,
     shm_free_nbytes,
     shm_total_nbytes,
 )
@@ -107,11 +105,11 @@ def _machine(planned: Plan | ShmloadError | None) -> _Rows:
     yield "budget", checks.budget(_budget_of(status), resident, *room)
     wrong = [*unknown_variables(os.environ), *relative_variables(os.environ)]
     yield "settings", checks.variables(wrong, given_variables(os.environ))
-    yield "locked memory", checks.locked_memory(resource_limits(resource.RLIMIT_MEMLOCK)[0])
+    yield "locked memory", checks.locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     pinned = [each.nbytes for each in page_locks().processes]
     yield "page locks", checks.pinned_pages(page_lock_limit(), pinned)
-    yield "open files", checks.open_files(*resource_limits(resource.RLIMIT_NOFILE))
-    yield "kernel", checks.kernel(kernel_release(), has_pidfds())
+    yield "open files", checks.open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield "kernel", checks.kernel(os.uname().release, has_pidfds())
     pid = _service_pid(path) if isinstance(status, ShmloadError) else None
     why_none = why_unusable(path) if status is None else ""
     use = settings().service

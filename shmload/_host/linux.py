@@ -10,14 +10,13 @@ import fcntl
 import functools
 import mmap
 import os
-import resource
 import signal
 import stat
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import posix_ipc
 
@@ -157,21 +156,18 @@ def write_at(fd: int, content: bytes | memoryview, offset: int) -> None:
 
 def written_nbytes(names: Iterable[str]) -> int:
     """Return how much memory these objects have, in bytes; missing objects count as 0."""
-    total = 0
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            total += 512 * os.stat(SHM_DIR / name, follow_symlinks=False).st_blocks
-    return total
+    return sum(512 * found.st_blocks for found in _stats(names))  # stat(2): units of 512
 
 
 def unwritten_nbytes(names: Iterable[str]) -> int:
     """Return how many bytes of these objects have no memory yet; missing objects count as 0."""
-    total = 0
+    return sum(max(0, found.st_size - 512 * found.st_blocks) for found in _stats(names))
+
+
+def _stats(names: Iterable[str]) -> Iterator[os.stat_result]:
     for name in names:
         with contextlib.suppress(FileNotFoundError):
-            found = os.stat(SHM_DIR / name, follow_symlinks=False)
-            total += max(0, found.st_size - 512 * found.st_blocks)  # stat(2): units of 512
-    return total
+            yield os.stat(SHM_DIR / name, follow_symlinks=False)
 
 
 def shm_nbytes(name: str) -> int:
@@ -479,7 +475,7 @@ def populate(start: int, nbytes: int) -> bool:
         Whether the kernel did; it can since Linux 5.14.
     """
     first = start // PAGE_NBYTES * PAGE_NBYTES
-    return _call("madvise", first, start + nbytes - first, _MADV_POPULATE_READ) == 0
+    return _call("madvise", *_memory(first, start + nbytes - first), _MADV_POPULATE_READ) == 0
 
 
 def protect(start: int, nbytes: int, *, writable: bool) -> None:
@@ -494,30 +490,32 @@ def protect(start: int, nbytes: int, *, writable: bool) -> None:
         OSError: the kernel refuses.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    if code := _call("mprotect", start, nbytes, protection):
+    if code := _call("mprotect", *_memory(start, nbytes), protection):
         raise OSError(code, os.strerror(code))
 
 
-def _call(name: str, start: int, nbytes: int, argument: int) -> int:
-    """Call a function of the C library for some memory; returns its errno, or 0."""
-    call = getattr(_c_library(), name)
-    arguments = ctypes.c_void_p(start), ctypes.c_size_t(nbytes), ctypes.c_int(argument)
-    return ctypes.get_errno() if call(*arguments) else 0
+def _mmap(start: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> None:
+    """Call mmap(2) with MAP_FIXED, which Python's mmap cannot."""
+    call = _c_library().mmap
+    call.restype = ctypes.c_void_p
+    where, length = _memory(start, nbytes)
+    if call(where, length, protection, flags | _MAP_FIXED, fd, ctypes.c_long(offset)) != start:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _memory(start: int, nbytes: int) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
+    return ctypes.c_void_p(start), ctypes.c_size_t(nbytes)
+
+
+def _call(name: str, *arguments: Any) -> int:
+    """Call a function of the C library; returns its errno, or 0."""
+    return ctypes.get_errno() if getattr(_c_library(), name)(*arguments) else 0
 
 
 @functools.cache
 def _c_library() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-def _mmap(start: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> None:
-    """Call mmap(2) with MAP_FIXED, which Python's mmap cannot."""
-    call = ctypes.CDLL(None, use_errno=True).mmap
-    call.restype = ctypes.c_void_p
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    if call(start, nbytes, protection, flags | _MAP_FIXED, fd, offset) != start:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
 
 
 def exchange_names(one: str, other: str) -> bool:
@@ -529,28 +527,17 @@ def exchange_names(one: str, other: str) -> bool:
     # fcntl.h, linux/fs.h
     at_fdcwd, rename_exchange = -100, 2
     try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+        code = _call(
+            "renameat2", at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange
+        )
     except AttributeError:  # a C library without it
         return False
-    if renameat2(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS):
-        return False
+    if code in (0, errno.EINVAL, errno.ENOSYS):
+        return code == 0
     raise OSError(code, os.strerror(code), one, None, other)
 
 
 # The process and its kernel -----------------------------------------------------------------------
-
-
-def resource_limits(kind: int) -> tuple[int, int]:
-    """Return the soft and the hard limit of a kind in `resource`; -1 means no limit."""
-    return resource.getrlimit(kind)
-
-
-def kernel_release() -> str:
-    """Return the kernel's version, such as `6.8.0-45-generic`."""
-    return os.uname().release
 
 
 def die_with_parent() -> None:
@@ -560,8 +547,8 @@ def die_with_parent() -> None:
         OSError: the kernel refuses; not known to happen.
     """
     # linux/prctl.h
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if code := _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(code, "prctl(PR_SET_PDEATHSIG)")
 
 
 def give_way() -> None:
@@ -585,7 +572,7 @@ def give_way() -> None:
             setting.write(value)
     with contextlib.suppress(KeyError):
         number = _SYS_IOPRIO_SET[os.uname().machine]
-        _c_library().syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
+        _call("syscall", number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
 
 
 def has_pidfds() -> bool:

@@ -53,6 +53,11 @@ class Reservations:
         return sum(claim.nbytes for claim in tuple(self._claims))
 
     @property
+    def clients(self) -> int:
+        """Number of clients that have a claim."""
+        return len(self._claims)
+
+    @property
     def waiting(self) -> int:
         """Number of loads that wait for room."""
         return len(self._waiting)

@@ -131,7 +131,7 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
         client.settimeout(timeout_s)
         with Descriptor(open_private(str(path.parent))) as folder:
             _connect_patiently(client, path_in(folder.fd, path.name), timeout_s)
-        _require_own_service(client, path)
+        require_same_user(client, f"the service at {path}", f"; {OWN_DIRECTORY}")
     except BaseException as exc:
         client.close()
         if isinstance(exc, OSError) and not isinstance(exc, PeerRefused):
@@ -174,21 +174,20 @@ def service_pid(connection: socket.socket, path: Path) -> int | None:
     return pid if pid and (not holders or pid in holders) else None
 
 
-def _require_own_service(connection: socket.socket, path: Path) -> None:
-    pid, uid = peer_of(connection)
-    if uid != os.geteuid():
-        raise PeerRefused(f"the service at {path} is of process {pid}, user {uid}; {OWN_DIRECTORY}")
-
-
-def require_same_user(connection: socket.socket) -> None:
+def require_same_user(connection: socket.socket, what: str, remedy: str = "") -> None:
     """Check that the process at the other end belongs to this user.
+
+    Args:
+        connection: to it.
+        what: names the other end in the error.
+        remedy: what helps, for the error.
 
     Raises:
         PeerRefused: it belongs to another user.
     """
     pid, uid = peer_of(connection)
     if uid != os.geteuid():
-        raise PeerRefused(f"process {pid} of user {uid} is at the other end of the socket")
+        raise PeerRefused(f"{what} is of process {pid}, user {uid}{remedy}")
 
 
 def _is_listening(name: str, folder_fd: int) -> bool:

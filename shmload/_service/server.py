@@ -76,8 +76,7 @@ class Sessions:
 
     def _run(self, connection: socket.socket) -> None:
         try:
-            with self._state.counting_client():
-                Session(connection, self._state).run()
+            Session(connection, self._state).run()
         finally:
             del self._running[threading.current_thread()]
             self._free.release()

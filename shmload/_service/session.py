@@ -75,7 +75,7 @@ class Session:
     def run(self) -> None:
         """Serve until the client leaves or breaks the protocol, or the service ends."""
         try:
-            require_same_user(self._connection)
+            require_same_user(self._connection, "the client")
             self._connection.settimeout(settings().service_timeout_s)
             send(self._connection, Welcome(VERSION, os.getpid()))
             with self._state.reservations.claim() as self._claim:

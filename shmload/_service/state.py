@@ -69,7 +69,6 @@ class ServiceState:
         self._budget = service_budget(budget_nbytes)
         self._pool = WorkerPool(workers)
         self._began_at = time.monotonic()
-        self._lock = threading.Lock()
         self.reservations = Reservations(self._budget)
         """What loads have reserved in the budget."""
         self.usage = Usage(resident=_resident_models)
@@ -79,7 +78,6 @@ class ServiceState:
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
-        self._clients = 0
         self._background: list[threading.Thread] = []
 
     @property
@@ -117,17 +115,6 @@ class ServiceState:
         self._pool.close()
         self._wake.close()
         self._woken.close()
-
-    @contextlib.contextmanager
-    def counting_client(self) -> Iterator[None]:
-        """Count one more client inside the block."""
-        with self._lock:
-            self._clients += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._clients -= 1
 
     def reserve(
         self, claim: Claim, nbytes: int, timeout_s: float, on_wait: Callable[[], None]
@@ -229,7 +216,7 @@ class ServiceState:
             waiting=sum(each.is_waiting for each in decoding),
             waiting_for_room=self.reservations.waiting,
             reserved_nbytes=self.reservations.nbytes,
-            clients=self._clients,
+            clients=self.reservations.clients,
             hits=int(counted["hits"]),
             misses=int(counted["misses"]),
             evictions=int(counted["evictions"]),

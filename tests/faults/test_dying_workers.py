@@ -347,9 +347,9 @@ def test_worker_that_dies_when_it_is_no_longer_needed_is_no_error(
 
     def lose_and_forget(worker, shard):
         # The worker has the shard open and would be told now to close it.
-        os.kill(worker.pid, signal.SIGKILL)
-        wait_for_the_end_of(worker.pid)
-        lost.append(worker.pid)
+        os.kill(worker.child.pid, signal.SIGKILL)
+        wait_for_the_end_of(worker.child.pid)
+        lost.append(worker.child.pid)
         forget(worker, shard)
 
     monkeypatch.setattr(WorkerProcess, "forget", lose_and_forget)

@@ -127,12 +127,12 @@ def test_worker_that_ended_between_decodes_is_logged(caplog):
     pool = WorkerPool(1)
     try:
         (worker,) = pool._coordinator._workers
-        os.kill(worker.pid, signal.SIGKILL)
-        assert select.select([worker.pidfd], [], [], 60)[0]
+        os.kill(worker.child.pid, signal.SIGKILL)
+        assert select.select([worker.child.pidfd], [], [], 60)[0]
         pool.silent_workers()
         (said,) = caplog.messages
-        assert said == f"worker {worker.pid} ended between decodes (SIGKILL); new ones start"
-        assert caplog.records[0].pid == worker.pid
+        assert said == f"worker {worker.child.pid} ended between decodes (SIGKILL); new ones start"
+        assert caplog.records[0].pid == worker.child.pid
         pool.silent_workers()
         assert len(caplog.messages) == 1
     finally:
