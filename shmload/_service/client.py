@@ -46,9 +46,8 @@ _POLL_S = 0.1
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _A = TypeVar("_A", bound=Answer)
 
-OnProgress = Callable[[int, int], None]
-OnWait = Callable[[], None]
-"""Called each time that the service says that there is no room yet."""
+News = BytesRead | Waiting
+"""What the service says while the answer is not there yet, also as a sign of life."""
 
 
 class Client:
@@ -97,8 +96,8 @@ class Client:
         request: Request,
         kind: type[_A],
         *,
-        on_progress: OnProgress | None = None,
-        on_wait: OnWait | None = None,
+        on_news: Callable[[News], None] | None = None,
+        timeout_s: float | None = None,
         is_cancelled: Callable[[], bool] = bool,
     ) -> _A:
         """Send a request and wait for its answer.
@@ -106,9 +105,9 @@ class Client:
         Args:
             request: the request.
             kind: type of the answer.
-            on_progress: called with bytes read and bytes in all. With it the answer may take any
+            on_news: called with what the service says meanwhile. With it the answer may take any
                 time, as long as the service sends signs of life.
-            on_wait: see `OnWait`. With it the answer may take any time, likewise.
+            timeout_s: how long it may be silent, in seconds; None for `service_timeout_s`.
             is_cancelled: called several times a second; when true, the wait ends.
 
         Raises:
@@ -117,18 +116,21 @@ class Client:
             ShmloadError: the service refused, with its own error.
         """
         self._send(request)
-        timeout_s = self._timeout_s if on_progress is None else settings().stall_timeout_s
-        return self._receive(kind, timeout_s, on_progress, on_wait, is_cancelled)
+        return self._receive(kind, timeout_s or self._timeout_s, on_news, is_cancelled)
 
     def reserve(
-        self, model: Root, nbytes: int, on_wait: OnWait, is_cancelled: Callable[[], bool]
+        self,
+        model: Root,
+        nbytes: int,
+        on_wait: Callable[[], None],
+        is_cancelled: Callable[[], bool],
     ) -> tuple[str, ...]:
         """Reserve room for `nbytes` of segments; wait while loads that run may give some back.
 
         Args:
             model: the model that the segments are of.
             nbytes: their size, in bytes.
-            on_wait: see `OnWait`.
+            on_wait: called each time that the service says that there is no room yet.
             is_cancelled: called several times a second; when true, the wait ends.
 
         Returns:
@@ -138,7 +140,10 @@ class Client:
             CapacityError: there is none, and none will come within `wait_timeout_s`.
         """
         request = Reserve(nbytes, settings().wait_timeout_s, model)
-        return self.ask(request, Reserved, on_wait=on_wait, is_cancelled=is_cancelled).evicted
+        answer = self.ask(
+            request, Reserved, on_news=lambda news: on_wait(), is_cancelled=is_cancelled
+        )
+        return answer.evicted
 
     def settle(self) -> None:
         """Say that segments fill the room that was reserved."""
@@ -161,10 +166,11 @@ class Client:
         """
         done_before = 0
 
-        def add(done: int, total: int) -> None:
+        def add(news: News) -> None:
             nonlocal done_before
-            on_bytes(done - done_before)
-            done_before = done
+            if isinstance(news, BytesRead):
+                on_bytes(news.done - done_before)
+                done_before = news.done
 
         for job in jobs:
             source = Stat(
@@ -177,8 +183,14 @@ class Client:
                 Lend(encodable(str(job.path)), source, job.nbytes, job.pieces),
                 (job.source_fd, job.part_fd),
             )
-        request = Decode(model, settings().stall_timeout_s)
-        answer = self.ask(request, Decoded, on_progress=add, is_cancelled=is_cancelled)
+        timeout_s = settings().stall_timeout_s
+        answer = self.ask(
+            Decode(model, timeout_s),
+            Decoded,
+            on_news=add,
+            timeout_s=timeout_s,
+            is_cancelled=is_cancelled,
+        )
         # Each is written into a segment's header, which has room for exactly this format.
         if len(answer.digests) != len(jobs) or not all(map(_DIGEST.fullmatch, answer.digests)):
             raise ProtocolError("the service answered with digests that are not the segments'")
@@ -204,8 +216,7 @@ class Client:
         self,
         kind: type[_A],
         timeout_s: float,
-        on_progress: OnProgress | None = None,
-        on_wait: OnWait | None = None,
+        on_news: Callable[[News], None] | None = None,
         is_cancelled: Callable[[], bool] = bool,
     ) -> _A:
         deadline = time.monotonic() + timeout_s
@@ -216,10 +227,8 @@ class Client:
                 if isinstance(answer, kind):
                     return answer
                 match answer:
-                    case BytesRead(done, total) if on_progress:
-                        on_progress(done, total)
-                    case Waiting() if on_wait:
-                        on_wait()
+                    case BytesRead() | Waiting() if on_news:
+                        on_news(answer)
                     case Refused():
                         raise revive(answer)
                     case _:

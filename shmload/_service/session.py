@@ -74,19 +74,19 @@ class Session:
 
     def run(self) -> None:
         """Serve until the client leaves or breaks the protocol, or the service ends."""
-        try:
-            require_same_user(self._connection, "the client")
-            self._connection.settimeout(settings().service_timeout_s)
-            send(self._connection, Welcome(VERSION, os.getpid()))
-            with self._state.reservations.claim() as self._claim:
+        with self._state.reservations.claim() as self._claim:
+            try:
+                require_same_user(self._connection, "the client")
+                self._connection.settimeout(settings().service_timeout_s)
+                send(self._connection, Welcome(VERSION, os.getpid()))
                 while (request := self._next_request()) is not None:
                     self._serve(request)
-        except (PeerRefused, ProtocolError) as exc:
-            logger.warning("a client was put out: %s", exc)
-        except OSError as exc:  # it has left, or does not read
-            logger.debug("a session ended: %s", exc)
-        finally:
-            self.close()
+            except (PeerRefused, ProtocolError) as exc:
+                logger.warning("a client was put out: %s", exc)
+            except OSError as exc:  # it has left, or does not read
+                logger.debug("a session ended: %s", exc)
+            finally:
+                self.close()
 
     def close(self) -> None:
         """Close all that the session owns; a second call is fine."""

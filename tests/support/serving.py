@@ -40,7 +40,7 @@ def service(new_child, configure, tmp_path, evicts):
 
 def ask(request, kind):
     with Client(socket_path()) as client:
-        return client.ask(request, kind, on_progress=lambda done, total: None, on_wait=lambda: None)
+        return client.ask(request, kind, on_news=lambda news: None)
 
 
 def status():

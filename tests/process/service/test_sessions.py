@@ -160,7 +160,7 @@ class Beats:
         self._count = 0
         self.are_enough = threading.Event()
 
-    def __call__(self, done, total):
+    def __call__(self, news):
         self._count += 1
         if self._count == 3:
             self.are_enough.set()
@@ -176,14 +176,14 @@ def test_client_that_waits_for_its_decode_is_shown_life(served, state, monkeypat
 
     monkeypatch.setattr(state, "decode", wait)
     with Client(served) as client:
-        client.ask(Decode(Root(path="m"), 60.0), Decoded, on_progress=beats)
+        client.ask(Decode(Root(path="m"), 60.0), Decoded, on_news=beats)
 
 
 def test_client_that_leaves_ends_the_wait_for_its_decode(served, state, monkeypatch):
     class Left(Exception):
         pass
 
-    def leave(done, total):
+    def leave(news):
         raise Left
 
     def wait(model, jobs, on_bytes, is_cancelled, stall_timeout_s):
@@ -193,6 +193,6 @@ def test_client_that_leaves_ends_the_wait_for_its_decode(served, state, monkeypa
 
     monkeypatch.setattr(state, "decode", wait)
     with pytest.raises(Left), Client(served) as client:
-        client.ask(Decode(Root(path="m"), 60.0), Decoded, on_progress=leave)
+        client.ask(Decode(Root(path="m"), 60.0), Decoded, on_news=leave)
     while state.status().clients:
         pass
