@@ -15,6 +15,8 @@ from shmload._segments.listing import SegmentInfo
 from shmload.errors import MemoryLimitExceeded, SharedMemoryFull
 
 _POLL_S = 0.05
+# How often to look again while loads run: a process that ends gives leases back without a word.
+_LOOK_AGAIN_S = 1.0
 # How long nothing may run before a load is refused. A load that has ended gives its leases back
 # slightly later, and a process that lists segments holds each briefly.
 _SETTLE_S = 0.5
@@ -59,21 +61,24 @@ def room_within(
     """
     ends_at = time.monotonic() + timeout_s
     with _when_free(turn, budget, nbytes, go_on, ends_at, timeout_s):
-        quiet_since = time.monotonic()
+        tried, again_at, quiet_since = None, 0.0, 0.0
         while True:
             now = time.monotonic()
             others = look()
-            try:
-                evicted = evict_for(nbytes, budget, others.nbytes, beside_nbytes=beside_nbytes)
-                break
-            except (SharedMemoryFull, MemoryLimitExceeded) as exc:
-                require_possible(nbytes, budget, others.nbytes, beside_nbytes=beside_nbytes)
-                if others.nbytes or others.is_ending:
-                    quiet_since = now
-                if now >= ends_at:
-                    raise exc.after(timeout_s) from None
-                if now - quiet_since > _SETTLE_S:
-                    raise
+            is_busy = others.nbytes > 0 or others.is_ending
+            if is_busy or others != tried:
+                quiet_since = now
+            if others != tried or now >= min(again_at, ends_at):
+                try:
+                    evicted = evict_for(nbytes, budget, others.nbytes, beside_nbytes=beside_nbytes)
+                    break
+                except (SharedMemoryFull, MemoryLimitExceeded) as exc:
+                    require_possible(nbytes, budget, others.nbytes, beside_nbytes=beside_nbytes)
+                    if now >= ends_at:
+                        raise exc.after(timeout_s) from None
+                    if now - quiet_since > _SETTLE_S:
+                        raise
+                tried, again_at = others, now + (_LOOK_AGAIN_S if is_busy else 0)
             go_on()
             time.sleep(_POLL_S)
         yield evicted

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import msgspec
 
+from shmload._host.descriptors import Descriptor
 from shmload._host.files import replacing
-from shmload._host.linux import close, inode_of, try_lock
+from shmload._host.linux import inode_of
+from shmload._host.lock import Lock
 from shmload._host.owned import open_folder, read_own
 from shmload._segments.source_text import decode_paths, encode_paths
 from shmload._settings import settings
@@ -162,27 +164,25 @@ def _locked(key: str, what: str, timeout_s: float) -> Iterator[None]:
     while True:
         try:
             open_folder(path.parent, make=True).close()
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            lock = Lock.try_take(path)
         except OSError as exc:
             raise _unwritable(path, exc) from exc
-        try:
+        with lock or Descriptor(-1):
             # Between open and lock its holder may have removed it.
-            if try_lock(fd, exclusive=True) and _leads_to(path, fd):
+            if lock and _leads_to(path, lock):
                 try:
                     yield
                 finally:
                     path.unlink(missing_ok=True)
                 return
-        finally:
-            close(fd)
         if time.monotonic() >= deadline:
             raise ViewBusy(what, timeout_s)
         time.sleep(_POLL_S)
 
 
-def _leads_to(path: Path, fd: int) -> bool:
+def _leads_to(path: Path, lock: Lock) -> bool:
     try:
-        return inode_of(os.stat(path)) == inode_of(os.fstat(fd))
+        return inode_of(os.stat(path)) == lock.inode
     except FileNotFoundError:
         return False
 

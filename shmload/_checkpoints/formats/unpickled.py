@@ -28,9 +28,8 @@ import msgspec
 from shmload._checkpoints.formats import safetensors
 from shmload._checkpoints.header import Header
 from shmload._checkpoints.identity import Identity, identify
-from shmload._host.descriptors import Descriptor
 from shmload._host.limits import says_no_memory
-from shmload._host.linux import wait_lock
+from shmload._host.lock import Lock
 from shmload._host.memo import Memo
 from shmload._host.owned import open_folder
 from shmload._ipc import procs
@@ -250,18 +249,17 @@ def _turn(memo: Memo[Outcome], fd: int) -> Iterator[None]:
     Raises:
         _ProcessFailed: another process asks for longer than it may.
     """
+    timeout_s = answer_timeout_s(fd)
+    name = f"lock-{zlib.crc32(memo.key.encode()) % _LOCKS:02}"
     try:
         with open_folder(memo.folder, make=True) as folder:
-            lock = f"lock-{zlib.crc32(memo.key.encode()) % _LOCKS:02}"
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            lock_fd = os.open(lock, flags, 0o600, dir_fd=folder.fd)
+            lock = Lock.try_take(name, dir_fd=folder.fd, timeout_s=timeout_s)
     except OSError:  # a cache that cannot be written to
         yield
         return
-    with Descriptor(lock_fd):
-        timeout_s = answer_timeout_s(fd)
-        if not wait_lock(lock_fd, exclusive=True, timeout_s=timeout_s):
-            raise _ProcessFailed(f"another process unpickles it for more than {timeout_s:.0f} s")
+    if lock is None:
+        raise _ProcessFailed(f"another process unpickles it for more than {timeout_s:.0f} s")
+    with lock:
         yield
 
 
