@@ -12,7 +12,7 @@ from torch import nn
 
 from shmload._decoding.ring import Ring, RingShape
 from shmload._host.collector import paused_gc
-from shmload._host.linux import Inode, inode_of
+from shmload._host.descriptors import Inode, inode_of
 from shmload._loading.load import Load
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD
 from shmload._placement.placement import Placement, place

@@ -25,7 +25,7 @@ from shmload._checkpoints.formats.unpickled import (
     is_archive,
 )
 from shmload._host.limits import is_lack_of_memory
-from shmload._host.linux import write_at
+from shmload._host.shm import write_at
 from shmload.errors import CapacityError
 
 # A file begins with the header's length, then the header. Their sizes are multiples of _ALIGNED.

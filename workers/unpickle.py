@@ -11,7 +11,7 @@ import signal
 import sys
 
 from shmload._checkpoints.formats.unpickled import read_unpickle
-from shmload._host.linux import die_with_parent
+from shmload._host.process import die_with_parent
 from shmload._ipc.frames import Inbox, send, take_channel
 from shmload.errors import ProtocolError
 

@@ -16,7 +16,7 @@ from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._decoding.ring import Ring
 from shmload._host.collector import freeze_imports, paused_gc
-from shmload._host.linux import Inode
+from shmload._host.descriptors import Inode
 from shmload._host.procfs import mappings
 from shmload._host.tracebacks import forget_locals
 from shmload._loading.load import Load

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Source
 from shmload._host.descriptors import Descriptor
-from shmload._host.linux import open_source
+from shmload._host.files import open_source
 from shmload.errors import ShmloadError
 from shmload.integrations._building.compat import takes_connected
 from shmload.integrations._building.keywords import FINDING_KEYWORDS

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from msgspec.structs import replace
 
-from shmload._host.linux import SHM_DIR
 from shmload._host.memo import Memo
 from shmload._host.procfs import mappings, modified_nbytes
+from shmload._host.shm import SHM_DIR
 from shmload._segments.names import name_prefix
 from shmload._wording import logger_of
 from shmload.integrations._building.build import Build

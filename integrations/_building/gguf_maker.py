@@ -17,7 +17,7 @@ from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule, wanted_dtype
 from shmload._host.descriptors import Descriptor
-from shmload._host.linux import open_source
+from shmload._host.files import open_source
 from shmload._loading.plan import Action, plan_shard
 from shmload._loading.state_dict import wrap
 from shmload.errors.sources import needing

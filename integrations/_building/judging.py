@@ -31,10 +31,10 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
+from shmload._host.descriptors import Lock
 from shmload._host.forks import limit_inherited_threads
 from shmload._host.idleness import free_nbytes, observe, why_wait
-from shmload._host.linux import die_with_parent, give_way
-from shmload._host.lock import Lock
+from shmload._host.process import die_with_parent, give_way
 from shmload._host.procfs import private_nbytes
 from shmload._settings import settings
 from shmload._wording import logger_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmload._checkpoints.resolve import Source
 from shmload._host import procfs
-from shmload._host.linux import Inode
+from shmload._host.descriptors import Inode
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Segment
 from shmload._wording import format_nbytes, logger_of

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shmload._host.linux import PAGE_NBYTES, Inode, inode_of, map_at
+from shmload._host.descriptors import Inode, inode_of
+from shmload._host.memory import PAGE_NBYTES, map_at
 from shmload._host.procfs import mappings, modified_nbytes
 from shmload.integrations._building.mapped import Spans
 

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import read_header
+from shmload._host.descriptors import Inode, inode_of
 from shmload._host.fingerprint import Stamp
-from shmload._host.linux import Inode, inode_of, reopen
+from shmload._host.shm import reopen
 from shmload._loading.state_dict import wrap
 from shmload.integrations._building.compat import (
     OWN_HASH,

@@ -21,8 +21,8 @@ import xxhash
 
 from shmload._checkpoints.resolve import Source
 from shmload._host.changes import forks_wait
+from shmload._host.descriptors import Lock
 from shmload._host.files import TEMPORARY_SUFFIX, replacing
-from shmload._host.lock import Lock
 from shmload._host.own_folder import private_path, runtime_folder
 from shmload._host.variables import is_of_import
 from shmload._settings import settings

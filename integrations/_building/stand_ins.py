@@ -10,7 +10,7 @@ from typing import Self
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
-from shmload._host.linux import write_at
+from shmload._host.shm import write_at
 from shmload._loading.holdings import Holdings
 from shmload._segments.part import Hollow
 from shmload._segments.segment import Stay

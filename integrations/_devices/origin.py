@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from shmload._host.descriptors import Descriptor
+from shmload._host.descriptors import Descriptor, Inode
 from shmload._host.limits import allow_descriptors
-from shmload._host.linux import PAGE_NBYTES, Inode, reopen
+from shmload._host.memory import PAGE_NBYTES
 from shmload._host.procfs import Mapping, has_own_pages, mappings
+from shmload._host.shm import reopen
 from shmload._wording import logger_of
 from shmload.errors import ShmloadError
 from shmload.integrations._devices.budget import Budget, own_budget

@@ -15,7 +15,7 @@ from typing import Self
 
 import torch
 
-from shmload._host.linux import populate, protect
+from shmload._host.memory import populate, protect
 from shmload._segments.mode import open_to_map
 from shmload.integrations._devices.runtime import Runtime
 

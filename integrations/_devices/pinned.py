@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from shmload._decoding.ring import Ring
-from shmload._host.linux import populate
+from shmload._host.memory import populate
 from shmload.integrations._devices.runtime import Runtime
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from shmload._host.linux import Inode
+from shmload._host.descriptors import Inode
 from shmload._host.procfs import Mapping, mappings, modified_nbytes
 from shmload.integrations._devices.moves import Allocation
 from shmload.integrations._devices.pages import Pages, why_not_register

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from shmload._decoding.ring import Ring
-from shmload._host.linux import Inode
+from shmload._host.descriptors import Inode
 from shmload.integrations._devices.moves import Allocation, Moves
 from shmload.integrations._devices.pinned import PinnedRing
 from shmload.integrations._devices.runtime import Runtime

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from shmload._decoding.ring import FilledSlot, Ring
-from shmload._host.linux import Inode
+from shmload._host.descriptors import Inode
 from shmload._host.procfs import mappings
 from shmload.integrations._devices.moves import Moves
 from shmload.integrations._devices.pinned import PinnedRing

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
 from shmload._decoding.ring import Ring
-from shmload._host.linux import Inode
+from shmload._host.descriptors import Inode
 
 if TYPE_CHECKING:  # both import torch
     from shmload.integrations._devices.moves import Allocation, Moves

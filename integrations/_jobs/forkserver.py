@@ -28,7 +28,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shmload._host.linux import die_with_parent
+from shmload._host.process import die_with_parent
 from shmload._ipc.frames import Inbox, send, take_channel
 from shmload._ipc.procs import how_it_ended
 from shmload.errors import JobFailed, ProtocolError

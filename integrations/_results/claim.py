@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from shmload._host.changes import add_row
+from shmload._host.descriptors import close_sharing_lock, inode_of, try_lock
 from shmload._host.files import plain_only, replacing
-from shmload._host.linux import close_sharing_lock, inode_of, try_lock
 from shmload._host.procfs import lock_holders
 from shmload.errors import ArgumentError, ResultsBusy, ResultsCorrupt, ResultsMismatch
 from shmload.integrations._results.names import FACTS_NAME, FORMATS

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from shmload._checkpoints.dtypes import NBITS
+from shmload._host.descriptors import Inode, inode_of
 from shmload._host.files import plain_only
-from shmload._host.linux import Inode, inode_of
 from shmload._loading.state_dict import as_tensor, torch_dtypes
 from shmload.errors import (
     ArgumentError,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shmload._host.linux import open_source
+from shmload._host.files import open_source
 from shmload.errors import IndexMalformed, ShardMissing
 
 # Shards with this name are those of diffusers, which refuses a path to a shard.

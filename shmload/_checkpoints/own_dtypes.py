@@ -17,7 +17,7 @@ from shmload._checkpoints.left_out import files_left
 from shmload._checkpoints.library import library
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._host.descriptors import Descriptor
-from shmload._host.linux import open_source
+from shmload._host.files import open_source
 from shmload.errors import UnknownComponent, UnknownDtype
 
 _DEFAULT = "float32"

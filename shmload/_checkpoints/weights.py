@@ -20,7 +20,7 @@ from shmload._checkpoints.header import Format
 from shmload._checkpoints.indexes import indexed_shards, leads_outside, read_json
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.descriptors import Descriptor
-from shmload._host.linux import open_source
+from shmload._host.files import open_source
 from shmload.errors import CheckpointError, ShardTruncated
 
 # As in `model.fp16.safetensors` and `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`,

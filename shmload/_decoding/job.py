@@ -9,8 +9,9 @@ import msgspec
 
 from shmload._checkpoints.dtypes import BLOCKS, FLOATS, NBITS
 from shmload._checkpoints.identity import SourceStat
+from shmload._host.files import is_writable
 from shmload._host.limits import is_lack_of_memory, no_memory, require_file_size
-from shmload._host.linux import is_writable, shm_free_nbytes
+from shmload._host.shm import shm_free_nbytes
 from shmload._segments.pieces import Run, combine_digests
 from shmload.errors import (
     ArgumentError,

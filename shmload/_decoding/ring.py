@@ -14,7 +14,7 @@ import queue
 import threading
 from typing import NamedTuple, Self
 
-from shmload._host.linux import PAGE_NBYTES
+from shmload._host.memory import PAGE_NBYTES
 from shmload._wording import format_nbytes
 from shmload.errors import ArgumentError
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shmload._host.linux import is_cached, open_source
+from shmload._host.files import is_cached, open_source
 from shmload._host.probing import cached_part, examine
 from shmload._host.reading import READ_NBYTES, Facts, choose_reading
 from shmload.workers.reader import Reader, Span, source_to_read

@@ -1,9 +1,31 @@
-"""Who closes a file descriptor: one object, once; and which numbers no file of ours may get."""
+"""Who closes an open file, and who has its lock.
 
+Guarantee: one object closes a descriptor, once. A lock goes with the process that took it, and a
+forked child keeps none that another thread than the forking one took.
+"""
+
+import contextlib
+import fcntl
 import os
-from typing import Self
+import threading
+import time
+from typing import NamedTuple, Self
 
-from shmload._host.linux import Inode, close, inode_of
+from shmload._host.changes import add_row
+
+_LOCK_POLL_S = 0.02
+
+
+class Inode(NamedTuple):
+    """Identifies a file for as long as it exists."""
+
+    device: int
+    number: int
+
+
+def inode_of(found: os.stat_result) -> Inode:
+    """Return the inode of a file from its stat."""
+    return Inode(found.st_dev, found.st_ino)
 
 
 class Descriptor:
@@ -45,6 +67,45 @@ class Descriptor:
             close(fd)
 
 
+class Lock(Descriptor):
+    """An exclusive flock that is held as long as a descriptor of it is open, here or in a child."""
+
+    @classmethod
+    def try_take(
+        cls, path: str | os.PathLike[str], *, dir_fd: int | None = None, timeout_s: float = 0.0
+    ) -> Self | None:
+        """Take the lock of a file, which is made if it is missing; None if another holds it.
+
+        Args:
+            path: of the file.
+            dir_fd: the directory that a relative path begins at.
+            timeout_s: how long to wait for the lock, in seconds.
+
+        Raises:
+            OSError: the file cannot be made or opened.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = cls(os.open(path, flags, 0o600, dir_fd=dir_fd))
+        with contextlib.ExitStack() as closing:
+            closing.enter_context(lock)
+            if not wait_lock(lock.fd, exclusive=True, timeout_s=timeout_s):
+                return None
+            closing.pop_all()
+        return lock
+
+    def leave(self) -> None:
+        """Close it here; the process that has inherited it holds the lock from now on."""
+        close_sharing_lock(self.take())
+
+    def give_back(self) -> None:
+        """Free the lock for all who have a descriptor of it, also for the process that left it."""
+        unlock(self.fd)
+
+    def take_again(self) -> bool:
+        """Take it once more; return False if another process holds it now."""
+        return try_lock(self.fd, exclusive=True)
+
+
 def occupy_standard_streams() -> None:
     """Open /dev/null under each number from 0 to 2 that is closed, for good.
 
@@ -57,3 +118,99 @@ def occupy_standard_streams() -> None:
             opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
             if opened != number:  # another thread was quicker
                 os.close(opened)
+
+
+def try_lock(fd: int, *, exclusive: bool) -> bool:
+    """Take or change the lock of an open file; return whether it was taken; never waits.
+
+    The kernel drops it with the last descriptor of the open file. flock, not fcntl's locks: those
+    vanish when *any* descriptor of the file is closed. A forked child shares the lock, unless it is
+    exclusive and another thread than the forking one took it.
+    """
+    if exclusive:
+        _lockers[fd] = threading.get_ident()
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _lockers.pop(fd, None)
+        return False
+    except BaseException:  # a file system without locks
+        _lockers.pop(fd, None)
+        raise
+    if not exclusive:
+        _lockers.pop(fd, None)
+    return True
+
+
+def wait_lock(fd: int, *, exclusive: bool, timeout_s: float) -> bool:
+    """Take a lock within a deadline, in seconds; return whether it was taken.
+
+    flock has no deadline, so this tries every 20 ms.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not try_lock(fd, exclusive=exclusive):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOCK_POLL_S)
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Give up the lock of an open file."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    _lockers.pop(fd, None)
+
+
+def close(fd: int) -> None:
+    """Close a descriptor; give up its lock first if it is exclusive.
+
+    A child that was forked before the lock was taken has the same open file, and would keep it.
+    """
+    try:
+        if fd in _lockers:
+            unlock(fd)
+    finally:
+        _lockers.pop(fd, None)
+        os.close(fd)
+
+
+def close_sharing_lock(fd: int) -> None:
+    """Close a descriptor; its exclusive lock stays with the others of the open file, if any."""
+    _lockers.pop(fd, None)
+    os.close(fd)
+
+
+# By descriptor: the thread that has an exclusive lock with it.
+_lockers: dict[int, int] = {}
+
+
+def _exclusive_locks() -> list[int]:
+    """Return the descriptors with which other threads hold an exclusive lock."""
+    here = threading.get_ident()
+    return [fd for fd, locker in tuple(_lockers.items()) if locker != here and _is_exclusive(fd)]
+
+
+def _is_exclusive(fd: int) -> bool:
+    try:
+        with open(f"/proc/self/fdinfo/{fd}") as lines:
+            return any("FLOCK" in line and "WRITE" in line for line in lines)
+    except OSError:  # it is closed
+        return False
+
+
+def _leave_exclusive_locks() -> None:
+    """Leave to the parent of a forked child the locks that its other threads hold.
+
+    Else what a load was about to unlock by closing a file stays locked as long as the child lives.
+    """
+    if locks := _exclusive_locks():
+        # The numbers stay in use: nothing may get them that an object of these threads may close.
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in locks:
+            os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
+    # What the forking thread holds is shared: closed here, it stays the parent's.
+    _lockers.clear()
+
+
+add_row("exclusive locks of files", _exclusive_locks, _leave_exclusive_locks)

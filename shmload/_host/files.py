@@ -1,12 +1,17 @@
-"""Files that are written completely or not at all."""
+"""Files on disks: opened as sources, read ahead, written completely or not at all."""
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from typing import BinaryIO
+
+from shmload._host.limits import too_many_files
+from shmload._host.memory import call
+from shmload.errors import ShardMissing, ShardUnreadable
 
 TEMPORARY_SUFFIX = ".tmp"
 """Temporary files are called NAME.8HEXDIGITS plus this suffix."""
@@ -102,3 +107,67 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def exchange_names(one: str, other: str) -> bool:
+    """Exchange two names of one file system in one step; return False if it cannot do that.
+
+    Raises:
+        OSError: one of them is not there, or may not be renamed.
+    """
+    # fcntl.h, linux/fs.h
+    at_fdcwd, rename_exchange = -100, 2
+    try:
+        code = call(
+            "renameat2", at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange
+        )
+    except AttributeError:  # a C library without it
+        return False
+    if code in (0, errno.EINVAL, errno.ENOSYS):
+        return code == 0
+    raise OSError(code, os.strerror(code), one, None, other)
+
+
+def open_source(path: str | os.PathLike[str]) -> int:
+    """Open a regular file for reading; never blocks on a FIFO or a terminal.
+
+    Raises:
+        ShardMissing: there is no such file.
+        ShardUnreadable: it is not a regular file, or may not be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except FileNotFoundError as exc:
+        raise ShardMissing(path) from exc
+    except OSError as exc:
+        if exc.errno == errno.EMFILE:
+            raise too_many_files(path) from exc
+        raise ShardUnreadable(path, exc.strerror or str(exc), exc.errno or errno.EIO) from exc
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ShardUnreadable(path, "it is not a regular file")
+    return fd
+
+
+def is_writable(fd: int) -> bool:
+    """Tell whether a descriptor may write, at any offset."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    return flags & os.O_ACCMODE == os.O_RDWR and not flags & (os.O_APPEND | os.O_PATH)
+
+
+def is_cached(fd: int, nbytes: int) -> bool:
+    """Tell whether a file seems to be in the page cache; samples eight places, reads no disk."""
+    for place in range(8):
+        try:
+            os.preadv(fd, [bytearray(1)], nbytes * place // 8, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system that cannot tell, such as tmpfs
+            return True  # reading ahead gains nothing there
+    return True
+
+
+def read_ahead(fd: int) -> None:
+    """Ask the kernel to read a whole file into the page cache; return at once."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)

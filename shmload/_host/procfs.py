@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmload._host.linux import PAGE_NBYTES, Inode
+from shmload._host.descriptors import Inode
+from shmload._host.memory import PAGE_NBYTES
 from shmload.errors import ShmloadError
 
 # Network and user-space file systems: each page fault is a round trip, so mappings are slow.

@@ -8,7 +8,7 @@ from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import Rule
-from shmload._host.linux import open_source
+from shmload._host.files import open_source
 
 
 def stored_tensors(checkpoint: Checkpoint) -> Iterator[TensorSpec]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
 from shmload._decoding.job import Job
-from shmload._host.descriptors import occupy_standard_streams
+from shmload._host.descriptors import Inode, occupy_standard_streams, unlock
+from shmload._host.files import is_cached, read_ahead
 from shmload._host.limits import allow_descriptors, require_file_size
-from shmload._host.linux import Inode, is_cached, read_ahead, unlock
 from shmload._loading.plan import ShardPlan
 from shmload._loading.room import made_room, own_budget
 from shmload._loading.shard import OpenShard, open_checkpoint

@@ -21,8 +21,8 @@ from shmload._checkpoints.rule import Rule
 from shmload._decoding.job import DecodeCancelled, Job, OnPiece
 from shmload._decoding.ring import Ring
 from shmload._host.background import Background
+from shmload._host.descriptors import Inode, inode_of
 from shmload._host.limits import explained
-from shmload._host.linux import Inode, inode_of
 from shmload._host.procfs import mappings_below
 from shmload._loading.decoder import Decoder
 from shmload._loading.holdings import Holdings

@@ -16,8 +16,8 @@ from shmload._checkpoints.identity import identify
 from shmload._checkpoints.left_out import LeftOut
 from shmload._checkpoints.quantised import are_quantised, require_dequantised
 from shmload._checkpoints.rule import RAW, Rule
-from shmload._host.linux import shm_nbytes
 from shmload._host.procfs import is_remote
+from shmload._host.shm import shm_nbytes
 from shmload._placement.placement import Placement
 from shmload._segments.layout import Layout, lay_out, needs_conversion
 from shmload._segments.metadata import make_metadata

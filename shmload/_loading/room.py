@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from shmload._decoding.job import DecodeCancelled
-from shmload._host.linux import shm_nbytes
+from shmload._host.shm import shm_nbytes
 from shmload._segments.capacity import require_room
 from shmload._segments.eviction import Budget, evict_for
 from shmload._segments.listing import SegmentInfo

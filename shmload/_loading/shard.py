@@ -11,7 +11,7 @@ from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._decoding.job import Job
 from shmload._host.descriptors import Descriptor
-from shmload._host.linux import open_source
+from shmload._host.files import open_source
 from shmload._loading.plan import Action, plan_shard
 from shmload._loading.unpacking import unpack
 from shmload._segments.layout import Layout

@@ -14,7 +14,7 @@ from shmload._checkpoints.rule import RAW, Rule
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._host.collector import paused_gc
 from shmload._host.limits import explained
-from shmload._host.linux import reopen
+from shmload._host.shm import reopen
 from shmload._loading.complete import complete_load
 from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import find_certain, require_read

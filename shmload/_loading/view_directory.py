@@ -13,7 +13,7 @@ from shmload._checkpoints.dtypes import AUTO, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.left_out import find_left_out
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Hub, Wanted, require_bools
-from shmload._host.linux import SHM_DIR
+from shmload._host.shm import SHM_DIR
 from shmload._loading.complete import complete_load
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress

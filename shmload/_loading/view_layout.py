@@ -15,7 +15,7 @@ from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.weights import name_alone_as_safetensors, name_as_safetensors
 from shmload._host.fingerprint import Fingerprint
-from shmload._host.linux import SHM_DIR
+from shmload._host.shm import SHM_DIR
 from shmload._segments.view import absolute, is_index_of_renamed
 from shmload._segments.view_folder import Copied
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 
 from shmload._checkpoints.formats.safetensors import read_header
-from shmload._host.descriptors import Descriptor
-from shmload._host.linux import close, is_named, shm_open, try_lock, unlock
+from shmload._host.descriptors import Descriptor, close, try_lock, unlock
+from shmload._host.shm import is_named, shm_open
 from shmload._segments.metadata import read_digest
 from shmload._segments.names import part_name
 from shmload._segments.part import Hollow, Part

@@ -7,13 +7,8 @@ process that touches a page first. The kernel kills processes of a group that ex
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shmload._host.linux import (
-    shm_free_nbytes,
-    shm_total_nbytes,
-    unwritten_nbytes,
-    written_nbytes,
-)
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
+from shmload._host.shm import shm_free_nbytes, shm_total_nbytes, unwritten_nbytes, written_nbytes
 from shmload._segments.names import part_names, segment_names
 from shmload._wording import format_nbytes
 from shmload.errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull

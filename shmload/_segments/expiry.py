@@ -8,7 +8,7 @@ signal records no use: its segments count from when it attached them, unless the
 import os
 import time
 
-from shmload._host.linux import shm_open
+from shmload._host.shm import shm_open
 from shmload._segments.listing import segments_by_lock
 from shmload._segments.names import segment_names
 from shmload._segments.removal import find_idle, remove_idle

@@ -20,7 +20,7 @@ from shmload._checkpoints.dtypes import (
 )
 from shmload._checkpoints.formats.safetensors import build_header
 from shmload._checkpoints.header import Header, TensorSpec
-from shmload._host.linux import PAGE_NBYTES
+from shmload._host.memory import PAGE_NBYTES
 from shmload._segments.metadata import FOR_EVER, UNFINISHED, dtype_entry, find_digest
 from shmload._segments.pieces import Run, cut_pieces, join_runs
 

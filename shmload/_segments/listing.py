@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from shmload._checkpoints.identity import identify
-from shmload._host.linux import Inode, inode_of, is_named, shm_open, try_lock
+from shmload._host.descriptors import Inode, inode_of, try_lock
 from shmload._host.procfs import mappers
+from shmload._host.shm import is_named, shm_open
 from shmload._segments.metadata import Metadata
 from shmload._segments.mode import is_pinned, is_shared
 from shmload._segments.names import segment_names, short_id

@@ -15,7 +15,8 @@ import stat
 import time
 from collections.abc import Iterator
 
-from shmload._host.linux import SHM_DIR, is_writable, reopen_to_map, reopen_to_write
+from shmload._host.files import is_writable
+from shmload._host.shm import SHM_DIR, reopen_to_map, reopen_to_write
 from shmload._segments.names import mode_lock_name, name_prefix
 from shmload._segments.turn import try_turn
 from shmload.errors import SegmentTimeout

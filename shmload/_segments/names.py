@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Iterator
 
 from shmload._checkpoints.identity import Identity
-from shmload._host.linux import shm_names
+from shmload._host.shm import shm_names
 
 FORMAT_VERSION = 2
 """Raised whenever a segment's layout or conversion changes: old segments are then not found."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._host.linux import PAGE_NBYTES
+from shmload._host.memory import PAGE_NBYTES
 from shmload._host.procfs import SharedRange, cgroup_limit_nbytes, shared_ranges
 from shmload._segments.names import name_prefix
 from shmload._settings import settings

@@ -8,19 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
-from shmload._host.descriptors import Descriptor
-from shmload._host.linux import (
-    PAGE_NBYTES,
-    close,
-    is_named,
-    shm_open,
-    shm_rename,
-    shm_unlink,
-    try_lock,
-    unlock,
-    wait_lock,
-    write_at,
-)
+from shmload._host.descriptors import Descriptor, close, try_lock, unlock, wait_lock
+from shmload._host.memory import PAGE_NBYTES
+from shmload._host.shm import is_named, shm_open, shm_rename, shm_unlink, write_at
 from shmload._segments.layout import Layout
 from shmload._segments.mode import READ_ONLY, SHARED
 from shmload._segments.names import new_part_name, part_name

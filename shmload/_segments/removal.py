@@ -6,17 +6,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from shmload._host.linux import (
-    SHM_DIR,
-    close,
-    is_named,
-    shm_open,
-    shm_unlink,
-    try_lock,
-    unlock,
-    wait_lock,
-)
+from shmload._host.descriptors import close, try_lock, unlock, wait_lock
 from shmload._host.procfs import mappers
+from shmload._host.shm import SHM_DIR, is_named, shm_open, shm_unlink
 from shmload._segments.mode import is_shared
 from shmload._segments.names import part_names, segment_names
 from shmload._segments.segment import Segment

@@ -14,8 +14,8 @@ import msgspec
 
 from shmload._checkpoints.formats.safetensors import read_header
 from shmload._checkpoints.header import Header
-from shmload._host.descriptors import Descriptor
-from shmload._host.linux import is_named, shm_open, wait_lock
+from shmload._host.descriptors import Descriptor, wait_lock
+from shmload._host.shm import is_named, shm_open
 from shmload._segments.metadata import (
     KEEP_FOR_OFFSET,
     Metadata,

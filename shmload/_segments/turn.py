@@ -7,7 +7,8 @@ part does.
 import contextlib
 from collections.abc import Iterator
 
-from shmload._host.linux import close, is_named, shm_open, shm_unlink, try_lock
+from shmload._host.descriptors import close, try_lock
+from shmload._host.shm import is_named, shm_open, shm_unlink
 
 
 @contextlib.contextmanager

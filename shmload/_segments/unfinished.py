@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from shmload._host.linux import shm_open, try_lock
+from shmload._host.descriptors import try_lock
+from shmload._host.shm import shm_open
 from shmload._segments.names import part_names
 from shmload._segments.roots import Root, find_roots, tell_apart
 from shmload._segments.segment import Segment

@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from shmload._host.linux import SHM_DIR, Inode, inode_of
+from shmload._host.descriptors import Inode, inode_of
 from shmload._host.procfs import command_of, lock_holders, mappers
+from shmload._host.shm import SHM_DIR
 
 
 class User(msgspec.Struct, frozen=True, kw_only=True):

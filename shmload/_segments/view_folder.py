@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._host.linux import exchange_names
+from shmload._host.files import exchange_names
 from shmload._host.owned import belongs_here
 from shmload._segments.source_text import decode_paths, encode_paths
 from shmload._segments.view_register import ViewRecord

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._host.descriptors import Descriptor
+from shmload._host.descriptors import Descriptor, Lock, inode_of
 from shmload._host.files import replacing
-from shmload._host.linux import inode_of
-from shmload._host.lock import Lock
 from shmload._host.owned import open_folder, read_own
 from shmload._segments.source_text import decode_paths, encode_paths
 from shmload._settings import settings

@@ -8,8 +8,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
-from shmload._host.linux import shm_total_nbytes
 from shmload._host.procfs import cgroup_limit_nbytes
+from shmload._host.shm import shm_total_nbytes
 from shmload._segments.eviction import Budget
 from shmload._segments.listing import SegmentInfo
 from shmload._segments.room import UnderWay, room_within

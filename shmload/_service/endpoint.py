@@ -17,8 +17,7 @@ import struct
 import time
 from pathlib import Path
 
-from shmload._host.descriptors import Descriptor
-from shmload._host.linux import inode_of, try_lock
+from shmload._host.descriptors import Descriptor, inode_of, try_lock
 from shmload._host.own_folder import FolderUnsafe, open_private, path_in, runtime_folder
 from shmload._host.procfs import lock_holders
 from shmload._settings import settings

@@ -20,7 +20,7 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._host import changes
 from shmload._host.changes import Change, table
 from shmload._host.collector import paused_gc
-from shmload._host.linux import close, try_lock
+from shmload._host.descriptors import close, try_lock
 from shmload._segments.messages import LentPath, repaired_messages
 from shmload.integrations import handles
 from shmload.integrations._building import build

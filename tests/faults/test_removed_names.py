@@ -8,7 +8,7 @@ from serving import status, stopped, wait_until, workers_of
 from weight import assert_right
 
 import shmload
-from shmload._host.linux import is_named
+from shmload._host.shm import is_named
 from shmload._segments.acquire import acquire
 from shmload._segments.names import part_name
 from shmload._segments.part import Part

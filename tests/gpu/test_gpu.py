@@ -13,7 +13,7 @@ from torch import nn
 
 import shmload
 from shmload._decoding.ring import Ring, RingShape
-from shmload._host.linux import inode_of
+from shmload._host.descriptors import inode_of
 from shmload.integrations._devices.origin import Segments
 from shmload.integrations._devices.pinned import PinnedRing
 from shmload.integrations._devices.waiting import Waiting

@@ -6,7 +6,7 @@ import secrets
 import pytest
 from storing import serial  # noqa: F401 a fixture for all here
 
-from shmload._host.linux import shm_open
+from shmload._host.shm import shm_open
 from shmload._segments.names import name_prefix
 
 

@@ -26,8 +26,7 @@ from shmload._checkpoints.remote import (
     pointed_object,
 )
 from shmload._host.descriptors import Descriptor
-from shmload._host.files import replacing
-from shmload._host.linux import open_source
+from shmload._host.files import open_source, replacing
 from shmload._host.owned import belongs_here, is_own, require_own
 from shmload.errors import ShardChanged, ShardMalformed, ShardUnreadable, WrongFormat
 

@@ -28,8 +28,8 @@ import msgspec
 from shmload._checkpoints.formats import safetensors
 from shmload._checkpoints.header import Header
 from shmload._checkpoints.identity import Identity, identify
+from shmload._host.descriptors import Lock
 from shmload._host.limits import says_no_memory
-from shmload._host.lock import Lock
 from shmload._host.memo import Memo
 from shmload._host.owned import open_folder
 from shmload._ipc import procs

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers_tiny import clip_tokenizer
 
 import shmload
-from shmload._host.linux import SHM_DIR, inode_of
+from shmload._host.descriptors import inode_of
+from shmload._host.shm import SHM_DIR
 from shmload.integrations._building import mapped, prepared
 from shmload.integrations._building.mapped import Spans
 

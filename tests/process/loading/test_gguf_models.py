@@ -13,7 +13,8 @@ from gguf_files import dequantised, save_blocks
 from gguf_models import MODELS
 
 import shmload
-from shmload._host.linux import SHM_DIR, inode_of
+from shmload._host.descriptors import inode_of
+from shmload._host.shm import SHM_DIR
 from shmload._wording import format_nbytes
 from shmload.integrations._building import mapped
 from shmload.integrations._building.mapped import Spans

@@ -14,7 +14,8 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 import shmload
 from benchmarks import single_files
-from shmload._host.linux import SHM_DIR, inode_of
+from shmload._host.descriptors import inode_of
+from shmload._host.shm import SHM_DIR
 from shmload._wording import format_nbytes
 from shmload.integrations._building import mapped
 from shmload.integrations._building.keywords import FILE_KEYWORDS

@@ -18,8 +18,8 @@ from comparing import reference
 from torch import nn
 
 import shmload
-from shmload._host.linux import shm_names
 from shmload._host.procfs import mappings
+from shmload._host.shm import shm_names
 from shmload._segments.page_locks import page_locks
 from shmload._segments.segment import attach
 from shmload.integrations import placing

@@ -16,7 +16,8 @@ from warming import CHILD, begun
 import shmload
 from shmload._cli import residents
 from shmload._cli.main import main
-from shmload._host.linux import shm_unlink, try_lock
+from shmload._host.descriptors import try_lock
+from shmload._host.shm import shm_unlink
 from shmload._segments import removal
 from shmload._segments.segment import attach
 from shmload._segments.unfinished import find_decoding

@@ -14,7 +14,7 @@ from warming import SHM
 
 import shmload
 from shmload._doctor.doctor import diagnose
-from shmload._host.linux import try_lock
+from shmload._host.descriptors import try_lock
 from shmload._segments import mode, removal
 from shmload._segments.expiry import remove_expired
 from shmload._segments.names import mode_lock_name

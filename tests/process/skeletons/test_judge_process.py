@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shmload._host import linux
+from shmload._host.descriptors import wait_lock
+from shmload._host.process import give_way
+from shmload._host.descriptors import Lock
 from shmload._host.idleness import Load
-from shmload._host.lock import Lock
 from shmload._segments.view import View
 from shmload._settings import settings
 from shmload.integrations._building import judging, queued
@@ -48,7 +49,7 @@ def end_judge(tmp_path):
         with open(tmp_path / "pipe", "w"):
             pass
         with open(path, "r+") as file:
-            assert linux.wait_lock(file.fileno(), exclusive=True, timeout_s=_DEADLINE_S)
+            assert wait_lock(file.fileno(), exclusive=True, timeout_s=_DEADLINE_S)
     else:
         lock.close()
 
@@ -262,7 +263,7 @@ def test_judge_gives_way_to_all_else_and_its_session_does_not():
     before = os.nice(0)
 
     def look():
-        linux.give_way()
+        give_way()
         return os.sched_getscheduler(0), os.nice(0), os.getsid(0) == os.getpid()
 
     assert judging.in_child(look) == (os.SCHED_IDLE, min(19, before + 19), True)

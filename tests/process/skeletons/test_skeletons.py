@@ -207,7 +207,7 @@ print("LOADED", flush=True)
 # At the lowest priority it would wait for the other tests.
 _JUDGE = """
 from shmload._host.idleness import Load
-from shmload._host.lock import Lock
+from shmload._host.descriptors import Lock
 from shmload.integrations._building import judging, queued
 judging.observe = lambda seconds: Load(2, 0.0, 8 << 30)
 judging._STAY_S = 0

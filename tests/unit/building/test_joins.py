@@ -7,7 +7,8 @@ import pytest
 import torch
 from comparing import as_bytes
 
-from shmload._host.linux import PAGE_NBYTES, inode_of
+from shmload._host.descriptors import inode_of
+from shmload._host.memory import PAGE_NBYTES
 from shmload.integrations._building.mapped import Spans
 from shmload.integrations._building.movement import Joins
 

@@ -7,7 +7,7 @@ import time
 import msgspec
 import pytest
 
-from shmload._host.lock import Lock
+from shmload._host.descriptors import Lock
 from shmload.integrations._building import queued
 from shmload.integrations._building.queued import Program, Queue, Work
 

@@ -9,7 +9,8 @@ import torch
 from devices import LateDevice, is_writable
 from torch import nn
 
-from shmload._host.linux import inode_of, reopen
+from shmload._host.descriptors import inode_of
+from shmload._host.shm import reopen
 from shmload.integrations._devices import register_way
 from shmload.integrations._devices.moves import Moves
 from shmload.integrations._devices.register_way import copy_registered

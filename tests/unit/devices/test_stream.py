@@ -8,7 +8,7 @@ from devices import LateDevice
 from torch import nn
 
 from shmload._decoding.ring import FilledSlot, Ring, RingShape
-from shmload._host.linux import inode_of
+from shmload._host.descriptors import inode_of
 from shmload.integrations._devices.moves import Moves
 from shmload.integrations._devices.pinned import PinnedRing
 from shmload.integrations._devices.stream import Stream

@@ -13,8 +13,8 @@ import torch
 from devices import LateDevice
 from torch import nn
 
-from shmload._host import linux
-from shmload._host.linux import inode_of
+from shmload._host import shm
+from shmload._host.descriptors import inode_of
 from shmload.errors import SegmentTimeout
 from shmload.integrations._devices import origin, pages
 from shmload.integrations._devices.block import Block
@@ -417,7 +417,7 @@ def test_pages_that_cannot_be_mapped_are_copied_without(
 
     protect = pages.protect
     origin._say_once.cache_clear()
-    monkeypatch.setattr(pages, "open_to_map", linux.reopen_to_map)
+    monkeypatch.setattr(pages, "open_to_map", shm.reopen_to_map)
     monkeypatch.setattr(pages, fails_at, fail)
     device = LateDevice(read_only="no")
     model, waiting = make(device)

@@ -13,7 +13,8 @@ from shmload import evict, pin, warm
 from shmload._doctor import doctor
 from shmload._doctor.checks import Finding
 from shmload._doctor.doctor import diagnose
-from shmload._host.linux import SHM_DIR, shm_open, try_lock
+from shmload._host.descriptors import try_lock
+from shmload._host.shm import SHM_DIR, shm_open
 from shmload._segments.names import name_prefix, part_name
 from shmload._segments.upkeep import collect_garbage, find_garbage
 from shmload.errors import ArgumentError, UnknownDtype

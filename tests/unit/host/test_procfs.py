@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from shmload._host.linux import PAGE_NBYTES, Inode, inode_of, shm_unlink
+from shmload._host.descriptors import Inode, inode_of
+from shmload._host.memory import PAGE_NBYTES
 from shmload._host.procfs import (
     FileSystem,
     boot_id,
@@ -22,6 +23,7 @@ from shmload._host.procfs import (
     memory_stall,
     shared_ranges,
 )
+from shmload._host.shm import shm_unlink
 from shmload.errors import ShmloadError
 
 # File systems -------------------------------------------------------------------------------------

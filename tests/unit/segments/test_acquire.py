@@ -6,7 +6,7 @@ import os
 import pytest
 
 from shmload._checkpoints.header import Header
-from shmload._host.linux import is_named, shm_open, shm_unlink, write_at
+from shmload._host.shm import is_named, shm_open, shm_unlink, write_at
 from shmload._segments import acquire as acquiring
 from shmload._segments import part as building
 from shmload._segments import removal

@@ -5,7 +5,7 @@ import mmap
 
 from shmload._checkpoints.formats.safetensors import SAFETENSORS, build_header
 from shmload._checkpoints.header import TensorSpec
-from shmload._host.linux import PAGE_NBYTES
+from shmload._host.memory import PAGE_NBYTES
 from shmload._segments.layout import lay_out
 from shmload._segments.part import Hollow
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES
 from shmload._checkpoints.formats.safetensors import build_header, read_header
 from shmload._checkpoints.header import Header, TensorSpec
-from shmload._host.linux import PAGE_NBYTES
+from shmload._host.memory import PAGE_NBYTES
 from shmload._host.reading import PLAIN, Reading
 from shmload._segments import pieces
 from shmload._segments.layout import lay_out, needs_conversion

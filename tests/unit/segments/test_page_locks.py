@@ -6,7 +6,8 @@ import os
 import pytest
 
 from shmload._cli.service import describe_page_locks
-from shmload._host.linux import PAGE_NBYTES, Inode
+from shmload._host.descriptors import Inode
+from shmload._host.memory import PAGE_NBYTES
 from shmload._host.procfs import SharedRange
 from shmload._segments import page_locks as module
 from shmload._segments.page_locks import PageLock, PageLocks, page_lock_limit, page_locks
