@@ -1,5 +1,5 @@
 """The doors of shmload to other libraries: `load_pipeline`, handles, jobs, ranks, sharding, Ray.
 
-A module here is public, and is imported when it is first used. A folder with an underscore is a
-room behind the doors. May import all rooms of the core but `_cli`.
+Each module is public, and is imported when it is first used. What is private lies in the rooms of
+`shmload`. May import all rooms but `_cli` and `_templates`.
 """

@@ -18,8 +18,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from shmload.integrations._jobs.job import Errors, Job
-from shmload.integrations._jobs.maps import Function
+from shmload._jobs.job import Errors, Job
+from shmload._jobs.maps import Function
 from shmload.integrations.handles import Handle
 from shmload.integrations.results import ResultsReport
 

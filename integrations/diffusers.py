@@ -12,31 +12,31 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
-from shmload._checkpoints.hub import find_source
-from shmload._checkpoints.library import whole_libraries
-from shmload._checkpoints.own_dtypes import settle_dtype
-from shmload._checkpoints.resolve import Source, components_with_weights
-from shmload._checkpoints.wanted import Wanted, require_bools
-from shmload._checkpoints.weights import has_variant
-from shmload._loading.progress import Callback
-from shmload._wording import logger_of
-from shmload.errors import ArgumentError, CheckpointError, SourceNotFound, UnknownArgument
-from shmload.integrations._building import prepared
-from shmload.integrations._building.attempt import load
-from shmload.integrations._building.connected import connected_to
-from shmload.integrations._building.gguf_maker import is_gguf
-from shmload.integrations._building.keywords import require_taken
-from shmload.integrations._building.maker import Maker
-from shmload.integrations._building.pipeline_maker import PipelineMaker, components_by_name
-from shmload.integrations._building.route import CONVERTED, Asked, Keep, require_readable
-from shmload.integrations._building.single_file import (
+from shmload._building import prepared
+from shmload._building.attempt import load
+from shmload._building.connected import connected_to
+from shmload._building.gguf_maker import is_gguf
+from shmload._building.keywords import require_taken
+from shmload._building.maker import Maker
+from shmload._building.pipeline_maker import PipelineMaker, components_by_name
+from shmload._building.route import CONVERTED, Asked, Keep, require_readable
+from shmload._building.single_file import (
     SinglePipelineMaker,
     bring_single_file,
     find_single_file,
     is_single_file,
     settle_single_dtype,
 )
-from shmload.integrations._devices.ways import Pin
+from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.library import whole_libraries
+from shmload._checkpoints.own_dtypes import settle_dtype
+from shmload._checkpoints.resolve import Source, components_with_weights
+from shmload._checkpoints.wanted import Wanted, require_bools
+from shmload._checkpoints.weights import has_variant
+from shmload._devices.ways import Pin
+from shmload._loading.progress import Callback
+from shmload._wording import logger_of
+from shmload.errors import ArgumentError, CheckpointError, SourceNotFound, UnknownArgument
 from shmload.integrations.ranks import linger
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
     from shmload._decoding.ring import Ring
+    from shmload._devices.destination import Destination
     from shmload._loading.load import Load
-    from shmload.integrations._devices.destination import Destination
 
 
 logger = logger_of(__name__)

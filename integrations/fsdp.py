@@ -16,9 +16,9 @@ import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shmload._sharding.groups import Blocks, find_groups
+from shmload._sharding.weights import Weights, take_weights
 from shmload.errors import ArgumentError, LibraryTooOld
-from shmload.integrations._sharding.groups import Blocks, find_groups
-from shmload.integrations._sharding.weights import Weights, take_weights
 from shmload.integrations.diffusers import load_pipeline
 
 try:
@@ -28,7 +28,7 @@ except ImportError as exc:
         raise
     raise LibraryTooOld("torch", torch.__version__, "2.6", "fully_shard") from exc
 
-from shmload.integrations._sharding.dtensors import fill
+from shmload._sharding.dtensors import fill
 
 __all__ = ["Weights", "fill", "find_groups", "load_sharded", "shard", "take_weights"]
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from shmload._building.pipeline_maker import PipelineMaker
+from shmload._building.recipe import Recipe, identity_of
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Source
@@ -22,8 +24,6 @@ from shmload._segments.lease import Lease
 from shmload._segments.removal import remove_leftovers
 from shmload._segments.segment import Stay
 from shmload.errors import ArgumentError, SourceChanged, SourceNotFound
-from shmload.integrations._building.pipeline_maker import PipelineMaker
-from shmload.integrations._building.recipe import Recipe, identity_of
 from shmload.integrations.diffusers import load_pipeline
 
 if TYPE_CHECKING:

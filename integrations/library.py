@@ -4,11 +4,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from shmload._building import rules
 from shmload._checkpoints.dtypes import FLOATS, TORCH_NAMES
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
 from shmload._placement.modules import Component
-from shmload.integrations._building import rules
 
 
 def import_libraries() -> None:
@@ -26,7 +26,7 @@ def describe_components(
 ) -> tuple[Component, ...]:
     """Return the module trees of a pipeline's components, from `_building.module_trees`."""
     # Not at the top: a rule needs no torch.
-    from shmload.integrations._building.module_trees import components_of
+    from shmload._building.module_trees import components_of
 
     return components_of(source, dtype, only)
 
@@ -39,7 +39,7 @@ def as_taken(source: Source, pipeline_class: object) -> Source:
         LibraryMissing: packages that it needs are missing.
     """
     # Not at the top: a rule does not need it.
-    from shmload.integrations._building.pipeline_maker import PipelineMaker
+    from shmload._building.pipeline_maker import PipelineMaker
 
     return PipelineMaker(pipeline_class).taken(source)
 
@@ -67,7 +67,7 @@ def skeletons_of(given: str) -> list[tuple[str, str, str]]:
     Args:
         given: the source as the user named it; the reason is empty where there is a skeleton.
     """
-    from shmload.integrations._building.skeletons import skeletons_of
+    from shmload._building.skeletons import skeletons_of
 
     found = skeletons_of(given)
     return [(each.class_name, each.dtype, each.reason) for each in found]

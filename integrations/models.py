@@ -8,33 +8,33 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shmload._building.attempt import load
+from shmload._building.gguf_maker import is_gguf, maker_of_gguf
+from shmload._building.keywords import explained_keywords, require_taken_by_model
+from shmload._building.maker import Maker
+from shmload._building.model_maker import ModelMaker
+from shmload._building.route import CONVERTED, Asked, Keep, require_readable
+from shmload._building.single_file import (
+    SingleFileMaker,
+    bring_single_file,
+    find_single_file,
+    is_single_file,
+)
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.hub import find_model
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
+from shmload._devices.ways import Pin
 from shmload._loading.progress import Callback
 from shmload.errors import ArgumentError
-from shmload.integrations._building.attempt import load
-from shmload.integrations._building.gguf_maker import is_gguf, maker_of_gguf
-from shmload.integrations._building.keywords import explained_keywords, require_taken_by_model
-from shmload.integrations._building.maker import Maker
-from shmload.integrations._building.model_maker import ModelMaker
-from shmload.integrations._building.route import CONVERTED, Asked, Keep, require_readable
-from shmload.integrations._building.single_file import (
-    SingleFileMaker,
-    bring_single_file,
-    find_single_file,
-    is_single_file,
-)
-from shmload.integrations._devices.ways import Pin
 from shmload.integrations.ranks import linger
 
 if TYPE_CHECKING:
     from shmload._decoding.ring import Ring
+    from shmload._devices.destination import Destination
     from shmload._loading.load import Load
-    from shmload.integrations._devices.destination import Destination
 
 
 def load_model(

@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shmload._building.mapped import Spans
+from shmload._building.module_trees import component_of
+from shmload._building.pipeline_maker import components_by_name
 from shmload._decoding.ring import Ring, RingShape
+from shmload._devices.arrivals import copy_arriving
+from shmload._devices.calibration import choose_way
+from shmload._devices.destination import Destination, parse_max_host_memory
+from shmload._devices.hooks import Blocks, attach_hooks, device_at, note_devices
+from shmload._devices.moves import Allocation, Moves
+from shmload._devices.origin import Segments
+from shmload._devices.runtime import Runtime
+from shmload._devices.runtimes import runtime_of
+from shmload._devices.upload import upload_shape
+from shmload._devices.waiting import Waiting
+from shmload._devices.ways import Pin
 from shmload._host.collector import paused_gc
 from shmload._host.descriptors import Inode, inode_of
 from shmload._loading.load import Load
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD
 from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
-from shmload.integrations._building.mapped import Spans
-from shmload.integrations._building.module_trees import component_of
-from shmload.integrations._building.pipeline_maker import components_by_name
-from shmload.integrations._devices.arrivals import copy_arriving
-from shmload.integrations._devices.calibration import choose_way
-from shmload.integrations._devices.destination import Destination, parse_max_host_memory
-from shmload.integrations._devices.hooks import Blocks, attach_hooks, device_at, note_devices
-from shmload.integrations._devices.moves import Allocation, Moves
-from shmload.integrations._devices.origin import Segments
-from shmload.integrations._devices.runtime import Runtime
-from shmload.integrations._devices.runtimes import runtime_of
-from shmload.integrations._devices.upload import upload_shape
-from shmload.integrations._devices.waiting import Waiting
-from shmload.integrations._devices.ways import Pin
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Literal, Self
 
+from shmload._redirecting.switch import Options, turn_off, turn_on
 from shmload.errors import ArgumentError
-from shmload.integrations._redirecting.switch import Options, turn_off, turn_on
 
 
 class Redirection:

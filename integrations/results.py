@@ -11,8 +11,8 @@ items and their results alone: the order of results, kills and earlier failures 
 `docs/dataprep.md` says what is in a file.
 """
 
-from shmload.integrations._results.folder import ResultFolder, ResultsReport
-from shmload.integrations._results.journal import Array
-from shmload.integrations._results.reading import Results, continued_order
+from shmload._results.folder import ResultFolder, ResultsReport
+from shmload._results.journal import Array
+from shmload._results.reading import Results, continued_order
 
 __all__ = ["Array", "ResultFolder", "Results", "ResultsReport", "continued_order"]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from shmload._host.collector import paused_gc
+from shmload._sharding.weights import copy_to, divide, own_buffers, take_weights
 from shmload.errors import ArgumentError
-from shmload.integrations._sharding.weights import copy_to, divide, own_buffers, take_weights
 
 
 class Partition(NamedTuple):

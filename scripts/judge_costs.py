@@ -32,7 +32,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 _TOGETHER = 24
 _LOOK_S = 0.05
 _DEADLINE_S = 900.0
-_PROGRAM = "from shmload.integrations._building.judging import main"
+_PROGRAM = "from shmload._building.judging import main"
 _LOAD = """\
 import sys, time
 import shmload, torch, diffusers, transformers

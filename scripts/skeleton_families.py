@@ -130,8 +130,8 @@ def _prepare(*, quick: bool) -> None:
     import diffusers
     import transformers
 
-    from shmload.integrations._building import build, examining, skeletons, snapshot
-    from shmload.integrations._building.rules import import_libraries
+    from shmload._building import build, examining, skeletons, snapshot
+    from shmload._building.rules import import_libraries
 
     import_libraries()
     importlib.import_module(examining.__name__)
@@ -164,8 +164,8 @@ def _judge(source: Path) -> None:
     from comparing import assert_equal, reference
 
     import shmload
-    from shmload.integrations._building.build import Build
-    from shmload.integrations._building.skeletons import skeletons_of
+    from shmload._building.build import Build
+    from shmload._building.skeletons import skeletons_of
 
     shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
     made = skeletons_of(str(source))

@@ -10,7 +10,7 @@ from benchmarks.gpu_peers import FOR_CACHED_FILES
 from benchmarks.processes import ProbeFailed, Processes
 from benchmarks.samples import Result, Rounds, Sample
 from benchmarks.sources import weight_files, weights_nbytes
-from shmload.integrations._devices.ways import WAYS
+from shmload._devices.ways import WAYS
 
 _DTYPE = "bfloat16"
 _WORKERS = "4"

@@ -74,9 +74,9 @@ def _begin() -> None:
     if not _IS_PRETENDED:
         torch.zeros(1, device=_DEVICE)
         return
+    from shmload._devices.runtimes import runtime_of
     from shmload._placement import inventory
     from shmload.integrations import placing
-    from shmload.integrations._devices.runtimes import runtime_of
 
     host = runtime_of(torch.device("cpu"))
     placing.runtime_of = lambda device: host  # type: ignore[attr-defined]
@@ -217,8 +217,8 @@ def uploads(small: str, source: str) -> Numbers:
     import torch
 
     import shmload
+    from shmload._devices.ways import WAYS
     from shmload.integrations import placing
-    from shmload.integrations._devices.ways import WAYS
 
     pins = ("auto", *WAYS)
     copied_s: list[float] = []

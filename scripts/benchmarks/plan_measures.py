@@ -17,13 +17,13 @@ import torch
 from benchmarks.plan_peers import Peer, peer_plans
 from benchmarks.published import PIPELINES
 from benchmarks.published_models import Model
+from shmload._building.module_trees import component_of
 from shmload._placement.cost import Cost, cost_of
 from shmload._placement.device_map import expand
 from shmload._placement.inventory import Inventory, parse_inventory
 from shmload._placement.modules import Component
 from shmload._placement.placement import place
 from shmload._placement.strategies import rooms_of
-from shmload.integrations._building.module_trees import component_of
 
 RIGS = {
     "1x8": "8GiB",

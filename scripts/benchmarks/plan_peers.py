@@ -14,9 +14,9 @@ import torch
 from accelerate.utils import get_balanced_memory, infer_auto_device_map
 from diffusers.pipelines.pipeline_loading_utils import _assign_components_to_devices
 
+from shmload._building.module_trees import whole_classes
 from shmload._placement.device_map import Devices
 from shmload._placement.modules import Component, join
-from shmload.integrations._building.module_trees import whole_classes
 
 # As much as `infer_auto_device_map` ever wants; without it the disk would take the rest.
 _HOST_NBYTES = 1 << 50

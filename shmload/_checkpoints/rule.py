@@ -89,7 +89,7 @@ RAW = Rule()
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
-# To be increased whenever `shmload.integrations._building.rules` derives other rules than before.
+# To be increased whenever `shmload._building.rules` derives other rules than before.
 _RULES_VERSION = 1
 _LIBRARIES = ("torch", "diffusers", "transformers")
 

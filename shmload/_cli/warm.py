@@ -155,7 +155,7 @@ def _note_for_templates(source: str, dtype: object) -> None:
     """
     if not isinstance(dtype, str | None) or not os.path.exists(f"{source}/model_index.json"):
         return
-    from shmload.integrations._building.prepared import Request, encode
+    from shmload._building.prepared import Request, encode
 
     request = Request(
         source=source,

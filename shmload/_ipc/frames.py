@@ -2,7 +2,7 @@
 
 A frame is a 4-byte big-endian length and that many bytes of MessagePack: one `msgspec.Struct`,
 tagged by its class's name. Who says what is in `workers.messages`, `_service.protocol`,
-`integrations._jobs.messages` and `_checkpoints.formats.unpickled`.
+`shmload._jobs.messages` and `_checkpoints.formats.unpickled`.
 
 Guarantee: nothing is unpickled, every length has a limit, and a frame that is no message is a
 `ProtocolError`.

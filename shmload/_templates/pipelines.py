@@ -17,9 +17,9 @@ from shmload._templates.recorder import Recorder
 from shmload._templates.stash import Stash
 from shmload._templates.variables import note_variables
 
-_DOOR = "shmload.integrations._building.prepared"
-_LOADS = "shmload.integrations._building.preparing"
-_CODE = "shmload.integrations._building.unchanged"
+_DOOR = "shmload._building.prepared"
+_LOADS = "shmload._building.preparing"
+_CODE = "shmload._building.unchanged"
 _CALLED = "shmload.integrations.diffusers"
 _MAX_PIPELINES = 4
 # Programs inherit low numbers; what is opened ahead gets higher ones.

@@ -21,9 +21,9 @@ MODULES = (
     "diffusers",
     "transformers",
     "shmload.integrations.diffusers",
-    "shmload.integrations._building.preparing",
+    "shmload._building.preparing",
     "shmload.integrations.redirect",
-    "shmload.integrations._redirecting.calls",
+    "shmload._redirecting.calls",
 )
 """The libraries: what a template imports."""
 _NAMED = "SHMLOAD_RUN_IMPORTS"

@@ -12,7 +12,7 @@ from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.objects import obstore
 from shmload._checkpoints.quantised import require_dequantised
 from shmload._checkpoints.rule import Rule
-from shmload.integrations._results.format import import_library
+from shmload._results.format import import_library
 
 _ROOT = Path(__file__).parents[2]
 _MODULES = sorted(

@@ -106,7 +106,7 @@ def test_process_that_hangs_is_killed(light_job, monkeypatch):
             signal.pause()
         return item
 
-    monkeypatch.setattr("shmload.integrations._jobs.maps._POLL_S", 0.05)
+    monkeypatch.setattr("shmload._jobs.maps._POLL_S", 0.05)
     got = list(light_job(item_timeout_s=0.2).map(hang, range(3)))
     assert (got[0], got[2]) == (0, 2)
     assert got[1].endings == ("no result within 0.2 s",) * 3

@@ -14,7 +14,7 @@ import pytest
 from light_jobs import notes, pids_of, same, wait_until_ended
 
 import shmload
-from shmload.integrations._jobs import crew
+from shmload._jobs import crew
 
 
 def done_in(job, count=20):
@@ -61,7 +61,7 @@ def test_process_that_is_never_ready_is_an_error(
     light_job, configure, monkeypatch, code, timeout_s, message
 ):
     configure(wait_timeout_s=timeout_s)
-    monkeypatch.setattr("shmload.integrations._jobs.maps._POLL_S", 0.05)
+    monkeypatch.setattr("shmload._jobs.maps._POLL_S", 0.05)
     with pytest.raises(shmload.JobFailed, match=message):
         list(light_job(code).map(same, [1]))
 
@@ -213,7 +213,7 @@ def test_fork_server_that_is_stopped_when_a_runner_ends_is_replaced(
     job = light_job()
     pids_of(job)
     configure(stall_timeout_s=0.2)
-    monkeypatch.setattr("shmload.integrations._jobs.maps._POLL_S", 0.05)
+    monkeypatch.setattr("shmload._jobs.maps._POLL_S", 0.05)
     assert list(job.map(stop_server_and_die, range(20))) == list(range(20))
     assert notes(job.program) == ["start"] * 2
 

@@ -16,17 +16,17 @@ import torch
 import tqdm
 
 import shmload
+from shmload._building import build
+from shmload._building.libraries import libraries, libraries_lock
 from shmload._checkpoints.library import whole_libraries
 from shmload._host import changes
 from shmload._host.changes import Change, table
 from shmload._host.collector import paused_gc
 from shmload._host.descriptors import close, try_lock
+from shmload._redirecting import switch
+from shmload._results.claim import FolderLock
 from shmload._segments.messages import LentPath, repaired_messages
 from shmload.integrations import handles
-from shmload.integrations._building import build
-from shmload.integrations._building.libraries import libraries, libraries_lock
-from shmload.integrations._redirecting import switch
-from shmload.integrations._results.claim import FolderLock
 
 PACKAGE = Path(shmload.__file__).parent
 PROGRAM = Path(__file__).parents[1] / "support" / "forking_moments.py"

@@ -8,7 +8,7 @@ import pytest
 from light_jobs import notes, pids_of, same, wait_readable
 
 import shmload
-from shmload.integrations._jobs import crew, maps, processes
+from shmload._jobs import crew, maps, processes
 
 
 @pytest.fixture

@@ -10,17 +10,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 import shmload
+from shmload._building.mapped import Spans
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rule import Rule
 from shmload._decoding.ring import Ring, RingShape
+from shmload._devices.moves import Moves
+from shmload._devices.pinned import PinnedRing
+from shmload._devices.stream import Stream
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._loading.state_dict import wrap
 from shmload._segments.segment import Stay
-from shmload.integrations._building.mapped import Spans
-from shmload.integrations._devices.moves import Moves
-from shmload.integrations._devices.pinned import PinnedRing
-from shmload.integrations._devices.stream import Stream
 
 SHAPE = RingShape(3, 64 << 10)
 

@@ -13,11 +13,11 @@ from torch import nn
 
 import shmload
 from shmload._decoding.ring import Ring, RingShape
+from shmload._devices.origin import Segments
+from shmload._devices.pinned import PinnedRing
+from shmload._devices.waiting import Waiting
+from shmload._devices.ways import WAYS
 from shmload._host.descriptors import inode_of
-from shmload.integrations._devices.origin import Segments
-from shmload.integrations._devices.pinned import PinnedRing
-from shmload.integrations._devices.waiting import Waiting
-from shmload.integrations._devices.ways import WAYS
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -35,9 +35,9 @@ note("start")
 {early}
 from shmload.integrations.handles import Handle
 from shmload._ipc.frames import Inbox, send, take_channel
-from shmload.integrations._jobs import forkserver, messages
-from shmload.integrations._jobs.messages import *
-from shmload.integrations._jobs.payload import dump, load
+from shmload._jobs import forkserver, messages
+from shmload._jobs.messages import *
+from shmload._jobs.payload import dump, load
 Handle.load = lambda handle: None
 def run(channel_fd, fork, setup):
     channel = take_channel(channel_fd)
@@ -56,7 +56,7 @@ def run(channel_fd, fork, setup):
                     send(channel, answer)
         if not inbox.receive():
             return
-runner = sys.modules["shmload.integrations._jobs.runner"] = types.ModuleType("runner")
+runner = sys.modules["shmload._jobs.runner"] = types.ModuleType("runner")
 runner.run = lambda *args: run(*args)
 {code}
 forkserver.main(int(sys.argv[-2]), int(sys.argv[-1]))

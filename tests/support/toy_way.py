@@ -4,9 +4,9 @@ import ctypes
 
 import torch
 
-from shmload.integrations._devices.ring_way import RingCopier
-from shmload.integrations._devices.runtime import drain
-from shmload.integrations._devices.way import Way, always_possible
+from shmload._devices.ring_way import RingCopier
+from shmload._devices.runtime import drain
+from shmload._devices.way import Way, always_possible
 
 _LANE = 0
 

@@ -15,8 +15,8 @@ from devices import LateDevice
 from torch import nn
 
 from shmload._decoding.ring import FilledSlot, Ring, RingShape
+from shmload._devices.moves import Moves
 from shmload._host.descriptors import inode_of
-from shmload.integrations._devices.moves import Moves
 
 SHAPE = RingShape(3, 64 << 10)
 LARGE = 600_000

@@ -15,7 +15,7 @@ from benchmarks.report import format_line
 from benchmarks.sources import Sources
 from benchmarks.suites import suite_of
 
-from shmload.integrations._devices.ways import WAYS
+from shmload._devices.ways import WAYS
 
 GB = 10**9
 MB = 10**6

@@ -13,8 +13,8 @@ from light_jobs import write_server
 from mappings import copied_nbytes
 
 import shmload
+from shmload._jobs.runner import limited_threads, seed_generators
 from shmload.integrations import dataprep
-from shmload.integrations._jobs.runner import limited_threads, seed_generators
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -262,14 +262,14 @@ def test_job_says_what_it_is(source):
 
 @pytest.mark.parametrize("devices", ["round-robin", ["cpu", "cuda:1"]])
 def test_gpu_without_a_driver_is_refused_at_once(source, monkeypatch, devices):
-    monkeypatch.setattr("shmload.integrations._jobs.arguments.has_driver", lambda: False)
+    monkeypatch.setattr("shmload._jobs.arguments.has_driver", lambda: False)
     with pytest.raises(shmload.ArgumentError, match="no driver of a GPU"):
         dataprep.Job(source, devices=devices)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_devices_that_are_not_there_are_an_error(source, monkeypatch):
-    monkeypatch.setattr("shmload.integrations._jobs.arguments.has_driver", lambda: True)
+    monkeypatch.setattr("shmload._jobs.arguments.has_driver", lambda: True)
     with (
         dataprep.Job(source, components=["vae"], procs=1, devices="round-robin") as job,
         pytest.raises(shmload.ArgumentError, match="no CUDA device"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import shmload
+from shmload._jobs.runner import limited_threads, seed_generators
 from shmload.integrations import dataprep
-from shmload.integrations._jobs.runner import limited_threads, seed_generators
 from shmload.integrations.results import Results
 
 COUNT = 12

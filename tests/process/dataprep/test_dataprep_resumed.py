@@ -20,7 +20,7 @@ JOB = """
 import os, signal, sys
 import numpy as np
 from shmload.integrations import dataprep
-from shmload.integrations._jobs import job
+from shmload._jobs import job
 source, python, folder, log, kill_at = sys.argv[1:]
 sys.executable = python
 def work(pipe, item):

@@ -14,8 +14,8 @@ from stored_jobs import COUNT, squares
 from storing import content_of
 
 import shmload
+from shmload._jobs.runner import limited_threads, seed_generators
 from shmload.integrations import dataprep
-from shmload.integrations._jobs.runner import limited_threads, seed_generators
 from shmload.integrations.results import Results
 
 # Pickle this module's functions by value, so that a job's processes do not import all of the above.

@@ -9,7 +9,7 @@ import pytest
 from storing import COUNT, content_of, done_in, run
 
 import shmload
-from shmload.integrations._results.names import FORMATS
+from shmload._results.names import FORMATS
 
 START = """
 import os, signal, sys

@@ -19,13 +19,13 @@ from watching import Watched, workers_of
 
 import shmload
 from benchmarks import single_files
+from shmload._building import single_file
 from shmload._checkpoints import objects, web_server
 from shmload._checkpoints.formats import pointer
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import mirror_home, write_pointer
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._doctor.doctor import diagnose
-from shmload.integrations._building import single_file
 
 pytestmark = pytest.mark.libraries
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers_tiny import clip_tokenizer
 
 import shmload
+from shmload._building import mapped, prepared
+from shmload._building.mapped import Spans
 from shmload._host.descriptors import inode_of
 from shmload._host.shm import SHM_DIR
-from shmload.integrations._building import mapped, prepared
-from shmload.integrations._building.mapped import Spans
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 

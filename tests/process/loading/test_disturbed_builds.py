@@ -11,7 +11,7 @@ from accelerate import init_empty_weights
 from comparing import assert_component_equal
 
 import shmload
-from shmload.integrations._building import libraries
+from shmload._building import libraries
 
 pytestmark = pytest.mark.libraries
 

@@ -13,11 +13,11 @@ from gguf_files import dequantised, save_blocks
 from gguf_models import MODELS
 
 import shmload
+from shmload._building import mapped
+from shmload._building.mapped import Spans
 from shmload._host.descriptors import inode_of
 from shmload._host.shm import SHM_DIR
 from shmload._wording import format_nbytes
-from shmload.integrations._building import mapped
-from shmload.integrations._building.mapped import Spans
 
 pytestmark = pytest.mark.libraries
 

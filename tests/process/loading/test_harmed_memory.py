@@ -9,9 +9,9 @@ import torch
 from devices import LateDevice
 
 import shmload
+from shmload._devices import calibration
 from shmload._host.memo import Memo
 from shmload._settings import settings
-from shmload.integrations._devices import calibration
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("skeletons")]
 

@@ -13,9 +13,9 @@ from comparing import assert_equal, assert_loads_equal, reference
 from traces import Messages
 
 import shmload
+from shmload._building.attempt import Attempt
+from shmload._devices import destination
 from shmload._loading import holdings
-from shmload.integrations._building.attempt import Attempt
-from shmload.integrations._devices import destination
 
 pytestmark = pytest.mark.libraries
 

@@ -7,12 +7,12 @@ from comparing import assert_equal, from_pretrained
 from traces import Messages, mentions_of_view
 
 import shmload
+from shmload._building.pipeline_maker import PipelineMaker
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.wanted import Wanted
 from shmload._loading.load import Load
 from shmload._placement.placement import place
 from shmload.errors import ArgumentError, LibraryMissing
-from shmload.integrations._building.pipeline_maker import PipelineMaker
 
 pytestmark = pytest.mark.libraries
 
@@ -89,7 +89,7 @@ def begun(monkeypatch):
         found.append({checkpoint.component for checkpoint in source.checkpoints})
         return Load(source, *args, **kwargs)
 
-    monkeypatch.setattr("shmload.integrations._building.attempt.Load", begin)
+    monkeypatch.setattr("shmload._building.attempt.Load", begin)
     return found
 
 
@@ -113,7 +113,7 @@ def test_strategy_with_a_limit_places_what_the_class_takes(saved, accelerators, 
         placed.append({component.name for component in components})
         return place(components, *args)
 
-    monkeypatch.setattr("shmload.integrations._building.route.place", place_noted)
+    monkeypatch.setattr("shmload._building.route.place", place_noted)
     got = shmload.load_pipeline(
         saved("stable-diffusion"),
         pipeline_class=f"{Mine.__module__}.{Mine.__qualname__}",

@@ -7,10 +7,10 @@ import torch
 from pipelines import FAMILIES
 
 import shmload
+from shmload._building import mapped
+from shmload._building.mapped import say_what_is_private
 from shmload._checkpoints.resolve import resolve
 from shmload._wording import format_nbytes
-from shmload.integrations._building import mapped
-from shmload.integrations._building.mapped import say_what_is_private
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 

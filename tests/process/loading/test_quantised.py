@@ -20,9 +20,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from warming import TENSORS, assert_same
 
 import shmload
+from shmload._building.route import Asked, choose_route
 from shmload._checkpoints.hub import find_model
 from shmload._checkpoints.wanted import Hub, Wanted
-from shmload.integrations._building.route import Asked, choose_route
 
 pytestmark = pytest.mark.libraries
 

@@ -14,12 +14,12 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 import shmload
 from benchmarks import single_files
+from shmload._building import mapped
+from shmload._building.keywords import FILE_KEYWORDS
+from shmload._building.mapped import Spans
 from shmload._host.descriptors import inode_of
 from shmload._host.shm import SHM_DIR
 from shmload._wording import format_nbytes
-from shmload.integrations._building import mapped
-from shmload.integrations._building.keywords import FILE_KEYWORDS
-from shmload.integrations._building.mapped import Spans
 
 pytestmark = pytest.mark.libraries
 

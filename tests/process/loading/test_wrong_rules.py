@@ -6,8 +6,8 @@ from comparing import assert_equal, reference
 from traces import Messages, mentions_of_view
 
 import shmload
+from shmload._building import rules
 from shmload._checkpoints.rule import Rule
-from shmload.integrations._building import rules
 
 pytestmark = pytest.mark.libraries
 

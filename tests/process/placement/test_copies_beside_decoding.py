@@ -9,8 +9,8 @@ from accelerated import assert_as_on_the_host_but_for_notes, load, models_of
 from comparing import reference
 
 import shmload
+from shmload._devices import moves
 from shmload._loading.load import Load
-from shmload.integrations._devices import moves
 from shmload.workers.fill import Filler
 
 pytestmark = pytest.mark.libraries

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import shmload
-from shmload.integrations._devices.aligning import ActivationsHook, add_hook
+from shmload._devices.aligning import ActivationsHook, add_hook
 
 pytestmark = pytest.mark.libraries
 
@@ -25,8 +25,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import pipelines
 from shmload._placement.inventory import parse_inventory
 from shmload._placement.placement import place
-from shmload.integrations._devices.hooks import attach_hooks, device_at
-from shmload.integrations._building.module_trees import component_of
+from shmload._devices.hooks import attach_hooks, device_at
+from shmload._building.module_trees import component_of
 _setup_privateuseone_for_python_backend("fakegpu")
 inventory = parse_inventory("fakegpu:0=1GiB,fakegpu:1=1GiB")
 def run(family, component, device_map, has_hooks):

@@ -18,13 +18,13 @@ from comparing import reference
 from torch import nn
 
 import shmload
+from shmload._devices.hooks import _are_plain
+from shmload._devices.waiting import Waiting
 from shmload._host.procfs import mappings
 from shmload._host.shm import shm_names
 from shmload._segments.page_locks import page_locks
 from shmload._segments.segment import attach
 from shmload.integrations import placing
-from shmload.integrations._devices.hooks import _are_plain
-from shmload.integrations._devices.waiting import Waiting
 
 pytestmark = pytest.mark.libraries
 
@@ -211,7 +211,7 @@ def test_full_device_is_an_error_and_the_next_call_works(saved, device):
 
 def test_weights_in_no_segment_say_so(accelerators, caplog):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with caplog.at_level(logging.INFO, "shmload.integrations._devices.hooks"):
+    with caplog.at_level(logging.INFO, "shmload._devices.hooks"):
         shmload.to_device(model, {"0": 0, "1": "offload"})
     (record,) = caplog.records
     assert record.message.startswith("Sequential: 80 B of weights wait in no segment")

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import shmload
+from shmload._building.module_trees import component_of, components_of
 from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.resolve import resolve
@@ -21,7 +22,6 @@ from shmload._checkpoints.rule import rule_for
 from shmload._cli.main import main
 from shmload._placement.inventory import limit_inventory
 from shmload._placement.placement import place
-from shmload.integrations._building.module_trees import component_of, components_of
 
 _FAMILIES = ("stable-diffusion", "sdxl", "sd3", "flux", "wan", "qwen-image")
 _MIXED = {"vae": torch.float32, "default": torch.bfloat16}

@@ -9,11 +9,11 @@ from accelerated import load
 from torch import nn
 
 import shmload
+from shmload._building import fit
+from shmload._building.fit import Fit
 from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
-from shmload.integrations._building import fit
-from shmload.integrations._building.fit import Fit
 
 pytestmark = pytest.mark.libraries
 
@@ -235,7 +235,7 @@ def test_class_of_no_library_is_not_judged_by_its_files(saved, accelerators, mon
     monkeypatch.setattr(
         fit, "component_from_names", lambda *_: (_ for _ in ()).throw(shmload.ShmloadError("no"))
     )
-    monkeypatch.setattr("shmload.integrations._building.module_trees.find_class", lambda *_: None)
+    monkeypatch.setattr("shmload._building.module_trees.find_class", lambda *_: None)
     pipe = load(saved("flux"), device_map={"": 0, "vae.decoder": 1})
     assert pipe.hf_device_map["vae.decoder"] == "cuda:1"
     with pytest.raises(shmload.DoesNotFit):

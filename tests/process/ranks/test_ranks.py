@@ -20,9 +20,9 @@ from tracing import can_trace, noted_nbytes, noting_reads
 
 import shmload
 from shmload._decoding.ring import RingShape
+from shmload._devices import destination
 from shmload._segments import capacity
 from shmload.integrations import ranks
-from shmload.integrations._devices import destination
 
 _SUPPORT = Path(__file__).parents[2] / "support"
 _LAUNCHER = _SUPPORT / "forking_launcher.py"

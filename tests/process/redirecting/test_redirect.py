@@ -13,8 +13,8 @@ import transformers
 from redirecting import assert_same
 
 import shmload
+from shmload._redirecting import calls, sources
 from shmload.errors import ArgumentError, SharedMemoryFull
-from shmload.integrations._redirecting import calls, sources
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 

@@ -6,7 +6,7 @@ import torch
 from comparing import assert_component_equal
 
 import shmload
-from shmload.integrations._building.draws import next_number
+from shmload._building.draws import next_number
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 

@@ -6,7 +6,7 @@ import diffusers
 import pytest
 
 import shmload
-from shmload.integrations._building import build, examining, snapshot
+from shmload._building import build, examining, snapshot
 
 _HOME = sys.modules[diffusers.AutoencoderKL.__module__]
 # Each is run by the constructor of a model; the name is what the reason must mention.

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from shmload._host.descriptors import wait_lock
-from shmload._host.process import give_way
-from shmload._host.descriptors import Lock
+from shmload._building import judging, queued
+from shmload._building.queued import Program, Work
+from shmload._building.skeletons import Skeleton, skeleton_memo
+from shmload._host.descriptors import Lock, wait_lock
 from shmload._host.idleness import Load
+from shmload._host.process import give_way
 from shmload._segments.view import View
 from shmload._settings import settings
-from shmload.integrations._building import judging, queued
-from shmload.integrations._building.queued import Program, Work
-from shmload.integrations._building.skeletons import Skeleton, skeleton_memo
 
 _DEADLINE_S = 30.0
 # Stands for the judge: says that it was started, and holds the lock until the pipe has a writer.
@@ -63,7 +62,7 @@ def work_for(cache, key="one"):
 _ASK = """
 import sys
 from pathlib import Path
-from shmload.integrations._building import queued
+from shmload._building import queued
 queued._PROGRAM = sys.argv[2]
 cache = Path(sys.argv[1])
 cache.mkdir()

@@ -7,7 +7,7 @@ import transformers
 from comparing import assert_component_equal
 
 import shmload
-from shmload.integrations._building.skeletons import skeletons_of
+from shmload._building.skeletons import skeletons_of
 
 
 @pytest.mark.usefixtures("skeletons")

@@ -10,8 +10,8 @@ from comparing import assert_loads_equal
 from safetensors.torch import load_file, save_file
 
 import shmload
+from shmload._building import build, examining, proofs, snapshot
 from shmload._host.memo import Memo
-from shmload.integrations._building import build, examining, proofs, snapshot
 
 _HOME = sys.modules[diffusers.AutoencoderKL.__module__]
 

@@ -11,8 +11,8 @@ import torch
 from comparing import assert_loads_equal
 
 import shmload
-from shmload.integrations._building import build
-from shmload.integrations._building.pickling import PickledModels, Unfit, unpickle_models
+from shmload._building import build
+from shmload._building.pickling import PickledModels, Unfit, unpickle_models
 
 pytestmark = pytest.mark.usefixtures("skeletons")
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from traces import Messages
 
 import shmload
-from shmload.integrations._building import build
+from shmload._building import build
 
 pytestmark = pytest.mark.usefixtures("skeletons")
 

@@ -13,8 +13,8 @@ from mappings import copied_nbytes
 from pipelines import FAMILIES, run
 
 import shmload
-from shmload.integrations._building.build import Build
-from shmload.integrations._building.skeletons import skeletons_of
+from shmload._building.build import Build
+from shmload._building.skeletons import skeletons_of
 
 pytestmark = pytest.mark.usefixtures("skeletons")
 
@@ -115,7 +115,7 @@ def test_segments_are_leased_as_long_as_the_models_live(saved, built, evicts):
 # At the lowest priority the judge would wait for the other tests.
 _ASK_AND_JUDGE = """
 import sys, torch, shmload
-from shmload.integrations._building import queued
+from shmload._building import queued
 queued.start = lambda *_: None
 for source in sys.argv[2:]:
     shmload.load_pipeline(source, torch_dtype=getattr(torch, sys.argv[1]))
@@ -125,7 +125,7 @@ print("LOADED", flush=True)
 
 # To look at all objects of the process takes seconds for each request.
 _WITHOUT_LOOKING = """
-from shmload.integrations._building.snapshot import Snapshot
+from shmload._building.snapshot import Snapshot
 Snapshot._walk = lambda *_: None
 """
 
@@ -149,7 +149,7 @@ import pipelines
 import shmload
 import torch
 from comparing import assert_equal, reference
-from shmload.integrations._building.build import Build
+from shmload._building.build import Build
 diffusers.utils.logging.disable_progress_bar()
 build_models = Build._build_models
 def build(self, **kwargs):
@@ -191,8 +191,8 @@ def test_process_with_other_hashes_that_built_no_model_gets_the_same(
 
 _LOAD = """
 import sys, torch, shmload
-from shmload.integrations._building import queued
-from shmload.integrations._building.build import Build
+from shmload._building import queued
+from shmload._building.build import Build
 queued.start = lambda *_: None
 build_models = Build._build_models
 def say(*args, **kwargs):
@@ -208,7 +208,7 @@ print("LOADED", flush=True)
 _JUDGE = """
 from shmload._host.idleness import Load
 from shmload._host.descriptors import Lock
-from shmload.integrations._building import judging, queued
+from shmload._building import judging, queued
 judging.observe = lambda seconds: Load(2, 0.0, 8 << 30)
 judging._STAY_S = 0
 waiting = queued.queue()

@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
 
 import shmload
+from shmload._building import build, prepared
+from shmload._building.conditions import Trace, conditions_of, why_unmet
+from shmload._building.pickling import PickledModels
+from shmload._building.prepared import Prepared
+from shmload._building.skeletons import Skeleton
+from shmload._building.state import MODES, constants
+from shmload._building.unchanged import Facts
 from shmload._host.fingerprint import files_below
-from shmload.integrations._building import build, prepared
-from shmload.integrations._building.conditions import Trace, conditions_of, why_unmet
-from shmload.integrations._building.pickling import PickledModels
-from shmload.integrations._building.prepared import Prepared
-from shmload.integrations._building.skeletons import Skeleton
-from shmload.integrations._building.state import MODES, constants
-from shmload.integrations._building.unchanged import Facts
 
 
 class Functions(TorchFunctionMode):

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import transformers
 
-from shmload.integrations._building import compat, state
+from shmload._building import compat, state
 
 pytestmark = pytest.mark.libraries
 

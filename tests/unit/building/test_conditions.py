@@ -4,7 +4,7 @@ import diffusers
 import pytest
 import torch
 
-from shmload.integrations._building.conditions import Trace, conditions_of, why_unmet
+from shmload._building.conditions import Trace, conditions_of, why_unmet
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from shmload.integrations._building.draws import CannotRepeat, Draw, Draws, repeat
+from shmload._building.draws import CannotRepeat, Draw, Draws, repeat
 
 CALLS = {
     "randn": lambda: torch.randn(3),  # few: one number stays for the next call

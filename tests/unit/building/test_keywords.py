@@ -9,8 +9,8 @@ import pytest
 from diffusers import ConfigMixin, DiffusionPipeline, ModelMixin
 
 import shmload
+from shmload._building.keywords import MODEL_KEYWORDS, PIPELINE_KEYWORDS, require_taken
 from shmload._checkpoints.resolve import Source
-from shmload.integrations._building.keywords import MODEL_KEYWORDS, PIPELINE_KEYWORDS, require_taken
 
 pytestmark = pytest.mark.libraries
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from shmload.integrations._building.mapped import modules_of
+from shmload._building.mapped import modules_of
 
 
 def test_modules_are_those_of_torch_in_its_order():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shmload.integrations._building import conditions
+from shmload._building import conditions
 
 
 @pytest.fixture

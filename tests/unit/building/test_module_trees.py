@@ -2,7 +2,7 @@
 
 import torch
 
-from shmload.integrations._building.module_trees import whole_classes
+from shmload._building.module_trees import whole_classes
 
 
 class Encoder(torch.nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shmload.integrations._building.movement import Movement
+from shmload._building.movement import Movement
 
 
 @pytest.fixture

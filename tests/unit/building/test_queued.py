@@ -7,9 +7,9 @@ import time
 import msgspec
 import pytest
 
+from shmload._building import queued
+from shmload._building.queued import Program, Queue, Work
 from shmload._host.descriptors import Lock
-from shmload.integrations._building import queued
-from shmload.integrations._building.queued import Program, Queue, Work
 
 _PROGRAM = Program("/usr/bin/python3", (), ("/here",), ())
 

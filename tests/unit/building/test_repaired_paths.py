@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shmload.integrations._building.paths import PathRepair
+from shmload._building.paths import PathRepair
 
 _VIEW = Path("/dev/shm/shmload-0-view-0123")
 

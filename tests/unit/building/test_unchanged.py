@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
+from shmload._building.unchanged import Facts
 from shmload._host.fingerprint import files_below
-from shmload.integrations._building.unchanged import Facts
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ def test_rule_is_remembered_until_it_is_forgotten(tmp_path, monkeypatch):
     assert likely_rule(wan, "bf16") == Rule(target="BF16")  # a wrong guess
     rule = rule_for(wan, "bf16")
     # The rule must not be derived again.
-    monkeypatch.setattr("shmload.integrations._building.rules.derive_rule", None)
+    monkeypatch.setattr("shmload._building.rules.derive_rule", None)
     assert rule_for(wan, "bf16") == likely_rule(wan, "bf16") == rule
     forget_rule(wan, "bf16")
     assert likely_rule(wan, "bf16") == Rule(target="BF16")

@@ -6,8 +6,8 @@ from accelerate.hooks import remove_hook_from_module
 from devices import LateDevice
 from torch import nn
 
-from shmload.integrations._devices.aligning import ModelHook, WaitingHook, add_hook
-from shmload.integrations._devices.waiting import Waiting
+from shmload._devices.aligning import ModelHook, WaitingHook, add_hook
+from shmload._devices.waiting import Waiting
 
 
 class Adapted(nn.Module):

@@ -7,8 +7,8 @@ import torch
 from devices import LateDevice
 from torch import nn
 
-from shmload.integrations._devices.arrivals import Arrivals
-from shmload.integrations._devices.moves import Moves
+from shmload._devices.arrivals import Arrivals
+from shmload._devices.moves import Moves
 
 _LARGE = 600_000
 

@@ -5,10 +5,10 @@ import time
 import pytest
 from devices import LateDevice
 
+from shmload._devices import calibration
+from shmload._devices.calibration import choose_way
+from shmload._devices.ways import WAYS, measured_ways
 from shmload._host.memo import Memo
-from shmload.integrations._devices import calibration
-from shmload.integrations._devices.calibration import choose_way
-from shmload.integrations._devices.ways import WAYS, measured_ways
 
 MEASURED = [way.name for way in measured_ways()]
 LARGE = 1 << 30

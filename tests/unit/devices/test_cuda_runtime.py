@@ -6,9 +6,9 @@ import ctypes
 import pytest
 import torch
 
-from shmload.integrations._devices import cuda_library, cuda_runtime
-from shmload.integrations._devices.cuda_library import CudaLibrary
-from shmload.integrations._devices.cuda_runtime import CudaRuntime
+from shmload._devices import cuda_library, cuda_runtime
+from shmload._devices.cuda_library import CudaLibrary
+from shmload._devices.cuda_runtime import CudaRuntime
 
 PORTABLE, READ_ONLY = 1, 8
 

@@ -6,9 +6,9 @@ from devices import LateDevice
 from torch import nn
 
 from shmload._decoding.ring import Ring, RingShape
-from shmload.integrations._devices.moves import Moves
-from shmload.integrations._devices.pinned import PinnedRing
-from shmload.integrations._devices.upload import upload
+from shmload._devices.moves import Moves
+from shmload._devices.pinned import PinnedRing
+from shmload._devices.upload import upload
 
 
 def move(module, runtime_of):

@@ -9,11 +9,11 @@ import torch
 from devices import LateDevice, is_writable
 from torch import nn
 
+from shmload._devices import register_way
+from shmload._devices.moves import Moves
+from shmload._devices.register_way import copy_registered
 from shmload._host.descriptors import inode_of
 from shmload._host.shm import reopen
-from shmload.integrations._devices import register_way
-from shmload.integrations._devices.moves import Moves
-from shmload.integrations._devices.register_way import copy_registered
 
 _LARGE = 600_000
 

@@ -10,9 +10,9 @@ import torch
 from devices import LateDevice
 from runtime_contract import RuntimeContract
 
+from shmload._devices.generic_runtime import GenericRuntime
+from shmload._devices.runtimes import RUNTIMES, is_known, runtime_of
 from shmload.errors import ArgumentError, DeviceUnsupported
-from shmload.integrations._devices.generic_runtime import GenericRuntime
-from shmload.integrations._devices.runtimes import RUNTIMES, is_known, runtime_of
 
 
 class TestHostRuntime(RuntimeContract):
@@ -131,5 +131,5 @@ def test_row_is_all_that_a_kind_needs(monkeypatch):
 
 
 def test_kinds_are_checked_without_torch():
-    code = "import sys, shmload.integrations._devices.runtimes; sys.exit('torch' in sys.modules)"
+    code = "import sys, shmload._devices.runtimes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,10 +8,10 @@ from devices import LateDevice
 from torch import nn
 
 from shmload._decoding.ring import FilledSlot, Ring, RingShape
+from shmload._devices.moves import Moves
+from shmload._devices.pinned import PinnedRing
+from shmload._devices.stream import Stream
 from shmload._host.descriptors import inode_of
-from shmload.integrations._devices.moves import Moves
-from shmload.integrations._devices.pinned import PinnedRing
-from shmload.integrations._devices.stream import Stream
 
 SLOT = 4096
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shmload._decoding.ring import Ring, RingShape
-from shmload.integrations._devices import upload as upload_module
-from shmload.integrations._devices.moves import Moves
-from shmload.integrations._devices.pinned import PinnedRing
-from shmload.integrations._devices.upload import batches, upload
+from shmload._devices import upload as upload_module
+from shmload._devices.moves import Moves
+from shmload._devices.pinned import PinnedRing
+from shmload._devices.upload import batches, upload
 
 
 def module_of(*sizes):

@@ -13,14 +13,14 @@ import torch
 from devices import LateDevice
 from torch import nn
 
+from shmload._devices import origin, pages
+from shmload._devices.block import Block
+from shmload._devices.budget import Budget
+from shmload._devices.origin import Segments
+from shmload._devices.waiting import Waiting
 from shmload._host import shm
 from shmload._host.descriptors import inode_of
 from shmload.errors import SegmentTimeout
-from shmload.integrations._devices import origin, pages
-from shmload.integrations._devices.block import Block
-from shmload.integrations._devices.budget import Budget
-from shmload.integrations._devices.origin import Segments
-from shmload.integrations._devices.waiting import Waiting
 
 _SIZE = 64  # 16 KiB of float32 for each weight: blocks have pages of their own
 _BLOCKS = 4

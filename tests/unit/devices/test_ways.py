@@ -11,14 +11,14 @@ from torch import nn
 from toy_way import TOY, ToyCopier
 from way_contract import WayContract, hollow, segment  # noqa: F401 fixtures
 
+from shmload._devices import calibration
+from shmload._devices.calibration import choose_way
+from shmload._devices.destination import Destination
+from shmload._devices.ways import DEFAULT, WAYS, Pin, measured_ways, require_pin
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
 from shmload.errors import ArgumentError
 from shmload.integrations import placing
-from shmload.integrations._devices import calibration
-from shmload.integrations._devices.calibration import choose_way
-from shmload.integrations._devices.destination import Destination
-from shmload.integrations._devices.ways import DEFAULT, WAYS, Pin, measured_ways, require_pin
 
 
 @pytest.mark.parametrize("way", [load() for load in WAYS.values()], ids=list(WAYS))
@@ -46,7 +46,7 @@ def test_unknown_way_is_refused():
 
 
 def test_names_are_checked_without_torch():
-    code = "import sys, shmload.integrations._devices.ways; sys.exit('torch' in sys.modules)"
+    code = "import sys, shmload._devices.ways; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

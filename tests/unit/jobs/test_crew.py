@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from shmload._ipc.frames import Inbox, send
+from shmload._jobs import crew as crews
+from shmload._jobs.messages import Answer, Ended, Forked, Prepared, Started
+from shmload._jobs.payload import dump
+from shmload._jobs.processes import Server
 from shmload._settings import settings
 from shmload.errors import JobFailed
-from shmload.integrations._jobs import crew as crews
-from shmload.integrations._jobs.messages import Answer, Ended, Forked, Prepared, Started
-from shmload.integrations._jobs.payload import dump
-from shmload.integrations._jobs.processes import Server
 
 LATE_S = 1e6
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shmload
-from shmload.integrations._jobs.dispatch import ATTEMPTS, Dispatch, Item
+from shmload._jobs.dispatch import ATTEMPTS, Dispatch, Item
 
 
 def numbered(count):

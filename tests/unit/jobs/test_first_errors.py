@@ -3,8 +3,8 @@
 import pytest
 
 import shmload
-from shmload.integrations._jobs.dispatch import Item
-from shmload.integrations._jobs.storing import MAX_SAME_ERRORS, end_if_all_fail
+from shmload._jobs.dispatch import Item
+from shmload._jobs.storing import MAX_SAME_ERRORS, end_if_all_fail
 
 
 def failed(index, reason="KeyError: 'x'"):

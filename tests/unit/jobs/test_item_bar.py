@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from shmload.integrations._jobs import item_bar
-from shmload.integrations._jobs.item_bar import ItemBar
+from shmload._jobs import item_bar
+from shmload._jobs.item_bar import ItemBar
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import shmload
-from shmload.integrations._jobs import payload as payload_module
-from shmload.integrations._jobs.payload import dump, dump_error, load
+from shmload._jobs import payload as payload_module
+from shmload._jobs.payload import dump, dump_error, load
 
 
 @pytest.mark.parametrize(

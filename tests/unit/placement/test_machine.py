@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shmload._devices.destination import Destination
 from shmload._host import nvml
 from shmload._placement import inventory
 from shmload._placement.inventory import choose_inventory, machine_inventory
 from shmload._placement.machine import current_index
 from shmload.errors import DeviceMissing
-from shmload.integrations._devices.destination import Destination
 
 GIB = 1 << 30
 

@@ -352,7 +352,7 @@ def flux_model():
     import diffusers
     import torch
 
-    from shmload.integrations._building.module_trees import component_of
+    from shmload._building.module_trees import component_of
 
     with torch.device("meta"):
         made = diffusers.FluxTransformer2DModel(

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shmload.integrations._redirecting.arguments import InDoubt, names_known, read_call
-from shmload.integrations._redirecting.patches import MODULES, classes_of
+from shmload._redirecting.arguments import InDoubt, names_known, read_call
+from shmload._redirecting.patches import MODULES, classes_of
 
 _KNOWN = {
     *("cache_dir", "device_map", "dtype", "force_download", "local_files_only"),

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from shmload.integrations._redirecting.patches import Patch, Patches
+from shmload._redirecting.patches import Patch, Patches
 
 
 def _library_code(source):

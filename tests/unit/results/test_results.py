@@ -27,7 +27,7 @@ from storing import (
     unfinished,
 )
 
-from shmload.integrations._results.shard import Shard
+from shmload._results.shard import Shard
 from shmload.integrations.results import Array, ResultFolder
 
 

@@ -6,7 +6,7 @@ import pytest
 from storing import COUNT, content_of, done_in, key_of, run, unfinished
 
 import shmload
-from shmload.integrations._results.names import FORMATS
+from shmload._results.names import FORMATS
 from shmload.integrations.results import Array, ResultFolder, Results
 
 

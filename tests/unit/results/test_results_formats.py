@@ -26,7 +26,7 @@ from storing import (
 
 import shmload
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
-from shmload.integrations._results.names import FORMATS
+from shmload._results.names import FORMATS
 from shmload.integrations.results import Array, ResultFolder, Results
 
 pytestmark = pytest.mark.parametrize("format", ["parquet", "webdataset"])
@@ -233,7 +233,7 @@ def test_key_that_no_file_can_hold_is_refused(tmp_path, format, key):
 
 
 def test_array_that_is_too_large_is_refused(tmp_path, format, monkeypatch):
-    module = f"shmload.integrations._results.{format}"
+    module = f"shmload._results.{format}"
     limit = {"parquet": "_MAX_ARRAY_NBYTES", "webdataset": "_MAX_SAMPLE_NBYTES"}[format]
     monkeypatch.setattr(f"{module}.{limit}", 0)
     with (

@@ -4,7 +4,7 @@ import pytest
 from storing import FACTS, content_of
 
 import shmload
-from shmload.integrations._results.names import FORMATS
+from shmload._results.names import FORMATS
 from shmload.integrations.results import ResultFolder, Results, continued_order
 
 

@@ -45,7 +45,7 @@ def test_each_result_is_found_by_key_and_by_place(folder):
 
 
 def test_keys_with_the_same_digest_are_told_apart(folder, monkeypatch):
-    monkeypatch.setattr("shmload.integrations._results.reading.digest_key", lambda key: 1)
+    monkeypatch.setattr("shmload._results.reading.digest_key", lambda key: 1)
     results = Results(folder)
     for index in range(COUNT):
         assert is_what_was_given(results[key_of(index)], index)

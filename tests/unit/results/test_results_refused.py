@@ -9,7 +9,7 @@ import pytest
 from storing import COUNT, FACTS, SHARD_ITEMS, arrays_of, content_of, key_of, run
 
 import shmload
-from shmload.integrations._results.names import FORMATS, KeyDigests, digest_key
+from shmload._results.names import FORMATS, KeyDigests, digest_key
 from shmload.integrations.results import Array, ResultFolder
 
 
@@ -306,9 +306,9 @@ def test_folder_without_permission_is_an_error(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("step", "name"),
     [
-        ("shmload.integrations._results.journal.os.pwrite", "shard-00000.journal"),
-        ("shmload.integrations._results.safetensors.build_header", "shard-00000.safetensors"),
-        ("shmload.integrations._results.index._line", "index.jsonl"),
+        ("shmload._results.journal.os.pwrite", "shard-00000.journal"),
+        ("shmload._results.safetensors.build_header", "shard-00000.safetensors"),
+        ("shmload._results.index._line", "index.jsonl"),
     ],
 )
 def test_full_disk_names_the_file(tmp_path, monkeypatch, step, name):

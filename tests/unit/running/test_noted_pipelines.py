@@ -4,13 +4,13 @@ import os
 
 import pytest
 
+from shmload._building import prepared
 from shmload._templates import pipelines
 from shmload._templates.branches import MAX_BRANCHES, branches_to_end, has_room
 from shmload._templates.messages import Program
 from shmload._templates.notes import Notes, note_warmed, warmed
 from shmload._templates.pipelines import Pipelines
 from shmload._templates.variables import name_of
-from shmload.integrations._building import prepared
 
 _MIB = 1 << 20
 
@@ -32,7 +32,7 @@ def told(monkeypatch):
 
 def load(program, source):
     """Make a load in a program."""
-    modules = {"shmload.integrations._building.prepared": prepared}
+    modules = {"shmload._building.prepared": prepared}
     made = Pipelines("key", modules, stash=None, recorder=None)
     made.begin(name_of(Program("script", program, [], [], "", 1)), prepares=True)
     request = prepared.request_of(source, "bfloat16", True, None)

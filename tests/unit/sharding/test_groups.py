@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shmload import ArgumentError
-from shmload.integrations._sharding.groups import find_groups
+from shmload._sharding.groups import find_groups
 
 
 class Block(nn.Module):

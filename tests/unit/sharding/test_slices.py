@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from shmload._sharding.weights import Split, divide, slice_of
 from shmload.integrations import zero
-from shmload.integrations._sharding.weights import Split, divide, slice_of
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3)
 COUNTS = st.integers(1, 5)

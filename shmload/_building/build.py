@@ -1,0 +1,437 @@
+"""Builds a pipeline or a model while its weights are still being decoded.
+
+The libraries' own `from_pretrained` builds it from a view. If the same models were built before,
+they come from their skeleton and `from_pretrained` builds only the rest; else a process of its own
+is asked for one. Two checks follow: the
+kernel's page tables show that nothing has read a byte before it was decoded, and the built models
+show that the rules chose the right dtypes. If a check fails, the pipeline is built again.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shmload._building.connected import HANDED_ON_TOO, PREFIXES
+from shmload._building.effects import Message, say
+from shmload._building.keywords import FINDING_KEYWORDS
+from shmload._building.libraries import (
+    empties,
+    inside,
+    is_emptied,
+    libraries,
+    require_undisturbed,
+    said_here,
+)
+from shmload._building.maker import Maker, NotToBeCast
+from shmload._building.mapped import (
+    Spans,
+    hold_leases,
+    plain_tensors,
+    say_what_is_private,
+)
+from shmload._building.paths import PathRepair
+from shmload._building.pickling import Models
+from shmload._building.queued import Request, ask
+from shmload._building.skeletons import (
+    Skeleton,
+    skeleton_key,
+    skeleton_memo,
+)
+from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.remote import is_url
+from shmload._checkpoints.resolve import Source, is_in_pickles, weight_files
+from shmload._checkpoints.rule import Rule, forget_rule
+from shmload._devices.hollow import BytesNeeded
+from shmload._host.changes import Change
+from shmload._host.procfs import mappings, modified_nbytes
+from shmload._loading.load import Load
+from shmload._segments.view import View
+from shmload._settings import settings
+from shmload._wording import logger_of
+from shmload.errors import LibrariesDisturbed
+
+logger = logger_of(__name__)
+
+# Builds of one pipeline that other threads may disturb before that is an error.
+_MOST_BUILDS = 3
+# The beginning of diffusers' warning about models that are passed in.
+_PASSED = "You have passed a non-standard module"
+# The beginning of its warning about a pipeline without one; `components` left it out on purpose.
+_NO_CHECKER = "You have disabled the safety checker"
+
+
+class Build:
+    """Builds one pipeline, or one model, from a load.
+
+    Args:
+        source: as the maker takes it.
+        maker: calls `from_pretrained`.
+        rules: the rules that its shards are decoded by, by component.
+        load: the load of its shards; stays the caller's. With stand-ins in its place only
+            `build_ordinarily` and `build_around` may be called.
+        torch_dtype: for `from_pretrained`.
+        kwargs: the other arguments of `from_pretrained`.
+        place: copies what was built to its devices, after or while the bytes are decoded; None to
+            leave it on the CPU.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        maker: Maker,
+        rules: Mapping[str, Rule],
+        load: Load,
+        torch_dtype: object,
+        kwargs: dict[str, Any],
+        place: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._source = source
+        self._maker = maker
+        self._place = place
+        self._rules = rules
+        self._load = load
+        self._torch_dtype = torch_dtype
+        self._kwargs = kwargs
+        self._said = said_here()
+        self._is_local = os.path.exists(source.given)
+        # A model of the hub names its folder in the cache, as the library's own does.
+        is_named = self._is_local or is_url(source.given)
+        self._root = os.fspath(source.given) if is_named else str(source.root)
+
+    def run(self, *, verify: bool) -> Any:
+        """Build the pipeline, if possible while its weights are being decoded.
+
+        Raises:
+            BytesNeeded: that is not possible, and the load has stand-ins, which get no bytes.
+        """
+        key = self.skeleton_key()
+        found = skeleton_memo(key).read(is_use=True) if key else None
+        pipe = self._build_around(found) if found else None
+        if pipe is not None:
+            self._finish(pipe, verify=verify)
+            return pipe
+        pipe, is_foreseen = self._build_models(verify=verify)
+        if key and is_foreseen and (found is None or found.should_be_made_again):
+            self._ask(key)
+        return pipe
+
+    def build_ordinarily(self) -> Any:
+        """Let the library build everything; decodes nothing and waits for nothing."""
+        self._said.clear()
+        return self._from_view()
+
+    def build_around(self, skeleton: Skeleton) -> Any:
+        """Build the models from their skeleton, and let the library build the rest.
+
+        Raises:
+            Exception: the skeleton does not fit, or the library failed.
+        """
+        self._said.clear()
+        with libraries():
+            models = skeleton.build(self._load.holdings.open_files())
+        return self._from_view(models, messages=skeleton.messages)
+
+    def skeleton_key(self) -> str | None:
+        """Return the key of the models' skeleton, if these arguments allow one."""
+        named = {key for key, value in self._kwargs.items() if value is not None}
+        if not (settings().skeletons and named <= FINDING_KEYWORDS and self._is_of_libraries()):
+            return None
+        if torch.is_inference_mode_enabled():  # its tensors are of another kind
+            return None
+        if self._kwargs.get("use_safetensors") is False or self._maker.reads_weights:
+            return None
+        plans = self._load.holdings.plans
+        maker = (self._maker.name, self._maker.takes_path)
+        return skeleton_key(self._source, plans, self._torch_dtype, self._root, maker)
+
+    def models_of(self, pipe: Any) -> Models:
+        """Return the models whose weights this load decodes."""
+        found = {
+            checkpoint.component: self._maker.part(pipe, checkpoint.component)
+            for checkpoint in self._source.checkpoints
+        }
+        return {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
+
+    def _build_around(self, skeleton: Skeleton) -> Any:
+        """Build the pipeline around models from their skeleton; return None if it does not fit."""
+        reason = skeleton.why_not()
+        if reason is not None:
+            logger.info("%s: no skeleton is used: %s", self._source.given, reason)
+            return None
+        unfinished = self._load.holdings.unfinished_components()
+        if not self._load.holdings.has_every_file:
+            return None
+        generator_state = torch.get_rng_state()
+        try:
+            with libraries():
+                models = skeleton.build(self._load.holdings.open_files())
+        except Exception as exc:  # whatever is wrong: the libraries build the models then
+            # str(exc): a handler that keeps log records must not keep the traceback's mappings.
+            logger.info("%s: no skeleton is used: %s", self._source.given, str(exc))
+            return None
+        pipe = self._from_view(models, messages=skeleton.messages)
+        if self._is_wholly_mapped(pipe, unfinished):
+            return pipe
+        torch.set_rng_state(generator_state)
+        return None
+
+    def _is_of_libraries(self) -> bool:
+        """Tell whether the classes are the libraries' own, as far as their names tell."""
+        if self._maker.is_of_pipelines:
+            return bool(self._source.class_name)
+        made = {checkpoint.library for checkpoint in self._source.checkpoints}
+        return self._maker.name is not None and made <= {"diffusers", "transformers"} and bool(made)
+
+    def _ask(self, key: str) -> None:
+        """Ask for the skeleton that this load would have used."""
+        ask(
+            Request(
+                key=key,
+                source=self._source,
+                maker=self._maker,
+                dtype=self._torch_dtype,
+                kwargs=self._kwargs,
+                directory=os.getcwd(),
+            )
+        )
+
+    def _build_models(self, *, verify: bool) -> tuple[Any, bool]:
+        """Let the libraries build the whole pipeline.
+
+        Returns:
+            It, and whether its dtypes are as foreseen.
+        """
+        generator_state = torch.get_rng_state()
+        pipe = self._build_undisturbed(generator_state)
+        if self._was_cast_wrongly(pipe):
+            return self._build_undecoded(generator_state), False
+        self._finish(pipe, verify=verify)
+        return pipe, True
+
+    def _build_undisturbed(self, generator_state: torch.Tensor) -> Any:
+        """Build the pipeline; again if another thread's work has left its models empty.
+
+        Raises:
+            LibrariesDisturbed: they were empty each time, or torch stays changed.
+        """
+        for _ in range(_MOST_BUILDS):
+            try:
+                pipe = self._build_early(self._load.holdings.unfinished_components())
+                if pipe is None:
+                    self._require_bytes()
+                    pipe = self._from_view()
+            except (TypeError, NotImplementedError):  # the library met an empty parameter
+                if not empties():
+                    raise
+            else:
+                # A device map may keep weights from the host on purpose.
+                if "device_map" in self._kwargs or not is_emptied(self.models_of(pipe).values()):
+                    return pipe
+                del pipe
+            logger.info("%s: another thread emptied its models", self._source.given)
+            require_undisturbed(self._source.given)
+            torch.set_rng_state(generator_state)
+        raise LibrariesDisturbed(str(self._source.given))
+
+    def _build_undecoded(self, generator_state: torch.Tensor) -> Any:
+        """Build the pipeline from the stored shards: the segments have the wrong dtypes."""
+        torch.set_rng_state(generator_state)
+        self._require_bytes()
+        if self._load.holdings.has_pointers:
+            raise NotToBeCast
+        pipe = self._from_view(decoded=False)
+        self._load.discard()
+        if self._place:
+            self._place(pipe)
+        return pipe
+
+    def _require_bytes(self) -> None:
+        """Wait until all bytes are decoded.
+
+        Raises:
+            BytesNeeded: the load has stand-ins, which get no bytes.
+        """
+        if self._load.holdings.hollow:
+            raise BytesNeeded
+        self._load.wait()
+
+    def _build_early(self, unfinished: set[str]) -> Any:
+        """Build the pipeline before all bytes are decoded; return None if that failed."""
+        holdings = self._load.holdings
+        if not holdings.has_every_file or (unfinished and self._reads_at_once):
+            return None
+        generator_state = torch.get_rng_state()
+        try:
+            pipe = self._from_view()
+        except Exception as exc:
+            if not unfinished or (holdings.hollow and not holdings.was_read_early):
+                raise
+            # The cause may be bytes that are not decoded yet, or a worker's failure.
+            if holdings.hollow:
+                # Not this error itself: its traceback keeps the half-built models alive.
+                raise BytesNeeded(f"{type(exc).__name__}: {exc}") from None
+        else:
+            if self._is_wholly_mapped(pipe, unfinished):
+                return pipe
+        logger.info("%s: building read weights that were not decoded yet", self._source.given)
+        # The libraries draw missing weights at random: draw the same ones again.
+        torch.set_rng_state(generator_state)
+        return None
+
+    def _finish(self, pipe: Any, *, verify: bool) -> None:
+        """Wait for the rest of the load, and copy the pipeline to its devices."""
+        if not self._load.holdings.hollow and (verify or not self._place):
+            self._load.wait()
+            if verify:
+                self._load.verify()
+        if self._place:
+            self._place(pipe)  # this copies bytes while others are decoded, and waits for all
+        holdings, parts = self._load.holdings, self._maker.parts(pipe)
+        spans = Spans(holdings.inodes())
+        if private := hold_leases(parts.values(), holdings.segments(), spans):
+            say_what_is_private(private, parts, self._source, self._kwargs)
+
+    @property
+    def _reads_at_once(self) -> bool:
+        """Whether the library reads weights while it builds: it casts, joins or copies them."""
+        is_asked = "device_map" in self._kwargs or self._maker.reads_weights
+        return is_asked or self._load.holdings.leaves_casts
+
+    def _from_view(
+        self,
+        models: Models | None = None,
+        *,
+        decoded: bool = True,
+        messages: Iterable[Message] = (),
+    ) -> Any:
+        """Build the pipeline from a view.
+
+        Args:
+            models: from a skeleton; they need no repair.
+            messages: what the libraries said when they built these models.
+            decoded: the view leads to the segments; False: to the stored shards.
+        """
+        given = self._source.given
+        # The libraries' loading is not thread-safe, nor is the repair of messages.
+        with libraries(), contextlib.ExitStack() as lending:
+            if not self._source.checkpoints and self._is_local:
+                return self._from_path(given, {})  # there are no other files to lend
+            view = lending.enter_context(View(self._source.root, self._files(decoded=decoded)))
+            repair = PathRepair(view.path, self._root, given, self._said)
+            if models:
+                repair.silence(_PASSED)
+            if any(name.startswith(PREFIXES) for name in self._kwargs):
+                repair.silence(HANDED_ON_TOO)
+            if "safety_checker" in self._maker.left_out:
+                repair.silence(_NO_CHECKER)
+            with repair.in_messages():
+                say(messages)
+                made = self._from_path(str(view.path), models or {}, is_decoded=decoded)
+            repair.repair(made, but=(models or {}).values())
+        return made
+
+    def _files(self, *, decoded: bool) -> dict[Path, Path]:
+        """Return the files that a view leads to in place of those in the source."""
+        files = self._load.holdings.files() if decoded else {}
+        if self._kwargs.get("variant") is None:
+            return files
+        # diffusers looks for files of variants with os.walk, which follows no link to a directory:
+        # with a file to link, the view makes the directory itself.
+        others = {path: path for path in weight_files(self._source)}
+        return others | files
+
+    def _from_path(
+        self, path: str | os.PathLike[str], models: Models, *, is_decoded: bool = False
+    ) -> Any:
+        """Let the library build it from a directory; with segments in it, if it is decoded."""
+        kwargs = self._kwargs
+        if is_decoded and kwargs.get("use_safetensors") is False and is_in_pickles(self._source):
+            kwargs = {**kwargs, "use_safetensors": None}  # the segments of these are safetensors
+        # Mapped weights need no threads to fetch them: without threads a build takes a sixth less
+        # time. In inference mode they stay: they run outside of it, and make other tensors than
+        # this thread would.
+        is_theirs = self._reads_at_once or torch.is_inference_mode_enabled()
+        threads = contextlib.nullcontext() if is_theirs else _no_loading_threads.made()
+        with inside(), threads:
+            if models and not self._maker.is_of_pipelines:  # there is no rest
+                return next(iter(models.values()))
+            return self._maker.make(path, self._torch_dtype, {**kwargs, **models})
+
+    def _is_wholly_mapped(self, pipe: Any, components: set[str]) -> bool:
+        """Tell whether every stored tensor of some components is mapped, and none was read."""
+        if not components:
+            return True
+        # A page copied on write before decoding finished still has zeros around the write.
+        if any(map(modified_nbytes, mappings(self._load.holdings.unfinished_inodes()))):
+            return False
+        spans = Spans(self._load.holdings.inodes())
+        models = (m for name, m in self.models_of(pipe).items() if name in components)
+        tensors = (tensor for model in models for tensor in model.state_dict().values())
+        return all(map(spans.holds_unread, chain.from_iterable(map(plain_tensors, tensors))))
+
+    def _was_cast_wrongly(self, pipe: Any) -> bool:
+        """Tell whether the segments should have had the stored dtypes."""
+        is_cast = any(rule.target for rule in self._rules.values())
+        if is_cast and self._maker.computed:
+            logger.warning(
+                "%s: diffusers computes with these weights (%s); loading it without conversion",
+                self._source.given,
+                self._maker.computed,
+            )
+            return True
+        return self._has_other_dtypes(pipe)
+
+    def _has_other_dtypes(self, pipe: Any) -> bool:
+        """Tell whether a model has other dtypes than its rule says, and forget such rules.
+
+        A tensor that the rule gave fewer bits than the model wants has lost precision.
+        """
+        is_wrong = False
+        for checkpoint in self._source.checkpoints:
+            rule = self._rules[checkpoint.component]
+            module = self._maker.part(pipe, checkpoint.component)
+            if rule.target is None or rule.is_widening or module is None:
+                continue
+            if not _agrees(rule, module):
+                logger.warning(
+                    "%s has dtypes that shmload did not foresee; loading it without conversion",
+                    checkpoint.class_name,
+                )
+                forget_rule(checkpoint, self._torch_dtype)
+                is_wrong = True
+        return is_wrong
+
+
+def _set_variable() -> None:
+    os.environ.setdefault(_VARIABLE, "1")
+
+
+def _reset_variable(before: str | None) -> None:
+    if before is None:
+        os.environ.pop(_VARIABLE, None)
+
+
+# transformers 5 fetches tensors in the calling thread then.
+_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
+_no_loading_threads = Change(
+    "the variable of loading threads",
+    lambda: os.environ.get(_VARIABLE),
+    _set_variable,
+    _reset_variable,
+)
+
+
+def _agrees(rule: Rule, module: Any) -> bool:
+    target = getattr(torch, TORCH_NAMES[rule.target or "F32"])
+    return all(
+        tensor.dtype == target
+        or not tensor.is_floating_point()
+        or (rule.only is not None and name not in rule.only)
+        or not set(rule.fp32_parts).isdisjoint(name.split("."))
+        for name, tensor in module.state_dict().items()
+    )

@@ -1,0 +1,367 @@
+"""The judge: a process that makes skeletons, or finds out why models can have none.
+
+One per user and machine. It waits, small, until the machine is idle enough; then it imports the
+libraries and works off what waits (`queued`), newest first. For each group of requests it forks, so
+that none sees what another one has left:
+
+    judge ─ imports the libraries; looks on, and ends what takes too much
+      └ examiner ─ requests of one pipeline class; each has a deadline
+          ├ builds twice, traced, and compares with what a skeleton gives ─▶ the skeleton
+          └ looks at all objects
+              ├ builds twice                    ─▶ what that leaves ┐ are they the same?
+              └ builds twice from the skeleton  ─▶ what that leaves ┘
+
+It reads no weights: models are built over stand-ins. It writes to the cache of the program that
+asked, which it holds by descriptor: when that is gone, it is not made anew.
+"""
+
+import contextlib
+import os
+import pickle
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from shmload._building.queued import Program, Queue, Work, queue
+from shmload._host.descriptors import Lock
+from shmload._host.forks import limit_inherited_threads
+from shmload._host.idleness import free_nbytes, observe, why_wait
+from shmload._host.process import die_with_parent, give_way
+from shmload._host.procfs import private_nbytes
+from shmload._settings import settings
+from shmload._wording import logger_of
+
+logger = logger_of(__name__)
+
+_T = TypeVar("_T")
+# The whole of one request, on a machine that has other work.
+_DEADLINE_S = 300
+# Processor time of one judge, and of one of its processes, in seconds.
+_MOST_CPU_S = 120.0
+_MOST_PROCESS_CPU_S = 60
+# What its processes may take together, without what they share, in bytes; and what must be free.
+_MOST_NBYTES = 2 << 30
+_NEEDED_NBYTES = 1 << 30
+# It waits so long for an idle machine, and then so long for the next request, in seconds.
+_WAIT_S = 600.0
+_STAY_S = 10.0
+_LOOK_S = 2.0
+_WATCH_S = 0.5
+# How an examiner ends that has imported too much for its next request.
+_NEEDS_ANOTHER = 3
+
+
+def main(program: str, lock: str) -> None:
+    """Work off what waits, and return.
+
+    Args:
+        program: what this process is, as JSON.
+        lock: the number of the descriptor of the judge's lock, which is held; this process's own.
+    """
+    give_way()
+    # A thread that blocks signals may have started this: deadlines are signals here.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.set_inheritable(int(lock), False)
+    with Lock(int(lock)) as held:
+        Judge(queue(), held, msgspec.json.decode(program, type=Program)).run()
+
+
+class Refused(Exception):
+    """Raised when some models can have no skeleton; its text is the reason."""
+
+
+class Skeletons:
+    """What examiners make."""
+
+    def __init__(self) -> None:
+        self._has_built = False
+
+    def run(self, work: Work, *, is_whole: bool) -> bool:
+        """Do the work; return False if that takes a process that has built nothing.
+
+        Args:
+            work: the settings' cache is its cache.
+            is_whole: this process has built nothing, and need not try the shorter way.
+
+        Raises:
+            OSError: the skeleton cannot be written.
+        """
+        # Not at the top: while the judge waits, it has imported no library.
+        from shmload._building.examining import derive, examine_wholly
+        from shmload._building.skeletons import skeleton_memo
+
+        request = pickle.loads(work.request)
+        os.chdir(request.directory)
+        made = None
+        if not is_whole:
+            made, self._has_built = derive(request)
+        if made is None:
+            if self._has_built:
+                return False
+            made = examine_wholly(request)
+        skeleton_memo(request.key).write(made)
+        return True
+
+    def give_up(self, work: Work, reason: str) -> None:
+        """Note why work was not done.
+
+        Raises:
+            OSError: that cannot be written.
+        """
+        from shmload._building.skeletons import Skeleton, skeleton_memo
+
+        with _cache_of(work):
+            request = pickle.loads(work.request)
+            without = Skeleton.of(request, reason=reason, is_final=False)
+            skeleton_memo(request.key).write(without)
+
+
+class Judge:
+    """Works off a queue.
+
+    Args:
+        waiting: the queue.
+        lock: of the queue, held; stays the caller's.
+        program: what this process is.
+        skeletons: do the work.
+    """
+
+    def __init__(
+        self, waiting: Queue, lock: Lock, program: Program, skeletons: Skeletons | None = None
+    ) -> None:
+        self._queue = waiting
+        self._lock = lock
+        self._program = program
+        self._skeletons = skeletons or Skeletons()
+        self._has_imported = False
+        self._has_waited = False
+        # Names of work that needs a process that has built nothing.
+        self._whole: set[str] = set()
+
+    def run(self) -> None:
+        """Work until nothing waits, or the machine is not idle for too long, or enough is done."""
+        if left := self._queue.taken():
+            self._give_up(left, "the judge was killed")
+        while self._wait_for_room() and self._work():
+            pass
+        # A program that has found the lock taken relies on this process.
+        self._lock.give_back()
+        if self._may_go_on and any(self._queue.waiting()) and self._lock.take_again():
+            self._become(self._program)
+
+    def _wait_for_room(self) -> bool:
+        """Block until the machine is idle; return False if that takes too long."""
+        until = time.monotonic() + _WAIT_S
+        while any(self._queue.waiting()):
+            reason = why_wait(observe(_LOOK_S), _NEEDED_NBYTES)
+            if not reason:
+                return True
+            if self._has_imported:
+                self._become(self._program)  # gives the memory back while it waits
+            if time.monotonic() > until:
+                logger.info("the judge ends: %s", reason)
+                self._has_waited = True
+                return False
+        return False
+
+    def _work(self) -> bool:
+        """Work off one group; return False if nothing is left to do."""
+        found = next(self._queue.waiting(), None)
+        if found is None:
+            return False
+        path, work = found
+        if work.program != self._program:
+            self._become(work.program)
+        if not self._has_imported:
+            self._has_imported = True
+            _import_libraries()
+        self._examine(path)
+        return self._may_go_on and self._stay()
+
+    def _examine(self, path: Path) -> None:
+        work = self._queue.take(path)
+        if work is None:
+            return
+        is_whole = work.name in self._whole
+        child = os.fork()
+        if child == 0:
+            _end_with(lambda: self._examine_group(work, is_whole=is_whole))
+        why = _watch(child, work.cache)
+        failed = self._queue.taken()
+        if failed is None:
+            return
+        if why == _ENDED.format(_NEEDS_ANOTHER):
+            self._whole.add(failed.name)
+            self._queue.put_back(failed)
+            return
+        self._give_up(failed, why)
+
+    def _examine_group(self, work: Work, *, is_whole: bool) -> None:
+        """Do the work that was taken, and all that is like it, in a process of its own."""
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        with _cache_of(work):
+            following: Work | None = work
+            while following:
+                signal.alarm(_DEADLINE_S)
+                if not self._skeletons.run(following, is_whole=is_whole):
+                    os._exit(_NEEDS_ANOTHER)
+                self._queue.done()
+                is_whole = False
+                alike = (path for path, each in self._queue.waiting() if each.is_like(work))
+                path = next(alike, None)
+                following = self._queue.take(path) if path else None
+
+    def _give_up(self, work: Work, why: str) -> None:
+        from shmload._segments.view import remove_dead_views
+
+        remove_dead_views()  # its own
+        self._queue.done()
+        with contextlib.suppress(Exception):  # it is then asked for again
+            self._skeletons.give_up(work, why)
+
+    def _stay(self) -> bool:
+        """Wait for more; return False if nothing comes."""
+        until = time.monotonic() + _STAY_S
+        while not any(self._queue.waiting()):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_WATCH_S)
+        return True
+
+    @property
+    def _may_go_on(self) -> bool:
+        if self._has_waited:
+            return False
+        kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        used = (resource.getrusage(kind) for kind in kinds)
+        return sum(each.ru_utime + each.ru_stime for each in used) < _MOST_CPU_S
+
+    def _become(self, program: Program) -> None:
+        """Begin anew, as the judge of a program; the lock stays held."""
+        os.set_inheritable(self._lock.fd, True)
+        command = program.command(self._lock)
+        try:
+            os.execve(command[0], command, program.environment)
+        except OSError as exc:  # an environment that was removed
+            logger.info("no judge for %s: %s", program.executable, exc)
+            for path, work in self._queue.waiting():
+                if work.program == program:
+                    path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _cache_of(work: Work) -> Iterator[None]:
+    """Have the settings lead to the cache of some work, whatever becomes of its path.
+
+    Raises:
+        OSError: it is gone.
+    """
+    fd = os.open(work.cache, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    before = os.environ.get("SHMLOAD_CACHE_DIR")
+    os.environ["SHMLOAD_CACHE_DIR"] = f"/proc/self/fd/{fd}"
+    settings.cache_clear()
+    try:
+        yield
+    finally:
+        os.environ.pop("SHMLOAD_CACHE_DIR")
+        if before is not None:
+            os.environ["SHMLOAD_CACHE_DIR"] = before
+        settings.cache_clear()
+        os.close(fd)
+
+
+_ENDED = "the judge ended with {}"
+
+
+def _watch(child: int, cache: str) -> str:
+    """Wait for an examiner, and kill it if it takes too much or works for nothing; reap it.
+
+    Returns:
+        How it ended.
+    """
+    why = ""
+    with open(os.pidfd_open(child), "rb") as ended:
+        while not select.select([ended], [], [], _WATCH_S)[0]:
+            if not os.path.isdir(cache):
+                why = "its cache is gone"
+            elif private_nbytes(os.getpid()) > _MOST_NBYTES or free_nbytes() < _NEEDED_NBYTES // 2:
+                why = "it took too much memory"
+            if why:
+                signal.pidfd_send_signal(ended.fileno(), signal.SIGKILL)
+                break
+        _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    too_long = code in (-signal.SIGALRM, -signal.SIGXCPU)
+    return why or ("it took too long" if too_long else _ENDED.format(code))
+
+
+def in_child(function: Callable[[], _T]) -> _T:
+    """Call a function in a forked child, and return what it returned.
+
+    Raises:
+        Refused: the child raised it.
+        RuntimeError: the child failed otherwise.
+    """
+    with tempfile.TemporaryFile() as file:
+        child = os.fork()
+        if child == 0:
+            _end_with(lambda: _answer(function, file.fileno()))
+        _, status = os.waitpid(child, 0)
+        file.seek(0)
+        content = file.read()
+    if status or not content:
+        raise RuntimeError(f"a child ended with {os.waitstatus_to_exitcode(status)}")
+    # From the own child, in a file that has no name.
+    answer = pickle.loads(content)
+    if isinstance(answer, str):
+        raise Refused(answer)
+    result: _T = answer[0]
+    return result
+
+
+def _answer(function: Callable[[], object], fd: int) -> None:
+    signal.alarm(_DEADLINE_S)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the kernel would write all its memory
+    resource.setrlimit(resource.RLIMIT_CPU, (_MOST_PROCESS_CPU_S, _MOST_PROCESS_CPU_S + 5))
+    limit_inherited_threads()
+    try:
+        answer: object = (function(),)
+    except Refused as exc:
+        answer = str(exc)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(pickle.dumps(answer))
+
+
+def _end_with(function: Callable[[], None]) -> NoReturn:
+    """Call a function and end this process, without the end that an interpreter has."""
+    code = 1
+    try:
+        die_with_parent()
+        function()
+        code = 0
+    except BaseException:
+        if os.environ.get("SHMLOAD_JUDGE_TRACEBACK"):
+            traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _import_libraries() -> None:
+    from shmload._host.collector import freeze_imports, paused_gc
+
+    with paused_gc():
+        import shmload._building.examining  # noqa: F401
+        from shmload._building.rules import import_libraries
+
+        import_libraries()
+        freeze_imports()

@@ -1,0 +1,228 @@
+"""Which tensors lie in which mapping, the leases that they keep, and what lies in none."""
+
+import bisect
+import itertools
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shmload._building.keywords import BYPASSING_KEYWORDS
+from shmload._checkpoints.resolve import Source
+from shmload._host import procfs
+from shmload._host.descriptors import Inode
+from shmload._segments.lease import Lease
+from shmload._segments.segment import Segment
+from shmload._wording import format_nbytes, logger_of
+
+if TYPE_CHECKING:
+    import torch
+
+# A page fault also maps the other pages of the same 64 KiB (fault_around_bytes), and safetensors
+# reads the first byte of each tensor.
+_FAULT_AROUND_NBYTES = 64 << 10
+
+
+class Spans:
+    """The mappings of some files in this process, by address.
+
+    Args:
+        inodes: the inodes of the files.
+    """
+
+    def __init__(self, inodes: set[Inode]) -> None:
+        self._mappings = sorted(procfs.mappings(inodes))
+        self._starts = [mapping.start for mapping in self._mappings]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of the files is mapped."""
+        return not self._mappings
+
+    def find(self, tensor: "torch.Tensor") -> procfs.Mapping | None:
+        """Return the mapping that a tensor's storage begins in."""
+        return self.find_address(tensor.untyped_storage().data_ptr() if tensor.is_cpu else 0)
+
+    def find_address(self, address: int) -> procfs.Mapping | None:
+        """Return the mapping that an address lies in."""
+        position = bisect.bisect_right(self._starts, address) - 1
+        if position >= 0 and address < self._mappings[position].end:
+            return self._mappings[position]
+        return None
+
+    def holds_unread(self, tensor: "torch.Tensor") -> bool:
+        """Tell whether a tensor lies in a mapping and nothing has read its inner pages.
+
+        A tensor too small to have inner pages counts as unread if it lies in a mapping.
+        """
+        if tensor.numel() == 0:
+            return True
+        if self.find(tensor) is None:
+            return False
+        begin = tensor.data_ptr() + _FAULT_AROUND_NBYTES
+        end = tensor.data_ptr() + tensor.numel() * tensor.itemsize - _FAULT_AROUND_NBYTES
+        return end <= begin or not procfs.is_touched(begin, end)
+
+
+def hold_leases(
+    components: Iterable[Any], segments: Iterable[Segment], spans: Spans
+) -> dict[int, int]:
+    """Keep a lease on each segment as long as a tensor lies in it.
+
+    Each storage in a mapping that the library made gets a finalizer; the last one closes the
+    lease. A segment without a name needs no lease: no process could evict it.
+
+    Args:
+        components: the models among them are looked through.
+        segments: the complete ones.
+        spans: the mappings of the segments, and of files that were mapped in their place.
+
+    Returns:
+        The sizes of the storages on the host that lie in no such mapping, in bytes, by address.
+    """
+    import torch  # not at the top: decoding starts before the second that this takes
+
+    leases = {each.inode: _Counted(Lease(each)) for each in segments if each.has_name}
+    seen = set()
+    private = {}
+    for component in components:
+        for tensor in _tensors_of(component) if isinstance(component, torch.nn.Module) else ():
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if address in seen:
+                continue
+            seen.add(address)
+            mapping = spans.find_address(address)
+            if mapping is None:
+                private[address] = storage.nbytes()
+            elif lease := leases.get(mapping.inode):
+                lease.add(storage)
+    for lease in leases.values():
+        lease.close_if_unused()
+    return private
+
+
+def _tensors_of(model: "torch.nn.Module") -> Iterator["torch.Tensor"]:
+    """Yield the parameters and buffers on the host, or the tensors that these are made of.
+
+    The iterators of torch make a name for each, which takes three times as long.
+    """
+    for module in modules_of(model):
+        for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
+            if tensor is not None and tensor.is_cpu:
+                yield from plain_tensors(tensor)
+
+
+def modules_of(model: "torch.nn.Module") -> Iterator["torch.nn.Module"]:
+    """Yield what `model.modules()` does, in its order.
+
+    That is a generator within a generator for each level, which takes four times as long.
+    """
+    seen = set()
+    waiting: list[torch.nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            waiting.extend(reversed(module._modules.values()))
+
+
+def plain_tensors(tensor: "torch.Tensor") -> "Iterator[torch.Tensor]":
+    """Yield the tensors whose storages hold a tensor: itself, or those that it is made of.
+
+    A quantised tensor of torchao or quanto has no storage: it holds integers and scales.
+    """
+    make_plan = getattr(tensor, "__tensor_flatten__", None)
+    if make_plan is None:
+        yield tensor
+        return
+    for name in make_plan()[0]:
+        yield from plain_tensors(getattr(tensor, name))
+
+
+class _Counted:
+    """A lease that is closed when the last of its storages dies."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._count = 0
+
+    def add(self, storage: "torch.UntypedStorage") -> None:
+        self._count += 1
+        weakref.finalize(storage, self._drop).atexit = False
+
+    def _drop(self) -> None:
+        self._count -= 1
+        self.close_if_unused()
+
+    def close_if_unused(self) -> None:
+        if self._count == 0:
+            self._lease.close()
+
+
+# Private weights ----------------------------------------------------------------------------------
+
+logger = logger_of(__name__)
+
+# Less is not worth a line: models compute small buffers of their own.
+_LEAST_NBYTES = 1 << 20
+# From here on it is a warning, unless the caller asked for it.
+_MUCH_NBYTES = 64 << 20
+
+
+def say_what_is_private(
+    storages: Mapping[int, int],
+    parts: Mapping[str, object],
+    source: Source,
+    kwargs: Mapping[str, object],
+) -> None:
+    """Log how many bytes of weights each component has outside of the segments, and why.
+
+    One line, at INFO; at WARNING for 64 MiB or more that the caller has not asked for. Models that
+    the caller has passed in do not count, nor do buffers that are no weights.
+
+    Args:
+        storages: the sizes of the storages outside, in bytes, by address.
+        parts: the components by name.
+        source: what was loaded.
+        kwargs: the arguments of `from_pretrained`.
+    """
+    if sum(storages.values()) < _LEAST_NBYTES:
+        return
+    import torch
+
+    asked = [name for name in sorted(BYPASSING_KEYWORDS) if kwargs.get(name)]
+    left = dict(storages)
+    found = {}
+    for name, part in parts.items():
+        if not isinstance(part, torch.nn.Module) or name in kwargs:
+            continue
+        tensors = (each for tensor in part.state_dict().values() for each in plain_tensors(tensor))
+        addresses = {each.untyped_storage().data_ptr() for each in tensors if each.is_cpu}
+        found[name] = sum(left.pop(each, 0) for each in addresses)
+    nbytes = sum(found.values())
+    if nbytes < _LEAST_NBYTES:
+        return
+    logger.log(
+        logging.WARNING if nbytes >= _MUCH_NBYTES and not asked else logging.INFO,
+        "%s: %s of its weights lie in no segment, and are private to this process: %s",
+        source.given,
+        format_nbytes(nbytes),
+        ", ".join(
+            f"{name or 'the model'} {format_nbytes(each)} ({_why(name, source, asked)})"
+            for name, each in found.items()
+            if each
+        ),
+    )
+
+
+def _why(name: str, source: Source, asked: list[str]) -> str:
+    if asked:
+        return f"made by the library with {asked[0]}"
+    if name in source.unread:
+        return "its files are left to the library"
+    made = {checkpoint.component for checkpoint in source.checkpoints}
+    if name not in made and made != {""}:
+        return "from another source"
+    return "cast, joined or copied by the library"

@@ -1,0 +1,213 @@
+"""Describes the modules of models with their sizes: the values that a placement is decided from.
+
+A built model is described as it is. A model that is not built is made on torch's meta device,
+without memory, and each tensor counts with the dtype that it will have when it is loaded.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shmload._building.compat import float32_patterns, indivisible_classes
+from shmload._building.libraries import libraries
+from shmload._building.mapped import modules_of
+from shmload._building.rules import (
+    find_class,
+    make_meta_model,
+)
+from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, parse_dtype
+from shmload._checkpoints.indexes import read_json
+from shmload._checkpoints.resolve import Checkpoint, Source
+from shmload._checkpoints.rule import Rule, rule_for, wanted_dtype
+from shmload._loading.headers import stored_sizes, stored_tensors
+from shmload._placement.modules import Component, Module, join, parent_of
+from shmload._wording import logger_of
+
+logger = logger_of(__name__)
+
+NbytesOf = Callable[[str, torch.Tensor], int]
+"""Says how many bytes a tensor takes, by its name in the model."""
+
+# Names, in diffusers' pipelines, of the components that compute at every step of a generation.
+_EVERY_STEP = re.compile(r"(transformer|unet|prior|prior_prior|decoder|controlnet\w*)(_\d+)?")
+# Weights that shmload leaves to the libraries.
+_PICKLED = re.compile(r"(diffusion_)?pytorch_model(-\d+-of-\d+)?\.bin")
+
+
+def component_of(name: str, model: torch.nn.Module, nbytes_of: NbytesOf | None = None) -> Component:
+    """Describe a model, built or on the meta device.
+
+    Args:
+        name: name of the component in its pipeline; empty if there is none.
+        model: any module. All buffers count, also those that are in no checkpoint. Modules stay
+            whole if `_no_split_modules`, of the model or of any module in it, names their class.
+        nbytes_of: returns the size of a tensor, in bytes; None for its present size.
+
+    Returns:
+        Its modules with sizes in bytes. A tensor with several names counts at the first.
+    """
+    whole = whole_classes(model)
+    first: dict[torch.Tensor, str] = {}
+    ties: dict[torch.Tensor, list[str]] = {}
+
+    def size(path: str, tensor: torch.Tensor, home: str) -> int:
+        if tensor in first:
+            ties.setdefault(tensor, [first[tensor]]).append(home)
+            return 0
+        first[tensor] = home
+        return nbytes_of(path, tensor) if nbytes_of else tensor.nbytes
+
+    def walk(part: str, path: str, module: torch.nn.Module) -> Module:
+        is_whole = type(module).__name__ in whole
+        # Not named_children(), which leaves out a module's second name.
+        inner = [(key, child) for key, child in module._modules.items() if child is not None]
+        own = []
+        for key, tensor in _own_tensors(module):
+            tensor_path = join(path, key)
+            # A tensor beside submodules is placed by itself, else with its module.
+            home = tensor_path if inner else path
+            own.append(Module(name=key, nbytes=size(tensor_path, tensor, home)))
+        if not inner:
+            nbytes = sum(tensor.nbytes for tensor in own)
+            return Module(name=part, nbytes=nbytes, is_whole=is_whole)
+        children = tuple(walk(key, join(path, key), child) for key, child in inner)
+        return parent_of(part, (*own, *children), is_whole=is_whole)
+
+    module = walk("", "", model)
+    tied = tuple(dict.fromkeys(tuple(paths) for paths in ties.values() if len(set(paths)) > 1))
+    # `walk` refers to itself: tensors in its reach would wait for a collection of garbage.
+    first.clear()
+    ties.clear()
+    return Component(
+        name=name,
+        module=module,
+        ties=tied,
+        runs_each_step=_EVERY_STEP.fullmatch(name) is not None,
+    )
+
+
+def whole_classes(model: torch.nn.Module) -> set[str]:
+    """Return the names of the classes that a model, or a module in it, calls indivisible."""
+    return {
+        class_name for module in modules_of(model) for class_name in indivisible_classes(module)
+    }
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a module's own tensors, without its submodules', under all of their names."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def components_of(
+    source: Source, torch_dtype: object, only: Collection[str] | None = None
+) -> tuple[Component, ...]:
+    """Describe the components of a source that have weights, in its order; read headers only.
+
+    Args:
+        source: the source to place.
+        torch_dtype: as for `load_pipeline`.
+        only: names of the wanted components; None for all.
+
+    Returns:
+        The components with the sizes that they will have when they are loaded. A component that is
+        quantised, or whose class is unknown, is indivisible and has the size of its files.
+    """
+    by_name = {checkpoint.component: checkpoint for checkpoint in source.checkpoints}
+    found: list[Component | None] = []
+    for name in source.components or tuple(by_name):
+        if name in by_name:
+            found.append(_describe(by_name[name], torch_dtype))
+        elif only is None or name in only:
+            found.append(_describe_pickled(source.root, name, torch_dtype))
+    return tuple(component for component in found if component)
+
+
+def _describe_pickled(root: Path, name: str, torch_dtype: object) -> Component | None:
+    """Describe a component of a pipeline whose weights are pickled files, without a header."""
+    files = root / name
+    nbytes = sum(path.stat().st_size for path in files.glob("*.bin") if _PICKLED.match(path.name))
+    if not nbytes:
+        return None
+    library, class_name = read_json(root / "model_index.json")[name]
+    config = files / "config.json"
+    checkpoint = Checkpoint(
+        component=name,
+        folder=files,
+        library=library,
+        class_name=class_name,
+        config=read_json(config) if config.is_file() else {},
+        shards=(),
+    )
+    described = _describe(checkpoint, torch_dtype)
+    return described if described.nbytes else _opaque(name, nbytes)
+
+
+def _describe(checkpoint: Checkpoint, torch_dtype: object) -> Component:
+    """Describe one component by its class, or else by its headers."""
+    rule = rule_for(checkpoint, torch_dtype)
+    # Without a configuration the class would make a model of default size.
+    is_known = checkpoint.class_name and checkpoint.config
+    if is_known and not checkpoint.config.get("quantization_config"):
+        try:
+            with libraries():
+                return _from_class(checkpoint, rule, torch_dtype)
+        except Exception as exc:  # whatever went wrong: the component is placed as a whole
+            logger.info("%s cannot be divided: %s", checkpoint.class_name, exc)
+    sizes = (nbytes for _, nbytes in stored_sizes(checkpoint, rule))
+    return _opaque(checkpoint.component, sum(sizes))
+
+
+def _from_class(checkpoint: Checkpoint, rule: Rule, torch_dtype: object) -> Component:
+    """Make the model without memory; each tensor counts with its size when it is loaded."""
+    from diffusers import ModelMixin
+    from transformers import PreTrainedModel
+
+    model_class: Any = find_class(checkpoint)
+    target = wanted_dtype(torch_dtype, checkpoint.component)
+    kept: re.Pattern[str] | None = None
+    if issubclass(model_class or object, ModelMixin):
+        target = target or "F32"
+        with torch.device("meta"):
+            model = model_class.from_config(checkpoint.config)
+        kept = _parts_pattern(rule.fp32_parts)
+    elif issubclass(model_class or object, PreTrainedModel):
+        # No dtype means float32 up to version 4, and from 5 on the checkpoint's own.
+        target = target or rule.target or _own_dtype(checkpoint)
+        dtype = getattr(torch, TORCH_NAMES[target])
+        model = make_meta_model(model_class, checkpoint, dtype)
+        kept = _parts_pattern(float32_patterns(model, target))
+    else:
+        raise TypeError("its class is of no known library")
+    stored = model.state_dict().keys()
+
+    def nbytes_of(path: str, tensor: torch.Tensor) -> int:
+        if path not in stored or not tensor.is_floating_point():
+            return tensor.nbytes
+        dtype = "F32" if kept and kept.search(path) else target
+        return tensor.numel() * NBITS[dtype] // 8
+
+    return component_of(checkpoint.component, model, nbytes_of)
+
+
+def _parts_pattern(parts: Iterable[str]) -> re.Pattern[str] | None:
+    """Return a pattern for names with one of some dotted parts; both libraries match like that."""
+    return re.compile("|".join(rf"(^|\.){part}($|\.)" for part in parts)) if parts else None
+
+
+def _own_dtype(checkpoint: Checkpoint) -> str:
+    """Return the dtype that transformers assumes for a checkpoint."""
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    if named:
+        return parse_dtype(named)
+    return next((t.dtype for t in stored_tensors(checkpoint) if t.dtype in FLOATS), "F32")
+
+
+def _opaque(name: str, nbytes: int) -> Component:
+    module = Module(name="", nbytes=nbytes, is_whole=True)
+    return Component(
+        name=name, module=module, runs_each_step=_EVERY_STEP.fullmatch(name) is not None
+    )

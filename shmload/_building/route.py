@@ -1,0 +1,192 @@
+"""How a pipeline's weights travel: decided once, before any weight byte is read."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from shmload._building.keywords import BYPASSING_KEYWORDS, QUANTISING_KEYWORDS
+from shmload._building.model_maker import is_left_to_library
+from shmload._checkpoints.resolve import Source, is_in_pickles
+from shmload._decoding.ring import Ring
+from shmload._devices.destination import Destination, parse_max_host_memory
+from shmload._devices.ways import Pin
+from shmload._placement.device_map import STRATEGIES
+from shmload._placement.placement import place
+from shmload._segments.segment import Stay
+from shmload._settings import local_world_size
+from shmload.errors import ArgumentError
+
+CONVERTED = "converted"
+Keep = bool | Literal["converted"]
+"""Which segments stay: none, all, or those that had to be made."""
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """Where weights go, by segments or by a ring."""
+
+    destination: Destination | None
+    """Devices that shmload copies weights to; None if they stay on the host, or if the library
+    copies them."""
+    is_bypassed: bool
+    """The library reads other files, or makes new tensors: segments keep the stored dtypes."""
+    may_stream: bool
+    """Weights may pass through a ring: they go to devices and nothing has to stay on the host."""
+
+    def open_ring(self, source: Source) -> Ring | None:
+        """Return a ring for the weights to pass through, the caller's; None if they need none.
+
+        Raises:
+            ArgumentError: memory of the host is limited, and some weights are to stay there.
+        """
+        return self.destination.open_ring(source) if self.destination and self.may_stream else None
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments about memory and devices; each as `load_pipeline` takes it."""
+
+    device_map: object
+    max_memory: Mapping[Any, object] | None
+    max_host_memory: float | str | None
+    pin: Pin
+    keep: Keep
+    share: bool | None
+    verify: bool
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether memory of the host is limited."""
+        return self.max_host_memory is not None
+
+    @property
+    def stay(self) -> Stay:
+        """How long segments stay, unless several ranks share them."""
+        return Stay.RESIDENT if self.keep else Stay.SHARED if self.share else Stay.PRIVATE
+
+    @property
+    def tries_to_share(self) -> bool:
+        """Whether one of several ranks loads, and was not told otherwise."""
+        may_share = self.share is None and not (self.keep or self.is_bounded)
+        return may_share and local_world_size() > 1
+
+    @property
+    def may_link(self) -> bool:
+        """Whether files that have the wanted dtypes get no segment, even if the others stay."""
+        return self.keep == CONVERTED
+
+
+def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, Any]) -> Route:
+    """Decide how weights travel.
+
+    Args:
+        source: the pipeline or model, as its class takes it if memory of the host is limited: a
+            strategy then decides by its components.
+        dtype: as given to `load_pipeline`.
+        asked: what the caller asks.
+        kwargs: for `from_pretrained`. `device_map` and `max_memory` go in if the library copies the
+            weights; `offload_folder` comes out if shmload does.
+
+    Raises:
+        ArgumentError: an argument is wrong, or does not go with another.
+        DoesNotFit: as `place`.
+    """
+    destination = _parse_destination(source, asked, kwargs)
+    is_unread = kwargs.get("use_safetensors") is False and not is_in_pickles(source)
+    is_bypassed = is_unread or any(map(kwargs.get, BYPASSING_KEYWORDS))
+    keeps_nothing = asked.stay is Stay.PRIVATE and not (asked.verify or is_bypassed)
+    if asked.is_bounded:
+        destination = _bound(destination if keeps_nothing else None, source, dtype)
+    return Route(
+        destination=destination,
+        is_bypassed=is_bypassed,
+        may_stream=keeps_nothing and destination is not None,
+    )
+
+
+def require_readable(asked: Asked, kwargs: Mapping[str, Any]) -> None:
+    """Check what can be wrong with the devices whatever the source is: before a download.
+
+    Args:
+        asked: what the caller asks.
+        kwargs: for `from_pretrained`.
+
+    Raises:
+        ArgumentError: a value is not valid, or two of them exclude each other.
+        DeviceMissing: a device is not there, as far as `Destination.require_present` tells.
+    """
+    _require_map(asked)
+    if asked.device_map is None or any(map(kwargs.get, QUANTISING_KEYWORDS)):
+        return
+    # A folder counts later, if the weights are not quantised: then the library has them.
+    _destination(asked, kwargs.get("offload_folder", "")).require_present()
+
+
+def is_quantised(source: Source, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether the library quantises weights, or loads some that are quantised."""
+    return any(map(kwargs.get, QUANTISING_KEYWORDS)) or any(
+        checkpoint.config.get("quantization_config")
+        for checkpoint in source.checkpoints
+        if checkpoint.component not in kwargs
+    )
+
+
+def _parse_destination(source: Source, asked: Asked, kwargs: dict[str, Any]) -> Destination | None:
+    """Return where the weights go; None if they stay, or if the library copies them.
+
+    Raises:
+        ArgumentError: an argument is wrong, or does not go with another.
+    """
+    _require_map(asked)
+    if asked.device_map is None:
+        return None
+    if is_quantised(source, kwargs):
+        # Weights are quantised on the device that they go to, and only the library can move them.
+        kwargs["device_map"] = asked.device_map
+        if asked.max_memory is not None:
+            kwargs["max_memory"] = asked.max_memory
+        return None
+    return _destination(asked, kwargs.pop("offload_folder", None), source.components)
+
+
+def _require_map(asked: Asked) -> None:
+    if asked.device_map is None and asked.max_memory is not None:
+        raise ArgumentError("max_memory is for a device_map, such as 'auto'; give both")
+
+
+def _destination(
+    asked: Asked, offload_folder: str | os.PathLike[str] | None, order: tuple[str, ...] = ()
+) -> Destination:
+    return Destination(
+        device_map=asked.device_map,
+        max_memory=asked.max_memory,
+        max_host_nbytes=parse_max_host_memory(asked.max_host_memory),
+        pin=asked.pin,
+        offload_folder=offload_folder,
+        order=order,
+    )
+
+
+def _bound(destination: Destination | None, source: Source, dtype: object) -> Destination:
+    """Check that no weight has to stay on the host, and let a strategy decide now.
+
+    Raises:
+        ArgumentError: an argument keeps weights on the host.
+        DoesNotFit: as `place`.
+    """
+    if destination is None:
+        raise ArgumentError(
+            "max_host_memory is for loads that keep nothing on the host: give a device_map, and "
+            "neither keep, share, verify, quantised weights nor other files than safetensors"
+        )
+    if destination.device_map not in STRATEGIES:
+        return destination
+    from shmload._building.module_trees import components_of
+
+    # For a model of transformers `auto` is the dtype that sizes are computed with anyway.
+    known = dtype if source.is_pipeline or not is_left_to_library(dtype) else None
+    placement = place(components_of(source, known), destination.device_map, destination.inventory())
+    # The default is for models without a checkpoint, such as models that the caller passes.
+    first = next(iter(placement.execution_devices.values()))
+    decided = {"": first} | placement.device_map
+    return msgspec.structs.replace(destination, device_map=decided)

@@ -1,0 +1,256 @@
+"""Makes models and pipelines of one file of weights, by `from_single_file` of their class.
+
+`from_single_file` casts every float of the file to one dtype (diffusers 0.35 to 0.42), after it
+has given the tensors the names that the models have, and joined or split some. So the file's
+tensors may be cast before, as long as nothing computes with them; `Movement` watches that.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from shmload._building.classes import find_class_named, require_installed
+from shmload._building.keywords import FILE_KEYWORDS
+from shmload._building.maker import Maker, as_torch, with_dtype
+from shmload._checkpoints.formats.known import format_named
+from shmload._checkpoints.hub import bring_file, find_cached, find_source
+from shmload._checkpoints.indexes import read_json
+from shmload._checkpoints.own_dtypes import most_common_dtype
+from shmload._checkpoints.remote import is_url
+from shmload._checkpoints.resolve import Checkpoint, Source
+from shmload._checkpoints.rule import Rule, wanted_dtype
+from shmload._checkpoints.wanted import Hub, Wanted, named_arguments
+from shmload._checkpoints.weights import why_file_is_unread
+from shmload.errors import ArgumentError, PickleUnread, UnknownArgument
+
+_METHOD = "from_single_file"
+
+
+def is_single_file(source: str | os.PathLike[str]) -> bool:
+    """Tell whether a source is a file, and not a directory or a hub id.
+
+    What a file on this machine holds is told by its content, and not by its name.
+    """
+    if is_url(source):
+        return format_named(urlsplit(str(source)).path) is not None
+    return os.path.isfile(source)
+
+
+def bring_single_file(wanted: Wanted) -> Wanted:
+    """Return what is wanted, with a path in the hub cache in place of a URL of the hub.
+
+    Raises:
+        SourceNotFound: there is no such file, or it cannot be downloaded.
+    """
+    found = bring_file(str(wanted.source), wanted.hub) if is_url(wanted.source) else None
+    return msgspec.structs.replace(wanted, source=found) if found else wanted
+
+
+def find_single_file(wanted: Wanted) -> Source:
+    """Return a file as a source; without a checkpoint if only the library reads it.
+
+    Raises:
+        ArgumentError: an argument is for directories.
+        CheckpointError: it is damaged, or no file of weights.
+    """
+    if wanted.components is not None or wanted.variant is not None:
+        name = "variant" if wanted.variant is not None else "components"
+        raise ArgumentError(
+            f"{name} is for directories, and {wanted.source} is a file; a component that is not "
+            "wanted is passed as None, such as text_encoder=None"
+        )
+    # Its subfolder is the one of the configuration.
+    hub = Hub(local_files_only=wanted.hub.local_files_only)
+    alone = msgspec.structs.replace(wanted, hub=hub)
+    found = find_source(alone)
+    why = why_file_is_unread(found.root)
+    if why and not isinstance(why, PickleUnread):  # the library could only say less
+        raise why
+    if why:
+        return msgspec.structs.replace(found, checkpoints=(), unread=("",))
+    return found
+
+
+def settle_single_dtype(dtype: object, source: Source) -> object:
+    """Return the dtype of a file's models, with a name in place of `auto`.
+
+    Raises:
+        ArgumentError: it is a dict: a file's models get one dtype.
+    """
+    if isinstance(dtype, Mapping):
+        raise ArgumentError(f"dtype is {dtype!r}; the models of a file get one dtype")
+    if isinstance(dtype, str) and dtype == "auto":
+        return most_common_dtype(source, source.root)
+    return dtype
+
+
+class SingleFileMaker(Maker):
+    """Makes a model by the `from_single_file` of a class.
+
+    Args:
+        wanted: the class, or its name in diffusers.
+
+    Raises:
+        ArgumentError: `wanted` is a class that loads no single files.
+    """
+
+    reads_weights = True
+    argument = "cls"
+
+    def __init__(self, wanted: object) -> None:
+        if not isinstance(wanted, str):
+            _require_method(wanted, self.argument)
+        self._wanted = wanted
+        self._class: Any = None
+
+    def import_classes(self, source: Source) -> Source:
+        """Import the class, and the module that builds by it.
+
+        Raises:
+            ArgumentError: there is no class of that name, or it loads no single files.
+        """
+        import shmload._building.build  # noqa: F401 with it, torch
+
+        self.find_class()
+        return source
+
+    def find_class(self) -> Any:
+        """Return the class; it imports diffusers.
+
+        Raises:
+            ArgumentError: as `import_classes`.
+        """
+        if self._class is None:
+            import diffusers
+
+            found = self._wanted
+            if isinstance(found, str):
+                import transformers  # whose models it refuses by name
+
+                found = find_class_named(found, self.argument, [diffusers, transformers])
+                _require_method(found, self.argument)
+            self._class = found
+        return self._class
+
+    def require_taken(self, kwargs: Iterable[str], function: Callable[..., Any]) -> None:
+        """Refuse a keyword that neither `from_single_file` nor the class takes.
+
+        Args:
+            kwargs: what a function got beside the arguments in its signature.
+            function: the function, for errors.
+
+        Raises:
+            UnknownArgument: with the nearest name that is taken.
+        """
+        unknown = sorted(set(kwargs).difference(FILE_KEYWORDS))
+        if not unknown:
+            return
+        found = self.find_class()
+        taken = FILE_KEYWORDS.union(inspect.signature(found.__init__).parameters) - {"self"}
+        for name in unknown:
+            if name not in taken:
+                functions = [function.__qualname__, f"{found.__name__}.{_METHOD}"]
+                raise UnknownArgument(name, functions, taken | named_arguments(function))
+
+    def settle_dtype(self, dtype: object, source: Source) -> object:
+        """Return the dtype, with a name in place of `auto`.
+
+        Raises:
+            ArgumentError: it is a dict: a file's models get one dtype.
+        """
+        return settle_single_dtype(dtype, source)
+
+    def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
+        """Return the rule of all classes; without a dtype their models have float32."""
+        target = wanted_dtype(dtype, "")
+        return Rule(target=target) if target else Rule(target="F32", is_widening=True)
+
+    def rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
+        """Return the likely rule, which no class contradicts."""
+        return self.likely_rule(checkpoint, dtype)
+
+    def make(self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]) -> Any:
+        """Let diffusers build it, and watch what it does with the file's tensors."""
+        import torch
+
+        from shmload._building.movement import Movement
+
+        given = with_dtype(kwargs, dtype)
+        target: Any = as_torch(dtype)
+        with Movement(path, target or torch.float32) as movement:
+            made = getattr(self._class, _METHOD)(self._weights(path), **given)
+        self.computed = movement.computed
+        return made
+
+    def _weights(self, path: str | os.PathLike[str]) -> Any:
+        """Return what to give to `from_single_file`: the path of a segment, or of the file."""
+        return path
+
+
+class SinglePipelineMaker(SingleFileMaker):
+    """Makes a pipeline by the `from_single_file` of a class.
+
+    Args:
+        wanted: the class, its name in diffusers, or None for the one that `config` names.
+        config: as for `from_single_file`.
+        hub: where to look for `config` if it is a hub id.
+
+    Raises:
+        ArgumentError: `wanted` is a class that loads no single files, or nothing names a class.
+    """
+
+    is_of_pipelines = True
+    argument = "pipeline_class"
+
+    def __init__(self, wanted: object, config: object, hub: Hub) -> None:
+        super().__init__(_class_name_in(config, hub) if wanted is None else wanted)
+
+    def part(self, made: Any, component: str) -> Any:
+        """Return None: which of the models come from the file is known to diffusers alone."""
+        return None
+
+    def parts(self, made: Any) -> Mapping[str, Any]:
+        """Return all components by name."""
+        from shmload._building.pipeline_maker import components_by_name
+
+        return components_by_name(made)
+
+
+def _class_name_in(config: object, hub: Hub) -> str:
+    """Return the class of pipelines that a configuration names.
+
+    Raises:
+        ArgumentError: there is no configuration on this machine, or it names none.
+    """
+    folder: Path | None = None
+    if isinstance(config, str | os.PathLike):
+        folder = Path(config) if os.path.isdir(config) else find_cached(str(config), hub)
+    index = folder / "model_index.json" if folder else None
+    found = read_json(index).get("_class_name") if index and index.is_file() else None
+    if not isinstance(found, str):
+        raise ArgumentError(
+            f"a file of weights names no class; give pipeline_class, such as "
+            f"'StableDiffusionPipeline', or a config with a model_index.json (config is {config!r})"
+        )
+    return found
+
+
+def _require_method(found: object, argument: str) -> None:
+    """Check that a value is a class that loads single files.
+
+    Raises:
+        ArgumentError: it is not.
+        LibraryMissing: packages that it needs are missing.
+    """
+    if isinstance(found, type):
+        require_installed(found)
+    if not isinstance(found, type) or not hasattr(found, _METHOD):
+        raise ArgumentError(
+            f"{argument} is {getattr(found, '__name__', found)!r}, which loads no single files: it "
+            f"has no `{_METHOD}`; give a class of diffusers that has one, or a directory as source"
+        )

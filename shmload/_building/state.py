@@ -1,0 +1,177 @@
+"""The state of the process that a build depends on: one list, for whatever was built before.
+
+A skeleton and a pipeline that was loaded ahead are what the libraries built in one state. A load in
+another state builds anew. The list has the modes and settings of torch, the constants of classes,
+and the tables in which programs register what the libraries then use. Code is compared elsewhere.
+"""
+
+import operator
+import sys
+import types
+import uuid
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+
+from shmload._building.compat import (
+    REGISTRIES,
+    global_hooks,
+    lazy_names,
+    reader,
+)
+from shmload._building.parts import modules
+
+# Python's own, and so of programs that set none; a lower one may end a build.
+_RECURSION_LIMIT = 1000
+_PLAIN = (str, bool, int, float)
+# `copy` and `pickle` keep the names of slots in a class when they first meet it.
+_NEVER = ("__doc__", "__slotnames__")
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType)
+_LIBRARIES = frozenset({"diffusers", "transformers"})
+
+MODES: dict[str, Callable[[], object]] = {
+    "the default dtype": lambda: str(torch.get_default_dtype()),
+    "the default device": lambda: str(torch.get_default_device()),
+    "gradients": torch.is_grad_enabled,
+    "inference mode": torch.is_inference_mode_enabled,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "the precision of products": torch.get_float32_matmul_precision,
+    "TF32": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "autocast": lambda: torch.is_autocast_enabled("cpu"),
+    "modes of functions": reader("_len_torch_function_stack"),
+    "modes of operations": reader("_len_torch_dispatch_stack"),
+    "flash attention": reader("_get_flash_sdp_enabled"),
+    "plain attention": reader("_get_math_sdp_enabled"),
+    "attention in little memory": reader("_get_mem_efficient_sdp_enabled"),
+    "mkldnn": lambda: torch.backends.mkldnn.enabled,
+    "hooks for all modules": lambda: list(map(len, global_hooks())) or uuid.uuid4(),
+    "overwritten parameters": torch.__future__.get_overwrite_module_params_on_conversion,
+    "swapped parameters": torch.__future__.get_swap_module_params_on_conversion,
+    "the recursion limit": lambda: min(sys.getrecursionlimit(), _RECURSION_LIMIT),
+}
+"""What a program may set, by name."""
+
+
+def modes() -> dict[str, str]:
+    """Return each mode and setting, as text that is the same in every process."""
+    return {name: repr(read()) for name, read in MODES.items()}
+
+
+def other_mode(before: dict[str, str]) -> str | None:
+    """Return the name of a mode that is another now; None if all are the same."""
+    now = modes()
+    return next((name for name in now if now[name] != before.get(name)), None)
+
+
+def constants(kind: type) -> dict[str, object]:
+    """Return the constants of a class: plain values, and lists and tuples of such."""
+    return {
+        name: tuple(value) if isinstance(value, (list, tuple)) else value
+        for name, value in vars(kind).items()
+        if name not in _NEVER
+        and "_cache" not in name
+        and all(
+            isinstance(each, _PLAIN)
+            for each in (value if isinstance(value, (list, tuple)) else (value,))
+        )
+    }
+
+
+def registered(value: Any) -> dict[Any, Any] | None:
+    """Return a table of classes and functions, maybe with their arguments; None for another.
+
+    A plain dict is one if its keys are names. torch has dicts whose keys are classes: each import
+    that defines classes adds some.
+    """
+    if type(value) is dict and not all(isinstance(key, str) for key in value):
+        return None
+    dicts = _dicts_of(value)
+    table = {key: each for held in dicts for key, each in dict.items(held)}
+    return table if dicts and all(map(_is_code, table.values())) else None
+
+
+def _dicts_of(value: Any) -> list[dict[Any, Any]]:
+    """Return the dicts in which a table has its entries; none for what is no table."""
+    own = [value] if isinstance(value, dict) else []
+    if type(value).__module__.partition(".")[0] not in _LIBRARIES:
+        return own
+    # Not getattr: some load what they are asked for.
+    both = {**vars(type(value)), **getattr(value, "__dict__", {})}
+    return own + [both[name] for name in REGISTRIES if isinstance(both.get(name), dict)]
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value[0] if isinstance(value, tuple) and value else value, _CODE)
+
+
+class Tables:
+    """What the libraries' tables have at one moment: those with names in capitals."""
+
+    def __init__(self) -> None:
+        self._known = [
+            (home, name, value, [(held, _content(held)) for held in _with_inner(dicts)])
+            for home, module in modules()
+            if home.partition(".")[0] in _LIBRARIES
+            for name, value in list(vars(module).items())
+            if name.isupper() and "CACHE" not in name and (dicts := _dicts_of(value))
+        ]
+
+    def changed(self, hidden: Container[str]) -> str | None:
+        """Return the name of a table that has other entries now; None if all have the same.
+
+        Args:
+            hidden: names of modules that are not compared.
+        """
+        for home, name, value, contents in self._known:
+            if home in hidden:
+                continue
+            module = sys.modules.get(home)
+            # One that imports its names at their first use may not have this one yet.
+            absent = value if hasattr(type(module), "__getattr__") else None
+            is_here = module is None or vars(module).get(name, absent) is value
+            if not is_here or any(_is_other(*content) for content in contents):
+                return f"{home}.{name}"
+        return None
+
+
+def replaced_name() -> str | None:
+    """Return a name of a lazy package that leads elsewhere than to its module; None if none does.
+
+    A program that puts a class of its own there has the libraries build that.
+    """
+    for home, package in modules():
+        if home.partition(".")[0] not in _LIBRARIES:
+            continue
+        fetched = vars(package)
+        homes = lazy_names(package)
+        if homes is None:
+            if home in _LIBRARIES:  # nothing is known of its names
+                return home
+            continue
+        for name in homes.keys() & fetched.keys():
+            origin = sys.modules.get(f"{home}.{homes[name]}")
+            value = fetched[name]
+            if isinstance(value, types.ModuleType) or origin is None:
+                continue
+            if getattr(origin, name, value) is not value:
+                return f"{home}.{name}"
+    return None
+
+
+def _with_inner(dicts: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    inner = [each for held in dicts for each in dict.values(held) if isinstance(each, dict)]
+    return dicts + inner
+
+
+def _content(held: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+    # Not as it iterates: `ACT2FN` makes what it is asked for.
+    return list(dict.keys(held)), list(dict.values(held))
+
+
+def _is_other(held: dict[Any, Any], content: tuple[list[Any], list[Any]]) -> bool:
+    keys, values = content
+    return dict.__len__(held) != len(keys) or not (
+        all(map(operator.is_, dict.keys(held), keys))
+        and all(map(operator.is_, dict.values(held), values))
+    )

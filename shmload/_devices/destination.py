@@ -1,0 +1,204 @@
+"""Where a load's weights go, as the caller said it: checked before anything is decoded."""
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from shmload._checkpoints.resolve import Source
+from shmload._decoding.ring import Ring, ring_shape
+from shmload._devices.runtimes import is_known, may_have_accelerators
+from shmload._devices.ways import Pin, require_pin
+from shmload._placement.device_map import STRATEGIES, devices_in, parse_device, require_names
+from shmload._placement.inventory import (
+    CPU,
+    DISK,
+    META,
+    OFFLOAD,
+    Inventory,
+    choose_inventory,
+    parse_max_memory,
+    without_host_limits,
+)
+from shmload._placement.placement import Placement
+from shmload._settings import parse_nbytes, worker_count
+from shmload.errors import (
+    ArgumentError,
+    DeviceMapMalformed,
+    DeviceMissing,
+    MemoryLimitExceeded,
+)
+
+_ON_THE_HOST = (CPU, DISK, META, OFFLOAD)
+
+
+class Destination(msgspec.Struct, frozen=True, kw_only=True):
+    """The devices of a load's weights, and what the copies there may use.
+
+    Raises:
+        ArgumentError: a value is not valid, or two of them exclude each other.
+    """
+
+    device_map: object
+    """As `load_pipeline` takes it."""
+    max_memory: Mapping[Any, object] | None = None
+    """As `load_pipeline` takes it."""
+    max_host_nbytes: int | None = None
+    """How much memory of the host weights may take on their way, in bytes; None for no limit."""
+    pin: Pin = "auto"
+    """The way to copy to accelerators."""
+    offload_folder: str | os.PathLike[str] | None = None
+    """For weights that wait on a disk."""
+    order: tuple[str, ...] = ()
+    """Components in the order of their pipeline, by which strategies take them."""
+
+    def __post_init__(self) -> None:
+        require_pin(self.pin)
+        if self.max_memory is not None:
+            parse_max_memory(self.max_memory)
+        if isinstance(self.device_map, str) and self.device_map in STRATEGIES:
+            return
+        for keys, value in devices_in(self.device_map):
+            require_names(keys)
+            if _require_device(value, is_all=not keys) == DISK:
+                self._require_folder()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the map by itself, without a strategy, sends every weight to an accelerator."""
+        named = [parse_device(device) for _, device in self._devices()]
+        return bool(named) and not any(map(is_on_the_host, named))
+
+    def require_possible(self, placement: Placement) -> None:
+        """Check that weights can wait where they are placed.
+
+        Raises:
+            ArgumentError: some wait on a disk, and no folder is given.
+        """
+        if any(part.device == DISK for part in placement.parts):
+            self._require_folder()
+
+    def _require_folder(self) -> None:
+        if self.offload_folder is None:
+            raise ArgumentError("device_map: some weights wait on a disk; give `offload_folder`")
+
+    def require_present(self) -> None:
+        """Check that the machine has the accelerators that are named, before a decode.
+
+        Only torch can tell for sure. If there may be one, and torch is not imported yet, decoding
+        should not wait for it: then the check comes with the copies.
+
+        Raises:
+            DeviceMissing: one is not there.
+        """
+        named = [parse_device(each) for _, each in self._devices()]
+        limits = parse_max_memory(self.max_memory or {})
+        is_away = any(not is_on_the_host(device) for device in (*named, *limits))
+        if not is_away or ("torch" not in sys.modules and may_have_accelerators()):
+            return
+        here = choose_inventory(None, self.max_memory, needed=())
+        for _, each in self._devices():
+            device = parse_device(each, here.kind, here.current_index)
+            if not is_on_the_host(device) and device not in here.names:
+                raise DeviceMissing(device, here.names)
+
+    def inventory(self) -> Inventory:
+        """Return this machine's devices, as far as the map can use them; imports torch.
+
+        A device that gets nothing is not asked for its memory: that may make a context there. The
+        host has no limit but the caller's: the weights are there already.
+
+        Raises:
+            DeviceMissing: `max_memory` names an accelerator that is not there.
+        """
+        named = [each for _, each in self._devices()]
+        # A strategy may use any, and so may weights that wait.
+        may_use_any = not named or any(parse_device(each) in (OFFLOAD, DISK) for each in named)
+        found = choose_inventory(None, self.max_memory, needed=None if may_use_any else named)
+        return without_host_limits(found, self.max_memory)
+
+    def _devices(self) -> Iterable[tuple[object, object]]:
+        """Return the devices that the map names; none if it is a strategy."""
+        if isinstance(self.device_map, str) and self.device_map in STRATEGIES:
+            return ()
+        return devices_in(self.device_map)
+
+    def require_no_limit(self, source: Source, reason: str = "") -> None:
+        """Check that no `max_host_memory` is given. For weights that cannot take the ring.
+
+        Args:
+            source: to load.
+            reason: the library's error, if there was one.
+
+        Raises:
+            MemoryLimitExceeded: it is given.
+        """
+        if self.max_host_nbytes is not None:
+            raise MemoryLimitExceeded(
+                source_nbytes(source),
+                self.max_host_nbytes,
+                "max_host_memory",
+                "this pipeline reads its weights while it is built"
+                + (f", and without them that fails ({reason})" if reason else "")
+                + "; load it without the limit",
+            )
+
+    def open_ring(self, source: Source) -> Ring | None:
+        """Return a ring for the weights to pass through, the caller's; None to load by segments.
+
+        A load takes segments if some weights stay on the host; also, without a limit, if all
+        weights together are no larger than the ring.
+
+        Raises:
+            ArgumentError: memory of the host is limited, and some weights stay there.
+        """
+        if not self.is_away:
+            if self.max_host_nbytes is not None:
+                raise ArgumentError(
+                    "max_host_memory is for weights that all go to accelerators, and this "
+                    "device_map leaves some on the host; omit one of the two, or use "
+                    "device_map='cuda'"
+                )
+            return None
+        shape = ring_shape(worker_count(parent_is_busy=False), self.max_host_nbytes)
+        is_worth_while = source_nbytes(source) > shape.nbytes
+        return Ring(shape) if is_worth_while or self.max_host_nbytes is not None else None
+
+
+def source_nbytes(source: Source) -> int:
+    """Return the size of a source's shards together, in bytes."""
+    return sum(os.stat(shard).st_size for shard in source.shards)
+
+
+def parse_max_host_memory(value: float | str | None) -> int | None:
+    """Read a number of bytes, or a size such as `512MiB`.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if value is None or isinstance(value, int | float):
+        return None if value is None else int(value)
+    try:
+        return parse_nbytes(value)
+    except ValueError as exc:
+        raise ArgumentError(f"max_host_memory: {exc}") from exc
+
+
+def _require_device(device: object, *, is_all: bool) -> str:
+    """Return the name of a device; this machine need not have it.
+
+    Raises:
+        DeviceMapMalformed: it is none, or none that shmload copies to.
+    """
+    name = parse_device(device, is_all=is_all)
+    kind = name.partition(":")[0]
+    if kind not in _ON_THE_HOST and not is_known(kind):
+        raise DeviceMapMalformed(f"shmload copies to no {name}; cuda:0 is the first GPU")
+    return name
+
+
+def is_on_the_host(device: str) -> bool:
+    """Tell whether a device, by its one name, takes no copies."""
+    return device in _ON_THE_HOST

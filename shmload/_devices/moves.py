@@ -1,0 +1,283 @@
+"""Which bytes of the host become which tensors of a device.
+
+Each plain tensor of a module gets a target on its device; when all bytes are there, the module gets
+the targets. Torch itself moves other tensors, such as quantised weights.
+"""
+
+import bisect
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shmload._devices.hollow import BytesNeeded
+from shmload._devices.parameters import put
+from shmload._devices.runtime import ALIGNMENT_NBYTES, Runtime
+
+# Smaller tensors share an allocation of this size: thousands of them would cost more to allocate
+# and to copy than their bytes do. A larger one has its own, which is free again when the tensor is.
+_SLAB_NBYTES = 1 << 20
+_LARGE_NBYTES = _SLAB_NBYTES // 2
+
+RuntimeOf = Callable[[str], Runtime | None]
+"""Returns the device of a tensor by the tensor's path; None to leave it where it is."""
+IsStreamed = Callable[[torch.Tensor], bool]
+"""Tells whether a tensor's bytes are not there yet and come through a ring."""
+
+
+class Allocation:
+    """Memory of a device for one large tensor or for several small ones.
+
+    Args:
+        runtime: of the device.
+        nbytes: size.
+        is_streamed: whether its bytes come through a ring while workers decode.
+    """
+
+    def __init__(self, runtime: Runtime, nbytes: int, *, is_streamed: bool) -> None:
+        self.runtime = runtime
+        self.is_streamed = is_streamed
+        self.memory = runtime.empty(_aligned(nbytes))
+        self.moves: list[Move] = []
+        """In the order of their offsets."""
+        self.used_nbytes = 0
+        """Bytes taken from its start, gaps included."""
+
+    def has_room(self, nbytes: int) -> bool:
+        """Tell whether this many more bytes fit."""
+        return self.used_nbytes + nbytes <= self.memory.numel()
+
+    def take(self, address: int, nbytes: int) -> torch.Tensor:
+        """Return memory for bytes that are at an address of the host."""
+        offset = self.used_nbytes
+        target = self.memory[offset : offset + nbytes]
+        self.moves.append(Move(address, nbytes, self.runtime, target, offset))
+        self.used_nbytes += _aligned(nbytes)  # the next tensor is aligned too
+        return target
+
+
+class Move(NamedTuple):
+    """Consecutive bytes of the host and where they go.
+
+    It does not know its allocation: in a cycle the device's memory would wait for a collection.
+    """
+
+    address: int
+    """Address of the first byte, in this process."""
+    nbytes: int
+    runtime: Runtime
+    target: torch.Tensor
+    """The device's memory for them: flat uint8."""
+    offset: int
+    """Offset of the first byte in the allocation, in bytes."""
+
+    @property
+    def end(self) -> int:
+        """The address behind the last byte."""
+        return self.address + self.nbytes
+
+
+class _Held(NamedTuple):
+    """A tensor as a module holds it."""
+
+    holder: nn.Module
+    name: str
+    is_parameter: bool
+    tensor: torch.Tensor
+    runtime: Runtime | None
+    """Runtime of the device that it goes to; None to leave it."""
+
+
+class Moves:
+    """The copies that bring some modules' tensors to their devices.
+
+    Allocates the targets. The modules stay as they are until `commit`.
+
+    Args:
+        modules: each with the device of each of its tensors.
+        is_streamed: None if all bytes are in memory already.
+
+    Raises:
+        BytesNeeded: a streamed tensor stays on the host, or is not consecutive bytes.
+        torch.OutOfMemoryError: a device is full.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[nn.Module, RuntimeOf]],
+        is_streamed: IsStreamed | None = None,
+    ) -> None:
+        self.allocations: list[Allocation] = []
+        self._slabs: dict[tuple[Runtime, bool], Allocation] = {}
+        self._targets: dict[tuple[object, ...], torch.Tensor] = {}
+        self._plain: list[tuple[_Held, torch.Tensor]] = []
+        self._others: dict[nn.Module, dict[int, Runtime]] = {}
+        for module, runtime_of in modules:
+            self._add_all(list(_held_by(module, runtime_of)), is_streamed or _is_never_streamed)
+        streamed = (there.moves for there in self.allocations if there.is_streamed)
+        self._streamed = sorted(itertools.chain(*streamed), key=lambda move: move.address)
+        # The furthest end so far, for each: tensors may overlap.
+        self._reach = list(itertools.accumulate((move.end for move in self._streamed), max))
+
+    @property
+    def runtimes(self) -> list[Runtime]:
+        """The devices that bytes are copied to."""
+        return list(dict.fromkeys(there.runtime for there in self.allocations))
+
+    @property
+    def staged(self) -> list[Allocation]:
+        """The allocations whose bytes are in this process's memory already."""
+        return [there for there in self.allocations if not there.is_streamed]
+
+    def streamed_within(self, begin: int, end: int) -> Iterator[tuple[Move, int, int]]:
+        """Yield the streamed moves that overlap a range, each with the addresses of the overlap.
+
+        Args:
+            begin: address of the range's first byte.
+            end: address behind its last byte.
+        """
+        first = bisect.bisect_right(self._reach, begin)
+        for number in range(first, len(self._streamed)):
+            move = self._streamed[number]
+            if move.address >= end:
+                return
+            low, high = max(begin, move.address), min(end, move.end)
+            if low < high:
+                yield move, low, high
+
+    def commit(self) -> None:
+        """Give the modules their tensors; all bytes must be there.
+
+        Torch moves its tensors first: until that has succeeded the modules are as they were.
+        """
+        copies: dict[tuple[int, Runtime], torch.Tensor] = {}
+        for holder, devices in self._others.items():
+            for tensor in (*holder._parameters.values(), *holder._buffers.values()):
+                if tensor is not None and id(tensor) in devices:
+                    _by_torch(tensor, devices, copies)
+        made: dict[int, nn.Parameter] = {}
+        for held, target in self._plain:
+            if held.is_parameter:
+                put(held.holder, held.name, target, made)
+            else:
+                held.holder._buffers[held.name] = target
+        for holder, devices in self._others.items():
+            copy = functools.partial(_by_torch, devices=devices, copies=copies)
+            holder._apply(copy, recurse=False)  # type: ignore[no-untyped-call]
+
+    def _add_all(self, tensors: list[_Held], is_streamed: IsStreamed) -> None:
+        """Find targets for the tensors of a module, in memory that its device gets all at once.
+
+        Raises:
+            BytesNeeded: as `_add`.
+        """
+        large: dict[Runtime, dict[tuple[object, ...], int]] = {}
+        for held in tensors:
+            if held.runtime and _is_plain(held.tensor) and held.tensor.nbytes >= _LARGE_NBYTES:
+                key = _key(held.tensor, held.runtime)
+                if key not in self._targets:
+                    large.setdefault(held.runtime, {})[key] = _aligned(held.tensor.nbytes)
+        for runtime, sizes in large.items():
+            runtime.reserve(list(sizes.values()))
+        for held in tensors:
+            self._add(held, is_streamed=is_streamed(held.tensor))
+
+    def _add(self, held: _Held, *, is_streamed: bool) -> None:
+        """Find a target for a tensor, or leave the tensor to torch.
+
+        Raises:
+            BytesNeeded: it is streamed, but a stream could not bring its bytes.
+        """
+        tensor, runtime = held.tensor, held.runtime
+        is_plain = _is_plain(tensor)
+        if is_streamed and (runtime is None or not is_plain):
+            raise BytesNeeded
+        if runtime is None:
+            return
+        if is_plain:
+            self._plain.append((held, self._target(tensor, runtime, is_streamed=is_streamed)))
+        else:
+            self._others.setdefault(held.holder, {})[id(tensor)] = runtime
+
+    def _target(self, tensor: torch.Tensor, runtime: Runtime, *, is_streamed: bool) -> torch.Tensor:
+        """Return the device tensor that replaces a plain one; tied tensors share it."""
+        key = _key(tensor, runtime)
+        if key not in self._targets:
+            nbytes = tensor.nbytes
+            allocation = self._allocate(runtime, nbytes, is_streamed=is_streamed)
+            target = allocation.take(tensor.data_ptr(), nbytes)
+            self._targets[key] = target.view(tensor.dtype).view(tensor.shape)
+        return self._targets[key]
+
+    def _allocate(self, runtime: Runtime, nbytes: int, *, is_streamed: bool) -> Allocation:
+        """Return an allocation that has room for this many bytes."""
+        key = (runtime, is_streamed)
+        is_large = nbytes >= _LARGE_NBYTES
+        if not is_large and key in self._slabs and self._slabs[key].has_room(nbytes):
+            return self._slabs[key]
+        fresh = Allocation(runtime, nbytes if is_large else _SLAB_NBYTES, is_streamed=is_streamed)
+        self.allocations.append(fresh)
+        if not is_large:
+            self._slabs[key] = fresh
+        return fresh
+
+
+def _is_never_streamed(tensor: torch.Tensor) -> bool:
+    return False
+
+
+def _key(tensor: torch.Tensor, runtime: Runtime) -> tuple[object, ...]:
+    """Return what two plain tensors have in common that can share a target."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, runtime
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+
+
+def _by_torch(
+    tensor: torch.Tensor,
+    devices: dict[int, Runtime],
+    copies: dict[tuple[int, Runtime], torch.Tensor],
+) -> torch.Tensor:
+    """Return torch's copy of a tensor on its device; a shared tensor is copied once.
+
+    Args:
+        tensor: returned as it is if it has no device.
+        devices: by the `id` of a tensor.
+        copies: the copies made so far; this one is added.
+    """
+    runtime = devices.get(id(tensor))
+    if runtime is None:
+        return tensor
+    key = (id(tensor), runtime)
+    if key not in copies:
+        with torch.no_grad():
+            copies[key] = tensor.to(runtime.device)
+    return copies[key]
+
+
+def _held_by(module: nn.Module, runtime_of: RuntimeOf) -> Iterator[_Held]:
+    """Yield the tensors of a module and of the modules in it."""
+    for path, holder in module.named_modules():
+        prefix = path + "." if path else ""
+        for tensors, is_parameter in ((holder._parameters, True), (holder._buffers, False)):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    yield _Held(holder, name, is_parameter, tensor, runtime_of(prefix + name))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is nothing but consecutive bytes of this process's memory."""
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and tensor.grad is None
+    )

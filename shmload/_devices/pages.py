@@ -1,0 +1,126 @@
+"""A file's own pages, mapped for devices to fetch from: registered a window at a time.
+
+Some drivers register no pages that are mapped for reading only. For these a window is writable
+while it is registered, and read-only again before a copy begins.
+
+Guarantee: nothing is written to the file, and no page stays registered after the context.
+"""
+
+import contextlib
+import mmap
+import os
+import threading
+import warnings
+from typing import Self
+
+import torch
+
+from shmload._devices.runtime import Runtime
+from shmload._host.memory import populate, protect
+from shmload._segments.mode import open_to_map
+
+
+class Pages:
+    """Maps a file, shared and read-only; a context that unregisters its windows.
+
+    Several threads may register windows at once.
+
+    Args:
+        fd: of the file; stays the caller's.
+        runtime: of the device that pins the pages; other devices may fetch from there too.
+        begin: offset in the file from which on it is mapped, on a page.
+        nbytes: how many bytes are mapped; 0 for all up to the end of the file.
+    """
+
+    def __init__(self, fd: int, runtime: Runtime, begin: int = 0, nbytes: int = 0) -> None:
+        self._runtime = runtime
+        self._lock = threading.Lock()
+        self._registered: set[int] = set()
+        own = None if runtime.registers_read_only else open_to_map(fd)
+        self._is_closed_to_drivers = own is None and not runtime.registers_read_only
+        try:
+            self.content = _map(fd if own is None else own, begin, nbytes)
+            """The bytes that are mapped: flat uint8, read-only."""
+        finally:
+            if own is not None:
+                os.close(own)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with contextlib.ExitStack() as releasing:  # each, also if releasing another one fails
+            for begin in list(self._registered):
+                releasing.callback(self.release, begin)
+
+    def register(self, begin: int, end: int) -> bool:
+        """Pin a window, so that devices fetch from it by themselves.
+
+        Args:
+            begin: offset of its first byte in `content`, on a page.
+            end: offset behind its last byte, on a page or at the end of `content`.
+
+        Returns:
+            Whether the driver did.
+        """
+        if self._is_closed_to_drivers:
+            return False
+        address, nbytes = self.content.data_ptr() + begin, end - begin
+        # The driver would fault the pages in one by one, which takes twice as long.
+        populate(address, nbytes)
+        is_registered = self._pin(address, nbytes)
+        if is_registered:
+            with self._lock:
+                self._registered.add(begin)
+        return is_registered
+
+    def release(self, begin: int) -> None:
+        """Unpin the window that begins at an offset; no copy from there may be under way."""
+        with self._lock:
+            self._registered.remove(begin)
+        self._runtime.unregister(self.content.data_ptr() + begin)
+
+    def _pin(self, address: int, nbytes: int) -> bool:
+        if self._runtime.registers_read_only:
+            return self._runtime.register(address, nbytes, read_only=True)
+        protect(address, nbytes, writable=True)
+        try:
+            is_registered = self._runtime.register(address, nbytes, read_only=False)
+        except BaseException:
+            protect(address, nbytes, writable=False)
+            raise
+        try:
+            protect(address, nbytes, writable=False)
+        except BaseException:
+            if is_registered:
+                self._runtime.unregister(address)
+            raise
+        return is_registered
+
+
+def why_not_register(runtime: Runtime) -> str | None:
+    """Try to register a page of a file; this also finds out whether it may be read-only.
+
+    Returns:
+        In words why the device cannot; None if it can.
+    """
+    fd = os.memfd_create("shmload-page", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        for _ in range(2):  # the first refusal may tell that pages must be writable
+            was_read_only = runtime.registers_read_only
+            with Pages(fd, runtime) as pages:
+                if pages.register(0, mmap.PAGESIZE):
+                    return None
+            if runtime.registers_read_only == was_read_only:
+                break
+        return f"{runtime.name} does not register pages of a file"
+    finally:
+        os.close(fd)
+
+
+def _map(fd: int, begin: int, nbytes: int) -> torch.Tensor:
+    mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=begin)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns: the memory is read-only, tensors are not
+        return torch.frombuffer(mapped, dtype=torch.uint8)
