@@ -14,9 +14,8 @@ from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted
-from shmload._host.changes import add_lock
+from shmload._host.changes import add_lock, limit_inherited_threads
 from shmload._host.collector import paused_gc
-from shmload._host.forks import limit_inherited_threads
 from shmload._loading.complete import complete_load
 from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import find_with_rules

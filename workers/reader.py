@@ -151,7 +151,7 @@ def examine_source(fd: int, workers: int) -> Source:
     if pointed:
         return Source(fd, pointed=pointed)
     # Not at the top: it imports ctypes, and a worker that waits for its first shard is ready.
-    from shmload._host.probing import examine
+    from shmload._host.reading import examine
 
     return source_to_read(fd, choose_reading(examine(fd), workers))
 
@@ -163,7 +163,7 @@ def source_to_read(fd: int, reading: Reading) -> Source:
         fd: descriptor of the shard.
         reading: the way.
     """
-    from shmload._host.probing import open_direct
+    from shmload._host.reading import open_direct
 
     return Source(fd, reading, open_direct(fd) if reading.is_direct else None)
 

@@ -11,8 +11,8 @@ import signal
 import sys
 
 from shmload._checkpoints.formats.unpickled import read_unpickle
-from shmload._host.process import die_with_parent
 from shmload._ipc.frames import Inbox, send, take_channel
+from shmload._ipc.procs import die_with_parent
 from shmload.errors import ProtocolError
 
 

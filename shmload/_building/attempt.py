@@ -24,10 +24,9 @@ from shmload._checkpoints.rule import RAW, Rule
 from shmload._decoding.ring import Ring
 from shmload._devices.destination import Destination
 from shmload._devices.hollow import BytesNeeded
-from shmload._host.collector import freeze_imports, paused_gc
+from shmload._host.collector import forget_locals, freeze_imports, paused_gc
 from shmload._host.descriptors import Inode
 from shmload._host.procfs import mappings
-from shmload._host.tracebacks import forget_locals
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import Rules

@@ -32,11 +32,11 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from shmload._building.queued import Program, Queue, Work, queue
+from shmload._host.changes import limit_inherited_threads
 from shmload._host.descriptors import Lock
-from shmload._host.forks import limit_inherited_threads
-from shmload._host.idleness import free_nbytes, observe, why_wait
-from shmload._host.process import die_with_parent, give_way
+from shmload._host.idleness import free_nbytes, give_way, observe, why_wait
 from shmload._host.procfs import private_nbytes
+from shmload._ipc.procs import die_with_parent
 from shmload._settings import settings
 from shmload._wording import logger_of
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shmload._host.changes import Change, free, free_locks, give_up_imports, modules_in_work
-from shmload._host.tracebacks import chain_of
+from shmload._host.limits import chain_of
 from shmload.errors import ImportCutShort, ShmloadError
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from shmload._doctor import checks
 from shmload._doctor.checks import Finding, Judgement
 from shmload._doctor.speed import is_file_cached, measure_copies, measure_reading
 from shmload._host.logind import removes_ipc
-from shmload._host.process import has_pidfds
 from shmload._host.procfs import (
     FileSystem,
     cgroup_free_nbytes,
@@ -31,6 +30,7 @@ from shmload._host.procfs import (
 )
 from shmload._host.reading import choose_reading
 from shmload._host.shm import SHM_DIR, shm_free_nbytes, shm_total_nbytes
+from shmload._ipc.procs import has_pidfds
 from shmload._loading.plan import Plan, ShardPlan
 from shmload._loading.room import own_budget
 from shmload._loading.verbs import plan

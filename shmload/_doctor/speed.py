@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shmload._host.files import is_cached, open_source
-from shmload._host.probing import cached_part, examine
-from shmload._host.reading import READ_NBYTES, Facts, choose_reading
+from shmload._host.reading import READ_NBYTES, Facts, cached_part, choose_reading, examine
 from shmload.workers.reader import Reader, Span, source_to_read
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""Python's cyclic garbage collector, kept off during imports and builds."""
+"""What keeps objects alive: the garbage collector, which is off during builds, and errors."""
 
 import contextlib
 import gc
+import traceback
 
 from shmload._host.changes import Change
 
@@ -50,3 +51,26 @@ def _resume(was_enabled: bool) -> None:
 
 
 _pause = Change("the garbage collector", gc.isenabled, gc.disable, _resume)
+
+
+def forget_locals(error: BaseException, before: BaseException | None) -> None:
+    """Clear the locals of the functions that an error ended, its causes and contexts too.
+
+    Functions that still run keep theirs.
+
+    Args:
+        error: caught by the caller.
+        before: what `sys.exception()` was when the caller began: an error that the caller did not
+            cause, whose functions keep their locals; None for none.
+    """
+    seen = {id(before)}
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        waiting += [each.__cause__, each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            waiting += each.exceptions

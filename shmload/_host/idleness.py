@@ -1,10 +1,12 @@
-"""Whether the machine has nothing better to do: what work in the background asks first."""
+"""Work in the background: whether the machine is idle enough for it, and how it gives way."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+from shmload._host.memory import call
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes, memory_stall
 from shmload._wording import format_nbytes
 
@@ -13,6 +15,10 @@ from shmload._wording import format_nbytes
 _MOST_BUSY = 0.4
 # In percent of the last ten seconds, how long some task has waited for memory.
 _MOST_STALLED = 5.0
+# Its number where glibc is found most; linux/ioprio.h.
+_SYS_IOPRIO_SET = {"aarch64": 30, "x86_64": 251}
+_IOPRIO_WHO_PROCESS = 1
+_IOPRIO_IDLE = 3 << 13
 
 
 class Load(NamedTuple):
@@ -66,3 +72,27 @@ def _ticks(stat: Path = Path("/proc/stat")) -> tuple[int, int]:
         user, nice, system, idle, waiting, *rest = map(int, file.readline().split()[1:9])
     busy = user + system + sum(rest)
     return busy, busy + nice + idle + waiting
+
+
+def give_way() -> None:
+    """Let everything else on the machine go first; be the first to end where memory lacks.
+
+    This process gets a session of its own, since all of a session is scheduled with one weight.
+    What the kernel refuses stays as it is.
+    """
+    with contextlib.suppress(OSError):  # it leads one
+        os.setsid()
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    # Where each session is scheduled as a group, only the group's weight counts (sched(7)).
+    files = {"oom_score_adj": "1000"}
+    if os.getsid(0) == os.getpid():
+        files["autogroup"] = "19"
+    for file, value in files.items():
+        with contextlib.suppress(OSError), open(f"/proc/self/{file}", "w") as setting:
+            setting.write(value)
+    with contextlib.suppress(KeyError):
+        number = _SYS_IOPRIO_SET[os.uname().machine]
+        call("syscall", number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)

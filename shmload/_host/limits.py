@@ -10,7 +10,6 @@ import os
 import resource
 from collections.abc import Iterator
 
-from shmload._host.tracebacks import chain_of
 from shmload._wording import format_nbytes
 from shmload.errors import CapacityError, MemoryLimitExceeded, ProcessLimitExceeded, ShmloadError
 
@@ -26,6 +25,7 @@ _NO_MEMORY = (
     "can't start new thread",
     "Memory allocation still failed",
 )
+_MAX_ERRORS = 20  # of one chain; they can be cyclic
 
 
 def allow_descriptors(count: int) -> None:
@@ -142,6 +142,15 @@ def no_memory(path: _Path) -> CapacityError:
 def says_no_memory(text: str) -> bool:
     """Tell whether some program's words say that the kernel gave no memory."""
     return any(words in text for words in _NO_MEMORY)
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and then those that it came from; 20 at most."""
+    for _ in range(_MAX_ERRORS):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def is_lack_of_memory(exc: BaseException | None) -> bool:

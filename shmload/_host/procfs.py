@@ -55,6 +55,8 @@ class Mapping(NamedTuple):
     inode: Inode
     permissions: str
     """As the kernel writes them: `rw-p` is private and writable."""
+    path: str
+    """Of the file, as the kernel writes it; empty if there is none."""
 
 
 # File systems -------------------------------------------------------------------------------------
@@ -180,18 +182,13 @@ def cgroup_free_nbytes(
 
     Reads both versions and all ancestors. Page cache counts as free: the kernel drops it first.
     """
-    free: list[int] = []
-    for group, names in _memory_groups(root, membership):
-        try:
-            limit = (group / names[0]).read_text().strip()
-            used = int((group / names[1]).read_text())
+    free = []
+    for group, limit, usage, caches in _limited_groups(root, membership):
+        with contextlib.suppress(OSError, ValueError):
+            used = int((group / usage).read_text())
             entries = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-            cached = sum(int(value) for key, value in entries if key in names[2])
-        except (OSError, ValueError):
-            continue
-        # Version 1 writes "no limit" as the largest page-aligned 63-bit number.
-        if limit != "max" and int(limit) < 1 << 62:
-            free.append(max(0, int(limit) - used + cached))
+            cached = sum(int(value) for key, value in entries if key in caches)
+            free.append(max(0, limit - used + cached))
     return min(free, default=None)
 
 
@@ -199,17 +196,16 @@ def cgroup_limit_nbytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
     """Return the lowest limit of this process's memory control groups, in bytes; None for none."""
-    limits = []
-    for group, names in _memory_groups(root, membership):
-        with contextlib.suppress(OSError, ValueError):  # "max" is not a number
-            limits.append(int((group / names[0]).read_text()))
-    return min((limit for limit in limits if limit < 1 << 62), default=None)
+    return min((limit for _, limit, *_ in _limited_groups(root, membership)), default=None)
 
 
-def _memory_groups(
+def _limited_groups(
     root: Path, membership: Path
-) -> Iterator[tuple[Path, tuple[str, str, tuple[str, str]]]]:
-    """Yield each control group that charges this process, with the names of its files."""
+) -> Iterator[tuple[Path, int, str, tuple[str, str]]]:
+    """Yield the control groups that limit this process's memory.
+
+    With the limit, the name of the file that has the usage, and those of page cache in its stat.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -217,20 +213,20 @@ def _memory_groups(
     for line in lines:
         _, controllers, inside = line.split(":", 2)
         if controllers == "":
-            base = root
-            names = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+            base, names = root, ("memory.max", "memory.current")
+            caches = ("inactive_file", "active_file")
         elif "memory" in controllers.split(","):
-            base = root / "memory"
-            stat_names = ("total_inactive_file", "total_active_file")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", stat_names)
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            caches = ("total_inactive_file", "total_active_file")
         else:
             continue
         group = base / inside.lstrip("/")
-        while True:
-            yield group, names
-            if group == base:
-                break
-            group = group.parent
+        for each in (group, *group.parents[: len(group.parts) - len(base.parts)]):
+            with contextlib.suppress(OSError, ValueError):  # "max" is not a number
+                limit = int((each / names[0]).read_text())
+                # Version 1 writes "no limit" as the largest page-aligned 63-bit number.
+                if limit < 1 << 62:
+                    yield each, limit, names[1], caches
 
 
 def huge_page_policy(
@@ -246,19 +242,10 @@ def huge_page_policy(
 # Mappings -----------------------------------------------------------------------------------------
 
 
-def mappings(inodes: set[Inode]) -> list[Mapping]:
+def mappings(inodes: Collection[Inode]) -> list[Mapping]:
     """Return this process's mappings of the given files."""
-    found = []
-    wanted = {(_device(inode), b"%d" % inode.number): inode for inode in inodes}
-    with open("/proc/self/maps", "rb") as lines:
-        for line in lines:
-            addresses, mode, offset, device, number, *_ = line.split(None, 5)
-            inode = wanted.get((device, number))
-            if inode:
-                start, _, end = addresses.partition(b"-")
-                place = int(start, 16), int(end, 16), int(offset, 16)
-                found.append(Mapping(*place, inode, mode.decode("ascii")))
-    return found
+    found = _parse_maps(Path("/proc/self/maps").read_bytes(), _devices(inodes))
+    return [each for each in found if each.inode in inodes]
 
 
 def mappings_below(prefix: str) -> list[tuple[int, int]]:
@@ -267,15 +254,8 @@ def mappings_below(prefix: str) -> list[tuple[int, int]]:
     Args:
         prefix: of the names; a file counts that has no name any more, or is a memfd.
     """
-    beginnings = (b"/dev/shm/" + prefix.encode(), b"/memfd:" + prefix.encode())
-    found = []
-    with open("/proc/self/maps", "rb") as lines:
-        for line in lines:
-            addresses, *_, path = line.split(None, 5)
-            if path.startswith(beginnings):
-                start, _, end = addresses.partition(b"-")
-                found.append((int(start, 16), int(end, 16)))
-    return found
+    found = _parse_maps(Path("/proc/self/maps").read_bytes(), _paths(prefix))
+    return [(each.start, each.end) for each in found]
 
 
 def mapped_library(stem: str) -> str | None:
@@ -284,12 +264,9 @@ def mapped_library(stem: str) -> str | None:
     Args:
         stem: what its file's name begins with, such as `libcudart`.
     """
-    with open("/proc/self/maps") as lines:
-        for line in lines:
-            path = line.rstrip("\n").partition("/")[2]
-            if path.rpartition("/")[2].startswith(stem):
-                return f"/{path}"
-    return None
+    found = _parse_maps(Path("/proc/self/maps").read_bytes(), [f"/{stem}".encode()])
+    named = (each.path for each in found if os.path.basename(each.path).startswith(stem))
+    return next(named, None)
 
 
 def mappers(inodes: Collection[Inode], proc: Path = Path("/proc")) -> dict[Inode, set[int]]:
@@ -299,34 +276,17 @@ def mappers(inodes: Collection[Inode], proc: Path = Path("/proc")) -> dict[Inode
     processes in another pid namespace, and processes that hide their mappings (PR_SET_DUMPABLE).
     """
     found: dict[Inode, set[int]] = {}
-    wanted = {(_device(inode), b"%d" % inode.number): inode for inode in inodes}
-    devices = {device for device, _ in wanted}
-    seen: set[str] = set()
+    seen: set[int] = set()
     # A process may end after it has forked: look again for those that are new.
-    for _ in range(_MAX_LOOKS if wanted else 0):
-        pids = {name for name in os.listdir(proc) if name.isdecimal()} - seen
-        if not pids:
+    for _ in range(_MAX_LOOKS if inodes else 0):
+        by_process = dict(_mappings_by_process(_devices(inodes), proc, seen))
+        if not by_process:
             break
-        seen |= pids
-        for pid in pids:
-            for line in _lines_of_devices(proc / pid, devices):
-                _, _, _, device, number, *_ = line.split(None, 5)
-                inode = wanted.get((device, number))
-                if inode:
-                    found.setdefault(inode, set()).add(int(pid))
+        seen |= by_process.keys()
+        for pid, each in by_process.items():
+            for inode in {mapping.inode for mapping in each}.intersection(inodes):
+                found.setdefault(inode, set()).add(pid)
     return found
-
-
-def _lines_of_devices(process: Path, devices: Collection[bytes]) -> list[bytes]:
-    """Return the lines of a process's maps that may be of some devices; none if it is another's."""
-    # It has ended, or may not be looked at. Any other error is raised, such as too many open files:
-    # what the process uses might be removed.
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        if os.stat(process).st_uid == os.geteuid():
-            content = (process / "maps").read_bytes()
-            if any(b" %b " % device in content for device in devices):
-                return [line for line in content.splitlines() if any(d in line for d in devices)]
-    return []
 
 
 class SharedRange(NamedTuple):
@@ -346,32 +306,59 @@ def shared_ranges(prefix: str, proc: Path = Path("/proc")) -> dict[int, list[Sha
         prefix: of the names; a file counts that has no name any more, or is a memfd.
         proc: where the processes are.
     """
-    beginnings = (b"/dev/shm/" + prefix.encode(), b"/memfd:" + prefix.encode())
     found: dict[int, list[SharedRange]] = {}
-    for name in filter(str.isdecimal, os.listdir(proc)):
-        # It has ended, or may not be looked at.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            if os.stat(proc / name).st_uid != os.geteuid():
-                continue
-            for line in (proc / name / "maps").read_bytes().splitlines():
-                fields = line.split(None, 5)
-                if fields[1] == b"r--s" and len(fields) == 6 and fields[5].startswith(beginnings):
-                    found.setdefault(int(name), []).append(_shared_range(fields))
+    for pid, mapped in _mappings_by_process(_paths(prefix), proc):
+        for each in mapped:
+            if each.permissions == "r--s":
+                end = each.offset + each.end - each.start
+                found.setdefault(pid, []).append(SharedRange(each.inode, each.offset, end))
     return found
 
 
-def _shared_range(fields: list[bytes]) -> SharedRange:
-    addresses, _, offset, device, number, _ = fields
-    start, _, end = addresses.partition(b"-")
-    major, _, minor = device.partition(b":")
-    begin = int(offset, 16)
-    inode = Inode(os.makedev(int(major, 16), int(minor, 16)), int(number))
-    return SharedRange(inode, begin, begin + int(end, 16) - int(start, 16))
+def _devices(inodes: Collection[Inode]) -> list[bytes]:
+    """Return the devices of files, as maps writes them between other fields."""
+    devices = {inode.device for inode in inodes}
+    return [b" %02x:%02x " % (os.major(each), os.minor(each)) for each in devices]
 
 
-def _device(inode: Inode) -> bytes:
-    """Return a file's device as maps writes it."""
-    return b"%02x:%02x" % (os.major(inode.device), os.minor(inode.device))
+def _paths(prefix: str) -> list[bytes]:
+    """Return how maps begins the paths of shared memory whose names have a prefix."""
+    return [b" /dev/shm/" + prefix.encode(), b" /memfd:" + prefix.encode()]
+
+
+def _mappings_by_process(
+    parts: Collection[bytes], proc: Path, seen: Collection[int] = ()
+) -> Iterator[tuple[int, list[Mapping]]]:
+    """Yield the mappings in lines with one of some parts, for each process that is not seen yet.
+
+    Those of other users count as processes without any.
+    """
+    for pid in {int(name) for name in os.listdir(proc) if name.isdecimal()}.difference(seen):
+        content = b""
+        # It has ended, or may not be looked at. Any other error is raised, such as too many open
+        # files: what the process uses might be removed.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if os.stat(proc / str(pid)).st_uid == os.geteuid():
+                content = (proc / str(pid) / "maps").read_bytes()
+        yield pid, _parse_maps(content, parts)
+
+
+def _parse_maps(content: bytes, parts: Collection[bytes]) -> list[Mapping]:
+    """Return the mappings in those lines of maps that have one of some parts."""
+    if not any(part in content for part in parts):
+        return []
+    lines = (line for line in content.splitlines() if any(part in line for part in parts))
+    found = []
+    for line in lines:
+        addresses, mode, offset, device, number, *path = line.split(None, 5)
+        start, _, end = addresses.partition(b"-")
+        major, _, minor = device.partition(b":")
+        inode = Inode(os.makedev(int(major, 16), int(minor, 16)), int(number))
+        name = os.fsdecode(path[0]) if path else ""
+        found.append(
+            Mapping(int(start, 16), int(end, 16), int(offset, 16), inode, mode.decode(), name)
+        )
+    return found
 
 
 def is_touched(start: int, end: int) -> bool:

@@ -18,11 +18,13 @@ from collections.abc import Mapping
 
 from shmload._host.changes import forks_wait
 from shmload._host.descriptors import Descriptor
+from shmload._host.memory import call
 from shmload._wording import logger_of
 
 logger = logger_of(__name__)
 
 _KILL_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _OUTPUT_NBYTES = 4000
 
 
@@ -38,6 +40,25 @@ def how_it_ended(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:  # a real-time signal has no name
         return f"signal {-code}"
+
+
+def die_with_parent() -> None:
+    """Tell the kernel to kill this process when the thread that forked it ends.
+
+    Raises:
+        OSError: the kernel refuses; not known to happen.
+    """
+    if code := call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(code, "prctl(PR_SET_PDEATHSIG)")
+
+
+def has_pidfds() -> bool:
+    """Tell whether pidfds can be opened; a sandbox may forbid it."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 def child_environment() -> dict[str, str]:

@@ -28,9 +28,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shmload._host.process import die_with_parent
 from shmload._ipc.frames import Inbox, send, take_channel
-from shmload._ipc.procs import how_it_ended
+from shmload._ipc.procs import die_with_parent, how_it_ended
 from shmload._jobs.messages import (
     Ended,
     Fork,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TextIO
 
 from shmload._host.changes import Change
-from shmload._host.tracebacks import chain_of
+from shmload._host.limits import chain_of
 
 
 class MessageRepair(Protocol):

@@ -11,7 +11,7 @@ from warming import TENSORS
 from watching import Watched, workers_of
 
 import shmload
-from shmload._host import forks
+from shmload._host import changes
 
 # The ways to get tensors over a segment, or over the file itself.
 KINDS = {
@@ -245,11 +245,11 @@ def test_forked_child_keeps_the_number_of_threads_that_it_chose(
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(chosen)
-        monkeypatch.setattr(forks, "_inherited", inherited)
-        forks.limit_inherited_threads()
+        monkeypatch.setattr(changes, "_inherited", inherited)
+        changes.limit_inherited_threads()
         assert torch.get_num_threads() == then
         torch.set_num_threads(3)
-        forks.limit_inherited_threads()  # it acts once per process
+        changes.limit_inherited_threads()  # it acts once per process
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

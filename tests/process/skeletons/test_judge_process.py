@@ -15,8 +15,7 @@ from shmload._building import judging, queued
 from shmload._building.queued import Program, Work
 from shmload._building.skeletons import Skeleton, skeleton_memo
 from shmload._host.descriptors import Lock, wait_lock
-from shmload._host.idleness import Load
-from shmload._host.process import give_way
+from shmload._host.idleness import Load, give_way
 from shmload._segments.view import View
 from shmload._settings import settings
 

@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from shmload._host import probing
-from shmload._host.probing import cached_part, examine, is_rotational, open_direct
-from shmload._host.reading import READ_NBYTES
+from shmload._host import reading
+from shmload._host.reading import READ_NBYTES, cached_part, examine, is_rotational, open_direct
 
 _NBYTES = 8 * READ_NBYTES
 
@@ -52,7 +51,7 @@ def test_object_in_shared_memory_is_not_measured():
 def test_cold_file_is_measured_by_few_of_its_blocks(cold_fd, monkeypatch, least, count):
     reads = []
     preadv = os.preadv
-    monkeypatch.setattr(probing, "_LARGE_NBYTES", least)
+    monkeypatch.setattr(reading, "_LARGE_NBYTES", least)
     monkeypatch.setattr(os, "preadv", lambda *given: reads.append(given[2]) or preadv(*given))
     facts = examine(cold_fd)
     assert facts.cached == 0

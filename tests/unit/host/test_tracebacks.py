@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from shmload._host.tracebacks import forget_locals
+from shmload._host.collector import forget_locals
 
 
 class Thing:

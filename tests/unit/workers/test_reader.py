@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from shmload._host.probing import open_direct
-from shmload._host.reading import PLAIN, READ_NBYTES, Reading
+from shmload._host.reading import PLAIN, READ_NBYTES, Reading, open_direct
 from shmload.workers.messages import Reason
 from shmload.workers.reader import FillError, Reader, Source, Span, examine_source
 
