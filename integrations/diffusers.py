@@ -15,7 +15,6 @@ import msgspec
 from shmload._building import prepared
 from shmload._building.attempt import load
 from shmload._building.connected import connected_to
-from shmload._building.gguf_maker import is_gguf
 from shmload._building.keywords import require_taken
 from shmload._building.maker import Maker
 from shmload._building.pipeline_maker import PipelineMaker, components_by_name
@@ -32,7 +31,7 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source, components_with_weights
 from shmload._checkpoints.wanted import Wanted, require_bools
-from shmload._checkpoints.weights import has_variant
+from shmload._checkpoints.weights import has_blocks, has_variant
 from shmload._devices.ways import Pin
 from shmload._loading.progress import Callback
 from shmload._wording import logger_of
@@ -278,8 +277,8 @@ def _choose_for_file(
 ) -> tuple[Maker, Source, object]:
     """Return what makes a pipeline from a file of weights, the file as a source, and the dtype."""
     wanted = bring_single_file(wanted)
-    has_blocks = is_gguf(wanted.source)
-    if has_blocks and pipeline_class is None:
+    is_of_blocks = has_blocks(wanted.source)
+    if is_of_blocks and pipeline_class is None:
         raise ArgumentError(
             f"{wanted.source} is a GGUF file, which has one model and no pipeline; load it by "
             "load_model(cls, ..., quantization_config=GGUFQuantizationConfig(...)), and give it to "
@@ -287,7 +286,7 @@ def _choose_for_file(
         )
     maker = SinglePipelineMaker(pipeline_class, kwargs.get("config"), wanted.hub)
     found = find_single_file(wanted)
-    if has_blocks:  # what the library makes of it is its own business
+    if is_of_blocks:  # what the library makes of it is its own business
         found = msgspec.structs.replace(found, checkpoints=(), unread=("",))
     with whole_libraries():
         maker.require_taken(kwargs, load_pipeline)

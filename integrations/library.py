@@ -1,11 +1,9 @@
 """What the core asks of the model libraries: the inside of `shmload._checkpoints.library`."""
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from shmload._building import rules
-from shmload._checkpoints.dtypes import FLOATS, TORCH_NAMES
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
 from shmload._placement.modules import Component
@@ -42,23 +40,6 @@ def as_taken(source: Source, pipeline_class: object) -> Source:
     from shmload._building.pipeline_maker import PipelineMaker
 
     return PipelineMaker(pipeline_class).taken(source)
-
-
-def pickled_floats(path: Path) -> list[tuple[str, int]]:
-    """Return dtype and size, in bytes, of each float tensor in one of PyTorch's files.
-
-    Reads no weights. Nothing is returned for a file that torch does not load safely: the library
-    will say what is wrong.
-    """
-    import torch
-
-    try:
-        found = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-        tensors = [each for each in found.values() if isinstance(each, torch.Tensor)]
-    except Exception:
-        return []
-    names = {getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items() if dtype in FLOATS}
-    return [(names[each.dtype], each.nbytes) for each in tensors if each.dtype in names]
 
 
 def skeletons_of(given: str) -> list[tuple[str, str, str]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shmload._building.attempt import load
-from shmload._building.gguf_maker import is_gguf, maker_of_gguf
+from shmload._building.gguf_maker import maker_of_gguf
 from shmload._building.keywords import explained_keywords, require_taken_by_model
 from shmload._building.maker import Maker
 from shmload._building.model_maker import ModelMaker
@@ -26,6 +26,7 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
+from shmload._checkpoints.weights import has_blocks
 from shmload._devices.ways import Pin
 from shmload._loading.progress import Callback
 from shmload.errors import ArgumentError
@@ -178,7 +179,7 @@ def _choose_for_file(
 ) -> tuple[Maker, Source, object]:
     """Return what makes a model from a file of weights, the file as a source, and the dtype."""
     wanted = bring_single_file(wanted)
-    if is_gguf(wanted.source):
+    if has_blocks(wanted.source):
         maker = maker_of_gguf(cls, wanted.source, kwargs)
     else:
         maker = SingleFileMaker(cls)
@@ -201,7 +202,7 @@ def _settle(wanted: Wanted, source: Source, maker: ModelMaker) -> object:
         with whole_libraries():
             if not maker.makes_diffusers(source, wanted.hub.subfolder):
                 return wanted.dtype
-    return most_common_dtype(source, source.root / (wanted.hub.subfolder or ""))
+    return most_common_dtype(source)
 
 
 def _place(made: Any, destination: "Destination", load: "Load", ring: "Ring | None") -> None:

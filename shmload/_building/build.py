@@ -44,7 +44,7 @@ from shmload._building.skeletons import (
 )
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.resolve import Source, is_in_pickles, weight_files
+from shmload._checkpoints.resolve import Source, has_none_else, weight_files
 from shmload._checkpoints.rule import Rule, forget_rule
 from shmload._devices.hollow import BytesNeeded
 from shmload._host.changes import Change
@@ -350,7 +350,7 @@ class Build:
     ) -> Any:
         """Let the library build it from a directory; with segments in it, if it is decoded."""
         kwargs = self._kwargs
-        if is_decoded and kwargs.get("use_safetensors") is False and is_in_pickles(self._source):
+        if is_decoded and kwargs.get("use_safetensors") is False and has_none_else(self._source):
             kwargs = {**kwargs, "use_safetensors": None}  # the segments of these are safetensors
         # Mapped weights need no threads to fetch them: without threads a build takes a sixth less
         # time. In inference mode they stay: they run outside of it, and make other tensors than

@@ -13,28 +13,15 @@ from typing import Any
 from shmload._building.maker import as_torch, with_dtype
 from shmload._building.single_file import SingleFileMaker
 from shmload._checkpoints.dtypes import AUTO
-from shmload._checkpoints.formats.gguf import GGUF
-from shmload._checkpoints.formats.known import detect_format
-from shmload._checkpoints.remote import is_url
+from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule, wanted_dtype
+from shmload._checkpoints.weights import has_blocks
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
 from shmload._loading.plan import Action, plan_shard
 from shmload._loading.state_dict import wrap
 from shmload.errors.sources import needing
-
-
-def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a file is in GGUF, whatever its name.
-
-    Raises:
-        ShardUnreadable: it cannot be opened or read.
-    """
-    if is_url(path):
-        return False
-    with Descriptor(open_source(Path(path))) as file:
-        return detect_format(file.fd, path) is GGUF
 
 
 def maker_of_gguf(
@@ -60,7 +47,7 @@ class FloatsMaker(SingleFileMaker):
 
     def _weights(self, path: str | os.PathLike[str]) -> Any:
         """Return the path of a segment, or what the file itself has, dequantised to float32."""
-        if not is_gguf(path):
+        if not has_blocks(path):
             return path
         return _dequantise(path)
 
@@ -120,7 +107,7 @@ class BlocksMaker(SingleFileMaker):
 
         given = with_dtype(kwargs, dtype)
         target: Any = as_torch(dtype)
-        if is_gguf(path):  # the file itself: its tensors must not be cast before
+        if has_blocks(path):  # the file itself: its tensors must not be cast before
             return self._class.from_single_file(os.fspath(path), **given)
         with Descriptor(open_source(Path(path))) as segment:
             tensors = self._read_tensors(segment.fd)
@@ -142,7 +129,7 @@ class BlocksMaker(SingleFileMaker):
 
         stored = wrap(fd, os.fspath(self._path))
         with Descriptor(open_source(self._path)) as file:
-            header = GGUF.read_header(file.fd, self._path)
+            header = read_header(file.fd, self._path)
         found = {}
         for spec in header.tensors:
             tensor = stored[spec.name]

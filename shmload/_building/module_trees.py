@@ -20,6 +20,7 @@ from shmload._building.rules import (
 )
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.indexes import read_json
+from shmload._checkpoints.left_out import plain_weights_left
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule, rule_for, wanted_dtype
 from shmload._loading.headers import stored_sizes, stored_tensors
@@ -33,8 +34,6 @@ NbytesOf = Callable[[str, torch.Tensor], int]
 
 # Names, in diffusers' pipelines, of the components that compute at every step of a generation.
 _EVERY_STEP = re.compile(r"(transformer|unet|prior|prior_prior|decoder|controlnet\w*)(_\d+)?")
-# Weights that shmload leaves to the libraries.
-_PICKLED = re.compile(r"(diffusion_)?pytorch_model(-\d+-of-\d+)?\.bin")
 
 
 def component_of(name: str, model: torch.nn.Module, nbytes_of: NbytesOf | None = None) -> Component:
@@ -122,14 +121,14 @@ def components_of(
         if name in by_name:
             found.append(_describe(by_name[name], torch_dtype))
         elif only is None or name in only:
-            found.append(_describe_pickled(source.root, name, torch_dtype))
+            found.append(_describe_unread(source.root, name, torch_dtype))
     return tuple(component for component in found if component)
 
 
-def _describe_pickled(root: Path, name: str, torch_dtype: object) -> Component | None:
-    """Describe a component of a pipeline whose weights are pickled files, without a header."""
+def _describe_unread(root: Path, name: str, torch_dtype: object) -> Component | None:
+    """Describe a component of a pipeline whose weights only the libraries read."""
     files = root / name
-    nbytes = sum(path.stat().st_size for path in files.glob("*.bin") if _PICKLED.match(path.name))
+    nbytes = sum(path.stat().st_size for path in plain_weights_left(files))
     if not nbytes:
         return None
     library, class_name = read_json(root / "model_index.json")[name]

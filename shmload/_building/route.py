@@ -8,7 +8,7 @@ import msgspec
 
 from shmload._building.keywords import BYPASSING_KEYWORDS, QUANTISING_KEYWORDS
 from shmload._building.model_maker import is_left_to_library
-from shmload._checkpoints.resolve import Source, is_in_pickles
+from shmload._checkpoints.resolve import Source, has_none_else
 from shmload._decoding.ring import Ring
 from shmload._devices.destination import Destination, parse_max_host_memory
 from shmload._devices.ways import Pin
@@ -92,7 +92,7 @@ def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, 
         DoesNotFit: as `place`.
     """
     destination = _parse_destination(source, asked, kwargs)
-    is_unread = kwargs.get("use_safetensors") is False and not is_in_pickles(source)
+    is_unread = kwargs.get("use_safetensors") is False and not has_none_else(source)
     is_bypassed = is_unread or any(map(kwargs.get, BYPASSING_KEYWORDS))
     keeps_nothing = asked.stay is Stay.PRIVATE and not (asked.verify or is_bypassed)
     if asked.is_bounded:

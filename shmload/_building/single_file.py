@@ -85,7 +85,7 @@ def settle_single_dtype(dtype: object, source: Source) -> object:
     if isinstance(dtype, Mapping):
         raise ArgumentError(f"dtype is {dtype!r}; the models of a file get one dtype")
     if isinstance(dtype, str) and dtype == "auto":
-        return most_common_dtype(source, source.root)
+        return most_common_dtype(source)
     return dtype
 
 

@@ -1,7 +1,7 @@
 """Names and sizes of tensor dtypes, without torch.
 
 Inside shmload a dtype is its safetensors name (`"BF16"`); users give torch's (`torch.bfloat16` or
-`"bfloat16"`). A quantised kind of GGUF is a dtype of a shard, by ggml's name (`Q4_K`). Its
+`"bfloat16"`). A quantised kind is a dtype of a shard, by ggml's name (`Q4_K`). Its
 values lie in blocks, and a block is dequantised as a whole. A segment has the blocks as `U8`, or
 floats.
 """
@@ -50,7 +50,7 @@ FLOATS = frozenset(
 WITHIN_F32 = FLOATS - {"F64", "F32"}
 
 # ggml_type: name, elements and bytes of a block, by number. The missing numbers were removed
-# from ggml. (GGML_QUANT_SIZES of the gguf package 0.19; a test compares them.)
+# from ggml. (GGML_QUANT_SIZES of its Python package 0.19; a test compares them.)
 _GGML_TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),

@@ -67,6 +67,8 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     """
     use_safetensors: bool | None = None
     """The value of the libraries' argument of this name that asks for it; None if none does."""
+    argument: str = ""
+    """The libraries' argument that names a file of it; empty if there is none."""
     can_be_linked: bool
     """Whether the libraries map such a file, so that one with the wanted dtypes can stay as it is.
 
@@ -77,6 +79,8 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
 
     Such a file is left to them, where a whole model is loaded.
     """
+    has_blocks: bool = False
+    """Whether its tensors may be quantised in blocks."""
     is_read_remotely: bool = False
     """Whether files in buckets and on web servers are read: the header says where tensors lie."""
     recognises: Callable[[bytes], bool]

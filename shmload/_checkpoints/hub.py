@@ -43,75 +43,34 @@ def find_source(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Sour
         SourceNotFound: there is no such path or hub id.
         CheckpointError: an index is wrong, or a shard is missing.
     """
-    given, hub, kwargs = wanted.source, wanted.hub, kwargs or {}
     if isinstance(wanted.components, str):
         raise ArgumentError(f"components is {wanted.components!r}; give a list of names")
-
-    def resolve_in(root: Path) -> Source:
-        below = root / hub.subfolder if hub.subfolder else root
-        if hub.subfolder and root.is_dir() and not below.is_dir():
-            folders = [name for name in _names_in(root) if (root / name).is_dir()]
-            near = nearest(hub.subfolder, folders)
-            raise SourceNotFound(given, f"it has no subfolder {hub.subfolder!r}{near}")
-        if hub.subfolder and root.is_file():
-            raise ArgumentError(f"subfolder is for directories, and {given} is a file")
-        return resolve(
-            given,
-            below,
-            variant=wanted.variant,
-            components=wanted.components,
-            passed=kwargs,
-            weight_names=hub.weight_names,
-            use_safetensors=kwargs.get("use_safetensors"),
-        )
-
-    is_model = bool(hub.subfolder or hub.weight_names)
-    return _find(wanted, resolve_in, kwargs, is_model=is_model)
+    is_model = bool(wanted.hub.subfolder or wanted.hub.weight_names)
+    return _find(wanted, resolve, kwargs or {}, is_model=is_model)
 
 
 def find_model(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Source:
-    """Find one model on the local disk, or bring it there.
-
-    Args:
-        wanted: the model's repository or directory, its subfolder and variant; its dtype is not
-            used.
-        kwargs: other arguments of `from_pretrained`.
+    """Find one model on the local disk, or bring it there; arguments and errors as `find_source`.
 
     Returns:
         The repository or directory, as `resolve_model` describes it.
-
-    Raises:
-        SourceNotFound: there is no such path or hub id.
-        CheckpointError: an index is wrong, or a shard is missing.
     """
-    kwargs = kwargs or {}
-
-    def resolve_in(root: Path) -> Source:
-        return resolve_model(
-            os.fspath(wanted.source),
-            root,
-            subfolder=wanted.hub.subfolder,
-            variant=wanted.variant,
-            use_safetensors=kwargs.get("use_safetensors"),
-        )
-
-    return _find(wanted, resolve_in, kwargs, is_model=True)
+    return _find(wanted, resolve_model, kwargs or {}, is_model=True)
 
 
 def _find(
     wanted: Wanted,
-    resolve_in: Callable[[Path], Source],
+    resolve_in: Callable[[Wanted, Path, Mapping[str, Any]], Source],
     kwargs: Mapping[str, Any],
     *,
     is_model: bool,
 ) -> Source:
-    """Find a source, and its files by a function that gets its directory."""
     given, hub = wanted.source, wanted.hub
     if is_url(given):
-        return resolve_in(bring_file(str(given), hub) or mirror(wanted))
+        return resolve_in(wanted, bring_file(str(given), hub) or mirror(wanted), kwargs)
     try:
         if Path(given).exists():
-            return resolve_in(Path(given))
+            return resolve_in(wanted, Path(given), kwargs)
     except ShmloadError:
         raise
     except OSError as exc:  # a name too long, a directory that may not be entered
@@ -121,15 +80,15 @@ def _find(
     from huggingface_hub import constants  # not for what is on the disk
 
     if hub.local_files_only or constants.HF_HUB_OFFLINE:
-        return resolve_in(_require_cached(wanted))
+        return resolve_in(wanted, _require_cached(wanted), kwargs)
     if not hub.force_download:
         # Download what the cache lacks, or has only in part.
         with contextlib.suppress(ShardMissing, IndexMalformed, SourceNotFound):
-            found = resolve_in(_require_cached(wanted))
+            found = resolve_in(wanted, _require_cached(wanted), kwargs)
             folders = _folders(found, wanted, kwargs)
             if found.is_complete and are_in_format(folders, kwargs.get("use_safetensors")):
                 return found
-    return resolve_in(_download(wanted, kwargs, is_model=is_model))
+    return resolve_in(wanted, _download(wanted, kwargs, is_model=is_model), kwargs)
 
 
 def _folders(found: Source, wanted: Wanted, kwargs: Mapping[str, Any]) -> list[Path]:
@@ -232,8 +191,7 @@ def _download(wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool) -> P
     from huggingface_hub import model_info, snapshot_download
 
     repo_id = str(wanted.source)
-    where = msgspec.structs.asdict(wanted.hub)
-    del where["subfolder"], where["weight_name"]
+    where = wanted.hub.where
     try:
         info = model_info(repo_id, revision=where["revision"], token=where["token"])
         names = {each.rfilename for each in info.siblings or ()}
@@ -323,8 +281,7 @@ def bring_file(url: str, hub: Hub) -> Path | None:
     wanted = hub_file_of(url)
     if wanted is None:
         return None
-    where = msgspec.structs.asdict(hub) | {"revision": hub.revision or wanted.revision}
-    del where["subfolder"], where["weight_name"]
+    where = hub.where | {"revision": hub.revision or wanted.revision}
     try:
         return Path(hf_hub_download(wanted.repo_id, wanted.name, **where))
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version

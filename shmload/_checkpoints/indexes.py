@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shmload._checkpoints.formats.known import is_of_diffusers
 from shmload._host.files import open_source
 from shmload.errors import IndexMalformed, ShardMissing
 
-# Shards with this name are those of diffusers, which refuses a path to a shard.
-_OF_DIFFUSERS = "diffusion_pytorch_model"
 _MOVE = "move its shards into its directory, and name them in it by their file names alone"
 
 # Many times the size of the largest indexes. There must be a limit: /dev/zero has no end.
@@ -68,7 +67,7 @@ def indexed_shards(index_path: Path) -> tuple[Path, ...]:
         raise IndexMalformed(index_path, "its weight_map has a value that is not a file's name")
     names = sorted(set(weight_map.values()))
     for name in names:
-        if index_path.name.startswith(_OF_DIFFUSERS) and not _is_entry(name):
+        if is_of_diffusers(index_path.name) and not _is_entry(name):
             why = "and diffusers takes only names of files in the index's own directory"
             raise IndexMalformed(index_path, f"it names {name!r}, {why}", _MOVE)
         if leads_outside(name):

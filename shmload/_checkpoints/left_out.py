@@ -4,17 +4,15 @@ Guarantee: a wanted component with files of weights, of which shmload reads none
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from shmload._checkpoints.formats.foreign import name_of_kind
-from shmload._checkpoints.formats.known import format_named, is_pickled
+from shmload._checkpoints.formats.known import format_named, is_of_model, variant_of
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.weights import (
-    is_of_model,
-    variant_of,
     variants_below,
     weights_in,
     why_file_is_unread,
@@ -54,7 +52,7 @@ def find_left_out(source: Source, variant: str | None) -> tuple[LeftOut, ...]:
     """
     found = []
     for component in source.unread:
-        for path in files_left(source.root / component, variant):
+        for path in _files_left(source.root / component, variant):
             cause = why_file_is_unread(path)
             is_variant = _is_variant(path, variant)
             found.append(
@@ -152,17 +150,27 @@ def _is_variant(path: Path, asked: str | None) -> bool:
     return variant_of(path.name) not in (None, asked)
 
 
-def files_left(folder: Path, variant: str | None) -> Iterator[Path]:
+def plain_weights_left(folder: Path) -> list[Path]:
+    """Return a model's files of weights of no variant, in formats that may be left to a library."""
+    names = (name for name in _perhaps_unread(weights_in(folder)) if is_of_model(name))
+    return [folder / name for name in names if variant_of(name) is None]
+
+
+def _perhaps_unread(names: Iterable[str]) -> list[str]:
+    return [name for name in names if (named := format_named(name)) and named.may_be_unread]
+
+
+def _files_left(folder: Path, variant: str | None) -> Iterator[Path]:
     """Yield the files of weights in a folder: the first kind that it has, as the libraries look."""
     names = weights_in(folder)
-    pickled = [name for name in names if is_pickled(name)]
-    models = [name for name in pickled if is_of_model(name)]
+    unread = _perhaps_unread(names)
+    models = [name for name in unread if is_of_model(name)]
     groups = (
         [name for name in models if variant_of(name) == variant],
         [name for name in models if variant_of(name) is None],
-        [name for name in names if format_named(name) and not is_pickled(name)],
+        [name for name in names if format_named(name) and name not in unread],
         models,
-        pickled,
+        unread,
         names,
     )
     for name in next(filter(None, groups), ()):

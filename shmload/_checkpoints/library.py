@@ -18,8 +18,6 @@ from shmload._host.limits import chain_of
 from shmload.errors import ImportCutShort, ShmloadError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from shmload._checkpoints.resolve import Checkpoint, Source
     from shmload._checkpoints.rule import Rule
     from shmload._placement.modules import Component
@@ -41,9 +39,6 @@ class Library(Protocol):
 
     def as_taken(self, source: "Source", pipeline_class: object) -> "Source":
         """Return a pipeline as a class takes it; it may import the class."""
-
-    def pickled_floats(self, path: "Path") -> list[tuple[str, int]]:
-        """Return dtype and size, in bytes, of each float tensor in one of PyTorch's files."""
 
     def skeletons_of(self, given: str) -> list[tuple[str, str, str]]:
         """Return class, dtype and the reason against a skeleton, for each remembered load."""

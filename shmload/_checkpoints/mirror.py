@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from shmload._checkpoints.formats.known import format_named, is_of_weights
+from shmload._checkpoints.formats.known import FORMATS, format_named, format_names, is_of_weights
 from shmload._checkpoints.objects import describe, fetch, list_below, require_readable_url
 from shmload._checkpoints.remote import (
     FRONT,
@@ -49,6 +49,7 @@ from shmload.errors import SourceNotFound
 
 # Times the limit for one: to ask for all objects, and to fetch the small ones.
 _REQUESTS = 5
+_READ = format_names(each for each in FORMATS if each.is_read_remotely)
 
 
 def mirror(wanted: Wanted) -> Path:
@@ -71,7 +72,7 @@ def mirror(wanted: Wanted) -> Path:
     require_readable_url(given)
     url = plain_url(given)
     if is_of_weights(url) and not _is_read(url):
-        raise SourceNotFound(given, "only safetensors are read from there; download the file first")
+        raise SourceNotFound(given, f"only {_READ} are read from there; download the file first")
     # A bucket's list has everything, whatever is wanted of it.
     of = wanted if is_on_web_server(url) else Wanted(source=url)
     sought = {
@@ -135,7 +136,7 @@ def _find(url: str, wanted: Wanted, deadline: float) -> Found:
     if not kept:
         raise FetchError(
             f"of its {len(found)} objects, such as {next(iter(found))!r}, none is read: only "
-            f"safetensors are, and other files of up to {format_nbytes(MOST_SMALL_NBYTES)}"
+            f"{_READ} are, and other files of up to {format_nbytes(MOST_SMALL_NBYTES)}"
         )
     return kept
 

@@ -2,20 +2,16 @@
 
 For a model of transformers that is what transformers does: the dtype that its configuration names,
 or else that of its first weight. diffusers knows no `auto` and would load float32; here a model of
-diffusers gets the dtype that most bytes of its weights have. The same holds for weights in
-PyTorch's own files, although shmload leaves these to the libraries.
+diffusers gets the dtype that most bytes of its weights have. A component whose weights shmload
+leaves to the libraries gets what its configuration names.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from shmload._checkpoints.dtypes import AUTO, FLOATS, TORCH_NAMES, parse_dtype
-from shmload._checkpoints.formats.known import is_pickled, read_header
-from shmload._checkpoints.indexes import read_json
-from shmload._checkpoints.left_out import files_left
-from shmload._checkpoints.library import library
-from shmload._checkpoints.resolve import Checkpoint, Source
+from shmload._checkpoints.formats.known import read_header
+from shmload._checkpoints.resolve import Checkpoint, Source, config_of
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
 from shmload.errors import UnknownComponent, UnknownDtype
@@ -57,22 +53,19 @@ def settle_dtype(dtype: object, source: Source, passed: Collection[str] = ()) ->
     for name in source.components:
         if _is_auto(given.get(name, given.get("default"))):
             found = by_name.get(name)
-            settled[name] = (_own_dtype(found) if found else _unread(source, name)) or _DEFAULT
+            own = _own_dtype(found) if found else _configured(config_of(source.root / name))
+            settled[name] = own or _DEFAULT
     return {"default": _DEFAULT} | settled
 
 
-def most_common_dtype(source: Source, folder: Path) -> str:
+def most_common_dtype(source: Source) -> str:
     """Return what `auto` means for a model of diffusers: torch's name of its weights' dtype.
-
-    Args:
-        source: the model.
-        folder: of the model; its files are asked if the source has no checkpoint.
 
     Raises:
         CheckpointError: a header is wrong.
     """
     floats = [each for checkpoint in source.checkpoints for each in _floats(checkpoint)]
-    return _most_common(floats if source.checkpoints else _pickled(source, folder)) or _DEFAULT
+    return _most_common(floats) or _DEFAULT
 
 
 def _is_auto(dtype: object) -> bool:
@@ -83,28 +76,9 @@ def _own_dtype(checkpoint: Checkpoint) -> str | None:
     """Return torch's name of a checkpoint's dtype; None if it has no class or no floats."""
     if not checkpoint.class_name:
         return None
-    return _of_library(_floats(checkpoint), checkpoint.config, checkpoint.library == "diffusers")
-
-
-def _unread(source: Source, component: str) -> str | None:
-    """Return the dtype of a component whose weights shmload does not read; None if unknown."""
-    folder = source.root / component
-    path = folder / "config.json"
-    config = read_json(path) if path.is_file() else {}
-    if not config or component not in source.unread:
-        return _configured(config)
-    return _of_library(_pickled(source, folder), config, "_class_name" in config)
-
-
-def _of_library(floats: Floats, config: Mapping[str, Any], is_of_diffusers: bool) -> str | None:
-    """Return the dtype that a model's library takes for `auto`; diffusers notes none."""
-    return _most_common(floats) if is_of_diffusers else _configured(config) or _first(floats)
-
-
-def _pickled(source: Source, folder: Path) -> Floats:
-    """Return the floats in PyTorch's files of a folder; it imports torch if there are any."""
-    pickled = [path for path in files_left(folder, source.variant) if is_pickled(path.name)]
-    return [each for path in pickled for each in library().pickled_floats(path)]
+    if checkpoint.library == "diffusers":  # which notes none
+        return _most_common(_floats(checkpoint))
+    return _configured(checkpoint.config) or _first(_floats(checkpoint))
 
 
 def _most_common(floats: Floats) -> str | None:

@@ -2,18 +2,18 @@
 
 A cast would make them worthless: a scale, or a table of values, means what it means only in its own
 dtype, and the library's quantiser expects the file as it was saved. Plain integers and 8-bit floats
-without scales are not quantised in this sense. The kinds of GGUF are dequantised by the gguf
-package, as far as the installed one knows them.
+without scales are not quantised in this sense. Blocks are dequantised by their format's package, as
+far as the installed one knows their kinds.
 """
 
 import os
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 
 from shmload._checkpoints.dtypes import BLOCKS, FLOATS
+from shmload._checkpoints.formats.known import dequantiser
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._checkpoints.resolve import Checkpoint
 from shmload.errors import KindNotDequantised
-from shmload.errors.sources import needing
 
 # As torchao, Nunchaku and others write it into a file or a configuration.
 _CONFIG_KEY = "quantization_config"
@@ -67,34 +67,21 @@ def require_dequantised(
 ) -> None:
     """Check that workers can dequantise the tensors of a file that are wanted as floats.
 
-    Imports the gguf package, if there are any: 0.1 s.
-
     Args:
         path: of the file, for errors.
         tensors: of the file.
         dtype_of: the dtype of each tensor in the segment.
 
     Raises:
-        LibraryMissing: the gguf package is not installed.
+        LibraryMissing: the package for that is not installed.
         KindNotDequantised: it does not know a kind.
     """
-    checked = set()
+    first: dict[str, str] = {}
     for tensor in tensors:
-        kind = tensor.dtype
-        if kind in BLOCKS and kind not in checked and dtype_of(tensor) != kind:
-            checked.add(kind)
-            if not _is_dequantised(path, kind):
-                raise KindNotDequantised(path, tensor.name, kind)
-
-
-def _is_dequantised(path: str | os.PathLike[str], kind: str) -> bool:
-    with needing("gguf", f"dequantising {path}", "gguf"):
-        import gguf
-    import numpy as np
-
-    block = np.zeros((1, BLOCKS[kind][1]), np.uint8)
-    try:
-        gguf.dequantize(block, gguf.GGMLQuantizationType[kind])
-    except (KeyError, NotImplementedError):  # an older package does not even have its name
-        return False
-    return True
+        if tensor.dtype in BLOCKS and dtype_of(tensor) != tensor.dtype:
+            first.setdefault(tensor.dtype, tensor.name)
+    for kind, name in first.items():
+        try:
+            dequantiser(kind, path)
+        except NotImplementedError:
+            raise KindNotDequantised(path, name, kind) from None

@@ -6,31 +6,35 @@ nothing. The model is right either way.
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shmload._checkpoints.formats.known import format_names, is_of_weights, is_pickled
-from shmload._checkpoints.formats.safetensors import SAFETENSORS
+from shmload._checkpoints.formats.known import (
+    OF_SEGMENTS,
+    default_name,
+    format_names,
+    formats_asked,
+    is_of_weights,
+    name_as_safetensors,
+)
+from shmload._checkpoints.header import Format
 from shmload._checkpoints.indexes import (
     indexed_shards,
     listed_components,
     read_json,
     require_beside,
 )
-from shmload._checkpoints.wanted import not_found
+from shmload._checkpoints.wanted import Wanted, not_found
 from shmload._checkpoints.weights import (
-    Choice,
-    choose,
-    default_name,
     find_adapters,
     find_shards,
     has_variant,
-    name_as_safetensors,
     weights_in,
 )
+from shmload._wording import nearest
 from shmload.errors import (
     ArgumentError,
     ShardMissing,
@@ -39,6 +43,7 @@ from shmload.errors import (
     UnknownComponent,
 )
 
+_NOWHERE = "neither a file, a directory nor a model in the hub cache"
 # Classes whose directories hold JSON files only.
 _WITHOUT_WEIGHTS = (
     "Tokenizer",
@@ -103,50 +108,54 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         return [shard for checkpoint in self.checkpoints for shard in checkpoint.shards]
 
 
-def resolve(
-    given: str | os.PathLike[str],
-    root: Path,
-    *,
-    variant: str | None = None,
-    components: Collection[str] | None = None,
-    passed: Collection[str] = (),
-    weight_names: Collection[str] = (),
-    use_safetensors: bool | None = None,
-) -> Source:
+def resolve(wanted: Wanted, root: Path, kwargs: Mapping[str, Any] | None = None) -> Source:
     """Find the weight files of a source.
 
     Args:
-        given: what the user named, for messages.
-        root: the directory or file it stands for.
-        variant: as for `from_pretrained`, such as `fp16`.
-        components: only these, or all if None.
-        passed: names of components that the caller gives to the pipeline, built or as None.
-        weight_names: the files to read of a directory that is no pipeline; empty for the default.
-        use_safetensors: as for `from_pretrained`: True leaves other formats to the libraries;
-            False leaves all to them if a component has weights in another format than PyTorch's.
+        wanted: what to find; its dtype is not used.
+        root: the directory or file that its source stands for.
+        kwargs: other arguments of `from_pretrained`. Components among them are not looked for.
+            `use_safetensors=True` leaves other formats to the libraries; False leaves all to them
+            if a component has weights in another format than is asked for so.
 
     Raises:
-        SourceNotFound: `root` does not exist or holds no weights.
+        SourceNotFound: `root` or its subfolder does not exist, or holds no weights.
         IndexMalformed: an index cannot be read, or names a file outside its directory.
-        ShardMissing: an index or `weight_names` has a file that is not there.
-        ArgumentError: `weight_names` is given for a pipeline or file, or leaves the directory.
+        ShardMissing: an index or `weight_name` has a file that is not there.
+        ArgumentError: `weight_name` is given for a pipeline or file, or leaves the directory;
+            `subfolder` is given for a file.
         UnknownComponent: `components` has a name that the pipeline does not list.
     """
+    kwargs = kwargs or {}
+    use_safetensors = kwargs.get("use_safetensors")
     try:
-        if weight_names:
-            return _resolve_named(given, root, weight_names)
-        choice = choose(variant, use_safetensors)
-        found = _resolve(given, root, choice, components, passed)
+        folder = _subfolder(wanted, root)
+        if wanted.hub.weight_names:
+            return _resolve_named(wanted, folder)
+        found = _resolve(wanted, folder, formats_asked(use_safetensors), kwargs)
         if use_safetensors is False and (
-            any(weights_in(root / name) for name in found.unread) or _has_rivals(found.shards)
+            any(weights_in(folder / name) for name in found.unread) or _has_rivals(found.shards)
         ):
             # The library looks for no safetensors then, and so for no segment: all is left to it.
-            found = _resolve(given, root, Choice(variant, ()), components, passed)
-        return msgspec.structs.replace(found, variant=variant)
+            found = _resolve(wanted, folder, (), kwargs)
+        return msgspec.structs.replace(found, variant=wanted.variant)
     except ShmloadError:
         raise
     except OSError as exc:  # a name too long, a directory that may not be entered
-        raise SourceNotFound(given, exc.strerror or str(exc)) from exc
+        raise SourceNotFound(wanted.source, exc.strerror or str(exc)) from exc
+
+
+def _subfolder(wanted: Wanted, root: Path) -> Path:
+    name = wanted.hub.subfolder
+    if not name:
+        return root
+    if root.is_file():
+        raise ArgumentError(f"subfolder is for directories, and {wanted.source} is a file")
+    if root.is_dir() and not (root / name).is_dir():
+        folders = sorted(each.name for each in root.iterdir() if each.is_dir())
+        near = nearest(name, folders)
+        raise SourceNotFound(wanted.source, f"it has no subfolder {name!r}{near}")
+    return root / name
 
 
 def _has_rivals(shards: Collection[Path]) -> bool:
@@ -156,57 +165,52 @@ def _has_rivals(shards: Collection[Path]) -> bool:
     """
     hidden = {shard.parent / name_as_safetensors(shard.name) for shard in shards}
     return any(
-        SAFETENSORS.suffixes[0] in name and folder / name not in hidden
+        OF_SEGMENTS.suffixes[0] in name and folder / name not in hidden
         for folder in {shard.parent for shard in shards}
         for name in os.listdir(folder)
     )
 
 
 def _resolve(
-    given: str | os.PathLike[str],
-    root: Path,
-    choice: Choice,
-    components: Collection[str] | None,
-    passed: Collection[str],
+    wanted: Wanted, root: Path, formats: Sequence[Format], passed: Collection[str]
 ) -> Source:
     if root.is_file():
-        alone = Checkpoint(folder=root.parent, shards=(root,))
-        return Source(given=given, root=root, checkpoints=(alone,))
+        return _without_class(wanted, root, root.parent, (root,))
     if not root.is_dir():
-        raise not_found(given, "neither a file, a directory nor a model in the hub cache")
+        raise not_found(wanted.source, _NOWHERE)
     if (root / "model_index.json").is_file():
-        return _resolve_pipeline(given, root, choice, components, passed)
-    return _resolve_component(given, root, choice)
+        return _resolve_pipeline(wanted, root, formats, passed)
+    return _resolve_component(wanted, root, formats)
 
 
-def resolve_model(
-    given: str,
-    root: Path,
-    *,
-    subfolder: str | None = None,
-    variant: str | None = None,
-    use_safetensors: bool | None = None,
+def _without_class(
+    wanted: Wanted, root: Path, folder: Path, shards: tuple[Path, ...], **others: Any
 ) -> Source:
+    """Return a source that is some files of weights, of which no class is known."""
+    found = Checkpoint(folder=folder, shards=shards)
+    return Source(given=wanted.source, root=root, checkpoints=(found,), **others)
+
+
+def resolve_model(wanted: Wanted, root: Path, kwargs: Mapping[str, Any] | None = None) -> Source:
     """Find the weight files of one model, alone or in a pipeline.
 
     Where the library would find none, or finds them in another way, no checkpoint is returned: the
     library loads the model from its own files, or says what is wrong.
 
     Args:
-        given: what the user named, for messages.
-        root: the directory or file that it stands for.
-        subfolder: the model's directory in it, as for `from_pretrained`.
-        variant: as for `from_pretrained`.
-        use_safetensors: as for `from_pretrained`: True leaves other formats to the library, False
-            all but PyTorch's.
+        wanted: the model's repository or directory, its subfolder and variant.
+        root: the directory or file that its source stands for.
+        kwargs: other arguments of `from_pretrained`. `use_safetensors=True` leaves other formats to
+            the library, False all but the one that it means.
 
     Raises:
         SourceNotFound: `root` does not exist.
         IndexMalformed, ShardMissing: as `resolve`.
     """
     if not os.path.exists(root):
-        raise SourceNotFound(given, "neither a file, a directory nor a model in the hub cache")
-    folder = root / subfolder if subfolder else root
+        raise SourceNotFound(wanted.source, _NOWHERE)
+    variant, use_safetensors = wanted.variant, (kwargs or {}).get("use_safetensors")
+    folder = root / (wanted.hub.subfolder or "")
     is_below = folder.is_relative_to(root) and ".." not in folder.parts[len(root.parts) :]
     names = os.listdir(folder) if is_below and os.path.isdir(folder) else []
     library, class_name, config = _describe(folder) if names else ("", "", {})
@@ -214,14 +218,14 @@ def resolve_model(
     is_there = variant is None or has_variant(folder, variant)
     shards: tuple[Path, ...] = ()
     if names and is_there:
-        shards = find_shards(folder, names, library, choose(variant, use_safetensors))
+        shards = find_shards(folder, names, library, variant, formats_asked(use_safetensors))
         if use_safetensors is False and _has_rivals(shards):
             shards = ()
     found = Checkpoint(
         folder=folder, library=library, class_name=class_name, config=config, shards=shards
     )
     return Source(
-        given=given,
+        given=os.fspath(wanted.source),
         root=root,
         checkpoints=(found,) if shards else (),
         variant=variant,
@@ -229,24 +233,18 @@ def resolve_model(
     )
 
 
-def _resolve_named(
-    given: str | os.PathLike[str], root: Path, weight_names: Collection[str]
-) -> Source:
+def _resolve_named(wanted: Wanted, root: Path) -> Source:
     if not root.is_dir():
         raise ArgumentError(f"weight_name is for a directory, and {root} is none")
-    for name in weight_names:
+    names = sorted(set(wanted.hub.weight_names))
+    for name in names:
         if name in ("", ".", "..") or name != os.path.basename(name):
             raise ArgumentError(
                 f"weight_name is {name!r}; give a name, and its folder as subfolder"
             )
         if not os.path.exists(root / name):
             raise ShardMissing(root / name, "weight_name", weights_in(root))
-    return _adapters(given, root, sorted(set(weight_names)))
-
-
-def _adapters(given: str | os.PathLike[str], root: Path, names: Collection[str]) -> Source:
-    found = Checkpoint(folder=root, shards=tuple(root / name for name in names))
-    return Source(given=given, root=root, checkpoints=(found,))
+    return _without_class(wanted, root, root, tuple(root / name for name in names))
 
 
 def components_with_weights(source: Source) -> set[str]:
@@ -254,9 +252,10 @@ def components_with_weights(source: Source) -> set[str]:
     return {name for name in source.components if weights_in(source.root / name)}
 
 
-def is_in_pickles(source: Source) -> bool:
-    """Tell whether all weights that are read of a source are in PyTorch's files, and some are."""
-    return bool(source.shards) and all(is_pickled(shard.name) for shard in source.shards)
+def has_none_else(source: Source) -> bool:
+    """Tell whether weights are read, and all are in what `use_safetensors=False` asks for."""
+    suffixes = tuple(suffix for each in formats_asked(False) for suffix in each.suffixes)
+    return bool(source.shards) and all(shard.name.endswith(suffixes) for shard in source.shards)
 
 
 def weight_files(source: Source) -> list[Path]:
@@ -286,47 +285,47 @@ def files_of(source: Source, components: Collection[str] | None = None) -> list[
 
 
 def _resolve_pipeline(
-    given: str | os.PathLike[str],
-    root: Path,
-    choice: Choice,
-    components: Collection[str] | None,
-    passed: Collection[str],
+    wanted: Wanted, root: Path, formats: Sequence[Format], passed: Collection[str]
 ) -> Source:
     index_path = root / "model_index.json"
     index = read_json(index_path)
     listed = dict(listed_components(index))
     for name in listed:
         require_beside(name, index_path)
-    for name in components or ():
+    for name in wanted.components or ():
         if name not in listed:
             offered = [each for each in listed if weights_in(root / each)] or listed
-            raise UnknownComponent(name, given, offered)
-    wanted = [
+            raise UnknownComponent(name, wanted.source, offered)
+    sought = [
         name
         for name, (library, _) in listed.items()
-        if library and name not in passed and (components is None or name in components)
+        if library
+        and name not in passed
+        and (wanted.components is None or name in wanted.components)
     ]
-    found = [_checkpoint(root / name, choice, name, *listed[name]) for name in wanted]
+    found = [
+        _checkpoint(root / name, wanted.variant, formats, name, *listed[name]) for name in sought
+    ]
     pipeline_class = index.get("_class_name")
     return Source(
-        given=given,
+        given=wanted.source,
         root=root,
         # A list names a class in the repository's own Python file; only the library can find it.
         class_name=pipeline_class if isinstance(pipeline_class, str) else "",
         components=tuple(listed),
         checkpoints=tuple(checkpoint for checkpoint in found if checkpoint),
-        is_complete=all(os.path.isdir(root / name) for name in wanted)
+        is_complete=all(os.path.isdir(root / name) for name in sought)
         and (
-            choice.variant is None
-            or any(has_variant(root / name, choice.variant) for name in wanted)
+            wanted.variant is None
+            or any(has_variant(root / name, wanted.variant) for name in sought)
         ),
-        unread=tuple(name for name, each in zip(wanted, found, strict=True) if each is None),
+        unread=tuple(name for name, each in zip(sought, found, strict=True) if each is None),
     )
 
 
 def _describe(folder: Path) -> tuple[str, str, dict[str, Any]]:
     """Return library, class and configuration of a model's directory; empty where unknown."""
-    config = _config_of(folder)
+    config = config_of(folder)
     # diffusers writes its class here, transformers a list of them.
     match config:
         case {"_class_name": str(class_name)}:
@@ -336,37 +335,45 @@ def _describe(folder: Path) -> tuple[str, str, dict[str, Any]]:
     return "", "", config
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a model's directory; empty if it has none."""
     path = folder / "config.json"
     return read_json(path) if path.is_file() else {}
 
 
-def _resolve_component(given: str | os.PathLike[str], root: Path, choice: Choice) -> Source:
+def _resolve_component(wanted: Wanted, root: Path, formats: Sequence[Format]) -> Source:
     library, class_name, _ = _describe(root)
-    checkpoint = _checkpoint(root, choice, "", library, class_name)
+    checkpoint = _checkpoint(root, wanted.variant, formats, "", library, class_name)
     if checkpoint:
-        return Source(given=given, root=root, checkpoints=(checkpoint,))
+        return Source(given=wanted.source, root=root, checkpoints=(checkpoint,))
     names = os.listdir(root)
     adapters, others = find_adapters(root, names)
     if adapters:
-        return _adapters(given, root, adapters)
+        return _without_class(wanted, root, root, tuple(root / name for name in adapters))
     if len(others) == 1:  # so do the libraries' loaders of adapters
-        return msgspec.structs.replace(_adapters(given, root, others), is_complete=False)
+        return _without_class(wanted, root, root, (root / others[0],), is_complete=False)
     if not weights_in(root):
         for name in sorted(each for each in names if ".index." in each):
             indexed_shards(root / name)  # raises: its shards lie elsewhere
         reason = f"a directory without model_index.json or {format_names()} weights"
-        raise SourceNotFound(given, reason)
-    return Source(given=given, root=root, is_complete=False, unread=("",), choices=tuple(others))
+        raise SourceNotFound(wanted.source, reason)
+    return Source(
+        given=wanted.source, root=root, is_complete=False, unread=("",), choices=tuple(others)
+    )
 
 
 def _checkpoint(
-    folder: Path, choice: Choice, component: str, library: str, class_name: str
+    folder: Path,
+    variant: str | None,
+    formats: Sequence[Format],
+    component: str,
+    library: str,
+    class_name: str,
 ) -> Checkpoint | None:
     if not os.path.isdir(folder):  # Path.is_dir raises if the name is too long
         return None
     names = os.listdir(folder)
-    shards = find_shards(folder, names, library, choice)
+    shards = find_shards(folder, names, library, variant, formats)
     if not shards:
         _require_weights(folder, names, library, class_name)
         return None
@@ -375,7 +382,7 @@ def _checkpoint(
         folder=folder,
         library=library,
         class_name=class_name,
-        config=_config_of(folder),
+        config=config_of(folder),
         shards=shards,
     )
 

@@ -21,7 +21,7 @@ from shmload._checkpoints.resolve import Checkpoint
 from shmload._host.memo import Memo
 
 PLAIN_KINDS = ("F32", "F16")
-"""diffusers has these as tensors, and all other kinds of GGUF as parameters of bytes (0.35 to
+"""diffusers has these as tensors, and all other kinds of ggml as parameters of bytes (0.35 to
 0.42): BF16, too."""
 
 
@@ -42,7 +42,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Only these names are converted; None for all."""
 
     keeps_blocks: bool = False
-    """Of a GGUF file only `PLAIN_KINDS` are converted; quantised tensors stay as they are."""
+    """Of a file with blocks only `PLAIN_KINDS` are converted; blocks stay as they are."""
 
     def __call__(self, tensor: TensorSpec) -> str:
         """Return the dtype that a tensor gets in the segment."""

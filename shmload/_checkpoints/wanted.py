@@ -44,6 +44,13 @@ class Hub(msgspec.Struct, frozen=True, kw_only=True):
         return (name,) if isinstance(name, str) else tuple(name)
 
     @property
+    def where(self) -> dict[str, Any]:
+        """The arguments of huggingface_hub's downloads."""
+        fields = msgspec.structs.asdict(self)
+        del fields["subfolder"], fields["weight_name"]
+        return fields
+
+    @property
     def kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as keyword arguments."""
         defaults = msgspec.structs.asdict(Hub())

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shmload._checkpoints.formats import known
+from shmload._checkpoints.formats.known import ADAPTERS, model_names
 from shmload._checkpoints.header import Format
 from shmload._checkpoints.objects import describe, fetch
 from shmload._checkpoints.remote import (
@@ -25,7 +26,6 @@ from shmload._checkpoints.remote import (
     RemoteObject,
 )
 from shmload._checkpoints.wanted import Wanted
-from shmload._checkpoints.weights import ADAPTERS, model_names
 from shmload.errors import IndexMalformed
 
 _INDEX = "model_index.json"
@@ -80,7 +80,7 @@ def probe(url: str, wanted: Wanted, deadline: float) -> Found:
     names = [*_SMALL, *_weights(wanted.variant, is_read=True), *wanted.hub.weight_names]
     asking.ask(posixpath.join(folder, name) for folder in folders for name in names)
     asking.ask_for_shards()
-    # That there are others is asked for where there are no safetensors, for a useful error.
+    # That there are others is asked for where there are none of those, for a useful error.
     has_weights = {
         posixpath.dirname(path)
         for path in asking.found

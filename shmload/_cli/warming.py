@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmload._checkpoints.resolve import resolve
+from shmload._checkpoints.wanted import Wanted
 from shmload._cli.source_list import ListedSource
 from shmload._ipc import procs
 from shmload._segments.listing import segments
@@ -143,7 +144,7 @@ def _size(source: str) -> tuple[bool, int]:
     if not os.path.exists(root):  # Path.exists raises if the name is too long
         return True, 0
     try:
-        found = resolve(source, root)
+        found = resolve(Wanted(source=source), root)
         return False, sum(shard.stat().st_size for shard in set(found.shards))
     except (ShmloadError, OSError):  # warming it says what is wrong
         return False, 0

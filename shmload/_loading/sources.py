@@ -2,6 +2,7 @@
 
 import msgspec
 
+from shmload._checkpoints.formats.known import variant_of
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.left_out import why_unread
 from shmload._checkpoints.library import library, whole_libraries
@@ -9,7 +10,6 @@ from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule, is_known, rule_for
 from shmload._checkpoints.wanted import Wanted
-from shmload._checkpoints.weights import variant_of
 from shmload._host.collector import paused_gc
 from shmload._loading.steps import Step, Steps
 from shmload.errors import ArgumentError, SourceNotFound

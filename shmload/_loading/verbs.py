@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from shmload._checkpoints.formats.known import name_as_safetensors
 from shmload._checkpoints.left_out import LeftOut, find_left_out, why_unread
 from shmload._checkpoints.library import library
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
-from shmload._checkpoints.weights import name_as_safetensors
 from shmload._host.collector import paused_gc
 from shmload._loading.complete import complete_load
 from shmload._loading.plan import Plan

@@ -9,11 +9,14 @@ from typing import Any
 import msgspec
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
-from shmload._checkpoints.formats.known import is_of_weights
+from shmload._checkpoints.formats.known import (
+    is_of_weights,
+    name_alone_as_safetensors,
+    name_as_safetensors,
+)
 from shmload._checkpoints.indexes import read_json, renamed_index
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.weights import name_alone_as_safetensors, name_as_safetensors
 from shmload._host.fingerprint import Fingerprint
 from shmload._host.shm import SHM_DIR
 from shmload._segments.view import absolute, is_index_of_renamed

@@ -4,20 +4,18 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from shmload._building.compat import is_in_mode
 from shmload._building.connected import connected_to
-from shmload._building.gguf_maker import is_gguf
 from shmload._building.libraries import libraries_lock
 from shmload._building.pipeline_maker import PipelineMaker
 from shmload._checkpoints.hub import find_cached
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Checkpoint, resolve, resolve_model
-from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub
-from shmload._checkpoints.weights import why_file_is_unread
+from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub, Wanted
+from shmload._checkpoints.weights import has_blocks, why_file_is_unread
 from shmload._redirecting.arguments import Call, InDoubt
 from shmload._redirecting.patches import OF_FILES, Kind
 from shmload.errors import ShmloadError
@@ -43,19 +41,16 @@ def require_known_source(kind: Kind, cls: type, call: Call) -> None:
         return
     folder = _find_folder(kind, call)
     variant = call.kwargs.get("variant")
-    asked: dict[str, Any] = {
-        "variant": variant,
-        "use_safetensors": call.kwargs.get("use_safetensors"),
-    }
+    subfolder = None if kind == "pipeline" else call.kwargs.get("subfolder")
+    wanted = Wanted(source=call.source, variant=variant, hub=Hub(subfolder=subfolder))
     try:
         if kind == "pipeline":
             _require_known_parts(folder, call)
-            found = resolve(call.source, folder, passed=call.kwargs, **asked)
+            found = resolve(wanted, folder, call.kwargs)
             if connected := connected_to(found, PipelineMaker(cls), call.kwargs):
                 _find_folder(kind, call._replace(source=connected.source))
         else:
-            subfolder = call.kwargs.get("subfolder")
-            found = resolve_model(str(call.source), folder, subfolder=subfolder, **asked)
+            found = resolve_model(wanted, folder, call.kwargs)
     except (ShmloadError, OSError) as exc:
         raise InDoubt(str(exc)) from exc
     if not found.checkpoints or (variant and not found.is_complete):
@@ -78,7 +73,7 @@ def _require_known_file(call: Call) -> None:
         raise InDoubt("it is no file of this machine")
     try:
         why = why_file_is_unread(Path(call.source))
-        is_of_blocks = not why and is_gguf(call.source)
+        is_of_blocks = not why and has_blocks(call.source)
     except (ShmloadError, OSError) as exc:
         raise InDoubt(str(exc)) from exc
     if why or is_of_blocks:

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
+from shmload._checkpoints.formats.known import name_alone_as_safetensors, name_as_safetensors
 from shmload._checkpoints.indexes import indexed_shards, renamed_index
-from shmload._checkpoints.weights import name_alone_as_safetensors, name_as_safetensors
 from shmload._host.descriptors import Descriptor, close, try_lock
 from shmload._host.shm import SHM_DIR, no_inodes
 from shmload._segments.names import make_view_name, view_names

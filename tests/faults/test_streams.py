@@ -13,6 +13,7 @@ import shmload
 from shmload._building.mapped import Spans
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.wanted import Wanted
 from shmload._decoding.ring import Ring, RingShape
 from shmload._devices.moves import Moves
 from shmload._devices.pinned import PinnedRing
@@ -27,7 +28,7 @@ SHAPE = RingShape(3, 64 << 10)
 
 def stream(source, device, shape=SHAPE):
     """Load a checkpoint onto a device as bfloat16, and return its tensors there."""
-    found = resolve(source, source)
+    found = resolve(Wanted(source=source), source)
     rules = {checkpoint.component: Rule(target="BF16") for checkpoint in found.checkpoints}
     with (
         Ring(shape) as ring,

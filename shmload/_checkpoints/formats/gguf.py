@@ -12,11 +12,13 @@ import itertools
 import math
 import os
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from shmload._checkpoints.dtypes import BLOCKS, GGML_TYPES, NBITS
 from shmload._checkpoints.header import Format, Header, TensorSpec, reading
 from shmload.errors import ShardMalformed, ShardTruncated
+from shmload.errors.sources import needing
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -245,6 +247,29 @@ def _check_tensors(
         raise ShardTruncated(cursor.path, data_offset + end, cursor.file_nbytes)
 
 
+def dequantiser(kind: str, path: str | os.PathLike[str]) -> Callable[[Any], Any]:
+    """Return what makes float32 of a row of blocks; imports the gguf package, which takes 0.1 s.
+
+    Args:
+        kind: ggml's name of the kind.
+        path: of the file, for errors.
+
+    Raises:
+        LibraryMissing: the package is not installed.
+        NotImplementedError: it does not dequantise the kind.
+    """
+    with needing("gguf", f"dequantising {path}", "gguf"):
+        import gguf
+    import numpy as np
+
+    try:
+        number = gguf.GGMLQuantizationType[kind]
+        gguf.dequantize(np.zeros((1, BLOCKS[kind][1]), np.uint8), number)
+    except KeyError as exc:  # an older package does not even have its name
+        raise NotImplementedError from exc
+    return lambda blocks: gguf.dequantize(blocks, number)
+
+
 def _shown(raw: bytes) -> str:
     return repr(raw[:100].decode("utf-8", "backslashreplace"))
 
@@ -257,7 +282,9 @@ GGUF = Format(
     name="GGUF",
     suffixes=(".gguf",),
     base_names={},  # a library is told the name
+    argument="gguf_file",
     can_be_linked=False,
+    has_blocks=True,
     recognises=_recognises,
     read_header=read_header,
 )

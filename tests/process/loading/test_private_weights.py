@@ -10,6 +10,7 @@ import shmload
 from shmload._building import mapped
 from shmload._building.mapped import say_what_is_private
 from shmload._checkpoints.resolve import resolve
+from shmload._checkpoints.wanted import Wanted
 from shmload._wording import format_nbytes
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
@@ -74,7 +75,7 @@ def test_models_that_were_passed_in_are_not_counted(saved, said):
 
 
 def test_reasons(saved, said):
-    found = resolve("given", saved("stable-diffusion"))
+    found = resolve(Wanted(source="given"), saved("stable-diffusion"))
     unet = tuple(each for each in found.checkpoints if each.component == "unet")
     source = msgspec.structs.replace(found, checkpoints=unet, unread=("vae",))
     names = ("unet", "vae", "prior", "passed")

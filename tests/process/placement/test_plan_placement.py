@@ -19,6 +19,7 @@ from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rule import rule_for
+from shmload._checkpoints.wanted import Wanted
 from shmload._cli.main import main
 from shmload._placement.inventory import limit_inventory
 from shmload._placement.placement import place
@@ -28,7 +29,7 @@ _MIXED = {"vae": torch.float32, "default": torch.bfloat16}
 
 
 def _components(folder, torch_dtype):
-    found = components_of(resolve(folder, folder), torch_dtype)
+    found = components_of(resolve(Wanted(source=folder), folder), torch_dtype)
     return {component.name: component for component in found}
 
 
@@ -58,7 +59,7 @@ def test_planned_sizes_agree_with_the_headers(saved, family, dtype):
     folder = saved(family)
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
     found = _components(folder, dtype)
-    for checkpoint in resolve(folder, folder).checkpoints:
+    for checkpoint in resolve(Wanted(source=folder), folder).checkpoints:
         rule = rule_for(checkpoint, dtype)
         if rule.only is None:  # otherwise the library casts the other tensors
             buffers = _unstored_nbytes(getattr(pipe, checkpoint.component))

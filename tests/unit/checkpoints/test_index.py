@@ -87,14 +87,14 @@ def changed(path, content):
 
 def refusal(root):
     with pytest.raises(ShmloadError) as caught:
-        resolve(root, root)
+        resolve(Wanted(source=root), root)
     return caught.value
 
 
 def shards_or_refusal(root):
     """Return the shards, after a check that all exist; None if the source is refused."""
     try:
-        source = resolve(root, root)
+        source = resolve(Wanted(source=root), root)
     except (CheckpointError, ArgumentError, SourceNotFound):
         return None
     shards = [shard for checkpoint in source.checkpoints for shard in checkpoint.shards]
@@ -221,7 +221,7 @@ def test_name_that_no_file_can_have_is_missing(component, name):
 def test_component_that_no_directory_can_be_is_absent(pipeline, name):
     index = json.loads((pipeline / FILES[0]).read_bytes())
     with changed(pipeline / FILES[0], index | {name: ["diffusers", "AutoencoderKL"]}):
-        source = resolve(pipeline, pipeline)
+        source = resolve(Wanted(source=pipeline), pipeline)
     assert [checkpoint.component for checkpoint in source.checkpoints] == ["vae"]
     assert not source.is_complete
 
@@ -236,7 +236,8 @@ def test_weight_map_of_what_is_no_name_is_malformed(component, name):
 
 @pytest.mark.parametrize("given", ["a" * 300, "a/" * 3000, "\0", "\ud800", "a--b", "a..b", "a."])
 def test_source_that_no_path_can_be_is_not_found(given):
-    for find in (lambda: resolve(given, Path(given)), lambda: find_source(Wanted(source=given))):
+    wanted = Wanted(source=given)
+    for find in (lambda: resolve(wanted, Path(given)), lambda: find_source(wanted)):
         with pytest.raises(SourceNotFound):
             find()
 
@@ -288,4 +289,4 @@ def test_index_of_other_weights_is_left_to_the_libraries(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     (tmp_path / "pytorch_model.bin.index.json").symlink_to("/dev/zero")
     (tmp_path / "config.json").write_text('{"architectures": ["A"]}')
-    assert resolve(tmp_path, tmp_path).checkpoints == ()
+    assert resolve(Wanted(source=tmp_path), tmp_path).checkpoints == ()

@@ -13,6 +13,7 @@ import torch
 from shmload._checkpoints.formats.pytorch import PYTORCH, read_header
 from shmload._checkpoints.formats.tensor_pickle import UnknownPickle, read_pickle
 from shmload._checkpoints.resolve import resolve
+from shmload._checkpoints.wanted import Wanted
 from shmload.errors import CheckpointError, PickleUnread, ShardTruncated, WrongFormat
 
 
@@ -188,7 +189,7 @@ def test_file_that_is_cut_short_is_not_left_to_the_libraries(tmp_path):
     with pytest.raises(
         ShardTruncated, match="its end is missing, 700000 bytes are there; download"
     ):
-        resolve(tmp_path, tmp_path)
+        resolve(Wanted(source=tmp_path), tmp_path)
 
 
 def test_archive_with_something_behind_its_end_is_left_to_the_libraries(header_of):
@@ -229,10 +230,6 @@ def test_member_that_is_said_to_be_a_folder_is_refused(header_of):
         ("archive/byteorder", b"big", "big-endian"),
         ("archive/data.pkl", b"", "damaged at byte"),
         ("archive/data.pkl", b"\x80\x04.", "protocol 4"),
-        ("archive/version", b"three", "its '/version' is no number"),
-        ("archive/.storage_alignment", b"6a", "its '/.storage_alignment' is no number"),
-        ("archive/.data/serialization_id", b"12\xff", "is no text"),
-        ("other/data/0", b"", "in several folders"),
     ],
 )
 def test_lying_member_is_refused(header_of, name, content, why):
@@ -267,7 +264,7 @@ def test_archive_of_several_parts_is_refused(header_of, record, offset):
 
 
 def test_missing_members_are_refused(header_of):
-    for name in ("archive/data.pkl", "archive/data/0", "archive/version"):
+    for name in ("archive/data.pkl", "archive/data/0"):
         members = parts({"a": torch.ones(2)})
         del members[name]
         with pytest.raises(CheckpointError):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from shmload._checkpoints.resolve import resolve, resolve_model
+from shmload._checkpoints.wanted import Hub, Wanted
 from shmload.errors import (
     ArgumentError,
     IndexMalformed,
@@ -49,9 +50,11 @@ def pipeline(tmp_path):
     return write(tmp_path / "pipeline", {"model_index.json": PIPELINE, **MODELS})
 
 
-def found(root, **kwargs):
+def found(root, variant=None, components=None, weight_name=None, passed=(), **kwargs):
     """Return the resolved source as {component: [names of shards]}."""
-    source = resolve(root, root, **kwargs)
+    hub = Hub(weight_name=weight_name)
+    wanted = Wanted(source=root, variant=variant, components=components, hub=hub)
+    source = resolve(wanted, root, {**dict.fromkeys(passed), **kwargs})
     return {c.component: [path.name for path in c.shards] for c in source.checkpoints}
 
 
@@ -60,7 +63,7 @@ def index_of(*names):
 
 
 def test_pipeline_is_its_components(pipeline):
-    source = resolve("given", pipeline)
+    source = resolve(Wanted(source="given"), pipeline)
     assert source.given == "given"
     assert source.is_pipeline
     assert source.class_name == "StableDiffusionPipeline"
@@ -97,12 +100,12 @@ def test_component_passed_in_may_be_broken(pipeline):
 def test_component_listed_as_absent_has_no_weights_even_if_it_has_files(pipeline):
     write(pipeline, {"model_index.json": PIPELINE | {"vae": [None, None]}})
     assert list(found(pipeline)) == ["text_encoder", "unet"]
-    assert "vae" in resolve(pipeline, pipeline).components
+    assert "vae" in resolve(Wanted(source=pipeline), pipeline).components
 
 
 def test_pipeline_class_in_the_repositorys_own_code_is_left_to_the_library(pipeline):
     write(pipeline, {"model_index.json": PIPELINE | {"_class_name": ["pipeline", "MyPipeline"]}})
-    assert resolve(pipeline, pipeline).class_name == ""
+    assert resolve(Wanted(source=pipeline), pipeline).class_name == ""
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc", "a/b", "..", "."])
@@ -208,7 +211,7 @@ _EMBEDS = ["learned_embeds.safetensors"]
     ],
 )
 def test_weight_files_are_those_the_libraries_choose(tmp_path, files, variant, wanted):
-    source = resolve(tmp_path, write(tmp_path, files), variant=variant)
+    source = resolve(Wanted(source=tmp_path, variant=variant), write(tmp_path, files))
     assert [[path.name for path in each.shards] for each in source.checkpoints] == (
         [wanted] if wanted else []
     )
@@ -218,26 +221,30 @@ def test_weight_files_are_those_the_libraries_choose(tmp_path, files, variant, w
 def test_file_of_a_directory_of_adapters_is_chosen_by_name(tmp_path):
     names = ["ip-adapter_sd15.safetensors", "ip-adapter-plus_sd15.safetensors", "x.safetensors"]
     write(tmp_path, dict.fromkeys(names, b""))
-    source = resolve(tmp_path, tmp_path)
+    source = resolve(Wanted(source=tmp_path), tmp_path)
     assert (source.checkpoints, source.choices) == ((), tuple(sorted(names)))
-    assert found(tmp_path, weight_names=names[:2]) == {"": sorted(names[:2])}
+    assert found(tmp_path, weight_name=names[:2]) == {"": sorted(names[:2])}
     with pytest.raises(ShardMissing, match=r"gone\.safetensors") as caught:
-        resolve(tmp_path, tmp_path, weight_names=["gone.safetensors"])
+        resolve(Wanted(source=tmp_path, hub=Hub(weight_name=["gone.safetensors"])), tmp_path)
     assert f"weight_name, does not exist; there are {', '.join(sorted(names))}" in str(caught.value)
     assert "did you mean" not in str(caught.value)
     assert "download" not in str(caught.value)
     with pytest.raises(ShardMissing, match=r"did you mean 'ip-adapter_sd15\.safetensors'\?"):
-        resolve(tmp_path, tmp_path, weight_names=["ip-adapter_sd51.safetensors"])
+        resolve(
+            Wanted(source=tmp_path, hub=Hub(weight_name=["ip-adapter_sd51.safetensors"])), tmp_path
+        )
     for name in ("../x.safetensors", "", "a/b"):
         with pytest.raises(ArgumentError, match="weight_name"):
-            resolve(tmp_path, tmp_path, weight_names=[name])
+            resolve(Wanted(source=tmp_path, hub=Hub(weight_name=[name])), tmp_path)
     with pytest.raises(ArgumentError, match="weight_name is for a directory"):
-        resolve(tmp_path, tmp_path / names[0], weight_names=["x.safetensors"])
+        resolve(
+            Wanted(source=tmp_path, hub=Hub(weight_name=["x.safetensors"])), tmp_path / names[0]
+        )
 
 
 def test_single_file_is_itself(tmp_path):
     path = write(tmp_path, {"anything.safetensors": b""}) / "anything.safetensors"
-    (checkpoint,) = resolve(path, path).checkpoints
+    (checkpoint,) = resolve(Wanted(source=path), path).checkpoints
     assert checkpoint.shards == (path,)
     assert checkpoint.class_name == ""
 
@@ -254,7 +261,7 @@ def test_single_file_is_itself(tmp_path):
 )
 def test_component_alone_says_its_class(tmp_path, config, library, class_name):
     write(tmp_path, {"config.json": config, f"{_T}.safetensors": b""})
-    (checkpoint,) = resolve(tmp_path, tmp_path).checkpoints
+    (checkpoint,) = resolve(Wanted(source=tmp_path), tmp_path).checkpoints
     assert (checkpoint.library, checkpoint.class_name) == (library, class_name)
 
 
@@ -262,7 +269,7 @@ def test_component_alone_says_its_class(tmp_path, config, library, class_name):
 def test_class_that_is_no_name_is_unknown_or_malformed(tmp_path, architectures):
     write(tmp_path, {"config.json": {"architectures": architectures}, f"{_T}.safetensors": b""})
     try:
-        (checkpoint,) = resolve(tmp_path, tmp_path).checkpoints
+        (checkpoint,) = resolve(Wanted(source=tmp_path), tmp_path).checkpoints
     except IndexMalformed:
         return
     assert checkpoint.class_name in ("", "CLIPTextModel")
@@ -304,7 +311,7 @@ def test_index_may_name_shards_in_a_folder_below(tmp_path, library):
     config = {"architectures": ["CLIPTextModel"]} if library else {}
     names = ("parts/a/1.safetensors", "./2.safetensors")
     write(tmp_path, {**content, _INDEX: index_of(*names), "config.json": config})
-    (checkpoint,) = resolve(str(tmp_path), tmp_path).checkpoints
+    (checkpoint,) = resolve(Wanted(source=str(tmp_path)), tmp_path).checkpoints
     assert checkpoint.shards == (tmp_path / "2.safetensors", tmp_path / "parts/a/1.safetensors")
 
 
@@ -316,8 +323,8 @@ def test_index_that_names_files_elsewhere_is_left_to_transformers(tmp_path, name
     for config in ("{}", '{"architectures": ["CLIPTextModel"]}'):
         (folder / "config.json").write_text(config)
         with pytest.raises(IndexMalformed, match=r"outside its own directory; move its shards"):
-            resolve(str(folder), folder)
-    assert resolve_model(str(folder), folder).checkpoints == ()
+            resolve(Wanted(source=str(folder)), folder)
+    assert resolve_model(Wanted(source=str(folder)), folder).checkpoints == ()
 
 
 def test_link_to_a_shard_elsewhere_is_fine(pipeline):
@@ -362,6 +369,6 @@ def test_weight_map_that_is_none_is_refused(pipeline, weight_map):
 def test_nothing_there_is_not_found(tmp_path):
     for path in (tmp_path / "nothing", Path("/dev/null")):
         with pytest.raises(SourceNotFound):
-            resolve(path, path)
+            resolve(Wanted(source=path), path)
     with pytest.raises(SourceNotFound, match=r"without model_index\.json"):
-        resolve(tmp_path, tmp_path)
+        resolve(Wanted(source=tmp_path), tmp_path)
