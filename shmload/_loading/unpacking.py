@@ -10,13 +10,10 @@ from collections.abc import Callable
 import msgspec
 
 from shmload._checkpoints.formats import safetensors
-from shmload._checkpoints.formats.pytorch import wish_for
 from shmload._checkpoints.formats.unpickled import (
     Answer,
-    Failed,
     Lost,
-    Refused,
-    Unpickled,
+    Wish,
     unpickle,
 )
 from shmload._checkpoints.header import Header
@@ -62,8 +59,7 @@ def unpack(
         answer = _ask(path, fd, target_fd, go_on)
         if not is_unchanged(source, os.fstat(fd)):
             raise ShardChanged(path)
-        if not isinstance(answer, Unpickled):
-            raise _error_of(path, source.st_size, answer)
+        _require_success(path, source.st_size, answer)
         header = safetensors.read_header(target_fd, path)
         if msgspec.structs.replace(header, metadata=None, is_unpickled=True) != planned:
             raise WorkerFailed(f"{path} was unpickled to other tensors than before; load it again")
@@ -78,7 +74,7 @@ def _ask(path: _Path, fd: int, target_fd: int, go_on: Callable[[], None]) -> Ans
     for attempt in range(1, _ATTEMPTS + 1):
         os.ftruncate(target_fd, 0)
         try:
-            return unpickle(fd, target_fd, wish_for(path), has_data=True, go_on=go_on)
+            return unpickle(fd, target_fd, Wish.of(path), has_data=True, go_on=go_on)
         except Lost as exc:
             if exc.lacked_memory:
                 raise no_memory(path) from exc
@@ -97,13 +93,12 @@ def _error_of_loss(path: _Path, loss: Lost) -> ShmloadError:
     return WorkerDied(path, loss.how) if loss.how else WorkerStalled(path, loss.timeout_s)
 
 
-def _error_of(path: _Path, nbytes: int, answer: Refused | Failed) -> ShmloadError:
-    match answer:
-        case Refused(why):  # what its header did not tell, such as an end that is missing
-            return PickleUnread(path, nbytes, why)
-        case Failed(detail, lacks_memory):
-            if lacks_memory:
-                return no_memory(path)
-            error = WorkerFailed(f"a worker failed while it unpickled {path}; please report this")
-            error.add_note(detail)
-            return error
+def _require_success(path: _Path, nbytes: int, answer: Answer) -> None:
+    if answer.refusal:  # what its header did not tell, such as an end that is missing
+        raise PickleUnread(path, nbytes, answer.refusal)
+    if answer.lacks_memory:
+        raise no_memory(path)
+    if answer.failure:
+        error = WorkerFailed(f"a worker failed while it unpickled {path}; please report this")
+        error.add_note(answer.failure)
+        raise error

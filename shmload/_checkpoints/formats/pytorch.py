@@ -19,7 +19,13 @@ from shmload._checkpoints.formats.tensor_pickle import (
     read_pickle,
     shorten,
 )
-from shmload._checkpoints.formats.unpickled import Outcome, Wish, header_by_torch
+from shmload._checkpoints.formats.unpickled import (
+    BASE_NAMES,
+    OF_ONE_MODEL,
+    Outcome,
+    Wish,
+    header_by_torch,
+)
 from shmload._checkpoints.formats.zip_archive import (
     BadArchive,
     CutShort,
@@ -38,15 +44,9 @@ _MOST_TIMES = 4
 _ALWAYS_NBYTES = 64 << 20
 _PICKLE = "/data.pkl"
 _BYTE_ORDER = "/byteorder"
-_VERSIONS = ("/.data/version", "/version")
-_IDENTITY = "/.data/serialization_id"
-_NUMBERS = ("/.format_version", "/.storage_alignment")
 # Of a zip archive's first local header.
 _NAME_NBYTES = slice(26, 28)
 _NAME_BEGIN = 30
-_OF_ONE_MODEL = ".bin"
-# diffusers.utils.WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME
-_BASE_NAMES = {"diffusers": "diffusion_pytorch_model", "transformers": "pytorch_model"}
 # How a file of the older form begins: torch.serialization.MAGIC_NUMBER, pickled.
 _OLDER_HEAD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -68,7 +68,7 @@ def read_header(fd: int, path: str | os.PathLike[str], *, may_ask_torch: bool = 
     """
     with reading(path):
         found = Fingerprint.of(os.fstat(fd))
-        wish = wish_for(path)
+        wish = Wish.of(path)
         try:
             header = _read_kept(_File(fd, found, wish.may_be_nested))
         except CutShort:
@@ -98,18 +98,6 @@ def _require_in_proportion(header: Header, path: str | os.PathLike[str], nbytes:
         apart = format_nbytes(header.data_nbytes)
         raise PickleUnread(path, nbytes, f"its tensors share bytes, and take {apart} apart")
     return header
-
-
-def wish_for(path: str | os.PathLike[str]) -> Wish:
-    """Return what the library that loads a file would take of it, by the file's name."""
-    name = os.path.basename(os.fspath(path))
-    return Wish(
-        may_be_nested=not name.endswith(_OF_ONE_MODEL),
-        # transformers builds models with the strides that it finds, and diffusers with those that
-        # torch calls contiguous. Safetensors have none.
-        may_be_strided=not name.startswith(_BASE_NAMES["transformers"]),
-        may_be_odd=not name.startswith(tuple(_BASE_NAMES.values())),
-    )
 
 
 def _may_know_more(fd: int, refusal: Exception) -> bool:
@@ -146,28 +134,7 @@ def _read_kept(file: _File) -> Header:
     pickle = read_pickle(os.pread(file.fd, pickled.nbytes, pickled.begin))
     found = find_tensors(pickle, StoredTensor, may_be_nested=file.may_be_nested)
     tensors = tuple(_place(name, tensor, folder, members) for name, tensor in found.items())
-    _require_records(file.fd, folder, members)
     return Header(tensors=tensors, metadata=None, data_offset=0)
-
-
-def _require_records(fd: int, folder: str, members: dict[str, Member]) -> None:
-    """Refuse an archive that torch refuses, for what it has beside pickle and storages.
-
-    Raises:
-        NoTensors: it has no version, other bytes in the place of a number or text, or members in
-            several folders.
-    """
-    if not any(folder + each in members for each in _VERSIONS):
-        raise NoTensors("it has no version")
-    for each in (*_VERSIONS, *_NUMBERS):
-        member = members.get(folder + each)
-        if member and not os.pread(fd, min(member.nbytes, 16), member.begin).strip().isdigit():
-            raise NoTensors(f"its {each!r} is no number")
-    identity = members.get(folder + _IDENTITY)
-    if identity and not os.pread(fd, min(identity.nbytes, 4096), identity.begin).isascii():
-        raise NoTensors(f"its {_IDENTITY!r} is no text")
-    if not all(name.startswith(f"{folder}/") for name in members):
-        raise NoTensors("its members are in several folders")
 
 
 def _place(name: str, tensor: StoredTensor, folder: str, members: dict[str, Member]) -> TensorSpec:
@@ -185,8 +152,8 @@ def _recognises(head: bytes) -> bool:
 
 PYTORCH = Format(
     name="PyTorch",
-    suffixes=(_OF_ONE_MODEL, ".pt", ".pth", ".ckpt"),
-    base_names=_BASE_NAMES,
+    suffixes=(OF_ONE_MODEL, ".pt", ".pth", ".ckpt"),
+    base_names=BASE_NAMES,
     use_safetensors=False,
     can_be_linked=False,
     may_be_unread=True,

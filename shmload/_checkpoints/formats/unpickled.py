@@ -2,7 +2,7 @@
 
     this process                          shmload.workers.unpickle
         |  Unpickle + two descriptors ->      |     the file, and the one to write
-        |  <- Unpickled | Refused | Failed    |     the only answer
+        |  <- Answer                          |     the only one
         |  (end of file)                      |     the process leaves
 
 The answer's file is one of safetensors: its header, and the tensors' bytes if they were asked for.
@@ -15,19 +15,20 @@ however the call ends, and with this process. Every wait has a deadline.
 
 import contextlib
 import functools
+import math
 import os
 import re
 import select
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 
 from shmload._checkpoints.formats import safetensors
 from shmload._checkpoints.header import Header
-from shmload._checkpoints.identity import Identity, identify
+from shmload._checkpoints.identity import identify
 from shmload._host.descriptors import Lock
 from shmload._host.limits import says_no_memory
 from shmload._host.memo import Memo
@@ -39,6 +40,12 @@ from shmload.errors import ProtocolError, ShmloadError
 
 MAX_WHY: Final = 400
 """Letters of a reason that is passed on."""
+
+OF_ONE_MODEL: Final = ".bin"
+"""The suffix of a file that has one model alone."""
+# diffusers.utils.WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME
+BASE_NAMES: Final = {"diffusers": "diffusion_pytorch_model", "transformers": "pytorch_model"}
+"""What the libraries call a model's weights, suffix aside."""
 
 _ARCHIVE = b"PK\3\4"
 _MODULE = "shmload.workers.unpickle"
@@ -59,6 +66,18 @@ class Wish(msgspec.Struct, frozen=True):
     may_be_odd: bool
     """Dimensions of one element may have any strides, which libraries keep."""
 
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Self:
+        """Return what the library that loads a file would take of it, by the file's name."""
+        name = os.path.basename(os.fspath(path))
+        return cls(
+            may_be_nested=not name.endswith(OF_ONE_MODEL),
+            # transformers builds models with the strides that it finds, and diffusers with those
+            # that torch calls contiguous. Safetensors have none.
+            may_be_strided=not name.startswith(BASE_NAMES["transformers"]),
+            may_be_odd=not name.startswith(tuple(BASE_NAMES.values())),
+        )
+
 
 class Unpickle(msgspec.Struct, frozen=True, tag=True):
     """Unpickle the first file that comes with this message, and write the second."""
@@ -68,24 +87,16 @@ class Unpickle(msgspec.Struct, frozen=True, tag=True):
     """Write the tensors' bytes, too. If not, the file gets its length and they are a hole."""
 
 
-class Unpickled(msgspec.Struct, frozen=True, tag=True):
-    """The file is written."""
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of a file; without a reason the second one is written."""
 
+    refusal: str = ""
+    """Why torch refuses it, or what it has that has no place in safetensors."""
+    failure: str = ""
+    """Why the process failed; the file may be as good as any."""
+    lacks_memory: bool = False
+    """Whether that was for want of memory."""
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """torch refuses the file, or it has something that has no place in safetensors."""
-
-    why: str
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The process failed; the file may be as good as any."""
-
-    detail: str
-    lacks_memory: bool
-
-
-Answer = Unpickled | Refused | Failed
 
 read_unpickle = MessageReader[Unpickle](Unpickle, "a load")
 _read_answer = MessageReader[Answer](Answer, "the process that unpickles")
@@ -184,9 +195,8 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why it was refused."""
 
 
-# By the key of the memo that would remember them.
-_failed: dict[str, tuple[str, float]] = {}
-_unwritten: dict[str, Outcome] = {}
+# What could not be remembered: by the key of the memo, with the time until which it is believed.
+_untold: dict[str, tuple[Outcome, float]] = {}
 
 
 def header_by_torch(fd: int, path: str | os.PathLike[str], wish: Wish) -> Outcome:
@@ -207,35 +217,26 @@ def header_by_torch(fd: int, path: str | os.PathLike[str], wish: Wish) -> Outcom
         since = ".".join(map(str, _SAFE_SINCE))
         return Outcome(why=f"torch {since} or later is needed to unpickle it without a risk")
     identity = identify(path, os.fstat(fd))
-    memo = _memo(identity, wish)
-    return _recall(memo) or _ask(fd, path, wish, identity, memo)
-
-
-def _ask(
-    fd: int,
-    path: str | os.PathLike[str],
-    wish: Wish,
-    identity: Identity,
-    memo: Memo[Outcome],
-) -> Outcome:
-    why, at = _failed.get(memo.key, ("", 0.0))
-    if why and time.monotonic() < at + _ASK_AGAIN_S:
-        return Outcome(why=why)
+    memo = Memo("unpickled", Outcome, (_VERSION, identity.key, torch_version(), wish))
+    if outcome := _recall(memo):
+        return outcome
+    until = math.inf
     try:
         with _turn(memo, fd):
-            outcome = _recall(memo)  # another process has just asked
-            if outcome:
-                return outcome
-            outcome = _describe(fd, path, wish)
+            # Another process may have just asked.
+            outcome = _recall(memo) or _describe(fd, path, wish)
+        if identify(path, os.fstat(fd)).key != identity.key:
+            return Outcome(why="it changed while it was unpickled")
     except (Lost, _ProcessFailed, ProtocolError, OSError) as exc:
-        _failed[memo.key] = (str(exc), time.monotonic())
-        return Outcome(why=str(exc))
-    if identify(path, os.fstat(fd)).key != identity.key:
-        return Outcome(why="it changed while it was unpickled")
-    _failed.pop(memo.key, None)
-    if not memo.write(outcome):
-        _unwritten[memo.key] = outcome
+        outcome, until = Outcome(why=str(exc)), time.monotonic() + _ASK_AGAIN_S
+    if until < math.inf or not memo.write(outcome):
+        _untold[memo.key] = outcome, until
     return outcome
+
+
+def _recall(memo: Memo[Outcome]) -> Outcome | None:
+    outcome, until = _untold.get(memo.key, (None, 0.0))
+    return memo.read() or (outcome if time.monotonic() < until else None)
 
 
 class _ProcessFailed(Exception):
@@ -266,11 +267,11 @@ def _turn(memo: Memo[Outcome], fd: int) -> Iterator[None]:
 def _describe(fd: int, path: str | os.PathLike[str], wish: Wish) -> Outcome:
     target_fd = os.memfd_create("shmload-header", os.MFD_CLOEXEC)
     try:
-        match unpickle(fd, target_fd, wish, has_data=False):
-            case Refused(why):
-                return Outcome(why=why)
-            case Failed(detail):
-                raise _ProcessFailed(f"the process that unpickles it failed: {detail}")
+        answer = unpickle(fd, target_fd, wish, has_data=False)
+        if answer.refusal:
+            return Outcome(why=answer.refusal)
+        if answer.failure:
+            raise _ProcessFailed(f"the process that unpickles it failed: {answer.failure}")
         try:
             header = safetensors.read_header(target_fd, path)
         except ShmloadError as exc:
@@ -278,14 +279,6 @@ def _describe(fd: int, path: str | os.PathLike[str], wish: Wish) -> Outcome:
     finally:
         os.close(target_fd)
     return Outcome(msgspec.structs.replace(header, metadata=None, is_unpickled=True))
-
-
-def _memo(identity: Identity, wish: Wish) -> Memo[Outcome]:
-    return Memo("unpickled", Outcome, (_VERSION, identity.key, torch_version(), wish))
-
-
-def _recall(memo: Memo[Outcome]) -> Outcome | None:
-    return memo.read() or _unwritten.get(memo.key)
 
 
 @functools.cache

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shmload._checkpoints.formats import safetensors
-from shmload._checkpoints.formats.unpickled import Failed, Refused, Unpickle, Unpickled, Wish
+from shmload._checkpoints.formats.unpickled import Answer, Unpickle, Wish
 from shmload._loading.state_dict import wrap
-from shmload.workers import tensors as program
-from shmload.workers.tensors import unpickle_to
+from shmload.workers import unpickle as program
+from shmload.workers.unpickle import unpickle_to
 
 _ANY = Wish(may_be_nested=True, may_be_strided=True, may_be_odd=True)
 _FORMS = [True, False]
@@ -71,7 +71,7 @@ def test_every_tensor_has_the_bytes_of_torch(answer_to, target, tmp_path, is_arc
     if is_archive:  # torch itself reads no others in the older form
         tensors["float8"] = base.to(torch.float8_e4m3fn).t()
         tensors["unsigned"] = base.nan_to_num().to(torch.uint16).t()
-    assert answer_to(tensors, is_archive=is_archive) == Unpickled()
+    assert answer_to(tensors, is_archive=is_archive) == Answer()
     found = wrap(target, "found")
     wanted = torch.load(tmp_path / "model.pt", weights_only=True)
     assert found.keys() == wanted.keys()
@@ -81,24 +81,26 @@ def test_every_tensor_has_the_bytes_of_torch(answer_to, target, tmp_path, is_arc
 
 def test_header_alone_has_the_length_of_all(answer_to, target):
     tensors = {"a": torch.ones(1 << 20), "b": torch.ones(3, 5).t()}
-    assert answer_to(tensors, has_data=False) == Unpickled()
+    assert answer_to(tensors, has_data=False) == Answer()
     header = safetensors.read_header(target, "found")
     assert [each.shape for each in header.tensors] == [(1 << 20,), (5, 3)]
     assert os.fstat(target).st_blocks * 512 < 1 << 16
-    assert answer_to(tensors) == Unpickled()
+    assert answer_to(tensors) == Answer()
     assert safetensors.read_header(target, "found") == header
 
 
 def test_state_dict_in_a_file_is_found_where_diffusers_finds_it(answer_to, target):
     nested = {"epoch": 3, "state_dict": {"a": torch.ones(2, 3).t()}}
-    assert answer_to(nested, is_archive=False) == Unpickled()
+    assert answer_to(nested, is_archive=False) == Answer()
     assert wrap(target, "found").keys() == {"a"}
     adapter = {"image_proj": {"a": torch.ones(2)}, "ip_adapter": {"1.b": torch.ones(3)}}
     os.ftruncate(target, 0)
-    assert answer_to(adapter, is_archive=False) == Unpickled()
+    assert answer_to(adapter, is_archive=False) == Answer()
     assert wrap(target, "found").keys() == {"image_proj.a", "ip_adapter.1.b"}
     of_model = Wish(may_be_nested=False, may_be_strided=True, may_be_odd=False)
-    assert answer_to(nested, wish=of_model) == Refused("its 'epoch' is no tensor with a name")
+    assert answer_to(nested, wish=of_model) == Answer(
+        refusal="its 'epoch' is no tensor with a name"
+    )
 
 
 class _Calls:
@@ -148,29 +150,29 @@ def test_what_is_no_tensor_of_plain_bytes_is_refused(
     answer_to, target, capfd, is_archive, content, why
 ):
     answer = answer_to({"a": content}, is_archive=is_archive)
-    assert isinstance(answer, Refused)
-    assert why in answer.why
+    assert answer.refusal
+    assert why in answer.refusal
     assert os.fstat(target).st_size == 0
     assert "called" not in capfd.readouterr().out
 
 
 def test_transposed_tensor_of_transformers_is_refused(answer_to):
     wish = Wish(may_be_nested=False, may_be_strided=False, may_be_odd=False)
-    assert answer_to({"a": torch.ones(2, 3)}, wish=wish, is_archive=False) == Unpickled()
+    assert answer_to({"a": torch.ones(2, 3)}, wish=wish, is_archive=False) == Answer()
     answer = answer_to({"a": torch.ones(2, 3).t()}, wish=wish)
-    assert answer == Refused("its 'a' is transposed, and transformers keeps it so")
+    assert answer == Answer(refusal="its 'a' is transposed, and transformers keeps it so")
     odd = torch.ones(1, 1, 2, 2).to(memory_format=torch.channels_last)
     assert odd.is_contiguous()
-    assert answer_to({"a": odd}, is_archive=False) == Unpickled()
+    assert answer_to({"a": odd}, is_archive=False) == Answer()
     answer = answer_to({"a": odd}, wish=wish, is_archive=False)
-    assert answer == Refused("its 'a' has odd strides, and the libraries keep them")
+    assert answer == Answer(refusal="its 'a' has odd strides, and the libraries keep them")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x02.", b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF"])
 def test_damaged_file_is_refused(answer_to, content):
     answer = answer_to(content)
-    assert isinstance(answer, Refused)
-    assert answer.why.startswith("torch refuses it: ")
+    assert answer.refusal
+    assert answer.refusal.startswith("torch refuses it: ")
 
 
 def test_file_of_the_older_form_is_whole_or_refused(answer_to, tmp_path, target):
@@ -178,7 +180,7 @@ def test_file_of_the_older_form_is_whole_or_refused(answer_to, tmp_path, target)
     tensors = {"a": plain.t(), "tied": plain, "b": torch.ones(7), "empty": torch.empty(0)}
     kept = {"state_dict": tensors, "optimizer": [{"moments": (torch.ones(5),)}]}
     for each in ({}, tensors, kept):
-        assert answer_to(each, is_archive=False, has_data=False) == Unpickled()
+        assert answer_to(each, is_archive=False, has_data=False) == Answer()
     content = (tmp_path / "model.pt").read_bytes()
     ours = str(tensors["b"].untyped_storage()._cdata).encode()
     assert content.count(ours) == 2  # where it is used, and in the list of what follows
@@ -186,25 +188,23 @@ def test_file_of_the_older_form_is_whole_or_refused(answer_to, tmp_path, target)
     tied = content.replace(ours, str(plain.untyped_storage()._cdata).encode(), 1)
     for damaged in (content[:-1], content + b"more", tied):
         answer = answer_to(damaged, has_data=False)
-        assert isinstance(answer, Refused)
-        assert "bytes of tensors" in answer.why
+        assert "bytes of tensors" in answer.refusal
     answer = answer_to(other)  # which only the list tells
-    assert isinstance(answer, Refused)
-    assert "not found" in answer.why
+    assert "not found" in answer.refusal
     answer = answer_to(content + b"more")
-    assert answer == Refused("4 bytes of tensors are there, and not 0")
+    assert answer == Answer(refusal="4 bytes of tensors are there, and not 0")
 
 
 def test_torch_that_cannot_skip_data_reads_it(answer_to, monkeypatch, target):
     monkeypatch.setattr(program, "_skip_data", contextlib.nullcontext)
-    assert answer_to({"a": torch.ones(3, 2).t()}, is_archive=False, has_data=False) == Unpickled()
+    assert answer_to({"a": torch.ones(3, 2).t()}, is_archive=False, has_data=False) == Answer()
     assert safetensors.read_header(target, "found").tensors[0].shape == (2, 3)
 
 
 def test_memory_that_runs_out_is_said(answer_to, monkeypatch):
     monkeypatch.setattr(torch, "load", _raise_memory_error)
     answer = answer_to({"a": torch.ones(2)})
-    assert isinstance(answer, Failed)
+    assert answer.failure
     assert answer.lacks_memory
 
 
