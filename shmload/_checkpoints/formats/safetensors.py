@@ -6,8 +6,6 @@ length, whatever it says. The format is the one of github.com/huggingface/safete
 little-endian length, that many bytes of JSON, then the tensors' bytes.
 """
 
-import contextlib
-import functools
 import json
 import math
 import os
@@ -25,9 +23,8 @@ from shmload.errors import ShardMalformed, ShardTruncated
 MAX_HEADER_NBYTES = 100_000_000
 """Size of the largest header that is read, in bytes."""
 _LENGTH_NBYTES = 8
-_MAX_KEPT_NBYTES = 128 << 10
-# Larger headers by their bytes, for as long as somebody else keeps them.
-_LARGE: "weakref.WeakValueDictionary[bytes, Header]" = weakref.WeakValueDictionary()
+# By their bytes, for as long as somebody else keeps them.
+_kept: "weakref.WeakValueDictionary[bytes, Header]" = weakref.WeakValueDictionary()
 _MAX_RANK = 64
 _MAX_COUNT = 1 << 59
 
@@ -75,25 +72,16 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
 def parse_header(raw: bytes, path: str | os.PathLike[str]) -> Header:
     """Check the JSON part of a header.
 
-    A load meets the header of a segment twice. So the last few small ones are kept, and a large
-    one is found again while anybody keeps it.
+    A load meets the header of a segment twice. So one is found again while anybody keeps it.
 
     Raises:
         ShardMalformed: it breaks the format, repeats a key, or describes overlapping bytes or
         holes.
     """
-    if len(raw) <= _MAX_KEPT_NBYTES:
-        with contextlib.suppress(ShardMalformed):  # which would not name this path
-            return _parse_kept(raw)
-    header = _LARGE.get(raw)
+    header = _kept.get(raw)
     if header is None:
-        _LARGE[raw] = header = _parse(raw, path)
+        _kept[raw] = header = _parse(raw, path)
     return header
-
-
-@functools.lru_cache(maxsize=8)
-def _parse_kept(raw: bytes) -> Header:
-    return _parse(raw, "")
 
 
 def _parse(raw: bytes, path: str | os.PathLike[str]) -> Header:

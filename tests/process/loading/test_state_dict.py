@@ -326,7 +326,6 @@ def test_attach_parses_each_header_once_and_plans_no_layout(tmp_path, evicts, mo
 
     monkeypatch.setattr(plan, "lay_out", noted(plan.lay_out))
     monkeypatch.setattr(safetensors_format, "_parse", noted(safetensors_format._parse))
-    safetensors_format._parse_kept.cache_clear()
     again = shmload.load_state_dict(path, keep=True)
     assert again["layer.1999"] == 1999
     assert calls == ["_parse", "_parse"]  # the shard's and the segment's
