@@ -15,7 +15,7 @@ from shmload._checkpoints.rule import RAW, Rule
 from shmload._segments.layout import lay_out
 from shmload._segments.metadata import make_metadata
 from shmload.errors import KindNotDequantised, LibraryMissing
-from shmload.workers.convert import Dequantiser
+from shmload.workers.convert import make_converter
 from shmload.workers.fill import Filler
 from shmload.workers.reader import Source
 
@@ -27,7 +27,7 @@ _SHAPE = (5, 512)
 def convert(kind, blocks, dtype):
     target = bytearray(_SHAPE[0] * _SHAPE[1] * dtype.itemsize)
     count = blocks.size // BLOCKS[kind][1]
-    Dequantiser(kind, parse_dtype(dtype)).convert(blocks.data.cast("B"), memoryview(target), count)
+    make_converter(kind, parse_dtype(dtype), 0)(blocks.data.cast("B"), memoryview(target), count)
     return torch.frombuffer(target, dtype=dtype).view(_SHAPE)
 
 
