@@ -15,8 +15,7 @@ from shmload._cli.output import as_json_option, print_json, say
 from shmload._cli.source_list import ListedSource, read_list
 from shmload._cli.sources import as_arguments, complete_paths, given, source_options
 from shmload._cli.warming import Outcome, by_size, warm_all
-from shmload._segments.protection import settle_leftovers
-from shmload._segments.standing_views import ViewDirectory
+from shmload._segments.standing_views import ViewDirectory, settle_leftovers
 from shmload._settings import parse_keep_for
 from shmload._templates import look, notes
 from shmload._templates.messages import Noted

@@ -29,7 +29,6 @@ from shmload._segments.eviction import Evicted, group_evicted
 from shmload._segments.listing import segments_by_lock
 from shmload._segments.messages import LentPath, repair_errors, repaired_messages
 from shmload._segments.pins import move_pins
-from shmload._segments.protection import note_pins
 from shmload._segments.segment import Stay
 from shmload._segments.view import View
 from shmload._settings import parse_keep_for
@@ -168,8 +167,6 @@ def warm(
         for segment in held:
             if pin:
                 segment.pin()
-        if pin:
-            note_pins((segment.name for segment in held), are_pinned=True)
         for segment in held:
             if keep_for_s is not None and not segment.keep_for(keep_for_s):
                 logger.warning(

@@ -19,9 +19,16 @@ from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import find_with_rules, require_read
 from shmload._loading.view_layout import ViewLayout, lay_out_view
-from shmload._segments.protection import adopt, forget, protect, protect_again, settle
 from shmload._segments.segment import Stay
-from shmload._segments.standing_views import ViewDirectory, describe_view, known_view
+from shmload._segments.standing_views import (
+    ViewDirectory,
+    adopt,
+    describe_view,
+    known_view,
+    protect,
+    release,
+    settle,
+)
 from shmload._segments.view_folder import (
     is_intact,
     put_in_place,
@@ -171,7 +178,7 @@ def _stand(entry: ViewEntry, arguments: ViewArguments, layout: ViewLayout, load:
         == (arguments, layout.links, stamps)
         and is_intact(standing)
     ):
-        protect_again(entry, held)
+        protect(entry, held)  # again: a restart has emptied /dev/shm
         return
     record = ViewRecord(
         directory=entry.directory,
@@ -184,7 +191,7 @@ def _stand(entry: ViewEntry, arguments: ViewArguments, layout: ViewLayout, load:
         copies=stamps,
     )
     staging = staging_for(entry.directory)
-    protect(record, staging, held)
+    protect(msgspec.structs.replace(entry, pending=record, staging=staging), held)
     stage(staging, record, layout.copies)
     put_in_place(staging, entry.directory)
 
@@ -213,7 +220,7 @@ def _forget_moved(old: str, new: str) -> None:
         entry = settle(old)
         if entry.standing and not read_marker(old):
             logger.warning("%s was moved to %s", old, new)
-            forget(entry)
+            release(entry, ViewEntry(directory=old))
 
 
 def _require_same(entry: ViewEntry, arguments: ViewArguments) -> None:

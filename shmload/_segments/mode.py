@@ -3,6 +3,7 @@
 0400    resident: until it is evicted
 0500    shared: its name is removed with its last lease
 01400   pinned: resident, and never evicted to make room, nor because it is idle
+01500   pinned for view directories alone: it loses the pin with the last one that needs it
 
 Guarantee: a complete segment's mode is changed by one process at a time, and as a whole. So no
 change is lost. A process that is killed while it publishes a segment, or writes into its header,
@@ -24,6 +25,7 @@ from shmload.errors import SegmentTimeout
 READ_ONLY = 0o400
 SHARED = stat.S_IXUSR
 PINNED = stat.S_ISVTX
+FOR_VIEWS = PINNED | SHARED
 
 _POLL_S = 0.005
 # A change takes microseconds: only a process that was stopped in the middle takes longer.
@@ -32,7 +34,7 @@ _TIMEOUT_S = 10.0
 
 def is_shared(found: os.stat_result) -> bool:
     """Tell whether a segment's name is removed with its last lease."""
-    return bool(found.st_mode & SHARED)
+    return found.st_mode & FOR_VIEWS == SHARED
 
 
 def is_pinned(found: os.stat_result) -> bool:
@@ -40,12 +42,17 @@ def is_pinned(found: os.stat_result) -> bool:
     return bool(found.st_mode & PINNED)
 
 
+def is_for_views(found: os.stat_result) -> bool:
+    """Tell whether a segment is pinned for view directories, and not by the user."""
+    return found.st_mode & FOR_VIEWS == FOR_VIEWS
+
+
 @contextlib.contextmanager
-def changing_mode(segment: str) -> Iterator[None]:
+def changing_mode(what: str) -> Iterator[None]:
     """Be the one process that may change modes, inside the block.
 
     Args:
-        segment: name of the segment whose mode changes, for the error.
+        what: the segment whose mode changes, or the view directory that needs it, for the error.
 
     Raises:
         SegmentTimeout: another process is in the middle of a change for 10 s.
@@ -58,7 +65,7 @@ def changing_mode(segment: str) -> Iterator[None]:
                 yield
                 return
         if time.monotonic() >= deadline:
-            raise SegmentTimeout(segment, _TIMEOUT_S, "pinned or given a time to stay")
+            raise SegmentTimeout(what, _TIMEOUT_S, "pinned or given a time to stay")
         time.sleep(_POLL_S)
 
 

@@ -5,6 +5,7 @@ shmload-UID-KEY.part        its part, while the segment is being built
 shmload-UID-KEY.RANDOM.part a part that is about to replace that one
 shmload-UID-room.part       empty; locked by the load that looks for room in SHMLOAD_BUDGET
 shmload-UID-mode.part       empty; locked by the process that changes a segment's mode
+shmload-UID-stand-KEY.part  empty; locked by the process that changes a view directory
 shmload-UID-view-RANDOM     a view: a directory that looks like a checkpoint
 """
 
@@ -64,6 +65,11 @@ def room_lock_name() -> str:
 def mode_lock_name() -> str:
     """Return the name whose lock is held by the process that changes a segment's mode."""
     return f"{name_prefix()}mode{_PART_SUFFIX}"
+
+
+def view_lock_name(key: str) -> str:
+    """Return the name whose lock is held by the process that changes a view directory."""
+    return f"{name_prefix()}stand-{key}{_PART_SUFFIX}"
 
 
 def make_view_name() -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from shmload._segments.listing import SegmentInfo, Segments, segments_by_lock
-from shmload._segments.protection import note_pins
 from shmload._segments.removal import give_back
 from shmload._segments.segment import Segment, attach
 from shmload._segments.selection import select
@@ -33,9 +32,7 @@ def pin(*patterns: str | os.PathLike[str]) -> Segments:
         SegmentNotFound: a pattern matches nothing; `warm(pin=True)` decodes and pins a source.
         AmbiguousName: a pattern is a part of several models' names.
     """
-    pinned = _change(select(_some(patterns, "pin")), Segment.pin, is_pinned=True)
-    note_pins((info.name for info in pinned), are_pinned=True)
-    return pinned
+    return _change(select(_some(patterns, "pin")), Segment.pin, is_pinned=True)
 
 
 def unpin(*patterns: str | os.PathLike[str]) -> Segments:
@@ -55,14 +52,13 @@ def unpin(*patterns: str | os.PathLike[str]) -> Segments:
         SegmentNotFound, AmbiguousName: as `pin`.
         SegmentProtected: some stay pinned for a view directory; the others are unpinned.
     """
-    chosen = select(_some(patterns, "unpin"))
-    protected = note_pins((info.name for info in chosen), are_pinned=False)
-    unpinned = _change(
-        (info for info in chosen if info.name not in protected), Segment.unpin, is_pinned=False
-    )
+    unpinned = _change(select(_some(patterns, "unpin")), Segment.unpin, is_pinned=False)
+    views = views_by_segment()
+    protected = sorted(info.name for info in unpinned if info.name in views)
     if protected:
-        directories = sorted({each for several in protected.values() for each in several})
-        raise SegmentProtected(sorted(protected), directories)
+        raise SegmentProtected(
+            protected, sorted({each for name in protected for each in views[name]})
+        )
     return unpinned
 
 

@@ -26,14 +26,17 @@ from shmload._segments.metadata import (
     write_keep_for,
 )
 from shmload._segments.mode import (
+    FOR_VIEWS,
     PINNED,
     READ_ONLY,
     changing_mode,
     end_writing,
+    is_for_views,
     is_pinned,
     is_shared,
     overwrite,
 )
+from shmload._segments.view_register import views_by_segment
 from shmload.errors import SegmentCorrupt, ShmloadError, WrongFormat
 
 _BEGIN_NBYTES = 64
@@ -99,25 +102,41 @@ class Segment(Descriptor):
                 if self.is_shared:
                     os.fchmod(self.fd, READ_ONLY)
 
-    def pin(self) -> None:
+    def pin(self, *, for_views: bool = False) -> None:
         """Make it resident; it is never evicted to make room, nor because it is idle.
+
+        Args:
+            for_views: a view directory needs it; a pin of the user's stays the user's.
 
         Raises:
             SegmentTimeout, SharedMemoryFull: as `changing_mode`.
         """
         with changing_mode(self.name):
-            os.fchmod(self.fd, READ_ONLY | PINNED)
+            if not for_views:
+                os.fchmod(self.fd, READ_ONLY | PINNED)
+            elif not self.is_pinned:
+                os.fchmod(self.fd, READ_ONLY | FOR_VIEWS)
 
     def unpin(self) -> None:
-        """Undo `pin`; it stays resident, and its time to live begins now.
+        """Undo `pin`, if no view directory needs it; its time to live begins now.
 
         Raises:
             SegmentTimeout, SharedMemoryFull: as `changing_mode`.
         """
         with changing_mode(self.name):
             if self.is_pinned:
-                self.touch()  # first: or it might be due already
-                os.fchmod(self.fd, READ_ONLY)
+                self._end_pin(
+                    READ_ONLY | FOR_VIEWS if self.name in views_by_segment() else READ_ONLY
+                )
+
+    def unpin_for_views(self) -> None:
+        """Undo `pin(for_views=True)`; call it inside `changing_mode`."""
+        if is_for_views(os.fstat(self.fd)):
+            self._end_pin(READ_ONLY)
+
+    def _end_pin(self, mode: int) -> None:
+        self.touch()  # first: or it might be due already
+        os.fchmod(self.fd, mode)
 
     @property
     def keep_for_s(self) -> int | None:

@@ -1,24 +1,42 @@
-"""The view directories of this user: listed, and removed."""
+"""The view directories of this user: listed, removed, and put in order after a process has died.
 
+Guarantee: a segment that a directory in the register needs is pinned. It loses that pin when the
+last such directory goes, unless the user has pinned it too.
+"""
+
+import contextlib
 import os
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from shmload._segments.listing import segments_by_lock
-from shmload._segments.protection import adopt, begin_removal, settle
-from shmload._segments.view_folder import read_marker, staging_for
+from shmload._segments.mode import changing_mode
+from shmload._segments.removal import give_back
+from shmload._segments.segment import Segment, attach
+from shmload._segments.view_folder import (
+    bring_back,
+    discard,
+    read_marker,
+    staging_for,
+    take_down,
+)
 from shmload._segments.view_register import (
     ViewEntry,
+    ViewRecord,
     changing_view,
     read_entry,
     view_entries,
+    write_entry,
 )
 from shmload._settings import settings
 from shmload._tables import Cell, Listing, Page, Printable, Table
-from shmload._wording import count_of, format_age, format_nbytes, printing
-from shmload.errors import ViewNotFound, ViewUnwritable
+from shmload._wording import count_of, format_age, format_nbytes, logger_of, printing
+from shmload.errors import SegmentRemoved, ShmloadError, ViewBusy, ViewNotFound, ViewUnwritable
+
+logger = logger_of(__name__)
 
 State = Literal["ready", "empty", "changed", "gone", "being made"]
 _STYLES = {"ready": "green", "being made": ""}
@@ -181,7 +199,7 @@ def remove_view_directory(directory: str | os.PathLike[str]) -> ViewDirectory:
     with changing_view(place, settings().wait_timeout_s):
         before = read_entry(place)
         entry = settle(place)
-        if before.is_removed and before.standing:  # what had begun is done now
+        if before.is_removed:  # what had begun is done now
             return describe_view(before)
         here = read_marker(place)
         if here and (not entry.standing or entry.standing.build != here.build):
@@ -189,6 +207,134 @@ def remove_view_directory(directory: str | os.PathLike[str]) -> ViewDirectory:
         if not entry.standing:  # it was being made, and its process has died
             raise ViewNotFound(place, [each.directory for each in view_entries()])
         found = describe_view(entry)
-        begin_removal(entry, staging_for(place))
+        write_entry(msgspec.structs.replace(entry, staging=staging_for(place)))
         settle(place)
         return found
+
+
+def protect(entry: ViewEntry, segments: Sequence[Segment]) -> None:
+    """Record what a directory needs, and pin it. Hold `changing_view`.
+
+    Args:
+        entry: what stands and what is under way.
+        segments: those of it that this process has attached; stay the caller's.
+
+    Raises:
+        SegmentRemoved: one was removed meanwhile.
+        SegmentTimeout, SharedMemoryFull: as `Segment.pin`.
+        ViewUnwritable: the register cannot be written.
+    """
+    write_entry(entry)  # first: a pin that nothing needs would stay for ever
+    for segment in segments:
+        segment.pin(for_views=True)
+        if not segment.has_name:
+            raise SegmentRemoved(segment.name)
+
+
+def adopt(entry: ViewEntry, found: ViewRecord) -> ViewEntry:
+    """Record a view directory that the register does not know: it was moved, copied, or forgotten.
+
+    Returns:
+        Its entry, as it was until now at another place.
+
+    Raises:
+        ViewUnwritable: the register cannot be written.
+    """
+    standing = msgspec.structs.replace(found, directory=entry.directory)
+    adopted = ViewEntry(directory=entry.directory, standing=standing)
+    write_entry(adopted)
+    return adopted
+
+
+def settle(directory: str) -> ViewEntry:
+    """Finish or undo what is under way at a directory. Hold `changing_view`.
+
+    Returns:
+        The directory's entry, with nothing under way.
+
+    Raises:
+        SegmentTimeout, SharedMemoryFull: as `changing_mode`.
+        ViewUnwritable: the register or the directory cannot be written.
+    """
+    entry = read_entry(directory)
+    try:
+        kept, standing = _settled(entry)
+    except OSError as exc:
+        if isinstance(exc, ShmloadError):
+            raise
+        remedy = "what is under way there is finished by the next change of it, or by `shmload gc`"
+        raise ViewUnwritable(directory, exc.strerror or str(exc), remedy) from exc
+    if kept == directory:
+        logger.warning("%s: what shmload did not make stays there", directory)
+    elif kept:
+        logger.warning("what shmload did not make in %s is in %s now", directory, kept)
+    settled = ViewEntry(directory=directory, standing=standing)
+    if settled != entry:
+        release(entry, settled)
+    return settled
+
+
+def _settled(entry: ViewEntry) -> tuple[str, ViewRecord | None]:
+    """Return where the rest of a directory is that was taken down, and what stands."""
+    directory, standing = entry.directory, entry.standing
+    if not entry.staging:
+        return "", standing
+    bring_back(entry.staging, directory)
+    here = read_marker(directory)
+    if entry.pending:
+        if here and here.build == entry.pending.build:
+            return take_down(entry.staging, directory), entry.pending
+        discard(entry.staging)
+        return "", standing
+    if here and standing and here.build == standing.build:
+        os.rename(directory, entry.staging)
+    return take_down(entry.staging, directory), None
+
+
+def release(before: ViewEntry, after: ViewEntry) -> None:
+    """Record what a directory needs from now on, and unpin what it does not. Hold `changing_view`.
+
+    Raises:
+        SegmentTimeout, SharedMemoryFull: as `changing_mode`.
+        ViewUnwritable: the register cannot be written.
+    """
+    with contextlib.ExitStack() as ending:
+        segments = [found for name in before.needed - after.needed if (found := attach(name))]
+        for segment in segments:
+            ending.callback(give_back, segment)
+        # Inside, so that of two directories that go at once the later one unpins what both had.
+        with changing_mode(before.directory):
+            others = [each for each in view_entries() if each.directory != before.directory]
+            for segment in segments:
+                if not any(segment.name in each.needed for each in others):
+                    segment.unpin_for_views()
+            write_entry(after)
+
+
+def find_unsettled() -> list[str]:
+    """Return the staging paths that `settle_leftovers` would settle; change nothing."""
+    found = []
+    for entry in filter(_is_unsettled, view_entries()):
+        with contextlib.suppress(ViewBusy), changing_view(entry.directory, 0):
+            found.append(entry.staging)
+    return found
+
+
+def settle_leftovers() -> list[str]:
+    """Finish or undo what dead processes left of view directories; return the staging paths."""
+    settled = []
+    for entry in filter(_is_unsettled, view_entries()):
+        try:
+            with changing_view(entry.directory, 0):
+                settle(entry.directory)
+                settled.append(entry.staging)
+        except ViewBusy:  # a process is at it
+            continue
+        except (ShmloadError, OSError) as exc:  # its disk may be away
+            logger.warning("%s cannot be put in order: %s", entry.directory, exc)
+    return settled
+
+
+def _is_unsettled(entry: ViewEntry) -> bool:
+    """Tell whether something is under way, by a process that lives or has died."""
+    return bool(entry.staging)

@@ -14,10 +14,10 @@ from shmload._segments.metadata import read_digest
 from shmload._segments.models import find_models
 from shmload._segments.names import part_names
 from shmload._segments.pieces import combine_digests, piece_ranges
-from shmload._segments.protection import find_unsettled, settle_leftovers
 from shmload._segments.removal import give_back, is_free, remove_idle, remove_leftovers
 from shmload._segments.segment import Segment, attach
 from shmload._segments.selection import select
+from shmload._segments.standing_views import find_unsettled, settle_leftovers
 from shmload._segments.users import users_of
 from shmload._segments.view import dead_views
 from shmload._segments.view_register import views_by_segment

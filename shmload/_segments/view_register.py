@@ -1,7 +1,7 @@
 """The register of view directories: which there are, from what they were made, what they need.
 
 One small file for each directory, in the user's state directory. Each is written as a whole; what a
-process that dies leaves is found in it and finished or undone by `_segments.protection`.
+process that dies leaves is found in it and finished or undone by `_segments.standing_views`.
 """
 
 import contextlib
@@ -13,10 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._host.descriptors import Descriptor, Lock, inode_of
 from shmload._host.files import replacing
 from shmload._host.owned import open_folder, read_own
+from shmload._segments.names import view_lock_name
 from shmload._segments.source_text import decode_paths, encode_paths
+from shmload._segments.turn import try_turn
 from shmload._settings import settings
 from shmload._wording import logger_of
 from shmload.errors import ViewBusy, ViewUnwritable
@@ -24,10 +25,6 @@ from shmload.errors import ViewBusy, ViewUnwritable
 logger = logger_of(__name__)
 
 _SUFFIX = ".json"
-_LOCK_SUFFIX = ".lock"
-_REGISTER_LOCK = "register"
-# Changes of the register take milliseconds.
-_REGISTER_TIMEOUT_S = 10.0
 _POLL_S = 0.02
 
 
@@ -75,12 +72,17 @@ class ViewEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is being built."""
     staging: str = ""
     """Where it is built, or where the old one is taken down; empty if nothing is under way."""
-    is_removed: bool = False
-    """Whether the directory is being removed."""
-    protected: tuple[str, ...] = ()
-    """The segments that are pinned for it."""
-    pinned: tuple[str, ...] = ()
-    """Those of them that the user has pinned too: they stay so afterwards."""
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the directory is being removed."""
+        return bool(self.staging) and self.pending is None
+
+    @property
+    def needed(self) -> set[str]:
+        """The segments that are pinned for it."""
+        records = (self.standing, self.pending)
+        return {name for record in records if record for name in record.segments}
 
 
 def view_entries() -> list[ViewEntry]:
@@ -119,24 +121,12 @@ def write_entry(entry: ViewEntry) -> None:
 
 
 def views_by_segment() -> dict[str, tuple[str, ...]]:
-    """Return the view directories that each segment is protected for, by segment."""
+    """Return the view directories that need each segment, by segment."""
     found: dict[str, tuple[str, ...]] = {}
     for entry in view_entries():
-        for name in entry.protected:
+        for name in entry.needed:
             found[name] = (*found.get(name, ()), entry.directory)
     return found
-
-
-@contextlib.contextmanager
-def changing_register() -> Iterator[None]:
-    """Be the one process that changes entries and protection, inside the block; keep it short.
-
-    Raises:
-        ViewBusy: another process is in the middle of a change for 10 s.
-        ViewUnwritable: the state directory cannot be written.
-    """
-    with _locked(_REGISTER_LOCK, str(_folder()), _REGISTER_TIMEOUT_S):
-        yield
 
 
 @contextlib.contextmanager
@@ -150,39 +140,21 @@ def changing_view(directory: str, timeout_s: float) -> Iterator[None]:
     Raises:
         ViewBusy: another process does that.
         ViewUnwritable: the state directory cannot be written.
+        SharedMemoryFull: /dev/shm has no inodes left.
     """
-    with _locked(_key(directory), directory, timeout_s):
-        yield
-
-
-@contextlib.contextmanager
-def _locked(key: str, what: str, timeout_s: float) -> Iterator[None]:
-    path = _folder() / (key + _LOCK_SUFFIX)
+    try:
+        open_folder(_folder(), make=True).close()  # before a load that it would be too late for
+    except OSError as exc:
+        raise _unwritable(_folder(), exc) from exc
     deadline = time.monotonic() + timeout_s
     while True:
-        try:
-            open_folder(path.parent, make=True).close()
-            lock = Lock.try_take(path)
-        except OSError as exc:
-            raise _unwritable(path, exc) from exc
-        with lock or Descriptor(-1):
-            # Between open and lock its holder may have removed it.
-            if lock and _leads_to(path, lock):
-                try:
-                    yield
-                finally:
-                    path.unlink(missing_ok=True)
+        with try_turn(view_lock_name(_key(directory))) as is_mine:
+            if is_mine:
+                yield
                 return
         if time.monotonic() >= deadline:
-            raise ViewBusy(what, timeout_s)
+            raise ViewBusy(directory, timeout_s)
         time.sleep(_POLL_S)
-
-
-def _leads_to(path: Path, lock: Lock) -> bool:
-    try:
-        return inode_of(os.stat(path)) == lock.inode
-    except FileNotFoundError:
-        return False
 
 
 def _read(path: Path) -> ViewEntry | None:

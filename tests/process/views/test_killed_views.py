@@ -9,22 +9,23 @@ from safetensors.torch import load_file
 from warming import TENSORS, as_bf16, assert_same
 
 import shmload
-from shmload._segments import protection, view_folder
+from shmload._segments import standing_views, view_folder
 
-_PROTECTION = "shmload._segments.protection"
+_STANDING = "shmload._segments.standing_views"
 _FOLDER = "shmload._segments.view_folder"
 _VERBS = "shmload._loading.view_directory"
 # Where it dies: module, function, how often that is called before, how names are exchanged.
 _STEPS = {
-    "before anything is recorded": (_PROTECTION, "write_entry", 1, "exchange"),
-    "before the segments are pinned": (_VERBS, "stage", 1, "exchange"),
+    "before anything is recorded": (_STANDING, "write_entry", 1, "exchange"),
+    "before the segments are pinned": ("shmload._segments.segment", "changing_mode", 1, "exchange"),
+    "before it is built": (_VERBS, "stage", 1, "exchange"),
     "before the marker is written": (_FOLDER, "_write", 1, "exchange"),
     "between two files": (_FOLDER, "_write", 2, "exchange"),
     "before it gets its place": (_VERBS, "put_in_place", 1, "exchange"),
-    "before the old one goes": (_PROTECTION, "take_down", 1, "exchange"),
+    "before the old one goes": (_STANDING, "take_down", 1, "exchange"),
     "while the old one goes": (_FOLDER, "_remove_empty", 1, "exchange"),
-    "before the old segments go": (_PROTECTION, "_release", 2, "exchange"),
-    "before it is recorded": (_PROTECTION, "write_entry", 2, "exchange"),
+    "before the old segments go": (_STANDING, "release", 1, "exchange"),
+    "before it is recorded": (_STANDING, "write_entry", 2, "exchange"),
     "before the first rename": ("os", "rename", 1, "renames"),
     "before the second rename": ("os", "rename", 2, "renames"),
     "before the third rename": ("os", "rename", 3, "renames"),
@@ -95,7 +96,7 @@ def assert_in_order(place, directories):
     assert {*os.listdir(place.parent)} == {path.name for path in directories}
     needed = {name for each in shmload.view_directories() for name in each.segments}
     assert {info.name for info in shmload.segments() if info.is_pinned} == needed
-    assert protection.find_unsettled() == []
+    assert standing_views.find_unsettled() == []
 
 
 @pytest.mark.parametrize("step", _STEPS.values(), ids=_STEPS)
@@ -134,12 +135,12 @@ def test_killed_while_it_makes_the_first(folder, place, die, step):
 @pytest.mark.parametrize(
     "step",
     [
-        (_PROTECTION, "write_entry", 1, ""),
+        (_STANDING, "write_entry", 1, ""),
         ("os", "rename", 1, ""),
-        (_PROTECTION, "take_down", 1, ""),
+        (_STANDING, "take_down", 1, ""),
         (_FOLDER, "_remove_empty", 1, ""),
-        (_PROTECTION, "_release", 2, ""),
-        (_PROTECTION, "write_entry", 2, ""),
+        (_STANDING, "release", 1, ""),
+        (_STANDING, "write_entry", 2, ""),
     ],
     ids=lambda step: f"{step[1]} {step[2]}",
 )
@@ -168,7 +169,8 @@ def test_two_processes_make_the_same(folder, place, child):
 
 def test_another_process_is_not_waited_for_without_end(folder, place, configure):
     configure(wait_timeout_s=0.1)
-    with protection.changing_view(str(place), 0), pytest.raises(shmload.ViewBusy, match=r"0\.1 s"):
+    busy = pytest.raises(shmload.ViewBusy, match=r"0\.1 s")
+    with standing_views.changing_view(str(place), 0), busy:
         shmload.view_directory(folder, place)
 
 

@@ -257,18 +257,6 @@ def test_removal_that_the_file_system_refuses_is_said_and_finished_later(
     assert not place.exists()
 
 
-def test_lock_of_the_register_follows_no_link(folder, place, tmp_path):
-    shmload.view_directory(folder, place, dtype="bfloat16")
-    (views,) = {each.parent for each in tmp_path.rglob("*.json") if each.parent.name == "views"}
-    for lock in views.glob("*.lock"):
-        lock.unlink()
-    for name in ("register", *(each.stem for each in views.glob("*.json"))):
-        (views / f"{name}.lock").symlink_to(tmp_path / "made")
-    with pytest.raises(shmload.ViewUnwritable):
-        shmload.remove_view_directory(place)
-    assert not (tmp_path / "made").exists()
-
-
 @pytest.mark.timeout(60)
 def test_pipe_in_place_of_a_marker_does_not_hang(place):
     place.mkdir(parents=True)
