@@ -29,13 +29,13 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from shmload._segments.listing import SegmentInfo as SegmentInfo
     from shmload._segments.listing import segments as segments
     from shmload._segments.models import models as models
-    from shmload._segments.pins import pin as pin
-    from shmload._segments.pins import unpin as unpin
     from shmload._segments.standing_views import ViewDirectory as ViewDirectory
     from shmload._segments.standing_views import remove_view_directory as remove_view_directory
     from shmload._segments.standing_views import view_directories as view_directories
     from shmload._segments.upkeep import collect_garbage as collect_garbage
     from shmload._segments.upkeep import evict as evict
+    from shmload._segments.upkeep import pin as pin
+    from shmload._segments.upkeep import unpin as unpin
     from shmload._segments.upkeep import verify as verify
     from shmload.errors import *  # noqa: F403 every error is public, and `errors` lists them
     from shmload.integrations.diffusers import load_pipeline as load_pipeline
@@ -62,7 +62,7 @@ _HOMES = {
     "load_pipeline": "shmload.integrations.diffusers",
     "load_state_dict": "shmload._loading.state_dict",
     "models": "shmload._segments.models",
-    "pin": "shmload._segments.pins",
+    "pin": "shmload._segments.upkeep",
     "plan": "shmload._loading.verbs",
     "redirect": "shmload.integrations.redirect",
     "remove_view_directory": "shmload._segments.standing_views",
@@ -70,7 +70,7 @@ _HOMES = {
     "segments": "shmload._segments.listing",
     "share": "shmload.integrations.handles",
     "to_device": "shmload.integrations.placing",
-    "unpin": "shmload._segments.pins",
+    "unpin": "shmload._segments.upkeep",
     "verify": "shmload._segments.upkeep",
     "view": "shmload._loading.verbs",
     "view_directories": "shmload._segments.standing_views",

@@ -19,10 +19,16 @@ from shmload._segments.listing import (
     segments_by_lock,
 )
 from shmload._segments.models import find_models
-from shmload._segments.pins import pin, pinned_outdated, unpin
 from shmload._segments.roots import find_roots
 from shmload._segments.selection import select
-from shmload._segments.upkeep import evict_segments, find_garbage, verify_each
+from shmload._segments.upkeep import (
+    evict_segments,
+    find_garbage,
+    pin,
+    pinned_outdated,
+    unpin,
+    verify_each,
+)
 from shmload._segments.view_register import views_by_segment
 from shmload._wording import count_of, format_nbytes
 from shmload.errors import SegmentBusy, ShmloadError

@@ -8,7 +8,7 @@ import msgspec
 
 from shmload._cli.output import as_json_option, print_json, print_page, say
 from shmload._segments.models import models
-from shmload._segments.page_locks import PageLocks, page_locks
+from shmload._segments.users import PageLocks, page_locks
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import GetStatus, Shutdown, Status, Stopping

@@ -25,8 +25,7 @@ import click
 from shmload._cli.output import say
 from shmload._cli.service import status_lines
 from shmload._segments.models import Models, models
-from shmload._segments.pins import pin, unpin
-from shmload._segments.upkeep import evict
+from shmload._segments.upkeep import evict, pin, unpin
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import GetStatus, Status

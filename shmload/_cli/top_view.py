@@ -27,8 +27,7 @@ from rich.text import Text
 
 from shmload._cli.service import describe_status
 from shmload._segments.grouping import Model
-from shmload._segments.models import Models
-from shmload._segments.unfinished import UnfinishedModel
+from shmload._segments.models import Models, UnfinishedModel
 from shmload._segments.users import name_users
 from shmload._service.protocol import DecodeStatus, ModelUse, Status
 from shmload._wording import format_age, format_nbytes, printing

@@ -7,7 +7,7 @@ rounded up to powers of two. Parts that several processes pin are the same pages
 import functools
 import threading
 
-from shmload._segments.page_locks import page_lock_limit
+from shmload._segments.users import page_lock_limit
 from shmload._wording import format_nbytes, logger_of
 
 logger = logger_of(__name__)

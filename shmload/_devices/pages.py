@@ -17,7 +17,7 @@ import torch
 
 from shmload._devices.runtime import Runtime
 from shmload._host.memory import populate, protect
-from shmload._segments.mode import open_to_map
+from shmload._segments.segment import open_to_map
 
 
 class Pages:

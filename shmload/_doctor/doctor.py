@@ -36,9 +36,8 @@ from shmload._loading.room import own_budget
 from shmload._loading.verbs import plan
 from shmload._segments.eviction import Budget, may_go
 from shmload._segments.listing import segments, segments_by_lock
-from shmload._segments.page_locks import page_lock_limit, page_locks
-from shmload._segments.pins import pinned_outdated
-from shmload._segments.upkeep import find_garbage
+from shmload._segments.upkeep import find_garbage, pinned_outdated
+from shmload._segments.users import page_lock_limit, page_locks
 from shmload._segments.view_register import views_by_segment
 from shmload._service.budget import service_budget
 from shmload._service.client import Client

@@ -16,9 +16,8 @@ from shmload._host.limits import allow_descriptors, require_file_size
 from shmload._loading.plan import ShardPlan
 from shmload._loading.room import made_room, own_budget
 from shmload._loading.shard import OpenShard, open_checkpoint
-from shmload._segments.acquire import Awaited, Held, Opened, acquire
 from shmload._segments.listing import SegmentInfo
-from shmload._segments.part import Hollow, Part
+from shmload._segments.part import Awaited, Held, Hollow, Opened, Part, acquire
 from shmload._segments.removal import give_back, remove_idle
 from shmload._segments.segment import Segment, Stay, attach
 from shmload._segments.view import descriptor_path

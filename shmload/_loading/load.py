@@ -30,14 +30,14 @@ from shmload._loading.plan import Action
 from shmload._loading.progress import Progress
 from shmload._loading.shard import OpenShard
 from shmload._loading.steps import Step
-from shmload._segments.acquire import Awaited
 from shmload._segments.eviction import group_evicted
-from shmload._segments.expiry import remove_expired
 from shmload._segments.listing import SegmentInfo, segments_by_lock
+from shmload._segments.metadata import source_text
 from shmload._segments.names import name_prefix
+from shmload._segments.part import Awaited
+from shmload._segments.removal import remove_expired
 from shmload._segments.roots import Root, find_roots
 from shmload._segments.segment import Stay
-from shmload._segments.source_text import source_text
 from shmload._segments.upkeep import check_digest
 from shmload._settings import settings, worker_count
 from shmload._wording import format_nbytes, logger_of

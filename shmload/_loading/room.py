@@ -16,10 +16,9 @@ from shmload._host.shm import shm_nbytes
 from shmload._segments.capacity import require_room
 from shmload._segments.eviction import Budget, evict_for
 from shmload._segments.listing import SegmentInfo
-from shmload._segments.names import part_names, room_lock_name
+from shmload._segments.names import part_names, room_lock_name, try_turn
 from shmload._segments.removal import remove_if_free, remove_leftovers
 from shmload._segments.room import UnderWay, room_within
-from shmload._segments.turn import try_turn
 from shmload._settings import settings
 from shmload._wording import format_nbytes, logger_of
 from shmload.errors import CapacityError

@@ -28,8 +28,8 @@ from shmload._placement.placement import place
 from shmload._segments.eviction import Evicted, group_evicted
 from shmload._segments.listing import segments_by_lock
 from shmload._segments.messages import LentPath, repair_errors, repaired_messages
-from shmload._segments.pins import move_pins
 from shmload._segments.segment import Stay
+from shmload._segments.upkeep import move_pins
 from shmload._segments.view import View
 from shmload._settings import parse_keep_for
 from shmload._tables import Page, Printable

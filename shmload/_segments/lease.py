@@ -12,9 +12,8 @@ import weakref
 from shmload._host.changes import add_row
 from shmload._host.descriptors import try_lock
 from shmload._host.shm import reopen
-from shmload._segments.mode import is_shared
 from shmload._segments.removal import remove_if_unused
-from shmload._segments.segment import Segment
+from shmload._segments.segment import Segment, is_shared
 from shmload._segments.view import remove_dead_views
 
 # multiprocess is a copy of multiprocessing; datasets uses it.

@@ -14,11 +14,9 @@ from shmload._checkpoints.identity import identify
 from shmload._host.descriptors import Inode, inode_of, try_lock
 from shmload._host.procfs import mappers
 from shmload._host.shm import is_named, shm_open
-from shmload._segments.metadata import Metadata
-from shmload._segments.mode import is_pinned, is_shared
+from shmload._segments.metadata import Metadata, source_paths
 from shmload._segments.names import segment_names, short_id
-from shmload._segments.segment import Segment
-from shmload._segments.source_text import source_paths
+from shmload._segments.segment import Segment, is_pinned, is_shared
 from shmload._tables import Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes, format_time
 from shmload.errors import SegmentCorrupt, SegmentError

@@ -1,21 +1,29 @@
-"""The metadata in a segment's header: its shard, conversion, creator and digest.
+r"""The metadata in a segment's header: its shard, conversion, creator and digest.
 
 Guarantee: the keys `shmload:*` of a segment's header are written and read here only. The digest is
 written last, over a digest of zeros: a segment that has one is complete. Only `keep_for` is written
 anew later.
+
+A path is bytes, and a header is UTF-8. Text that is not UTF-8 has its odd bytes as `\xNN`. It does
+not depend on the locale, so every process reads the same path.
 """
 
 import json
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.header import TensorSpec
-from shmload._segments.source_text import source_text
 from shmload._version import __version__
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+_ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")
+
 
 _SOURCE_KEY = "shmload:source"
 _IDENTITY_KEY = "shmload:identity"
@@ -31,6 +39,7 @@ _HEADER_BEGIN = b'{"__metadata__":{"' + _KEEP_FOR_KEY.encode() + b'":"'
 _METADATA_BEGIN = 8 + _HEADER_BEGIN.rindex(b"{")
 # Enough for almost all metadata; the entries of the tensors come behind it.
 _READ_NBYTES = 8192
+_DECODER = json.JSONDecoder()
 
 UNFINISHED = {_DIGEST_KEY: _NO_DIGEST}
 """The digest's entry in the metadata of a segment that is not complete."""
@@ -145,9 +154,6 @@ def main_dtype(tensors: Sequence[TensorSpec], conversion: str) -> str:
     return TORCH_NAMES.get(target, target)
 
 
-_DECODER = json.JSONDecoder()
-
-
 def write_keep_for(keep_for_s: int) -> bytes:
     """Return the digits of a time in seconds, for `KEEP_FOR_OFFSET`."""
     return str(min(keep_for_s, 10**_KEEP_FOR_NDIGITS - 1)).zfill(_KEEP_FOR_NDIGITS).encode()
@@ -173,3 +179,43 @@ def read_digest(entries: Mapping[str, str] | None) -> str | None:
 def find_digest(header: bytes) -> int:
     """Return the offset of the digest's digits in a segment's header, in bytes."""
     return header.index(f'"{_DIGEST_KEY}":"'.encode()) + len(_DIGEST_KEY) + 4
+
+
+def source_text(path: str) -> str:
+    """Return the text of a path; it can be printed, and written as UTF-8."""
+    raw = os.fsencode(path)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw.replace(b"\\", rb"\x5c").decode("utf-8", "backslashreplace")
+
+
+def source_paths(text: str) -> tuple[str, ...]:
+    r"""Return the paths that a text can stand for, the likelier one first.
+
+    A name may itself contain `\xNN`, so there can be two. An `Identity` tells which one it is.
+    """
+    raw = text.encode()
+    unescaped = _ESCAPED.sub(lambda match: bytes([int(match[1], 16)]), raw)
+    return tuple(os.fsdecode(path) for path in dict.fromkeys((raw, unescaped)))
+
+
+def encode_paths(record: msgspec.Struct) -> bytes:
+    """Return a record that has paths as JSON, the same in every locale.
+
+    Raises:
+        UnicodeEncodeError: a text in it is no path.
+    """
+    return os.fsencode(json.dumps(msgspec.to_builtins(record), ensure_ascii=False))
+
+
+def decode_paths(content: bytes, kind: type[_T]) -> _T:
+    """Return the record that `encode_paths` has written.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return msgspec.convert(json.loads(os.fsdecode(content)), kind)
+    except RecursionError as exc:
+        raise ValueError("it is nested too deeply") from exc

@@ -7,8 +7,12 @@ shmload-UID-room.part       empty; locked by the load that looks for room in SHM
 shmload-UID-mode.part       empty; locked by the process that changes a segment's mode
 shmload-UID-stand-KEY.part  empty; locked by the process that changes a view directory
 shmload-UID-view-RANDOM     a view: a directory that looks like a checkpoint
+
+An empty name is there only while a process holds its lock: one at a time has its turn. What a dead
+process leaves of one goes as its parts do.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -16,7 +20,8 @@ import secrets
 from collections.abc import Iterator
 
 from shmload._checkpoints.identity import Identity
-from shmload._host.shm import shm_names
+from shmload._host.descriptors import close, try_lock
+from shmload._host.shm import is_named, shm_names, shm_open, shm_unlink
 
 FORMAT_VERSION = 2
 """Raised whenever a segment's layout or conversion changes: old segments are then not found."""
@@ -98,3 +103,31 @@ def view_names() -> Iterator[str]:
     """List the names of the views that exist now."""
     prefix = name_prefix() + _VIEW_INFIX
     return (name for name in shm_names() if name.startswith(prefix))
+
+
+@contextlib.contextmanager
+def try_turn(name: str) -> Iterator[bool]:
+    """Hold the lock of a name inside the block, if it is free; never wait.
+
+    Args:
+        name: one that `_segments.names` makes for this.
+
+    Yields:
+        Whether this process has the turn.
+
+    Raises:
+        SegmentUntrusted: the name belongs to another user.
+        SharedMemoryFull: /dev/shm has no inodes left.
+    """
+    fd = shm_open(name, create=True, writable=True)
+    assert fd is not None, "created if missing"
+    try:
+        # Between open and lock its holder may have removed it.
+        is_mine = try_lock(fd, exclusive=True) and is_named(fd, name)
+        try:
+            yield is_mine
+        finally:
+            if is_mine:
+                shm_unlink(name)
+    finally:
+        close(fd)

@@ -11,9 +11,8 @@ from shmload._host.descriptors import Inode, inode_of, try_lock
 from shmload._host.memory import map_at, reserve_at
 from shmload._host.procfs import Mapping, mappings, modified_nbytes
 from shmload._host.shm import SHM_DIR, reopen
-from shmload._segments.mode import READ_ONLY
 from shmload._segments.names import name_prefix
-from shmload._segments.segment import Segment, attach
+from shmload._segments.segment import READ_ONLY, Segment, attach
 
 
 class CannotPark(Exception):

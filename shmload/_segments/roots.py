@@ -20,7 +20,7 @@ import msgspec
 from shmload._checkpoints.formats.known import format_named, is_of_model, variant_of
 from shmload._checkpoints.identity import Identity, identify
 from shmload._checkpoints.remote import mirrors_folder, pointed_object
-from shmload._segments.source_text import source_paths, source_text
+from shmload._segments.metadata import source_paths, source_text
 
 _IN_HUB_CACHE = re.compile(r"(?P<root>.*/models--(?P<id>[^/]+)/snapshots/(?P<revision>[^/]+))/.+")
 _REVISION_NCHARS = 7  # as git shortens it

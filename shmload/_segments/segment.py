@@ -4,18 +4,26 @@ Guarantee: a segment with its final name, or with a digest in its header, is com
 written after the last byte. The kernel holds the locks, so a process that dies leaves none behind.
 A lease is a shared lock on an open descriptor, or on a mapping made from it (Python's mmap keeps a
 duplicate). The states of a segment's file stand in the room's `__init__`.
+
+The mode of a complete segment is changed by one process at a time, and as a whole, so no change is
+lost. A process that is killed while it publishes a segment, or writes into its header, leaves it
+writable to its user; the next to attach it, or to change its mode, ends that.
 """
 
+import contextlib
 import enum
 import os
+import stat
 import time
+from collections.abc import Iterator
 
 import msgspec
 
 from shmload._checkpoints.formats.safetensors import read_header
 from shmload._checkpoints.header import Header
 from shmload._host.descriptors import Descriptor, wait_lock
-from shmload._host.shm import is_named, shm_open
+from shmload._host.files import is_writable
+from shmload._host.shm import SHM_DIR, is_named, reopen_to_map, reopen_to_write, shm_open
 from shmload._segments.metadata import (
     KEEP_FOR_OFFSET,
     Metadata,
@@ -25,21 +33,105 @@ from shmload._segments.metadata import (
     read_metadata,
     write_keep_for,
 )
-from shmload._segments.mode import (
-    FOR_VIEWS,
-    PINNED,
-    READ_ONLY,
-    changing_mode,
-    end_writing,
-    is_for_views,
-    is_pinned,
-    is_shared,
-    overwrite,
-)
+from shmload._segments.names import mode_lock_name, name_prefix, try_turn
 from shmload._segments.view_register import views_by_segment
-from shmload.errors import SegmentCorrupt, ShmloadError, WrongFormat
+from shmload.errors import SegmentCorrupt, SegmentTimeout, ShmloadError, WrongFormat
 
+# Two bits of the mode, which mean nothing else there, say how long a segment stays.
+READ_ONLY = 0o400
+SHARED = stat.S_IXUSR
+PINNED = stat.S_ISVTX
+FOR_VIEWS = PINNED | SHARED
+
+_POLL_S = 0.005
+# A change takes microseconds: only a process that was stopped in the middle takes longer.
+_TIMEOUT_S = 10.0
 _BEGIN_NBYTES = 64
+
+
+def is_shared(found: os.stat_result) -> bool:
+    """Tell whether a segment's name is removed with its last lease."""
+    return found.st_mode & FOR_VIEWS == SHARED
+
+
+def is_pinned(found: os.stat_result) -> bool:
+    """Tell whether a segment is never evicted to make room, nor because it is idle."""
+    return bool(found.st_mode & PINNED)
+
+
+def is_for_views(found: os.stat_result) -> bool:
+    """Tell whether a segment is pinned for view directories, and not by the user."""
+    return found.st_mode & FOR_VIEWS == FOR_VIEWS
+
+
+@contextlib.contextmanager
+def changing_mode(what: str) -> Iterator[None]:
+    """Be the one process that may change modes, inside the block.
+
+    Args:
+        what: the segment whose mode changes, or the view directory that needs it, for the error.
+
+    Raises:
+        SegmentTimeout: another process is in the middle of a change for 10 s.
+        SharedMemoryFull: /dev/shm has no inodes left.
+    """
+    deadline = time.monotonic() + _TIMEOUT_S
+    while True:
+        with try_turn(mode_lock_name()) as is_mine:
+            if is_mine:
+                yield
+                return
+        if time.monotonic() >= deadline:
+            raise SegmentTimeout(what, _TIMEOUT_S, "pinned or given a time to stay")
+        time.sleep(_POLL_S)
+
+
+def end_writing(fd: int, segment: str) -> None:
+    """Make a complete segment read-only, if a process that was killed has left it writable.
+
+    Args:
+        fd: of the segment; a lease, so its builder is done with it.
+        segment: its name.
+
+    Raises:
+        SegmentTimeout, SharedMemoryFull: as `changing_mode`.
+    """
+    if os.fstat(fd).st_mode & stat.S_IWUSR:
+        with changing_mode(segment):
+            os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~stat.S_IWUSR)
+
+
+def overwrite(fd: int, content: bytes, offset: int) -> None:
+    """Write into a complete segment; call it inside `changing_mode`."""
+    writable = reopen_to_write(fd)
+    try:
+        os.pwrite(writable, content, offset)
+    finally:
+        os.close(writable)
+
+
+def open_to_map(fd: int) -> int | None:
+    """Return a descriptor of a segment from which a mapping can be made that may become writable.
+
+    Drivers that register no read-only pages need one for a moment. Nothing may be written through
+    it: the segment is complete.
+
+    Args:
+        fd: of any file; its builder's, or one of a process that attached it.
+
+    Returns:
+        The descriptor, the caller's; None if the file is no segment of this user.
+
+    Raises:
+        SegmentTimeout, SharedMemoryFull: as `changing_mode`.
+    """
+    if is_writable(fd):
+        return os.dup(fd)
+    path = os.readlink(f"/proc/self/fd/{fd}")
+    if not path.startswith(f"{SHM_DIR}/{name_prefix()}") or os.fstat(fd).st_uid != os.geteuid():
+        return None
+    with changing_mode(os.path.basename(path).removesuffix(" (deleted)")):
+        return reopen_to_map(fd)
 
 
 class Stay(enum.IntEnum):

@@ -13,9 +13,8 @@ from typing import Literal
 import msgspec
 
 from shmload._segments.listing import segments_by_lock
-from shmload._segments.mode import changing_mode
 from shmload._segments.removal import give_back
-from shmload._segments.segment import Segment, attach
+from shmload._segments.segment import Segment, attach, changing_mode
 from shmload._segments.view_folder import (
     bring_back,
     discard,

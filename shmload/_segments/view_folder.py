@@ -17,7 +17,7 @@ import msgspec
 
 from shmload._host.files import exchange_names
 from shmload._host.owned import belongs_here
-from shmload._segments.source_text import decode_paths, encode_paths
+from shmload._segments.metadata import decode_paths, encode_paths
 from shmload._segments.view_register import ViewRecord
 from shmload.errors import ViewRefused, ViewUnwritable
 

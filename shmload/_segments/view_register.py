@@ -15,9 +15,8 @@ import msgspec
 
 from shmload._host.files import replacing
 from shmload._host.owned import open_folder, read_own
-from shmload._segments.names import view_lock_name
-from shmload._segments.source_text import decode_paths, encode_paths
-from shmload._segments.turn import try_turn
+from shmload._segments.metadata import decode_paths, encode_paths
+from shmload._segments.names import try_turn, view_lock_name
 from shmload._settings import settings
 from shmload._wording import logger_of
 from shmload.errors import ViewBusy, ViewUnwritable

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from shmload._decoding.job import Job, OnBytes
 from shmload._segments.capacity import room_nbytes
-from shmload._segments.expiry import remove_expired
 from shmload._segments.listing import SegmentInfo, segments_by_lock
+from shmload._segments.removal import remove_expired
 from shmload._segments.roots import Root, find_roots
 from shmload._segments.users import users_of
 from shmload._service.budget import Claim, Reservations, service_budget

@@ -14,7 +14,7 @@ from shmload._loading import decoder
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._loading.sources import derive_rules
-from shmload._segments.acquire import acquire
+from shmload._segments.part import acquire
 from shmload._segments.segment import Segment, Stay
 from shmload.errors import ServiceUnavailable
 

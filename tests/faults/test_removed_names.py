@@ -9,9 +9,8 @@ from weight import assert_right
 
 import shmload
 from shmload._host.shm import is_named
-from shmload._segments.acquire import acquire
 from shmload._segments.names import part_name
-from shmload._segments.part import Part
+from shmload._segments.part import Part, acquire
 from shmload.errors import SegmentRemoved
 
 _SHM = Path("/dev/shm")

@@ -16,9 +16,8 @@ from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
 from shmload._doctor.checks import Finding
 from shmload._segments.eviction import Evicted
-from shmload._segments.page_locks import PageLock, PageLocks
-from shmload._segments.unfinished import UnfinishedModel
-from shmload._segments.users import User
+from shmload._segments.models import UnfinishedModel
+from shmload._segments.users import PageLock, PageLocks, User
 from shmload._service import protocol
 from shmload._service.protocol import Holders, ModelUse, Status
 

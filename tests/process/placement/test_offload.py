@@ -22,8 +22,8 @@ from shmload._devices.hooks import _are_plain
 from shmload._devices.waiting import Waiting
 from shmload._host.procfs import mappings
 from shmload._host.shm import shm_names
-from shmload._segments.page_locks import page_locks
 from shmload._segments.segment import attach
+from shmload._segments.users import page_locks
 from shmload.integrations import placing
 
 pytestmark = pytest.mark.libraries

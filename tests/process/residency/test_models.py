@@ -19,8 +19,8 @@ from shmload._cli.main import main
 from shmload._host.descriptors import try_lock
 from shmload._host.shm import shm_unlink
 from shmload._segments import removal
+from shmload._segments.models import find_decoding
 from shmload._segments.segment import attach
-from shmload._segments.unfinished import find_decoding
 
 
 def save(folder, *components, seed=0):

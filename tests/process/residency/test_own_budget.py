@@ -11,10 +11,9 @@ from warming import SHM
 import shmload
 from shmload._cli.main import main
 from shmload._loading import room
-from shmload._segments.acquire import acquire
 from shmload._segments.layout import Layout
-from shmload._segments.names import room_lock_name
-from shmload._segments.turn import try_turn
+from shmload._segments.names import room_lock_name, try_turn
+from shmload._segments.part import acquire
 from shmload.errors import SharedMemoryFull
 
 _SEGMENT = (1 << 20) + 4096

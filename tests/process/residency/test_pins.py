@@ -15,12 +15,10 @@ from warming import SHM
 import shmload
 from shmload._doctor.doctor import diagnose
 from shmload._host.descriptors import try_lock
-from shmload._segments import mode, removal
-from shmload._segments.expiry import remove_expired
-from shmload._segments.names import mode_lock_name
-from shmload._segments.removal import remove_idle
+from shmload._segments import removal, segment
+from shmload._segments.names import mode_lock_name, try_turn
+from shmload._segments.removal import remove_expired, remove_idle
 from shmload._segments.segment import attach
-from shmload._segments.turn import try_turn
 from shmload._segments.upkeep import find_garbage
 from shmload._service import state as state_module
 from shmload._service.state import ServiceState
@@ -141,7 +139,7 @@ def beside_a_change(monkeypatch):
                 waits.set()
             yield is_mine
 
-    monkeypatch.setattr(mode, "try_turn", tell)
+    monkeypatch.setattr(segment, "try_turn", tell)
     return start
 
 
@@ -170,7 +168,7 @@ def test_change_ends_what_a_killed_one_has_left_writable(resident, left):
 
 
 def test_change_waits_for_one_that_was_stopped_with_a_deadline(resident, monkeypatch):
-    monkeypatch.setattr(mode, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(segment, "_TIMEOUT_S", 0.05)
     with try_turn(mode_lock_name()), pytest.raises(SegmentTimeout, match="end that process"):
         shmload.pin(resident[0])
     assert pinned() == []

@@ -15,7 +15,7 @@ from serving import ask, status, stopped, wait_until, workers_of
 import shmload
 from shmload._loading import room
 from shmload._segments import eviction, listing, users
-from shmload._segments.acquire import acquire
+from shmload._segments.part import acquire
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
 from shmload._service.protocol import Reserve, Reserved

@@ -18,7 +18,7 @@ from serving import ask, status, stopped, wait_until, workers_of
 from warming import NBYTES, TENSORS, as_bf16, assert_same
 
 import shmload
-from shmload._segments.acquire import acquire
+from shmload._segments.part import acquire
 from shmload._service.client import Client
 from shmload._service.endpoint import connect, peer_of, socket_path
 from shmload._service.protocol import Shutdown, Stopping

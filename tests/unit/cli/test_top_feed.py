@@ -10,8 +10,7 @@ from statuses import STATUS
 from shmload._cli.top import Feed
 from shmload._cli.top_view import Snapshot, make_rows
 from shmload._segments.grouping import Model
-from shmload._segments.models import Models
-from shmload._segments.unfinished import UnfinishedModel
+from shmload._segments.models import Models, UnfinishedModel
 from shmload._segments.users import User
 from shmload._service.protocol import DecodeStatus, ModelUse
 

@@ -7,14 +7,12 @@ import pytest
 
 from shmload._checkpoints.header import Header
 from shmload._host.shm import is_named, shm_open, shm_unlink, write_at
-from shmload._segments import acquire as acquiring
 from shmload._segments import part as building
 from shmload._segments import removal
 from shmload._segments import segment as attaching
-from shmload._segments.acquire import Awaited, acquire
 from shmload._segments.layout import lay_out
 from shmload._segments.names import part_name
-from shmload._segments.part import Part
+from shmload._segments.part import Awaited, Part, acquire
 from shmload._segments.removal import remove_idle, remove_if_free
 from shmload._segments.segment import Segment, Stay, attach
 from shmload.errors import SegmentTimeout
@@ -68,7 +66,7 @@ def test_segment_that_is_evicted_before_its_lock_is_taken_is_not_attached(name, 
 
 
 def test_segment_that_is_published_before_its_part_is_opened_is_attached(name, before, shm_names):
-    before(acquiring, "shm_open", lambda: build(name).close())
+    before(building, "shm_open", lambda: build(name).close())
     with acquire(name) as found:
         assert isinstance(found, Segment)
         assert found.has_name
@@ -76,7 +74,7 @@ def test_segment_that_is_published_before_its_part_is_opened_is_attached(name, b
 
 
 def test_part_that_is_removed_before_its_lock_is_taken_is_made_again(name, before, shm_names):
-    before(acquiring, "try_lock", lambda: shm_unlink(part_name(name)))
+    before(building, "try_lock", lambda: shm_unlink(part_name(name)))
     with acquire(name) as found:
         assert isinstance(found, Part)
         assert is_named(found.fd, part_name(name))
@@ -109,7 +107,7 @@ def test_builder_that_gives_up_is_replaced_even_while_its_part_is_mapped(name):
 
 def test_deadline_of_a_wait_is_the_same_when_another_process_takes_over(name, before, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(acquiring, "time", clock)
+    monkeypatch.setattr(building, "time", clock)
     builder = acquire(name)
     waiting = acquire(name)
     assert isinstance(waiting, Awaited)
@@ -120,7 +118,7 @@ def test_deadline_of_a_wait_is_the_same_when_another_process_takes_over(name, be
         clock.now = 0.5
         others.append(acquire(name))
 
-    before(acquiring, "acquire", take_over)
+    before(building, "acquire", take_over)
     with waiting, pytest.raises(SegmentTimeout):
         waiting.wait(1.0)
     assert 1.0 <= clock.now < 1.1

@@ -9,8 +9,8 @@ from shmload._cli.service import describe_page_locks
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
 from shmload._host.procfs import SharedRange
-from shmload._segments import page_locks as module
-from shmload._segments.page_locks import PageLock, PageLocks, page_lock_limit, page_locks
+from shmload._segments import users as module
+from shmload._segments.users import PageLock, PageLocks, page_lock_limit, page_locks
 
 ONE, OTHER = Inode(1, 7), Inode(1, 8)
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shmload._segments.source_text import source_paths, source_text
+from shmload._segments.metadata import source_paths, source_text
 
 _PATHS = [
     b"/models/unet.safetensors",
