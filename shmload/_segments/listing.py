@@ -3,7 +3,6 @@
 The names in /dev/shm are the only registry; each segment's header says what it holds.
 """
 
-import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -11,15 +10,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from shmload._checkpoints.identity import identify
-from shmload._host.descriptors import Inode, inode_of, try_lock
+from shmload._host.descriptors import Inode, try_lock
 from shmload._host.procfs import mappers
-from shmload._host.shm import is_named, shm_open
 from shmload._segments.metadata import Metadata, source_paths
 from shmload._segments.names import segment_names, short_id
-from shmload._segments.segment import Segment, is_pinned, is_shared
+from shmload._segments.segment import Segment, is_pinned, is_shared, peek
 from shmload._tables import Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes, format_time
-from shmload.errors import SegmentCorrupt, SegmentError
+from shmload.errors import SegmentCorrupt
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +52,11 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The shard's `Identity.key` when it was decoded; the same for copies of one file."""
     keep_for_s: int = 0
     """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its last use is as long ago as it is to stay."""
+        return 0 < self.keep_for_s <= time.time() - self.used_at
 
 
 class Segments(Listing[SegmentInfo]):
@@ -120,16 +123,12 @@ def segments_by_lock() -> list[SegmentInfo]:
 
 def _list() -> list[tuple[SegmentInfo, Inode]]:
     found = []
-    for name in segment_names():
-        with contextlib.suppress(SegmentError):
-            fd = shm_open(name)
-            if fd is not None:
-                with Segment(name, fd) as segment:
-                    # Hold no lock here: a process releasing the last lease would mistake it for
-                    # another lease.
-                    info = _describe(segment)
-                    if is_named(fd, name):
-                        found.append((info, inode_of(os.fstat(fd))))
+    for segment in filter(None, map(peek, segment_names())):
+        with segment:
+            # Hold no lock here: a process releasing the last lease would mistake it for another.
+            info = _describe(segment)
+            if segment.has_name:
+                found.append((info, segment.inode))
     return sorted(found, key=lambda item: (item[0].created_at, item[0].name))
 
 

@@ -8,17 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from shmload._host.descriptors import try_lock
-from shmload._host.shm import shm_open
 from shmload._segments.grouping import Model, group_segments
 from shmload._segments.listing import SegmentInfo, amount_of, segments_by_lock
 from shmload._segments.names import part_names
 from shmload._segments.roots import Root, find_roots, shards_below, tell_apart
-from shmload._segments.segment import Segment
+from shmload._segments.segment import Segment, peek
 from shmload._segments.users import User, find_builders, find_users, name_users
 from shmload._segments.view_register import views_by_segment
 from shmload._tables import Cell, Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes, format_time
-from shmload.errors import SegmentCorrupt, SegmentError
+from shmload.errors import SegmentCorrupt
 
 _TITLES = (
     "ID",
@@ -112,17 +111,12 @@ def _sum_up(
 
 
 def _living_parts(names: list[str], users: dict[str, tuple[User, ...]]) -> Iterator[_Part]:
-    for name in names:
-        with contextlib.suppress(SegmentError):
-            fd = shm_open(name)
-            if fd is None:
-                continue
-            with Segment(name, fd) as part:
-                # /proc/locks names most builders; asking the lock itself is for the others, since
-                # it holds a dead builder's part for a moment.
-                if name in users or not try_lock(fd, exclusive=False):
-                    with contextlib.suppress(SegmentCorrupt):  # no header yet
-                        yield _describe(part)
+    for part in filter(None, map(peek, names)):
+        with part, contextlib.suppress(SegmentCorrupt):  # no header yet
+            # /proc/locks names most builders; asking the lock itself is for the others, since it
+            # holds a dead builder's part for a moment.
+            if part.name in users or not try_lock(part.fd, exclusive=False):
+                yield _describe(part)
 
 
 def _describe(part: Segment) -> _Part:

@@ -10,18 +10,18 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from shmload._host.descriptors import close, try_lock, unlock, wait_lock
+from shmload._host.descriptors import try_lock, unlock, wait_lock
 from shmload._host.procfs import mappers
-from shmload._host.shm import SHM_DIR, is_named, shm_open, shm_unlink
+from shmload._host.shm import shm_unlink
 from shmload._segments.listing import segments_by_lock
 from shmload._segments.names import part_names, segment_names
 from shmload._segments.roots import model_names
-from shmload._segments.segment import Segment, is_shared
+from shmload._segments.segment import Segment, peek
 from shmload._segments.view import remove_dead_views
 from shmload._wording import logger_of
-from shmload.errors import SegmentUntrusted, ShmloadError
+from shmload.errors import ShmloadError
 
 logger = logger_of(__name__)
 
@@ -31,6 +31,8 @@ _LOCK_POLL_S = 0.02
 _REMOVAL_S = 2.0
 # Each takes a descriptor; for each batch the mappings of all processes are read.
 _BATCH = 64
+
+_T = TypeVar("_T")
 
 Condition = Callable[[Segment], bool]
 """Tells of a segment whose lock is held whether it is to go."""
@@ -59,11 +61,11 @@ def remove_leftovers() -> list[str]:
     """Remove what dead processes left: parts, shared segments, views. Return the names."""
     # No process lists parts, so a process that holds one is building it: do not wait.
     parts = [name for name in part_names() if remove_if_free(name, patience_s=0)]
-    shared = [name for name in segment_names() if _is_shared(name)]
+    shared = [name for name in segment_names() if _ask(name, _is_shared)]
     return [
         *parts,
         # Under the lock: it may have been made resident meanwhile.
-        *remove_idle(shared, patience_s=0, condition=lambda segment: segment.is_shared).idle,
+        *remove_idle(shared, patience_s=0, condition=_is_shared).idle,
         *remove_dead_views(),
     ]
 
@@ -90,22 +92,6 @@ def remove_idle(
     Returns:
         What was found; the idle ones are removed.
     """
-    return _look(names, patience_s, condition, ignored, remove=True)
-
-
-def find_idle(names: Sequence[str], *, condition: Condition) -> list[str]:
-    """Return the names of those that `remove_idle` would remove; remove nothing."""
-    return _look(names, 0.0, condition, (), remove=False).idle
-
-
-def _look(
-    names: Sequence[str],
-    patience_s: float,
-    condition: Condition,
-    ignored: Collection[int],
-    *,
-    remove: bool,
-) -> Look:
     look = Look([], [], [])
     for start in range(0, len(names), _BATCH):
         with _hold_free(names[start : start + _BATCH], patience_s, look) as held:
@@ -118,22 +104,25 @@ def _look(
                 # the mappings took longer than that, the name may lead to another one by now.
                 elif segment.has_name:
                     look.idle.append(segment.name)
-                    if remove:
-                        shm_unlink(segment.name)
+                    shm_unlink(segment.name)
     return look
 
 
-def remove_if_free(name: str, patience_s: float = 0.2) -> bool:
-    """Remove a part unless a process holds it; return whether it was removed.
+def remove_if_free(
+    name: str, patience_s: float = 0.2, *, condition: Condition = lambda segment: True
+) -> bool:
+    """Remove a part or segment unless a process holds it; return whether it was removed.
 
     Args:
-        name: of the part.
+        name: of it.
         patience_s: how long to wait for its lock, in seconds; a listing holds each for a moment.
+        condition: whether it is to go, whatever was seen earlier.
     """
-    with _hold(name, patience_s) as fd:
-        if fd is not None:
+    with _hold(name, patience_s) as segment:
+        is_over = segment is not None and condition(segment)
+        if is_over:
             shm_unlink(name)
-    return fd is not None
+    return is_over
 
 
 def remove_if_unused(name: str) -> bool:
@@ -141,25 +130,13 @@ def remove_if_unused(name: str) -> bool:
 
     A segment that has been made resident stays.
     """
-    with _hold(name, patience_s=0) as fd:
-        is_over = fd is not None and is_shared(os.fstat(fd))
-        if is_over:
-            shm_unlink(name)
-    return is_over
+    return remove_if_free(name, 0, condition=_is_shared)
 
 
 def is_free(name: str) -> bool:
     """Tell whether a segment or part exists and no process holds it."""
-    with _hold(name) as fd:
-        return fd is not None
-
-
-def _is_shared(name: str) -> bool:
-    """Tell whether a segment is there and goes with its last lease."""
-    try:
-        return is_shared(os.stat(SHM_DIR / name, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
+    with _hold(name) as segment:
+        return segment is not None
 
 
 @contextlib.contextmanager
@@ -175,12 +152,7 @@ def _hold_free(names: Iterable[str], patience_s: float, look: Look) -> Iterator[
         The segments.
     """
     with contextlib.ExitStack() as closing:
-        waiting: list[Segment] = []
-        for name in names:
-            with contextlib.suppress(SegmentUntrusted):
-                fd = shm_open(name)
-                if fd is not None:
-                    waiting.append(closing.enter_context(Segment(name, fd)))
+        waiting = [closing.enter_context(segment) for segment in filter(None, map(peek, names))]
         held: list[Segment] = []
         deadline = time.monotonic() + patience_s
         while True:
@@ -205,28 +177,19 @@ def _hold_free(names: Iterable[str], patience_s: float, look: Look) -> Iterator[
 
 
 @contextlib.contextmanager
-def _hold(name: str, patience_s: float = 0.2) -> Iterator[int | None]:
+def _hold(name: str, patience_s: float = 0.2) -> Iterator[Segment | None]:
     """Hold the exclusive lock of a segment or part.
 
-    Args:
-        name: of the segment or part.
-        patience_s: how long to wait for the lock, in seconds.
-
     Yields:
-        Its descriptor; None if it does not exist or a process holds it.
+        It; None if it does not exist or a process holds it.
     """
-    try:
-        fd = shm_open(name)
-    except SegmentUntrusted:
-        fd = None
-    if fd is None:
+    segment = peek(name)
+    if segment is None:
         yield None
         return
-    try:
-        is_free = wait_lock(fd, exclusive=True, timeout_s=patience_s) and is_named(fd, name)
-        yield fd if is_free else None
-    finally:
-        close(fd)
+    with segment:
+        is_mine = wait_lock(segment.fd, exclusive=True, timeout_s=patience_s) and segment.has_name
+        yield segment if is_mine else None
 
 
 def remove_expired() -> list[str]:
@@ -236,60 +199,40 @@ def remove_expired() -> list[str]:
     time, what another process lists or removes. If some are due, the mappings of this user's
     processes are read once: 0.1 to 1 ms for each process.
     """
-    due = _due_names()
-    known = {info.name: info for info in segments_by_lock()} if due else {}
     try:
+        due = [name for name in segment_names() if _ask(name, _is_due)]
+        known = {info.name: info.source for info in segments_by_lock()} if due else {}
         look = remove_idle(due, patience_s=0, condition=_is_due)
+        for name in look.used:
+            _ask(name, Segment.touch)
     except (ShmloadError, OSError) as exc:  # no descriptor is left: no reason for a load to fail
         logger.warning("idle segments could not be looked at: %s", exc)
         return []
-    for name in look.used:
-        _touch(name)
-    names = model_names(info.source for info in known.values() if info.source)
+    names = model_names(filter(None, known.values()))
     for name in look.idle:
-        source = known[name].source if name in known else ""
+        source = known.get(name, "")
         said = {"segment": name, "source": source, "model": names.get(source, name)}
         what = f"{said['model']}: {source}" if source else name
         logger.info("removed %s, which was idle for its time", what, extra=said)
     return look.idle
 
 
-def find_expired() -> list[str]:
-    """Return the names that `remove_expired` would remove; change nothing."""
-    return find_idle(_due_names(), condition=_is_due)
-
-
-def _due_names() -> list[str]:
-    due = []
-    for name in segment_names():
-        segment = _open(name)
-        if segment:
-            with segment:
-                if _is_due(segment):
-                    due.append(name)
-    return due
-
-
-def _touch(name: str) -> None:
-    segment = _open(name)
-    if segment:
-        with segment:
-            segment.touch()
-
-
-def _open(name: str) -> Segment | None:
-    """Open a segment without a lease on it; return None if that is impossible."""
-    try:
-        fd = shm_open(name)
-    except ShmloadError:  # another user's, or no descriptor is left
-        return None
-    return None if fd is None else Segment(name, fd)
+def _is_shared(segment: Segment) -> bool:
+    return segment.is_shared
 
 
 def _is_due(segment: Segment) -> bool:
     """Tell whether a segment's last use is as long ago as it is to stay."""
     keep_for_s = segment.keep_for_s
-    found = os.fstat(segment.fd)
     if not keep_for_s or segment.is_pinned:
         return False
-    return time.time() - found.st_mtime >= keep_for_s
+    return time.time() - os.fstat(segment.fd).st_mtime >= keep_for_s
+
+
+def _ask(name: str, ask: Callable[[Segment], _T]) -> _T | None:
+    """Return what a segment answers; None if it is not there, or another user's."""
+    segment = peek(name)
+    if segment is None:
+        return None
+    with segment:
+        return ask(segment)

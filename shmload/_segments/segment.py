@@ -35,7 +35,13 @@ from shmload._segments.metadata import (
 )
 from shmload._segments.names import mode_lock_name, name_prefix, try_turn
 from shmload._segments.view_register import views_by_segment
-from shmload.errors import SegmentCorrupt, SegmentTimeout, ShmloadError, WrongFormat
+from shmload.errors import (
+    SegmentCorrupt,
+    SegmentTimeout,
+    SegmentUntrusted,
+    ShmloadError,
+    WrongFormat,
+)
 
 # Two bits of the mode, which mean nothing else there, say how long a segment stays.
 READ_ONLY = 0o400
@@ -282,6 +288,15 @@ class Segment(Descriptor):
             raise SegmentCorrupt(self.name, "it has no header") from exc
         except ShmloadError as exc:
             raise SegmentCorrupt(self.name, str(exc)) from exc
+
+
+def peek(name: str) -> Segment | None:
+    """Open a segment or part without a lease; None if there is none, or it is another user's."""
+    try:
+        fd = shm_open(name)
+    except SegmentUntrusted:
+        return None
+    return None if fd is None else Segment(name, fd)
 
 
 def attach(name: str) -> Segment | None:

@@ -15,7 +15,6 @@ from shmload._segments.models import find_models
 from shmload._segments.names import part_names
 from shmload._segments.pieces import combine_digests, piece_ranges
 from shmload._segments.removal import (
-    find_expired,
     give_back,
     is_free,
     remove_expired,
@@ -161,11 +160,12 @@ def find_garbage() -> list[str]:
     Holds each segment's lock for a moment; a process that wants the lock waits that long.
     """
     unused = [
-        info.name for info in segments() if may_go(info) and (info.is_shared or not info.is_current)
+        info.name
+        for info in segments()
+        if may_go(info) and (info.is_shared or info.is_due or not info.is_current)
     ]
-    expired = [name for name in find_expired() if name not in unused]
     parts = filter(is_free, part_names())
-    return [*unused, *expired, *parts, *dead_views(), *find_unsettled()]
+    return [*unused, *parts, *dead_views(), *find_unsettled()]
 
 
 def digest_data(fd: int, header: Header) -> str:
