@@ -167,14 +167,8 @@ def warm(
         for segment in held:
             if pin:
                 segment.pin()
-        for segment in held:
-            if keep_for_s is not None and not segment.keep_for(keep_for_s):
-                logger.warning(
-                    "%s was made by an earlier version, which knows no time to live; to limit it, "
-                    "`shmload rm %s` and warm again",
-                    segment.name,
-                    segment.name,
-                )
+            if keep_for_s is not None:
+                segment.keep_for(keep_for_s)
         left_out = find_left_out(found, variant)
         for each in left_out:  # a preload list's log has this line
             logger.info("%s: left to the library: %s", source, each)

@@ -21,7 +21,7 @@ from shmload._checkpoints.dtypes import (
 from shmload._checkpoints.formats.safetensors import build_header
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.memory import PAGE_NBYTES
-from shmload._segments.metadata import FOR_EVER, UNFINISHED, dtype_entry, find_digest
+from shmload._segments.metadata import Metadata, header_entries, main_dtype
 from shmload._segments.pieces import Run, cut_pieces, join_runs
 
 _LINE_NBYTES = 64
@@ -35,8 +35,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     header: bytes
     """The bytes at the start of the segment, with a digest of zeros."""
-    digest_offset: int
-    """Offset of the digest's 32 hexadecimal digits in the segment, in bytes."""
     pieces: tuple[tuple[Run, ...], ...]
     """Each piece's runs, by target offset; together they cover the data exactly."""
     data_nbytes: int
@@ -56,7 +54,7 @@ def needs_conversion(header: Header, dtype_of: DtypeOf) -> bool:
 def lay_out(
     header: Header,
     dtype_of: DtypeOf,
-    metadata: dict[str, str],
+    metadata: Metadata,
     piece_nbytes: int | None = None,
 ) -> Layout:
     """Plan a segment.
@@ -65,7 +63,7 @@ def lay_out(
         header: of the shard.
         dtype_of: the dtype of each tensor in the segment. Only floats and blocks are
             ever converted.
-        metadata: entries of the segment's header besides the shard's own metadata.
+        metadata: what its header says, besides the shard's own metadata.
         piece_nbytes: size of its pieces, in bytes; `PIECE_NBYTES` if None, as in a digest.
     """
     stored = [(tensor, _Stored.of(tensor, dtype_of(tensor))) for tensor in header.tensors]
@@ -77,16 +75,13 @@ def lay_out(
     for tensor, (dtype, shape, nbytes, _) in stored:
         specs.append(TensorSpec(tensor.name, dtype, shape, position, position + nbytes))
         position += nbytes
-    # transformers 4.57 requires the framework in files that have any metadata.
-    own = header.metadata if header.metadata is not None else {"format": "pt"}
-    # Twice: the first decides the place, the last the value, whatever the shard's metadata has.
-    dtypes = dtype_entry([tensor for tensor, _ in stored], metadata)
-    entries = FOR_EVER | own | metadata | dtypes | UNFINISHED | FOR_EVER
-    raw = build_header(tuple(specs), entries, PAGE_NBYTES)
+    described = msgspec.structs.replace(
+        metadata, dtype=main_dtype(header.tensors, metadata.conversion)
+    )
+    raw = build_header(tuple(specs), header_entries(described, header.metadata), PAGE_NBYTES)
     runs = join_runs([tensor for tensor, _ in stored], specs, header.data_offset, len(raw))
     return Layout(
         header=raw,
-        digest_offset=find_digest(raw),
         pieces=tuple(cut_pieces(runs, len(raw), piece_nbytes)),
         data_nbytes=position,
     )

@@ -1,8 +1,8 @@
 r"""The metadata in a segment's header: its shard, conversion, creator and digest.
 
-Guarantee: the keys `shmload:*` of a segment's header are written and read here only. The digest is
-written last, over a digest of zeros: a segment that has one is complete. Only `keep_for` is written
-anew later.
+It is the first entry of the header: a text that begins with `keep_for` and the digest, so that both
+have places that do not depend on the rest. The digest is written last, over a digest of zeros: a
+segment that has one is complete. Only `keep_for` is written anew later.
 
 A path is bytes, and a header is UTF-8. Text that is not UTF-8 has its odd bytes as `\xNN`. It does
 not depend on the locale, so every process reads the same path.
@@ -25,34 +25,24 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 _ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")
 
 
-_SOURCE_KEY = "shmload:source"
-_IDENTITY_KEY = "shmload:identity"
-_CONVERSION_KEY = "shmload:conversion"
-_DTYPE_KEY = "shmload:dtype"
-_CREATED_AT_KEY = "shmload:created_at"
-_CREATOR_KEY = "shmload:creator"
-_KEEP_FOR_KEY = "shmload:keep_for"
-_DIGEST_KEY = "shmload:digest"
-_NO_DIGEST = "0" * 32
+_KEY = "shmload"
+_BEGIN = b'{"__metadata__":{"' + _KEY.encode() + b'":"'
 _KEEP_FOR_NDIGITS = 10
-_HEADER_BEGIN = b'{"__metadata__":{"' + _KEEP_FOR_KEY.encode() + b'":"'
-_METADATA_BEGIN = 8 + _HEADER_BEGIN.rindex(b"{")
-# Enough for almost all metadata; the entries of the tensors come behind it.
-_READ_NBYTES = 8192
+_NO_DIGEST = "0" * 32
+# The longest path takes 28 KiB: each byte of it may be written as `\xNN`, escaped twice.
+_READ_NBYTES = 32 << 10
 _DECODER = json.JSONDecoder()
 
-UNFINISHED = {_DIGEST_KEY: _NO_DIGEST}
-"""The digest's entry in the metadata of a segment that is not complete."""
-
-FOR_EVER = {_KEEP_FOR_KEY: "0" * _KEEP_FOR_NDIGITS}
-"""The entry that says how long an idle segment stays. It is the first in the header, at a place
-that does not depend on the rest, and may be written anew while the segment is resident."""
-
-KEEP_FOR_OFFSET = 8 + len(_HEADER_BEGIN)
+KEEP_FOR_OFFSET = 8 + len(_BEGIN)
 """Where a segment has the digits of `keep_for`, in bytes; the header's length comes first."""
 
+DIGEST_OFFSET = KEEP_FOR_OFFSET + _KEEP_FOR_NDIGITS + 1
+"""Where a segment has the 32 digits of its digest, in bytes."""
 
-class Metadata(msgspec.Struct, frozen=True, kw_only=True):
+_TEXT_BEGIN = _KEEP_FOR_NDIGITS + len(_NO_DIGEST) + 2
+
+
+class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a segment's header says about it."""
 
     source: str = ""
@@ -73,40 +63,34 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
 
 
-def make_metadata(source: str, identity: str, conversion: str) -> dict[str, str]:
-    """Return the entries for the header of a new segment, without its digest.
+def make_metadata(source: str, identity: str, conversion: str) -> Metadata:
+    """Return what the header of a new segment is to say.
 
     Args:
         source: path of the shard.
         identity: the shard's `Identity.key`.
         conversion: what is done to its dtypes, or `raw`.
     """
-    return {
-        _SOURCE_KEY: source_text(source),
-        _IDENTITY_KEY: identity,
-        _CONVERSION_KEY: conversion,
-        _CREATED_AT_KEY: f"{time.time():.3f}",
-        _CREATOR_KEY: f"shmload {__version__} pid {os.getpid()}",
-    }
-
-
-def parse_metadata(entries: Mapping[str, str] | None) -> Metadata:
-    """Read the metadata of a segment's header; an entry that is missing has its default.
-
-    Raises:
-        ValueError: a time is not a number.
-    """
-    entries = entries or {}
     return Metadata(
-        source=entries.get(_SOURCE_KEY, ""),
-        identity=entries.get(_IDENTITY_KEY, ""),
-        conversion=entries.get(_CONVERSION_KEY, ""),
-        dtype=entries.get(_DTYPE_KEY, ""),
-        created_at=float(entries.get(_CREATED_AT_KEY, 0)),
-        creator=entries.get(_CREATOR_KEY, ""),
-        digest=read_digest(entries) or "",
-        keep_for_s=int(entries.get(_KEEP_FOR_KEY, 0)),
+        source=source_text(source),
+        identity=identity,
+        conversion=conversion,
+        created_at=round(time.time(), 3),
+        creator=f"shmload {__version__} pid {os.getpid()}",
     )
+
+
+def header_entries(metadata: Metadata, own: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the metadata of a new segment's header, with a digest of zeros.
+
+    Args:
+        metadata: what it says.
+        own: that of the shard.
+    """
+    front = f"{write_keep_for(0).decode()} {_NO_DIGEST} "
+    # transformers 4.57 requires the framework in files that have any metadata.
+    others = {"format": "pt"} if own is None else {k: v for k, v in own.items() if k != _KEY}
+    return {_KEY: front + msgspec.json.encode(metadata).decode()} | others
 
 
 def read_metadata(fd: int) -> Metadata | None:
@@ -117,25 +101,17 @@ def read_metadata(fd: int) -> Metadata | None:
         yet. `Segment.read_header` says more.
     """
     begin = os.pread(fd, _READ_NBYTES, 0)
-    if read_keep_for(begin) is None:
+    if not begin.startswith(_BEGIN, 8):
         return None
     try:
-        _, end = _DECODER.raw_decode(begin.decode("latin-1"), _METADATA_BEGIN)
-        entries = msgspec.json.decode(begin[_METADATA_BEGIN:end], type=dict[str, str])
-        metadata = parse_metadata(entries)
-    except ValueError:  # it may be longer than what was read
+        _, end = _DECODER.raw_decode(begin.decode("latin-1"), KEEP_FOR_OFFSET - 1)
+        entry = msgspec.json.decode(begin[KEEP_FOR_OFFSET - 1 : end], type=str)
+        metadata = msgspec.json.decode(entry[_TEXT_BEGIN:], type=Metadata)
+        keep_for_s = int(entry[:_KEEP_FOR_NDIGITS])
+    except (ValueError, msgspec.DecodeError):
         return None
-    return metadata if metadata.dtype else None
-
-
-def dtype_entry(tensors: Sequence[TensorSpec], entries: Mapping[str, str]) -> dict[str, str]:
-    """Return the entry for the header of a new segment that says its dtype.
-
-    Args:
-        tensors: of the shard.
-        entries: from `make_metadata`.
-    """
-    return {_DTYPE_KEY: main_dtype(tensors, entries.get(_CONVERSION_KEY, ""))}
+    digest = entry[_KEEP_FOR_NDIGITS + 1 : _TEXT_BEGIN - 1].replace(_NO_DIGEST, "")
+    return msgspec.structs.replace(metadata, digest=digest, keep_for_s=keep_for_s)
 
 
 def main_dtype(tensors: Sequence[TensorSpec], conversion: str) -> str:
@@ -159,26 +135,10 @@ def write_keep_for(keep_for_s: int) -> bytes:
     return str(min(keep_for_s, 10**_KEEP_FOR_NDIGITS - 1)).zfill(_KEEP_FOR_NDIGITS).encode()
 
 
-def read_keep_for(begin: bytes) -> int | None:
-    """Return `Metadata.keep_for_s` from the first 64 bytes of a segment.
-
-    Returns:
-        None if the segment is of a version that did not have the entry.
-    """
-    digits = begin[KEEP_FOR_OFFSET : KEEP_FOR_OFFSET + _KEEP_FOR_NDIGITS]
-    is_there = begin[8:KEEP_FOR_OFFSET] == _HEADER_BEGIN and digits.isdigit()
-    return int(digits) if is_there else None
-
-
-def read_digest(entries: Mapping[str, str] | None) -> str | None:
-    """Return the digest in a segment's metadata, or None while the segment is not complete."""
-    digest = (entries or {}).get(_DIGEST_KEY, _NO_DIGEST)
-    return None if digest == _NO_DIGEST else digest
-
-
-def find_digest(header: bytes) -> int:
-    """Return the offset of the digest's digits in a segment's header, in bytes."""
-    return header.index(f'"{_DIGEST_KEY}":"'.encode()) + len(_DIGEST_KEY) + 4
+def read_keep_for(fd: int) -> int:
+    """Return `Metadata.keep_for_s` of an open segment; 0 if it is damaged."""
+    digits = os.pread(fd, _KEEP_FOR_NDIGITS, KEEP_FOR_OFFSET)
+    return int(digits) if digits.isdigit() else 0
 
 
 def source_text(path: str) -> str:

@@ -23,7 +23,7 @@ from shmload._checkpoints.identity import Identity
 from shmload._host.descriptors import close, try_lock
 from shmload._host.shm import is_named, shm_names, shm_open, shm_unlink
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Raised whenever a segment's layout or conversion changes: old segments are then not found."""
 
 _KEY_NBYTES = 15

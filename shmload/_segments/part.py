@@ -11,17 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shmload._checkpoints.formats.safetensors import SAFETENSORS, read_header
+from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._host.descriptors import Descriptor, close, try_lock, unlock, wait_lock
 from shmload._host.memory import PAGE_NBYTES
 from shmload._host.shm import is_named, shm_open, shm_rename, shm_unlink, write_at
 from shmload._segments.layout import Layout
-from shmload._segments.metadata import read_digest
+from shmload._segments.metadata import DIGEST_OFFSET, read_metadata
 from shmload._segments.names import new_part_name, part_name
 from shmload._segments.segment import READ_ONLY, SHARED, Segment, Stay, attach
 from shmload._segments.users import holders
 from shmload._wording import logger_of
-from shmload.errors import SegmentRemoved, SegmentTimeout, SegmentUntrusted, ShmloadError
+from shmload.errors import SegmentRemoved, SegmentTimeout, SegmentUntrusted
 
 logger = logger_of(__name__)
 
@@ -42,14 +42,12 @@ class Part(Descriptor):
         super().__init__(_make_nameless(name) if fd is None else fd)
         self.name = name
         self.has_name = fd is not None
-        self._digest_offset = 0
         self._is_published = False
 
     def prepare(self, layout: Layout) -> None:
         """Set its length and write its header. Its data reads as zeros until it is filled."""
         os.ftruncate(self.fd, layout.nbytes)
         write_at(self.fd, layout.header, 0)
-        self._digest_offset = layout.digest_offset
 
     def renew(self) -> None:
         """Start over in a new inode, which no service has; drop the old one's bytes."""
@@ -96,7 +94,7 @@ class Part(Descriptor):
         is_mine = is_named(self.fd, part_name(self.name))
         if not is_mine and stay is not Stay.PRIVATE:
             raise SegmentRemoved(part_name(self.name))
-        write_at(self.fd, digest.encode(), self._digest_offset)
+        write_at(self.fd, digest.encode(), DIGEST_OFFSET)
         mark = SHARED if stay is Stay.SHARED else 0
         if mark:  # before it gets its name: if this process dies in between, the name must go too
             os.fchmod(self.fd, 0o600 | mark)
@@ -198,7 +196,8 @@ class Awaited(Descriptor):
             if try_lock(self.fd, exclusive=False):
                 # If it still has a part's name its builder died before it could publish it.
                 is_part = is_named(self.fd, part_name(self.name))
-                if not is_part and _is_complete(self.fd, self.name):
+                metadata = read_metadata(self.fd)
+                if not is_part and metadata and metadata.digest:
                     return Segment(self.name, self.take())
                 unlock(self.fd)  # or our own lock would keep us from taking over
                 found = acquire(self.name, needs_name=self._needs_name)
@@ -266,10 +265,3 @@ def _acquire(name: str, *, needs_name: bool) -> Segment | Part | Awaited:
             part.close()
             return segment
         return part
-
-
-def _is_complete(fd: int, name: str) -> bool:
-    try:
-        return read_digest(read_header(fd, name).metadata) is not None
-    except ShmloadError:
-        return False  # its builder died before it wrote the header

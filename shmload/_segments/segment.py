@@ -17,8 +17,6 @@ import stat
 import time
 from collections.abc import Iterator
 
-import msgspec
-
 from shmload._checkpoints.formats.safetensors import read_header
 from shmload._checkpoints.header import Header
 from shmload._host.descriptors import Descriptor, wait_lock
@@ -27,8 +25,6 @@ from shmload._host.shm import SHM_DIR, is_named, reopen_to_map, reopen_to_write,
 from shmload._segments.metadata import (
     KEEP_FOR_OFFSET,
     Metadata,
-    main_dtype,
-    parse_metadata,
     read_keep_for,
     read_metadata,
     write_keep_for,
@@ -52,7 +48,6 @@ FOR_VIEWS = PINNED | SHARED
 _POLL_S = 0.005
 # A change takes microseconds: only a process that was stopped in the middle takes longer.
 _TIMEOUT_S = 10.0
-_BEGIN_NBYTES = 64
 
 
 def is_shared(found: os.stat_result) -> bool:
@@ -105,15 +100,6 @@ def end_writing(fd: int, segment: str) -> None:
     if os.fstat(fd).st_mode & stat.S_IWUSR:
         with changing_mode(segment):
             os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~stat.S_IWUSR)
-
-
-def overwrite(fd: int, content: bytes, offset: int) -> None:
-    """Write into a complete segment; call it inside `changing_mode`."""
-    writable = reopen_to_write(fd)
-    try:
-        os.pwrite(writable, content, offset)
-    finally:
-        os.close(writable)
 
 
 def open_to_map(fd: int) -> int | None:
@@ -237,15 +223,12 @@ class Segment(Descriptor):
         os.fchmod(self.fd, mode)
 
     @property
-    def keep_for_s(self) -> int | None:
-        """How long it stays while no process uses it, in seconds; 0 if nothing limits that.
+    def keep_for_s(self) -> int:
+        """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
+        return read_keep_for(self.fd)
 
-        None if it is of a version that cannot say.
-        """
-        return read_keep_for(os.pread(self.fd, _BEGIN_NBYTES, 0))
-
-    def keep_for(self, seconds: int) -> bool:
-        """Set how long it stays while no process uses it; return False if it cannot say that.
+    def keep_for(self, seconds: int) -> None:
+        """Set how long it stays while no process uses it.
 
         Args:
             seconds: the time; 0 for no limit.
@@ -253,11 +236,12 @@ class Segment(Descriptor):
         Raises:
             SegmentTimeout, SharedMemoryFull: as `changing_mode`.
         """
-        if self.keep_for_s is None:
-            return False
         with changing_mode(self.name):
-            overwrite(self.fd, write_keep_for(seconds), KEEP_FOR_OFFSET)
-        return True
+            writable = reopen_to_write(self.fd)
+            try:
+                os.pwrite(writable, write_keep_for(seconds), KEEP_FOR_OFFSET)
+            finally:
+                os.close(writable)
 
     def read_metadata(self) -> Metadata:
         """Read what its header says, in as little time for 1,000 tensors as for one.
@@ -266,15 +250,9 @@ class Segment(Descriptor):
             SegmentCorrupt: it is not one that shmload wrote.
         """
         metadata = read_metadata(self.fd)
-        if metadata:
-            return metadata
-        header = self.read_header()
-        try:
-            metadata = parse_metadata(header.metadata)
-        except ValueError as exc:
-            raise SegmentCorrupt(self.name, str(exc)) from exc
-        dtype = main_dtype(header.tensors, metadata.conversion)
-        return msgspec.structs.replace(metadata, dtype=dtype)
+        if not metadata:
+            raise SegmentCorrupt(self.name, "its header does not say what it holds")
+        return metadata
 
     def read_header(self) -> Header:
         """Read the header.

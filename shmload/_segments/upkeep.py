@@ -10,7 +10,6 @@ import xxhash
 from shmload._checkpoints.header import Header
 from shmload._segments.eviction import may_go
 from shmload._segments.listing import SegmentInfo, Segments, segments, segments_by_lock
-from shmload._segments.metadata import read_digest
 from shmload._segments.models import find_models
 from shmload._segments.names import part_names
 from shmload._segments.pieces import combine_digests, piece_ranges
@@ -79,7 +78,7 @@ def check_digest(segment: Segment) -> None:
         SegmentCorrupt: it differs from the one in the header.
     """
     header = segment.read_header()
-    wanted = read_digest(header.metadata)
+    wanted = segment.read_metadata().digest
     got = digest_data(segment.fd, header)
     if got != wanted:
         raise SegmentCorrupt(segment.name, f"its digest is {got} and should be {wanted}")

@@ -283,18 +283,6 @@ def test_service_removes_what_is_due(shards, evicts, monkeypatch):
             pass
 
 
-def test_segment_of_a_version_without_limits_stays(shards, evicts, caplog):
-    shmload.warm(shards[0], dtype="bfloat16")
-    (info,) = shmload.segments()
-    path = SHM / info.name
-    path.chmod(0o600)
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b"shmload:keep_for", b"shmload:other_key", 1)[: len(content)])
-    path.chmod(0o400)
-    shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
-    assert "was made by an earlier version" in caplog.text
-
-
 def test_command_and_preload_list_keep_for_a_time(service, shards, tmp_path):
     listing = tmp_path / "preload"
     listing.write_text(f"{shards[0]} bfloat16 pin\n{shards[1]} keep-for=2h bfloat16\n")

@@ -193,7 +193,8 @@ def break_header(name):
 
 def break_metadata(name):
     path = SHM / name
-    place = path.read_bytes().index(b'shmload:created_at":"') + len(b'shmload:created_at":"')
+    key = rb"\"created_at\":"
+    place = path.read_bytes().index(key) + len(key)
     damage(name, place, ord("x"))
 
 

@@ -11,6 +11,7 @@ from shmload._segments import part as building
 from shmload._segments import removal
 from shmload._segments import segment as attaching
 from shmload._segments.layout import lay_out
+from shmload._segments.metadata import DIGEST_OFFSET, Metadata
 from shmload._segments.names import part_name
 from shmload._segments.part import Awaited, Part, acquire
 from shmload._segments.removal import remove_idle, remove_if_free
@@ -18,7 +19,9 @@ from shmload._segments.segment import Segment, Stay, attach
 from shmload.errors import SegmentTimeout
 
 DIGEST = "1" * 32
-LAYOUT = lay_out(Header(tensors=(), metadata=None, data_offset=8), lambda tensor: tensor.dtype, {})
+LAYOUT = lay_out(
+    Header(tensors=(), metadata=None, data_offset=8), lambda tensor: tensor.dtype, Metadata()
+)
 
 
 def build(name):
@@ -86,7 +89,7 @@ def test_builder_that_dies_before_the_segment_has_its_name_is_replaced(name, shm
     builder.prepare(LAYOUT)
     waiting = acquire(name)
     assert isinstance(waiting, Awaited)
-    write_at(builder.fd, DIGEST.encode(), LAYOUT.digest_offset)
+    write_at(builder.fd, DIGEST.encode(), DIGEST_OFFSET)
     # What the kernel does when the builder is killed.
     os.close(builder.take())
     with waiting.wait(1.0) as found:
@@ -169,7 +172,7 @@ def test_segment_has_its_digest_before_it_has_its_name(name, before, stay):
     def look():
         fd = shm_open(part_name(name))
         with Segment(name, fd) as segment:
-            there.append(segment.read_header().metadata["shmload:digest"])
+            there.append(segment.read_metadata().digest)
 
     before(building, "shm_rename", look)
     part.publish(DIGEST, stay).close()

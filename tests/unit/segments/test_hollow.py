@@ -7,6 +7,7 @@ from shmload._checkpoints.formats.safetensors import SAFETENSORS, build_header
 from shmload._checkpoints.header import TensorSpec
 from shmload._host.memory import PAGE_NBYTES
 from shmload._segments.layout import lay_out
+from shmload._segments.metadata import Metadata
 from shmload._segments.part import Hollow
 
 _NBYTES = 40 * PAGE_NBYTES
@@ -21,7 +22,9 @@ def test_first_bytes_of_tensors_are_no_read(tmp_path):
     path.write_bytes(build_header(specs, {}, PAGE_NBYTES))
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size + 2 * _NBYTES)
-        layout = lay_out(SAFETENSORS.read_header(file.fileno(), path), lambda t: t.dtype, {})
+        layout = lay_out(
+            SAFETENSORS.read_header(file.fileno(), path), lambda t: t.dtype, Metadata()
+        )
     with contextlib.closing(Hollow("stand-in")) as hollow:
         hollow.prepare(layout)
         assert not hollow.was_read

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
@@ -18,19 +19,19 @@ from shmload._host.reading import PLAIN, Reading
 from shmload._segments import pieces
 from shmload._segments.layout import lay_out, needs_conversion
 from shmload._segments.metadata import (
-    FOR_EVER,
-    UNFINISHED,
-    dtype_entry,
+    DIGEST_OFFSET,
+    Metadata,
+    header_entries,
     make_metadata,
-    parse_metadata,
-    read_digest,
     read_metadata,
+    source_paths,
 )
 from shmload._segments.pieces import combine_digests
 from shmload._segments.upkeep import digest_data
 from shmload.workers.fill import Filler
 from shmload.workers.reader import Source
 
+_NO_METADATA = Metadata()
 _PIECE_NBYTES = 256  # instead of 64 MiB, to split small tensors too
 _DTYPES = sorted(name for name in TORCH_NAMES if NBITS[name] >= 8)
 _shapes = st.lists(st.integers(0, 40), max_size=2)
@@ -84,7 +85,7 @@ def small_pieces():
         yield
 
 
-def lay_out_file(fd, dtype_of, **metadata):
+def lay_out_file(fd, dtype_of, metadata=_NO_METADATA):
     return lay_out(read_header(fd, "model.safetensors"), dtype_of, metadata)
 
 
@@ -128,7 +129,7 @@ def test_filled_segment_is_read_by_safetensors_as_torchs_conversion(
 ):
     tensors = make_tensors(described)
     with small_pieces(), in_memory(safetensors.torch.save(tensors)) as source, in_memory() as fd:
-        layout = lay_out_file(source, converting(target, exceptions), origin="here")
+        layout = lay_out_file(source, converting(target, exceptions), Metadata(source="here"))
         os.ftruncate(fd, layout.nbytes)
         os.pwrite(fd, layout.header, 0)
         shard = Source(source, reading)
@@ -203,10 +204,10 @@ def test_any_order_of_a_shards_bytes_makes_the_same_tensors(described, target, a
     content = safetensors.torch.save(make_tensors(described))
     with small_pieces(), in_memory(content) as fd:
         header = read_header(fd, "shard")
-        wanted = fill(lay_out(header, converting(target), {}), fd)
+        wanted = fill(lay_out(header, converting(target), Metadata()), fd)
         header, content = scatter(header, content, at_random)
         with in_memory(content) as scattered:
-            assert fill(lay_out(header, converting(target), {}), scattered) == wanted
+            assert fill(lay_out(header, converting(target), Metadata()), scattered) == wanted
 
 
 @given(_tensors, _targets, st.randoms(use_true_random=False))
@@ -214,10 +215,10 @@ def test_shard_is_read_forwards_whatever_the_order_of_its_header(described, targ
     content = safetensors.torch.save(make_tensors(described))
     with in_memory(content) as fd:
         header, _ = scatter(read_header(fd, "shard"), content, at_random)
-    layout = lay_out(header, converting(target), {})
+    layout = lay_out(header, converting(target), Metadata())
     in_order = sorted(header.tensors, key=lambda spec: (spec.begin, spec.end))
     ordered = Header(tensors=tuple(in_order), metadata=header.metadata, data_offset=0)
-    assert layout.pieces == lay_out(ordered, converting(target), {}).pieces
+    assert layout.pieces == lay_out(ordered, converting(target), Metadata()).pieces
     # One pass over the file for each alignment, from 64 bytes down to 1.
     offsets = [run.source_offset for piece in layout.pieces for run in piece]
     assert sum(after < before for before, after in itertools.pairwise(offsets)) <= 6
@@ -230,7 +231,9 @@ def test_tensors_that_share_bytes_are_each_stored():
         TensorSpec("twin", "U8", (128,), 0, 128),
     )
     content = os.urandom(128)
-    layout = lay_out(Header(tensors=specs, metadata=None, data_offset=0), converting(None), {})
+    layout = lay_out(
+        Header(tensors=specs, metadata=None, data_offset=0), converting(None), Metadata()
+    )
     with in_memory(content) as fd:
         found = fill(layout, fd)
     assert bytes(found["half"]["data"]) == content[64:]
@@ -263,15 +266,15 @@ def test_large_tensor_is_cut_at_64_mib_of_the_segment():
 
 def test_header_keeps_the_shards_metadata_and_has_room_for_the_digest():
     with in_memory(safetensors.torch.save({"a": torch.ones(3)}, {"format": "pt", "x": "y"})) as fd:
-        layout = lay_out_file(fd, converting(None), origin="here")
+        layout = lay_out_file(fd, converting(None), Metadata(source="here"))
     with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
         metadata = read_header(fd, "segment").metadata
         assert metadata["format"] == "pt"
         assert metadata["x"] == "y"
-        assert metadata["origin"] == "here"
-        assert read_digest(metadata) is None  # not complete
-        os.pwrite(fd, b"0123456789abcdef" * 2, layout.digest_offset)
-        assert read_digest(read_header(fd, "segment").metadata) == "0123456789abcdef" * 2
+        assert read_metadata(fd).source == "here"
+        assert read_metadata(fd).digest == ""  # not complete
+        os.pwrite(fd, b"0123456789abcdef" * 2, DIGEST_OFFSET)
+        assert read_metadata(fd).digest == "0123456789abcdef" * 2
 
 
 def test_shard_without_metadata_gets_the_framework_that_transformers_asks_for():
@@ -281,67 +284,49 @@ def test_shard_without_metadata_gets_the_framework_that_transformers_asks_for():
         assert read_header(fd, "segment").metadata["format"] == "pt"
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"shmload:digest": "f" * 32},
-        {'"shmload:digest":"': '"shmload:digest":"'},
-        {"a": '"shmload:digest":"00000000000000000000000000000000"'},
-    ],
-)
-def test_shard_that_imitates_the_digest_does_not_shift_it(metadata):
-    # For example a segment that is given as a source.
-    with in_memory(safetensors.torch.save({'"shmload:digest":"': torch.ones(3)}, metadata)) as fd:
-        layout = lay_out_file(fd, converting(None))
-    with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
-        assert read_digest(read_header(fd, "segment").metadata) is None
-        os.pwrite(fd, b"e" * 32, layout.digest_offset)
-        assert read_digest(read_header(fd, "segment").metadata) == "e" * 32
-
-
 def test_segment_as_a_source_does_not_describe_the_new_segment():
-    old = make_metadata("old.safetensors", "old identity", "BF16")
+    old = header_entries(make_metadata("old.safetensors", "old identity", "BF16"), None)
     new = make_metadata("new.safetensors", "new identity", "raw")
-    with in_memory(safetensors.torch.save({"a": torch.ones(3)}, old)) as fd:
-        layout = lay_out_file(fd, converting(None), **new)
+    with in_memory(safetensors.torch.save({"shmload": torch.ones(3)}, old)) as fd:
+        layout = lay_out_file(fd, converting(None), new)
     with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
-        found = parse_metadata(read_header(fd, "segment").metadata)
+        os.pwrite(fd, b"e" * 32, DIGEST_OFFSET)
+        found = read_metadata(fd)
     assert (found.source, found.identity) == ("new.safetensors", "new identity")
-    assert found.conversion == "raw"
+    assert (found.conversion, found.digest) == ("raw", "e" * 32)
 
 
 def read_back(layout):
-    """Read a segment's metadata alone, and from its whole header."""
     with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
-        whole = parse_metadata(read_header(fd, "segment").metadata)
-        return read_metadata(fd), whole
+        return read_metadata(fd)
 
 
-def test_metadata_is_read_without_the_tensors():
-    new = make_metadata("ä.safetensors", "identity", "raw")
+@pytest.mark.parametrize("source", ["ä.safetensors", '"\\x".safetensors', "\udcff" * 4090])
+def test_metadata_is_read_without_the_tensors(source):
+    new = make_metadata(source, "identity", "raw")
     tensors = {f"{n}": torch.ones(3, dtype=torch.bfloat16) for n in range(1000)}
-    with in_memory(safetensors.torch.save(tensors | {"a": torch.ones(2)})) as fd:
-        alone, whole = read_back(lay_out_file(fd, converting(None), **new))
-    assert alone == whole
-    assert (alone.source, alone.dtype) == ("ä.safetensors", "bfloat16")
+    own = {"long": "x" * 100_000}
+    with in_memory(safetensors.torch.save(tensors | {"a": torch.ones(2)}, own)) as fd:
+        found = read_back(lay_out_file(fd, converting(None), new))
+    assert found == msgspec.structs.replace(new, dtype="bfloat16")
+    assert source in source_paths(found.source)
     with in_memory(safetensors.torch.save(tensors)) as fd:
-        converted = lay_out_file(fd, converting("F16"), **new | {"shmload:conversion": "F16/x"})
-    assert read_back(converted)[0].dtype == "float16"
+        to_half = msgspec.structs.replace(new, conversion="F16/x")
+        assert read_back(lay_out_file(fd, converting("F16"), to_half)).dtype == "float16"
 
 
-@pytest.mark.parametrize(
-    "own",
-    [
-        {"shmload:dtype": ""},  # as a version before it has it
-        {"long": "x" * 10_000},
-        {"shmload:created_at": "never"},
-    ],
-)
-def test_metadata_that_cannot_be_read_alone_needs_the_whole_header(own):
-    with in_memory(safetensors.torch.save({"a": torch.ones(3)})) as fd:
-        header = read_header(fd, "shard")
-    entries = FOR_EVER | make_metadata("a", "identity", "raw") | {"shmload:dtype": "float32"} | own
-    with in_memory(build_header(header.tensors, entries, 8)) as fd:
+@pytest.mark.parametrize("harm", [("created_at", "created_as"), ("00000", "never"), ("}", " ")])
+def test_metadata_that_is_damaged_is_none(harm):
+    entries = header_entries(make_metadata("a", "identity", "raw"), None)
+    old, new = (text.encode() for text in harm)
+    raw = build_header((), entries, 8).replace(old, new.rjust(len(old)), 1)
+    with in_memory(raw) as fd:
+        found = read_metadata(fd)
+    assert found is None or found.created_at == 0
+
+
+def test_metadata_of_another_file_is_none():
+    with in_memory(safetensors.torch.save({"a": torch.ones(3)}, {"shmload:source": "a"})) as fd:
         assert read_metadata(fd) is None
     with in_memory() as fd:
         assert read_metadata(fd) is None
@@ -364,6 +349,6 @@ def test_need_of_a_conversion_is_seen():
 
 def test_own_entries_have_no_dots_in_their_names():
     # transformers takes an entry with a dot for one that torchao has made of a tensor.
-    entries = FOR_EVER | make_metadata("a", "identity", "raw") | UNFINISHED | dtype_entry([], {})
+    entries = header_entries(make_metadata("a", "identity", "raw"), None)
     assert entries
     assert [key for key in entries if "." in key] == []
