@@ -16,7 +16,7 @@ from shmload._host.shm import shm_nbytes
 from shmload._segments.capacity import require_room
 from shmload._segments.eviction import Budget, evict_for
 from shmload._segments.listing import SegmentInfo
-from shmload._segments.names import part_names, room_lock_name, try_turn
+from shmload._segments.names import part_names, try_turn
 from shmload._segments.removal import remove_if_free, remove_leftovers
 from shmload._segments.room import UnderWay, room_within
 from shmload._settings import settings
@@ -109,7 +109,7 @@ def made_room(
             nbytes,
             lambda: UnderWay(_parts_nbytes()),
             go_on,
-            turn=lambda: try_turn(room_lock_name()),
+            turn=lambda: try_turn("room"),
             timeout_s=settings().wait_timeout_s,
             beside_nbytes=beside_nbytes,
         ) as evicted:

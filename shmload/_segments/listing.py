@@ -14,28 +14,21 @@ from shmload._host.descriptors import Inode, try_lock
 from shmload._host.procfs import mappers
 from shmload._segments.metadata import Metadata, source_paths
 from shmload._segments.names import segment_names, short_id
-from shmload._segments.segment import Segment, is_pinned, is_shared, peek
+from shmload._segments.segment import Segment, peek
 from shmload._tables import Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes, format_time
 from shmload.errors import SegmentCorrupt
 
 
-class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A segment as its header, its lock and its mode describe it."""
+class SegmentInfo(Metadata, frozen=True, kw_only=True, omit_defaults=False):
+    """A segment as its header, its lock and its mode describe it.
+
+    `conversion` is `corrupt` if the header cannot be read.
+    """
 
     name: str
-    source: str
-    r"""Path of the shard that was decoded; bytes of it that are not UTF-8 are written as `\xNN`."""
-    conversion: str
-    """What was done to its dtypes, or `raw`; `corrupt` if the header cannot be read."""
     nbytes: int
     """Size of the segment, in bytes."""
-    created_at: float
-    """Seconds since the epoch."""
-    creator: str
-    """Version and process that decoded it."""
-    digest: str
-    """XXH3-128 of the XXH3-128 of each 64 MiB of its data."""
     is_leased: bool
     """Whether some process is attached, or maps it without being attached."""
     is_current: bool
@@ -46,12 +39,6 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is pinned: it is never evicted to make room."""
     is_shared: bool = False
     """Whether it is removed with its last lease."""
-    dtype: str = ""
-    """torch's name of the dtype that its floats got; if it is `raw`, of most of its bytes."""
-    identity: str = ""
-    """The shard's `Identity.key` when it was decoded; the same for copies of one file."""
-    keep_for_s: int = 0
-    """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
 
     @property
     def is_due(self) -> bool:
@@ -137,23 +124,16 @@ def _describe(segment: Segment) -> SegmentInfo:
         metadata = segment.read_metadata()
     except SegmentCorrupt:
         metadata = Metadata(conversion="corrupt")
-    found = os.fstat(segment.fd)
+    paths = source_paths(metadata.source)
     return SegmentInfo(
+        **msgspec.structs.asdict(metadata),
         name=segment.name,
-        source=metadata.source,
-        conversion=metadata.conversion,
         nbytes=segment.nbytes,
-        created_at=metadata.created_at,
-        creator=metadata.creator,
-        digest=metadata.digest,
         is_leased=not try_lock(segment.fd, exclusive=True),
-        is_current=any(_is_of(path, metadata.identity) for path in source_paths(metadata.source)),
-        used_at=found.st_mtime,
-        is_pinned=is_pinned(found),
-        is_shared=is_shared(found),
-        dtype=metadata.dtype,
-        identity=metadata.identity,
-        keep_for_s=metadata.keep_for_s,
+        is_current=any(_is_of(path, metadata.identity) for path in paths),
+        used_at=os.fstat(segment.fd).st_mtime,
+        is_pinned=segment.is_pinned,
+        is_shared=segment.is_shared,
     )
 
 

@@ -46,9 +46,9 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a segment's header says about it."""
 
     source: str = ""
-    """Path of the shard that was decoded, as `source_text` writes it."""
+    r"""Path of the shard that was decoded; bytes of it that are not UTF-8 are written as `\xNN`."""
     identity: str = ""
-    """The shard's `Identity.key` when it was decoded."""
+    """The shard's `Identity.key` when it was decoded; the same for copies of one file."""
     conversion: str = ""
     """What was done to its dtypes, or `raw`."""
     dtype: str = ""
@@ -58,7 +58,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     creator: str = ""
     """Version and process that decoded it."""
     digest: str = ""
-    """Digest of the data, 32 hexadecimal digits; empty while the segment is not complete."""
+    """XXH3-128 of the XXH3-128 of each 64 MiB of its data; empty while it is not complete."""
     keep_for_s: int = 0
     """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
 

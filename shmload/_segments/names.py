@@ -59,22 +59,15 @@ def new_part_name(segment: str) -> str:
     return f"{segment}.{secrets.token_hex(8)}{_PART_SUFFIX}"
 
 
-def room_lock_name() -> str:
-    """Return the name whose lock is held by the load that looks for room in a budget.
+def lock_name(what: str) -> str:
+    """Return the name whose lock is held by the one that looks for room, or changes a mode or view.
 
     It ends like a part's: what a dead process leaves goes in the same way.
+
+    Args:
+        what: `room`, `mode`, or `stand-KEY`.
     """
-    return f"{name_prefix()}room{_PART_SUFFIX}"
-
-
-def mode_lock_name() -> str:
-    """Return the name whose lock is held by the process that changes a segment's mode."""
-    return f"{name_prefix()}mode{_PART_SUFFIX}"
-
-
-def view_lock_name(key: str) -> str:
-    """Return the name whose lock is held by the process that changes a view directory."""
-    return f"{name_prefix()}stand-{key}{_PART_SUFFIX}"
+    return f"{name_prefix()}{what}{_PART_SUFFIX}"
 
 
 def make_view_name() -> str:
@@ -106,11 +99,11 @@ def view_names() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def try_turn(name: str) -> Iterator[bool]:
+def try_turn(what: str) -> Iterator[bool]:
     """Hold the lock of a name inside the block, if it is free; never wait.
 
     Args:
-        name: one that `_segments.names` makes for this.
+        what: as for `lock_name`.
 
     Yields:
         Whether this process has the turn.
@@ -119,6 +112,7 @@ def try_turn(name: str) -> Iterator[bool]:
         SegmentUntrusted: the name belongs to another user.
         SharedMemoryFull: /dev/shm has no inodes left.
     """
+    name = lock_name(what)
     fd = shm_open(name, create=True, writable=True)
     assert fd is not None, "created if missing"
     try:

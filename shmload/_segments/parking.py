@@ -36,27 +36,17 @@ class _Descriptor:
     is_leased: bool
 
 
+@dataclass(frozen=True, slots=True)
 class Parked:
-    """What a process had of some segments.
+    """What a process had of some segments."""
 
-    Args:
-        descriptors: of the segments.
-        mapped: the mappings, with the segment's name and whether they were writable.
-        inodes: of the segments by name.
-        stand_in: the file that the descriptors lead to meanwhile.
-    """
-
-    def __init__(
-        self,
-        descriptors: list[_Descriptor],
-        mapped: list[tuple[Mapping, str]],
-        inodes: dict[str, Inode],
-        stand_in: Inode,
-    ) -> None:
-        self._descriptors = descriptors
-        self._mapped = mapped
-        self._inodes = inodes
-        self._stand_in = stand_in
+    _descriptors: list[_Descriptor]
+    _mapped: list[tuple[Mapping, str]]
+    """The mappings, with the segment's name."""
+    _inodes: dict[str, Inode]
+    """Of the segments, by name."""
+    _stand_in: Inode
+    """The file that the descriptors lead to meanwhile."""
 
     @property
     def numbers(self) -> set[int]:

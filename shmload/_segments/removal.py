@@ -18,7 +18,7 @@ from shmload._host.shm import shm_unlink
 from shmload._segments.listing import segments_by_lock
 from shmload._segments.names import part_names, segment_names
 from shmload._segments.roots import model_names
-from shmload._segments.segment import Segment, peek
+from shmload._segments.segment import Segment, attach, peek
 from shmload._segments.view import remove_dead_views
 from shmload._wording import logger_of
 from shmload.errors import ShmloadError
@@ -55,6 +55,17 @@ def give_back(segment: Segment) -> None:
     segment.close()
     if may_be_last:
         remove_if_unused(segment.name)
+
+
+@contextlib.contextmanager
+def attached(name: str) -> Iterator[Segment | None]:
+    """Hold a lease on a segment inside the block; None if it is not there."""
+    segment = attach(name)
+    try:
+        yield segment
+    finally:
+        if segment:
+            give_back(segment)
 
 
 def remove_leftovers() -> list[str]:

@@ -29,7 +29,7 @@ from shmload._segments.metadata import (
     read_metadata,
     write_keep_for,
 )
-from shmload._segments.names import mode_lock_name, name_prefix, try_turn
+from shmload._segments.names import name_prefix, try_turn
 from shmload._segments.view_register import views_by_segment
 from shmload.errors import (
     SegmentCorrupt,
@@ -55,16 +55,6 @@ def is_shared(found: os.stat_result) -> bool:
     return found.st_mode & FOR_VIEWS == SHARED
 
 
-def is_pinned(found: os.stat_result) -> bool:
-    """Tell whether a segment is never evicted to make room, nor because it is idle."""
-    return bool(found.st_mode & PINNED)
-
-
-def is_for_views(found: os.stat_result) -> bool:
-    """Tell whether a segment is pinned for view directories, and not by the user."""
-    return found.st_mode & FOR_VIEWS == FOR_VIEWS
-
-
 @contextlib.contextmanager
 def changing_mode(what: str) -> Iterator[None]:
     """Be the one process that may change modes, inside the block.
@@ -78,7 +68,7 @@ def changing_mode(what: str) -> Iterator[None]:
     """
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
-        with try_turn(mode_lock_name()) as is_mine:
+        with try_turn("mode") as is_mine:
             if is_mine:
                 yield
                 return
@@ -173,7 +163,7 @@ class Segment(Descriptor):
     @property
     def is_pinned(self) -> bool:
         """Whether it is never evicted to make room, nor because it is idle."""
-        return is_pinned(os.fstat(self.fd))
+        return bool(os.fstat(self.fd).st_mode & PINNED)
 
     def keep(self) -> None:
         """Make a shared segment resident: it stays without a lease.
@@ -215,7 +205,7 @@ class Segment(Descriptor):
 
     def unpin_for_views(self) -> None:
         """Undo `pin(for_views=True)`; call it inside `changing_mode`."""
-        if is_for_views(os.fstat(self.fd)):
+        if os.fstat(self.fd).st_mode & FOR_VIEWS == FOR_VIEWS:
             self._end_pin(READ_ONLY)
 
     def _end_pin(self, mode: int) -> None:

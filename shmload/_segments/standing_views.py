@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 
 from shmload._segments.listing import segments_by_lock
-from shmload._segments.removal import give_back
-from shmload._segments.segment import Segment, attach, changing_mode
+from shmload._segments.removal import attached
+from shmload._segments.segment import Segment, changing_mode
 from shmload._segments.view_folder import (
     bring_back,
     discard,
@@ -298,9 +298,8 @@ def release(before: ViewEntry, after: ViewEntry) -> None:
         ViewUnwritable: the register cannot be written.
     """
     with contextlib.ExitStack() as ending:
-        segments = [found for name in before.needed - after.needed if (found := attach(name))]
-        for segment in segments:
-            ending.callback(give_back, segment)
+        given_up = before.needed - after.needed
+        segments = [*filter(None, (ending.enter_context(attached(name)) for name in given_up))]
         # Inside, so that of two directories that go at once the later one unpins what both had.
         with changing_mode(before.directory):
             others = [each for each in view_entries() if each.directory != before.directory]

@@ -14,13 +14,13 @@ from shmload._segments.models import find_models
 from shmload._segments.names import part_names
 from shmload._segments.pieces import combine_digests, piece_ranges
 from shmload._segments.removal import (
-    give_back,
+    attached,
     is_free,
     remove_expired,
     remove_idle,
     remove_leftovers,
 )
-from shmload._segments.segment import Segment, attach
+from shmload._segments.segment import Segment
 from shmload._segments.selection import select
 from shmload._segments.standing_views import find_unsettled, settle_leftovers
 from shmload._segments.users import users_of
@@ -60,14 +60,12 @@ def verify_each(
     """Do what `verify` does, one segment at a time; yield each with its error, if it has one."""
     for info in select(patterns):
         error = None
-        segment = attach(info.name)
-        if segment:
+        with attached(info.name) as segment:
             try:
-                check_digest(segment)
+                if segment:
+                    check_digest(segment)
             except SegmentCorrupt as exc:
                 error = exc
-            finally:
-                give_back(segment)
         yield info, error
 
 
@@ -205,7 +203,7 @@ def pin(*patterns: str | os.PathLike[str]) -> Segments:
         SegmentNotFound: a pattern matches nothing; `warm(pin=True)` decodes and pins a source.
         AmbiguousName: a pattern is a part of several models' names.
     """
-    return _change(select(_some(patterns, "pin")), Segment.pin, is_pinned=True)
+    return _change(patterns, "pin", Segment.pin)
 
 
 def unpin(*patterns: str | os.PathLike[str]) -> Segments:
@@ -225,7 +223,7 @@ def unpin(*patterns: str | os.PathLike[str]) -> Segments:
         SegmentNotFound, AmbiguousName: as `pin`.
         SegmentProtected: some stay pinned for a view directory; the others are unpinned.
     """
-    unpinned = _change(select(_some(patterns, "unpin")), Segment.unpin, is_pinned=False)
+    unpinned = _change(patterns, "unpin", Segment.unpin)
     views = views_by_segment()
     protected = sorted(info.name for info in unpinned if info.name in views)
     if protected:
@@ -254,7 +252,9 @@ def move_pins(to: Iterable[Segment], *, are_pinned: bool = True) -> list[str]:
             if (info.source, info.conversion) == (header.source, header.conversion):
                 if are_pinned:
                     segment.pin()
-                _change_one(info.name, Segment.unpin)
+                with attached(info.name) as old:
+                    if old:
+                        old.unpin()
                 lost.append(info.name)
     return lost
 
@@ -264,29 +264,15 @@ def pinned_outdated() -> list[SegmentInfo]:
     return [info for info in segments_by_lock() if info.is_pinned and not info.is_current]
 
 
-def _change_one(name: str, mark: Callable[[Segment], None]) -> bool:
-    """Change a segment; return whether it is still there."""
-    segment = attach(name)
-    if not segment:
-        return False
-    try:
-        mark(segment)
-    finally:
-        give_back(segment)
-    return True
-
-
-def _some(patterns: _Patterns, verb: str) -> _Patterns:
+def _change(patterns: _Patterns, verb: str, mark: Callable[[Segment], None]) -> Segments:
+    """Pin or unpin segments; return those that were still there."""
     if not patterns:
         raise ArgumentError(f"{verb}() needs the names or sources of what to {verb}")
-    return patterns
-
-
-def _change(
-    chosen: Iterable[SegmentInfo], mark: Callable[[Segment], None], *, is_pinned: bool
-) -> Segments:
-    return Segments(
-        msgspec.structs.replace(info, is_pinned=is_pinned, is_shared=False)
-        for info in chosen
-        if _change_one(info.name, mark)  # else it went meanwhile
-    )
+    changed = Segments()
+    for info in select(patterns):
+        with attached(info.name) as segment:
+            if segment:
+                mark(segment)
+                is_pinned = verb == "pin"
+                changed.append(msgspec.structs.replace(info, is_pinned=is_pinned, is_shared=False))
+    return changed

@@ -16,7 +16,7 @@ import msgspec
 from shmload._host.files import replacing
 from shmload._host.owned import open_folder, read_own
 from shmload._segments.metadata import decode_paths, encode_paths
-from shmload._segments.names import try_turn, view_lock_name
+from shmload._segments.names import try_turn
 from shmload._settings import settings
 from shmload._wording import logger_of
 from shmload.errors import ViewBusy, ViewUnwritable
@@ -147,7 +147,7 @@ def changing_view(directory: str, timeout_s: float) -> Iterator[None]:
         raise _unwritable(_folder(), exc) from exc
     deadline = time.monotonic() + timeout_s
     while True:
-        with try_turn(view_lock_name(_key(directory))) as is_mine:
+        with try_turn(f"stand-{_key(directory)}") as is_mine:
             if is_mine:
                 yield
                 return

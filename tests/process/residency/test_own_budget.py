@@ -12,7 +12,7 @@ import shmload
 from shmload._cli.main import main
 from shmload._loading import room
 from shmload._segments.layout import Layout
-from shmload._segments.names import room_lock_name, try_turn
+from shmload._segments.names import lock_name, try_turn
 from shmload._segments.part import acquire
 from shmload.errors import SharedMemoryFull
 
@@ -90,7 +90,7 @@ def test_load_waits_while_another_decodes(shards, configure, evicts, monkeypatch
         assert resident() == []
     warming.join()
     assert resident() == [str(shards[1])]
-    assert not (SHM / room_lock_name()).exists()
+    assert not (SHM / lock_name("room")).exists()
 
 
 def test_wait_has_a_deadline(shards, configure, evicts):
@@ -104,7 +104,7 @@ def test_wait_has_a_deadline(shards, configure, evicts):
 
 def test_wait_for_a_turn_has_a_deadline(shards, two_fit, configure):
     configure(budget=3 * _SEGMENT, wait_timeout_s=0.1)
-    with try_turn(room_lock_name()), pytest.raises(SharedMemoryFull) as caught:
+    with try_turn("room"), pytest.raises(SharedMemoryFull) as caught:
         shmload.warm(shards[1], dtype="bfloat16")
     assert "leaves" not in str(caught.value)  # it had no look
     assert "still waits for room ahead of this one after 0.1 s" in str(caught.value)

@@ -16,7 +16,7 @@ import shmload
 from shmload._doctor.doctor import diagnose
 from shmload._host.descriptors import try_lock
 from shmload._segments import removal, segment
-from shmload._segments.names import mode_lock_name, try_turn
+from shmload._segments.names import lock_name, try_turn
 from shmload._segments.removal import remove_expired, remove_idle
 from shmload._segments.segment import attach
 from shmload._segments.upkeep import find_garbage
@@ -156,7 +156,7 @@ def test_changes_at_once_lose_no_pin_and_leave_nothing_writable(resident, beside
     changing.join()
     assert os.stat(SHM / name).st_mode & 0o7777 == 0o1400
     assert shmload.segments()[0].keep_for_s == 3 * _HOUR_S
-    assert not (SHM / mode_lock_name()).exists()
+    assert not (SHM / lock_name("mode")).exists()
 
 
 @pytest.mark.parametrize("left", [0o600, 0o1600])
@@ -169,7 +169,7 @@ def test_change_ends_what_a_killed_one_has_left_writable(resident, left):
 
 def test_change_waits_for_one_that_was_stopped_with_a_deadline(resident, monkeypatch):
     monkeypatch.setattr(segment, "_TIMEOUT_S", 0.05)
-    with try_turn(mode_lock_name()), pytest.raises(SegmentTimeout, match="end that process"):
+    with try_turn("mode"), pytest.raises(SegmentTimeout, match="end that process"):
         shmload.pin(resident[0])
     assert pinned() == []
 
