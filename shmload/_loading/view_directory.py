@@ -22,8 +22,8 @@ from shmload._loading.view_layout import ViewLayout, lay_out_view
 from shmload._segments.segment import Stay
 from shmload._segments.standing_views import (
     ViewDirectory,
-    adopt,
     describe_view,
+    find_standing,
     known_view,
     protect,
     release,
@@ -103,9 +103,12 @@ def view_directory(
     place = _place_of(directory)
     arguments = _arguments(wanted)
     with changing_view(place, settings().wait_timeout_s):
-        entry, moved_from = _find_standing(place)
+        entry = find_standing(place)
+        here = read_marker(place)
+        if not here and os.path.lexists(place):
+            raise ViewRefused(place, "it is there, and no view directory; choose another place")
         # Of a directory that was deleted the register still says what it was.
-        if not replace and os.path.lexists(place):
+        if not replace and here:
             _require_same(entry, arguments)
         with Progress(progress, wanted.title) as counter, contextlib.ExitStack() as ending:
             found, rules = find_with_rules(wanted, counter.steps, may_be_unread=True)
@@ -125,8 +128,8 @@ def view_directory(
             names = {plan.path: plan.segment for plan in load.holdings.plans}
             layout = lay_out_view(found, names, rules)
             _stand(entry, arguments, layout, load)
-        if moved_from:
-            _forget_moved(moved_from, place)
+        if here and here.directory != place:
+            _forget_moved(here.directory, place)
         for each in find_left_out(found, wanted.variant):
             logger.info("%s: linked as it is: %s", wanted.source, each)
         return describe_view(read_entry(place))
@@ -194,24 +197,6 @@ def _stand(entry: ViewEntry, arguments: ViewArguments, layout: ViewLayout, load:
     protect(msgspec.structs.replace(entry, pending=record, staging=staging), held)
     stage(staging, record, layout.copies)
     put_in_place(staging, entry.directory)
-
-
-def _find_standing(place: str) -> tuple[ViewEntry, str]:
-    """Return the entry of a place, with nothing under way, and where its directory was before.
-
-    Raises:
-        ViewRefused: something else is there.
-    """
-    entry = settle(place)
-    if not os.path.lexists(place):
-        return entry, ""
-    here = read_marker(place)
-    if here is None:
-        raise ViewRefused(place, "it is there, and no view directory; choose another place")
-    moved_from = here.directory if here.directory != place else ""
-    if not entry.standing or entry.standing.build != here.build:
-        entry = adopt(entry, here)
-    return entry, moved_from
 
 
 def _forget_moved(old: str, new: str) -> None:

@@ -147,11 +147,7 @@ def _divide(home: Root, own: Sequence[SegmentInfo], also: Sequence[SegmentInfo])
         dtypes.setdefault(info.identity or info.name, set()).add(info.dtype)
     divided = [d for several in dtypes.values() if len(several) > 1 for d in sorted(several)]
     whole = {d for d in divided if all(d in each or len(each) == 1 for each in dtypes.values())}
-    makers = {dtype: {info.creator for info in own if info.dtype == dtype} for dtype in divided}
-    folders = {
-        dtype: {os.path.dirname(info.source) for info in own if info.dtype == dtype}
-        for dtype in divided
-    }
+    of = {dtype: [info for info in own if info.dtype == dtype] for dtype in divided}
 
     def is_shared(info: SegmentInfo, dtype: str) -> bool:
         """Tell whether a segment that is there in one dtype is also of the model in this one.
@@ -163,10 +159,14 @@ def _divide(home: Root, own: Sequence[SegmentInfo], also: Sequence[SegmentInfo])
         """
         if len(dtypes[info.identity or info.name]) > 1:
             return False
-        is_cast = info.dtype in whole and info.conversion != RAW.text
-        if is_cast and os.path.dirname(info.source) in folders[dtype]:
+        if info.dtype not in whole:
+            return True
+        folder = os.path.dirname(info.source)
+        if info.conversion != RAW.text and any(
+            os.path.dirname(each.source) == folder for each in of[dtype]
+        ):
             return False
-        return info.dtype not in whole or info.creator in makers[dtype]
+        return any(each.creator == info.creator for each in of[dtype])
 
     drafts = []
     for dtype in dict.fromkeys(divided) or [""]:

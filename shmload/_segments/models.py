@@ -10,9 +10,10 @@ import msgspec
 from shmload._host.descriptors import try_lock
 from shmload._segments.grouping import Model, group_segments
 from shmload._segments.listing import SegmentInfo, amount_of, segments_by_lock
+from shmload._segments.metadata import Metadata
 from shmload._segments.names import part_names
 from shmload._segments.roots import Root, find_roots, shards_below, tell_apart
-from shmload._segments.segment import Segment, peek
+from shmload._segments.segment import peek
 from shmload._segments.users import User, find_builders, find_users, name_users
 from shmload._segments.view_register import views_by_segment
 from shmload._tables import Cell, Listing, Page, Table
@@ -58,13 +59,10 @@ class UnfinishedModel(msgspec.Struct, frozen=True, kw_only=True):
     """How fast they have been filled so far, in bytes per second."""
 
 
-class _Part(msgspec.Struct, frozen=True, kw_only=True):
+class _Part(Metadata, frozen=True, kw_only=True):
     name: str
-    source: str
-    dtype: str
     nbytes: int
     done_nbytes: int
-    created_at: float
 
 
 def find_decoding(resident: Iterable[str] = ()) -> list[UnfinishedModel]:
@@ -116,21 +114,14 @@ def _living_parts(names: list[str], users: dict[str, tuple[User, ...]]) -> Itera
             # /proc/locks names most builders; asking the lock itself is for the others, since it
             # holds a dead builder's part for a moment.
             if part.name in users or not try_lock(part.fd, exclusive=False):
-                yield _describe(part)
-
-
-def _describe(part: Segment) -> _Part:
-    metadata = part.read_metadata()
-    found = os.fstat(part.fd)
-    return _Part(
-        name=part.name,
-        source=metadata.source,
-        dtype=metadata.dtype,
-        nbytes=found.st_size,
-        # stat(2): units of 512 bytes, whole pages
-        done_nbytes=min(found.st_size, 512 * found.st_blocks),
-        created_at=metadata.created_at,
-    )
+                found = os.fstat(part.fd)
+                yield _Part(
+                    **msgspec.structs.asdict(part.read_metadata()),
+                    name=part.name,
+                    nbytes=found.st_size,
+                    # stat(2): units of 512 bytes, whole pages
+                    done_nbytes=min(found.st_size, 512 * found.st_blocks),
+                )
 
 
 class Models(Listing[Model]):

@@ -147,19 +147,17 @@ def _of_copies_below(found: Iterable[SegmentInfo], pattern: str) -> list[Segment
 
 def is_below(info: SegmentInfo, pattern: str) -> bool:
     """Tell whether a pattern is a segment's name, or its shard's path or a directory above it."""
-    if info.name == pattern:
-        return True
-    if not pattern or not info.source:  # an empty path would be the current directory
+    if not pattern:  # it would be the current directory
         return False
-    if info.source == pattern:  # as a listing shows it
+    if pattern in (info.name, info.source):  # the source as a listing shows it
         return True
-    pattern = os.path.expanduser(pattern)
-    for resolve in (os.path.abspath, os.path.realpath):
-        for known in source_paths(info.source):
-            try:
-                path, source = resolve(pattern), resolve(known)
-            except ValueError:  # no file has a zero byte in its name
-                return False
-            if source == path or source.startswith(path + os.sep):
-                return True
-    return False
+    given = os.path.expanduser(pattern)
+    try:
+        return any(
+            f"{resolve(path)}/".startswith(f"{resolve(given)}/")
+            for resolve in (os.path.abspath, os.path.realpath)
+            for path in source_paths(info.source)
+            if path
+        )
+    except ValueError:  # no file has a zero byte in its name
+        return False

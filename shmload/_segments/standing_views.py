@@ -118,16 +118,22 @@ def view_directories() -> ViewDirectories:
 
     Printed, and in a notebook, the list is the table of `shmload view --list`.
     """
-    current = {info.name: info.is_current for info in segments_by_lock()}
-    return ViewDirectories(_describe(entry, current) for entry in view_entries())
+    current = _current_segments()
+    return ViewDirectories(describe_view(entry, current) for entry in view_entries())
 
 
-def describe_view(entry: ViewEntry) -> ViewDirectory:
-    """Describe one view directory."""
-    return _describe(entry, {info.name: info.is_current for info in segments_by_lock()})
+def _current_segments() -> dict[str, bool]:
+    """Return whether the shard of each resident segment is still the one that was decoded."""
+    return {info.name: info.is_current for info in segments_by_lock()}
 
 
-def _describe(entry: ViewEntry, current: dict[str, bool]) -> ViewDirectory:
+def describe_view(entry: ViewEntry, current: dict[str, bool] | None = None) -> ViewDirectory:
+    """Describe one view directory.
+
+    Args:
+        entry: of the directory.
+        current: whether the shard of each resident segment is as it was; None to look.
+    """
     record = entry.standing or entry.pending
     assert record is not None, "an entry without either is not written"
     arguments = record.arguments
@@ -140,7 +146,7 @@ def _describe(entry: ViewEntry, current: dict[str, bool]) -> ViewDirectory:
         segments=record.segments,
         nbytes=record.nbytes,
         made_at=record.made_at,
-        state=_state(entry, current),
+        state=_state(entry, _current_segments() if current is None else current),
     )
 
 
@@ -166,12 +172,16 @@ def known_view(directory: str) -> ViewEntry:
         ViewNotFound: it is none.
     """
     entry = read_entry(directory)
-    here = read_marker(directory)
-    if not entry.standing and not entry.staging and here:
-        return ViewEntry(directory=directory, standing=here)
     if not entry.standing and not entry.pending:
-        raise ViewNotFound(directory, [each.directory for each in view_entries()])
+        here = read_marker(directory)
+        if not here:
+            raise _not_found(directory)
+        return ViewEntry(directory=directory, standing=here)
     return entry
+
+
+def _not_found(directory: str) -> ViewNotFound:
+    return ViewNotFound(directory, [each.directory for each in view_entries()])
 
 
 def remove_view_directory(directory: str | os.PathLike[str]) -> ViewDirectory:
@@ -197,18 +207,33 @@ def remove_view_directory(directory: str | os.PathLike[str]) -> ViewDirectory:
         raise ViewUnwritable(above, "this user may not", "have its owner remove the view")
     with changing_view(place, settings().wait_timeout_s):
         before = read_entry(place)
-        entry = settle(place)
+        entry = find_standing(place)
         if before.is_removed:  # what had begun is done now
             return describe_view(before)
-        here = read_marker(place)
-        if here and (not entry.standing or entry.standing.build != here.build):
-            entry = adopt(entry, here)
         if not entry.standing:  # it was being made, and its process has died
-            raise ViewNotFound(place, [each.directory for each in view_entries()])
+            raise _not_found(place)
         found = describe_view(entry)
         write_entry(msgspec.structs.replace(entry, staging=staging_for(place)))
         settle(place)
         return found
+
+
+def find_standing(place: str) -> ViewEntry:
+    """Return a place's entry, with nothing under way. Hold `changing_view`.
+
+    A view directory there that the register does not know, as it was moved, copied or forgotten,
+    is recorded.
+
+    Raises:
+        As `settle`.
+    """
+    entry = settle(place)
+    here = read_marker(place)
+    if here and (not entry.standing or entry.standing.build != here.build):
+        standing = msgspec.structs.replace(here, directory=place)
+        entry = ViewEntry(directory=place, standing=standing)
+        write_entry(entry)
+    return entry
 
 
 def protect(entry: ViewEntry, segments: Sequence[Segment]) -> None:
@@ -228,21 +253,6 @@ def protect(entry: ViewEntry, segments: Sequence[Segment]) -> None:
         segment.pin(for_views=True)
         if not segment.has_name:
             raise SegmentRemoved(segment.name)
-
-
-def adopt(entry: ViewEntry, found: ViewRecord) -> ViewEntry:
-    """Record a view directory that the register does not know: it was moved, copied, or forgotten.
-
-    Returns:
-        Its entry, as it was until now at another place.
-
-    Raises:
-        ViewUnwritable: the register cannot be written.
-    """
-    standing = msgspec.structs.replace(found, directory=entry.directory)
-    adopted = ViewEntry(directory=entry.directory, standing=standing)
-    write_entry(adopted)
-    return adopted
 
 
 def settle(directory: str) -> ViewEntry:
