@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 
 from shmload._decoding.job import DecodeCancelled
 from shmload._host.shm import shm_nbytes
-from shmload._segments.capacity import require_room
-from shmload._segments.eviction import Budget, evict_for
+from shmload._segments.eviction import Budget, evict_for, require_room
 from shmload._segments.listing import SegmentInfo
 from shmload._segments.names import part_names, try_turn
 from shmload._segments.removal import remove_if_free, remove_leftovers

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from shmload._decoding.job import Job, OnBytes
-from shmload._segments.capacity import room_nbytes
+from shmload._segments.eviction import room_nbytes
 from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.removal import remove_expired
 from shmload._segments.roots import Root, find_roots

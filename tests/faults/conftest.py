@@ -17,7 +17,7 @@ from weight import VALUES, save_weight
 
 from shmload._decoding.coordinator import Coordinator
 from shmload._host.procfs import cgroup_free_nbytes
-from shmload._segments import capacity
+from shmload._segments import eviction
 
 TENSORS = {"a": torch.arange(5000.0).reshape(50, 100), "b": torch.arange(7)}
 
@@ -107,7 +107,7 @@ def cgroup(tmp_path, monkeypatch):
         membership = tmp_path / "membership"
         membership.write_text("0::/box\n")
         read = functools.partial(cgroup_free_nbytes, tmp_path / "cgroup", membership)
-        monkeypatch.setattr(capacity, "cgroup_free_nbytes", read)
+        monkeypatch.setattr(eviction, "cgroup_free_nbytes", read)
 
     return make
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import shmload
 from shmload._host.procfs import machine_free_nbytes
-from shmload._segments import capacity
+from shmload._segments import eviction
 
 SMALL_SHM = 'mount -t tmpfs -o size=16m,mode=1777{options} tmpfs /dev/shm && exec "$0" "$@"'
 
@@ -294,7 +294,7 @@ def test_no_room_in_the_machine(large, door, tmp_path, monkeypatch):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 100000 kB\nMemAvailable: 71680 kB\n")
     read = functools.partial(machine_free_nbytes, meminfo)
-    monkeypatch.setattr(capacity, "machine_free_nbytes", read)
+    monkeypatch.setattr(eviction, "machine_free_nbytes", read)
     refusal(
         door,
         large,
@@ -308,6 +308,6 @@ def test_no_room_in_the_machine(large, door, tmp_path, monkeypatch):
 
 def test_what_takes_no_room_needs_none(checkpoint, evicts, monkeypatch):
     shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
-    monkeypatch.setattr(capacity, "shm_free_nbytes", lambda: 0)
+    monkeypatch.setattr(eviction, "shm_free_nbytes", lambda: 0)
     shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
     state_dict(checkpoint)  # it maps the file

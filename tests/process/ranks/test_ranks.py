@@ -21,7 +21,7 @@ from tracing import can_trace, noted_nbytes, noting_reads
 import shmload
 from shmload._decoding.ring import RingShape
 from shmload._devices import destination
-from shmload._segments import capacity
+from shmload._segments import eviction
 from shmload.integrations import ranks
 
 _SUPPORT = Path(__file__).parents[2] / "support"
@@ -352,7 +352,7 @@ def test_ranks_with_accelerators_share_instead_of_a_ring_each(
 def test_ranks_without_room_to_share_have_a_ring_each(
     saved, rank, accelerators, streams, rings, shm_names, monkeypatch, caplog
 ):
-    monkeypatch.setattr(capacity, "shm_free_nbytes", lambda: 0)
+    monkeypatch.setattr(eviction, "shm_free_nbytes", lambda: 0)
     source = saved("flux")
     got = load(source)
     assert min(streams) > 0

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import shmload
-from shmload._segments import capacity
+from shmload._segments import eviction
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def single_shard(tmp_path):
 @pytest.mark.parametrize("keep", [True, False])
 def test_lack_of_room_says_that_this_process_holds_some(single_shard, evicts, monkeypatch, keep):
     state = shmload.load_state_dict(single_shard, "float16", keep=keep)
-    monkeypatch.setattr(capacity, "shm_free_nbytes", lambda: 100)
+    monkeypatch.setattr(eviction, "shm_free_nbytes", lambda: 100)
     with pytest.raises(shmload.SharedMemoryFull, match="leaves 100 B; in this process drop models"):
         shmload.load_state_dict(single_shard, keep=True)
     assert state

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmload._segments import capacity
+from shmload._segments import eviction
 from shmload.errors import MemoryLimitExceeded, SharedMemoryFull
 
 MIB = 1 << 20
@@ -13,11 +13,11 @@ def refusal(monkeypatch):
     """Return the message of a load of some bytes, where others and shmload have some of 600 MiB."""
 
     def refuse(nbytes, *, own, others):
-        monkeypatch.setattr(capacity, "shm_total_nbytes", lambda: 600 * MIB)
-        monkeypatch.setattr(capacity, "shm_free_nbytes", lambda: 600 * MIB - own - others)
-        monkeypatch.setattr(capacity, "written_nbytes", lambda names: own)
+        monkeypatch.setattr(eviction, "shm_total_nbytes", lambda: 600 * MIB)
+        monkeypatch.setattr(eviction, "shm_free_nbytes", lambda: 600 * MIB - own - others)
+        monkeypatch.setattr(eviction, "written_nbytes", lambda names: own)
         with pytest.raises(SharedMemoryFull) as caught:
-            capacity.require_room(nbytes)
+            eviction.require_room(nbytes)
         return str(caught.value)
 
     return refuse
@@ -49,13 +49,13 @@ def test_more_than_all_of_it_advises_to_enlarge_it(refusal):
 
 
 def test_what_is_needed_beside_segments_takes_memory_and_nothing_of_dev_shm(monkeypatch):
-    monkeypatch.setattr(capacity, "shm_free_nbytes", lambda: 100 * MIB)
-    monkeypatch.setattr(capacity, "unwritten_nbytes", lambda names: 0)
-    monkeypatch.setattr(capacity, "cgroup_free_nbytes", lambda: None)
-    monkeypatch.setattr(capacity, "machine_free_nbytes", lambda: 364 * MIB)  # of it 64 are kept
-    capacity.require_room(100 * MIB, beside_nbytes=200 * MIB)
-    assert capacity.room_nbytes(200 * MIB) == 100 * MIB
+    monkeypatch.setattr(eviction, "shm_free_nbytes", lambda: 100 * MIB)
+    monkeypatch.setattr(eviction, "unwritten_nbytes", lambda names: 0)
+    monkeypatch.setattr(eviction, "cgroup_free_nbytes", lambda: None)
+    monkeypatch.setattr(eviction, "machine_free_nbytes", lambda: 364 * MIB)  # of it 64 are kept
+    eviction.require_room(100 * MIB, beside_nbytes=200 * MIB)
+    assert eviction.room_nbytes(200 * MIB) == 100 * MIB
     with pytest.raises(MemoryLimitExceeded, match=r"301.00 MiB .*300.00 MiB"):
-        capacity.require_room(100 * MIB, beside_nbytes=201 * MIB)
+        eviction.require_room(100 * MIB, beside_nbytes=201 * MIB)
     with pytest.raises(MemoryLimitExceeded):
-        capacity.require_room(0, beside_nbytes=301 * MIB)
+        eviction.require_room(0, beside_nbytes=301 * MIB)
