@@ -9,6 +9,7 @@ shard and no model in its own dtype is whole with it.
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -86,6 +87,7 @@ def group_segments(
     roots: Mapping[str, Root],
     shards: Mapping[str, Mapping[str, str]],
     users: Mapping[str, tuple[User, ...]],
+    views: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> list[Model]:
     """Group segments into models, in the order of their first segments.
 
@@ -95,6 +97,7 @@ def group_segments(
         shards: the component of each file that a model has now, by the model's key and then by the
             file's `Identity.key`. A model that is not named has the files it was decoded from.
         users: the processes that are attached to segments or map them, by segment.
+        views: the view directories that need segments, by segment.
     """
     groups: dict[tuple[str, int], list[SegmentInfo]] = {}
     homes: dict[str, Root] = {}
@@ -111,8 +114,8 @@ def group_segments(
         drafts += _divide(homes[key], own, also)
     drafts = [draft for draft in drafts if not any(draft.names < each.names for each in drafts)]
     names = tell_apart({draft.home.key: draft.home for draft in drafts}.values())
-    made = [_make(draft, names[draft.home.key], shards, users) for draft in drafts]
-    return [_with_shared(model, made) for model in made]
+    made = [_make(draft, names[draft.home.key], shards, users, views) for draft in drafts]
+    return [msgspec.structs.replace(each, shared_with=_sharing(each, made)) for each in made]
 
 
 def _ages(found: Sequence[SegmentInfo]) -> dict[str, int]:
@@ -182,6 +185,7 @@ def _make(
     name: str,
     shards: Mapping[str, Mapping[str, str]],
     users: Mapping[str, tuple[User, ...]],
+    views: Mapping[str, tuple[str, ...]],
 ) -> Model:
     home, held = draft.home, draft.segments
     components: dict[str, int] = {}
@@ -216,6 +220,7 @@ def _make(
         keep_for_s=min((info.keep_for_s for info in held if info.keep_for_s), default=0),
         is_current=held[0].is_current,
         variant=home.variant,
+        views=tuple(sorted({each for info in held for each in views.get(info.name, ())})),
     )
 
 
@@ -223,12 +228,11 @@ def _largest_first(nbytes: Mapping[str, int]) -> list[str]:
     return sorted(nbytes, key=lambda name: (-nbytes[name], name))
 
 
-def _with_shared(model: Model, models: Sequence[Model]) -> Model:
-    """Add the other models that have some of the same segments."""
+def _sharing(model: Model, models: Sequence[Model]) -> tuple[str, ...]:
+    """Return the other models that have some of the same segments."""
     mine = {info.name for info in model.segments}
-    shared = tuple(
+    return tuple(
         other.full_name if other.name == model.name else other.name
         for other in models
         if other is not model and any(info.name in mine for info in other.segments)
     )
-    return msgspec.structs.replace(model, shared_with=shared) if shared else model

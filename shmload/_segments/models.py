@@ -174,33 +174,29 @@ def models() -> Models:
         msgspec.structs.replace(info, is_leased=True) if info.name in users else info
         for info in found
     ]
-    views = views_by_segment()
     return Models(
-        (_with_views(model, views) for model in find_models(seen, users)),
+        find_models(seen, users, views_by_segment()),
         find_decoding(info.source for info in found if info.source),
     )
 
 
-def _with_views(model: Model, views: Mapping[str, tuple[str, ...]]) -> Model:
-    """Add the view directories that need some of its segments."""
-    found = sorted({each for info in model.segments for each in views.get(info.name, ())})
-    return msgspec.structs.replace(model, views=tuple(found)) if found else model
-
-
 def find_models(
-    found: Sequence[SegmentInfo], users: Mapping[str, tuple[User, ...]] | None = None
+    found: Sequence[SegmentInfo],
+    users: Mapping[str, tuple[User, ...]] | None = None,
+    views: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Model]:
     """Group segments into models; look up where these lie on disk.
 
     Args:
         found: the segments.
         users: the processes that use them, by segment; None to leave them out.
+        views: the view directories that need them, by segment; None to leave them out.
     """
     roots = find_roots(info.source for info in found if info.source)
     by_key = {root.key: root for root in roots.values()}
     # Only where there are several sources can they share files.
     shards = {key: shards_below(root) for key, root in by_key.items()}
-    return group_segments(found, roots, shards, users or {})
+    return group_segments(found, roots, shards, users or {}, views or {})
 
 
 def _table_of(found: Iterable[Model], with_ids: bool) -> Table:

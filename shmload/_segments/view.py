@@ -18,7 +18,7 @@ from typing import Self
 
 from shmload._checkpoints.formats.known import name_alone_as_safetensors, name_as_safetensors
 from shmload._checkpoints.indexes import indexed_shards, renamed_index
-from shmload._host.descriptors import Descriptor, close, try_lock
+from shmload._host.descriptors import Descriptor, try_lock
 from shmload._host.shm import SHM_DIR, no_inodes
 from shmload._segments.names import make_view_name, view_names
 from shmload.errors import CheckpointError
@@ -144,12 +144,34 @@ def descriptor_path(fd: int) -> Path:
 
 def dead_views() -> list[str]:
     """Return the names of the views whose processes have died."""
-    return list(filter(_is_dead, view_names()))
+    return list(_hold_dead())
 
 
 def remove_dead_views() -> list[str]:
     """Remove the views whose processes have died, and return the names."""
-    return list(filter(_remove_if_dead, view_names()))
+    removed = []
+    for name in _hold_dead():
+        shutil.rmtree(SHM_DIR / name, ignore_errors=True)
+        removed.append(name)
+    return removed
+
+
+def _hold_dead() -> Iterator[str]:
+    """Yield the names of this user's views whose processes have died, each while it is locked."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    for name in view_names():
+        try:
+            view = Descriptor(os.open(SHM_DIR / name, flags))
+        except OSError:
+            continue
+        with view:
+            found = os.fstat(view.fd)
+            # A time in the future means that the clock was set back: count the view as old.
+            is_new = 0 <= time.time() - found.st_mtime < _GRACE_S
+            is_young = is_new and not found.st_mode & _MARK
+            is_ours = found.st_uid == os.geteuid()
+            if is_ours and not is_young and try_lock(view.fd, exclusive=True):
+                yield name
 
 
 def absolute(path: Path) -> Path:
@@ -166,34 +188,3 @@ def is_index_of_renamed(path: Path, files: Mapping[Path, object]) -> bool:
     except CheckpointError:  # not the one that was loaded
         return False
     return bool(shards) and files.keys() >= set(shards)
-
-
-def _is_dead(name: str) -> bool:
-    with _hold_dead(name) as is_mine:
-        return is_mine
-
-
-def _remove_if_dead(name: str) -> bool:
-    with _hold_dead(name) as is_mine:
-        if is_mine:
-            shutil.rmtree(SHM_DIR / name, ignore_errors=True)
-    return is_mine
-
-
-@contextlib.contextmanager
-def _hold_dead(name: str) -> Iterator[bool]:
-    """Lock a view; yields whether it belongs to this user and its process has died."""
-    try:
-        fd = os.open(SHM_DIR / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        yield False
-        return
-    try:
-        found = os.fstat(fd)
-        # A time in the future means that the clock was set back: count the view as old.
-        is_new = 0 <= time.time() - found.st_mtime < _GRACE_S
-        is_young = is_new and not found.st_mode & _MARK
-        is_ours = found.st_uid == os.geteuid()
-        yield is_ours and not is_young and try_lock(fd, exclusive=True)
-    finally:
-        close(fd)
