@@ -17,6 +17,7 @@ import hashlib
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator
 
 from shmload._checkpoints.identity import Identity
@@ -26,6 +27,7 @@ from shmload._host.shm import is_named, shm_names, shm_open, shm_unlink
 FORMAT_VERSION = 3
 """Raised whenever a segment's layout or conversion changes: old segments are then not found."""
 
+_POLL_S = 0.005
 _KEY_NBYTES = 15
 _SHORT_NCHARS = 8
 _PART_SUFFIX = ".part"
@@ -125,3 +127,20 @@ def try_turn(what: str) -> Iterator[bool]:
                 shm_unlink(name)
     finally:
         close(fd)
+
+
+@contextlib.contextmanager
+def wait_turn(what: str, timeout_s: float) -> Iterator[bool]:
+    """Do as `try_turn`, and wait for other processes.
+
+    Args:
+        what: as for `lock_name`.
+        timeout_s: how long to wait, in seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with try_turn(what) as is_mine:
+            if is_mine or time.monotonic() >= deadline:
+                yield is_mine
+                return
+        time.sleep(_POLL_S)

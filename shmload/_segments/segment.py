@@ -29,7 +29,7 @@ from shmload._segments.metadata import (
     read_metadata,
     write_keep_for,
 )
-from shmload._segments.names import name_prefix, try_turn
+from shmload._segments.names import name_prefix, wait_turn
 from shmload._segments.view_register import views_by_segment
 from shmload.errors import (
     SegmentCorrupt,
@@ -45,7 +45,6 @@ SHARED = stat.S_IXUSR
 PINNED = stat.S_ISVTX
 FOR_VIEWS = PINNED | SHARED
 
-_POLL_S = 0.005
 # A change takes microseconds: only a process that was stopped in the middle takes longer.
 _TIMEOUT_S = 10.0
 
@@ -66,15 +65,10 @@ def changing_mode(what: str) -> Iterator[None]:
         SegmentTimeout: another process is in the middle of a change for 10 s.
         SharedMemoryFull: /dev/shm has no inodes left.
     """
-    deadline = time.monotonic() + _TIMEOUT_S
-    while True:
-        with try_turn("mode") as is_mine:
-            if is_mine:
-                yield
-                return
-        if time.monotonic() >= deadline:
+    with wait_turn("mode", _TIMEOUT_S) as is_mine:
+        if not is_mine:
             raise SegmentTimeout(what, _TIMEOUT_S, "pinned or given a time to stay")
-        time.sleep(_POLL_S)
+        yield
 
 
 def end_writing(fd: int, segment: str) -> None:

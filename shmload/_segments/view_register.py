@@ -7,7 +7,6 @@ process that dies leaves is found in it and finished or undone by `_segments.sta
 import contextlib
 import hashlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import msgspec
 from shmload._host.files import replacing
 from shmload._host.owned import open_folder, read_own
 from shmload._segments.metadata import decode_paths, encode_paths
-from shmload._segments.names import try_turn
+from shmload._segments.names import wait_turn
 from shmload._settings import settings
 from shmload._wording import logger_of
 from shmload.errors import ViewBusy, ViewUnwritable
@@ -24,7 +23,6 @@ from shmload.errors import ViewBusy, ViewUnwritable
 logger = logger_of(__name__)
 
 _SUFFIX = ".json"
-_POLL_S = 0.02
 
 
 class ViewArguments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -145,15 +143,10 @@ def changing_view(directory: str, timeout_s: float) -> Iterator[None]:
         open_folder(_folder(), make=True).close()  # before a load that it would be too late for
     except OSError as exc:
         raise _unwritable(_folder(), exc) from exc
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with try_turn(f"stand-{_key(directory)}") as is_mine:
-            if is_mine:
-                yield
-                return
-        if time.monotonic() >= deadline:
+    with wait_turn(f"stand-{_key(directory)}", timeout_s) as is_mine:
+        if not is_mine:
             raise ViewBusy(directory, timeout_s)
-        time.sleep(_POLL_S)
+        yield
 
 
 def _read(path: Path) -> ViewEntry | None:

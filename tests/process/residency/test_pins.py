@@ -15,7 +15,7 @@ from warming import SHM
 import shmload
 from shmload._doctor.doctor import diagnose
 from shmload._host.descriptors import try_lock
-from shmload._segments import removal, segment
+from shmload._segments import names, removal, segment
 from shmload._segments.names import lock_name, try_turn
 from shmload._segments.removal import remove_expired, remove_idle
 from shmload._segments.segment import attach
@@ -139,7 +139,7 @@ def beside_a_change(monkeypatch):
                 waits.set()
             yield is_mine
 
-    monkeypatch.setattr(segment, "try_turn", tell)
+    monkeypatch.setattr(names, "try_turn", tell)
     return start
 
 
