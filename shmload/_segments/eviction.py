@@ -240,7 +240,10 @@ def evict_for(
     looks_at_mappings = False  # not before something must go: it takes 0.1 s
     while True:
         listed = segments() if looks_at_mappings else segments_by_lock()
-        found = [_leased(info) if info.name in taken else info for info in listed]
+        found = [
+            msgspec.structs.replace(info, is_leased=info.is_leased or info.name in taken)
+            for info in listed
+        ]
         room = room_nbytes(beside_nbytes)
         if room < nbytes and remove_leftovers():
             room = room_nbytes(beside_nbytes)
@@ -292,10 +295,6 @@ def _log_eviction(gone: Sequence[SegmentInfo], found: Sequence[SegmentInfo]) -> 
         said = {"segment": info.name, "source": info.source, "nbytes": info.nbytes, "model": model}
         size = format_nbytes(info.nbytes)
         logger.info("evicted %s of %s: %s", size, model, info.source, extra=said)
-
-
-def _leased(info: SegmentInfo) -> SegmentInfo:
-    return msgspec.structs.replace(info, is_leased=True)
 
 
 class Evicted(msgspec.Struct, frozen=True, kw_only=True):

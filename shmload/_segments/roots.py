@@ -11,6 +11,7 @@ Paths here are texts, as headers have them (`source_text`), unless something els
 """
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -86,23 +87,19 @@ def find_roots(sources: Iterable[str]) -> dict[str, Root]:
     Looks for the configurations beside the shards. Where they are gone, the names have to do.
     """
     found: dict[str, Root] = {}
-    by_folder: dict[tuple[str, bool, bool], str] = {}
+    find_folder = functools.cache(_root_of_folder)
     for source in sources:
         folder, name = os.path.split(source)
         variant = _variant_of(name)
         match = _IN_HUB_CACHE.fullmatch(source)
         if match:
-            root = root_at(match["root"], variant)
-        else:
-            is_gone = not _exists(source)
-            is_part = _NUMBERED.fullmatch(name) is not None or (is_gone and is_of_model(name))
-            key = (folder, is_part, is_gone)
-            if key not in by_folder:
-                by_folder[key] = _root_of_folder(folder, is_part=is_part, is_gone=is_gone)
-            path = by_folder[key] or source
-            variant = variant if by_folder[key] else ""
-            root = Root(path=path, url=_url_of(path, source), variant=variant)
-        found[source] = root
+            found[source] = root_at(match["root"], variant)
+            continue
+        is_gone = not _exists(source)
+        is_part = _NUMBERED.fullmatch(name) is not None or (is_gone and is_of_model(name))
+        above = find_folder(folder, is_part=is_part, is_gone=is_gone)
+        path = above or source
+        found[source] = Root(path=path, url=_url_of(path, source), variant=variant if above else "")
     return found
 
 

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -203,19 +203,13 @@ def _remove_empty(folder: str) -> None:
 
 def _carry(staging: str, directory: str) -> None:
     """Move files to the same places in another directory, where nothing is in their way."""
-    for path in list(_files_below(staging)):
-        target = os.path.join(directory, os.path.relpath(path, staging))
-        if not os.path.lexists(target):
+    for path in list(Path(staging).rglob("*")):
+        target = Path(directory) / path.relative_to(staging)
+        is_folder = path.is_dir() and not path.is_symlink()
+        if not is_folder and not os.path.lexists(target):
             with contextlib.suppress(OSError):
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                os.rename(path, target)
-
-
-def _files_below(folder: str) -> Iterator[str]:
-    for path, folders, files in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(path, name))]
-        for name in (*files, *links):
-            yield os.path.join(path, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(target)
 
 
 def _write(path: Path, content: bytes) -> None:
