@@ -62,56 +62,38 @@ def lay_out_view(
         rule = rules[checkpoint.component]
         if rule.target and not rule.is_widening:
             configs[absolute(checkpoint.folder) / "config.json"] = TORCH_NAMES[rule.target]
-    drawn = _Drawn(shards, components, configs)
-    drawn.add(root, "")
-    return ViewLayout(links=drawn.links, copies=drawn.copies)
+    entered = components | {parent for path in shards for parent in path.parents}
+    layout = ViewLayout(links={}, copies={})
 
-
-class _Drawn:
-    """Collects the files of a directory and of those in it.
-
-    Args:
-        shards: the name of the segment of each shard.
-        components: the directories of components.
-        configs: torch's name of the dtype that each configuration is to have.
-    """
-
-    def __init__(
-        self, shards: Mapping[Path, str], components: set[Path], configs: Mapping[Path, str]
-    ) -> None:
-        self._shards = shards
-        self._entered = components | {parent for path in shards for parent in path.parents}
-        self._configs = configs
-        self.links: dict[str, str] = {}
-        self.copies: dict[str, Copied] = {}
-
-    def add(self, folder: Path, prefix: str) -> None:
-        """Add a directory's files."""
-        renamed = {name_as_safetensors(each.name) for each in self._shards if each.parent == folder}
+    def add(folder: Path, prefix: str) -> None:
+        renamed = {name_as_safetensors(each.name) for each in shards if each.parent == folder}
         for name in sorted(os.listdir(folder)):
-            path = folder / name
-            if path in self._shards:
-                target = str(SHM_DIR / self._shards[path])
-                self.links[prefix + name_as_safetensors(name)] = target
-            elif is_index_of_renamed(path, self._shards):
-                index = renamed_index(path, name_as_safetensors)
-                self._copy(prefix + name_as_safetensors(name), path, index)
-            elif not name.startswith(".") and name not in renamed:
-                self._add_other(path, prefix + name)
+            path, place = folder / name, prefix + name
+            as_safetensors = prefix + name_as_safetensors(name)
+            if path in shards:
+                layout.links[as_safetensors] = str(SHM_DIR / shards[path])
+            elif is_index_of_renamed(path, shards):
+                layout.copies[as_safetensors] = _copied(
+                    path, renamed_index(path, name_as_safetensors)
+                )
+            elif name.startswith(".") or name in renamed:
+                continue
+            elif path.is_dir() and (path in entered or prefix):
+                add(path, f"{place}/")
+            elif path in configs:
+                layout.copies[place] = _copied(path, _with_dtype(path, configs[path]))
+            elif path.is_file() and not is_of_weights(name) and _is_small(path):
+                layout.copies[place] = _copied(path)
+            else:
+                layout.links[place] = os.path.realpath(path)
 
-    def _add_other(self, path: Path, name: str) -> None:
-        if path.is_dir() and (path in self._entered or name.count("/")):
-            self.add(path, f"{name}/")
-        elif path in self._configs:
-            self._copy(name, path, _with_dtype(path, self._configs[path]))
-        elif path.is_file() and not is_of_weights(path.name) and _is_small(path):
-            self._copy(name, path)
-        else:
-            self.links[name] = os.path.realpath(path)
+    add(root, "")
+    return layout
 
-    def _copy(self, name: str, path: Path, content: bytes | None = None) -> None:
-        stamp = ":".join(map(str, Fingerprint.of(os.stat(path)).lasting))
-        self.copies[name] = Copied(path, stamp, content)
+
+def _copied(path: Path, content: bytes | None = None) -> Copied:
+    stamp = ":".join(map(str, Fingerprint.of(os.stat(path)).lasting))
+    return Copied(path, stamp, content)
 
 
 def _is_small(path: Path) -> bool:
