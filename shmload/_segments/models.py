@@ -14,24 +14,14 @@ from shmload._segments.metadata import Metadata
 from shmload._segments.names import part_names
 from shmload._segments.roots import Root, find_roots, shards_below, tell_apart
 from shmload._segments.segment import peek
-from shmload._segments.users import User, find_builders, find_users, name_users
+from shmload._segments.users import User, describe_users, holders, name_users, users_of
 from shmload._segments.view_register import views_by_segment
 from shmload._tables import Cell, Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes, format_time
 from shmload.errors import SegmentCorrupt
 
-_TITLES = (
-    "ID",
-    "MODEL",
-    "DTYPE",
-    "SIZE",
-    "USED BY",
-    "LAST USED",
-    "PINNED",
-    "EXPIRES",
-    "VIEWS",
-    "COMPONENTS",
-)
+# For narrow terminals they are left out where they would say nothing.
+_OPTIONAL = ("PINNED", "EXPIRES", "VIEWS", "COMPONENTS")
 
 
 class UnfinishedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +67,7 @@ def find_decoding(resident: Iterable[str] = ()) -> list[UnfinishedModel]:
     names = list(part_names())
     if not names:
         return []
-    users = find_builders(names)
+    users = describe_users(holders(names))
     found = list(_living_parts(names, users))
     roots = find_roots(part.source for part in found)
     by_key = {root.key: root for root in (*find_roots(resident).values(), *roots.values())}
@@ -169,7 +159,8 @@ def models() -> Models:
     Printed, and in a notebook, the list is the table of `shmload ls`.
     """
     found = segments_by_lock()
-    users = find_users(info.name for info in found)  # it reads the mappings, so once for all
+    # It reads the mappings, so once for all.
+    users = describe_users(users_of(info.name for info in found))
     seen = [
         msgspec.structs.replace(info, is_leased=True) if info.name in users else info
         for info in found
@@ -201,39 +192,31 @@ def find_models(
 
 def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
     now = time.time()
-    listed = list(found)
-    # Columns that would say nothing are left out, for narrow terminals.
-    are_shown = {
-        "ID": with_ids,
-        "PINNED": any(model.pinned_segments for model in listed),
-        "EXPIRES": any(_expiry(model, now) != "-" for model in listed),
-        "VIEWS": any(model.views for model in listed),
-        "COMPONENTS": any(model.components for model in listed),
-    }
-    titles = tuple(title for title in _TITLES if are_shown.get(title, True))
-    rows = [dict(zip(_TITLES, _row(model, now), strict=True)) for model in listed]
+    rows = [_row(model, now) for model in found]
+    hidden = {title for title in _OPTIONAL if all(row[title] == "-" for row in rows)}
+    titles = [title for title in rows[0] if title not in hidden and (with_ids or title != "ID")]
     return Table(
-        titles=titles,
+        titles=tuple(titles),
         rows=[[row[title] for title in titles] for row in rows],
         right=(titles.index("SIZE"),),
     )
 
 
-def _row(model: Model, now: float) -> list[str | Cell]:
+def _row(model: Model, now: float) -> dict[str, str | Cell]:
     users = name_users(model.used_by) or ("unknown" if model.is_leased else "-")
-    pinned = "yes" if model.is_pinned else "partly" if model.pinned_segments else "-"
-    return [
-        model.id,
-        Cell(model.name, "bold") if model.is_current else Cell(f"{model.name} (changed)", "yellow"),
-        model.dtype or "-",
-        format_nbytes(model.nbytes),
-        Cell(users, "green" if model.is_leased else ""),
-        "now" if model.is_leased else format_age(now - model.used_at),
-        pinned,
-        _expiry(model, now),
-        _views(model),
-        _components(model),
-    ]
+    name = Cell(f"{model.name} (changed)", "yellow")
+    return {
+        "ID": model.id,
+        "MODEL": Cell(model.name, "bold") if model.is_current else name,
+        "DTYPE": model.dtype or "-",
+        "SIZE": format_nbytes(model.nbytes),
+        "USED BY": Cell(users, "green" if model.is_leased else ""),
+        "LAST USED": "now" if model.is_leased else format_age(now - model.used_at),
+        "PINNED": "yes" if model.is_pinned else "partly" if model.pinned_segments else "-",
+        "EXPIRES": _expiry(model, now),
+        "VIEWS": _views(model),
+        "COMPONENTS": _components(model),
+    }
 
 
 def _components(model: Model) -> str:

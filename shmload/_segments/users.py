@@ -39,17 +39,8 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
     """The program in it without its directory: a script or module rather than `python`."""
 
 
-def find_users(names: Iterable[str]) -> dict[str, tuple[User, ...]]:
-    """Return the processes that are attached to segments or map them, by segment."""
-    return _describe(users_of(names))
-
-
-def find_builders(names: Iterable[str]) -> dict[str, tuple[User, ...]]:
-    """Return the processes that build parts, by name."""
-    return _describe(holders(names))
-
-
-def _describe(known: Mapping[str, Collection[int]]) -> dict[str, tuple[User, ...]]:
+def describe_users(known: Mapping[str, Collection[int]]) -> dict[str, tuple[User, ...]]:
+    """Describe the processes that `users_of` or `holders` has found, by segment."""
     users = {pid: describe_user(pid, command_of(pid)) for pid in set().union(*known.values())}
     return {name: tuple(users[pid] for pid in sorted(pids)) for name, pids in known.items()}
 
