@@ -12,7 +12,7 @@ import msgspec
 from shmload._checkpoints.identity import identify
 from shmload._host.descriptors import Inode, try_lock
 from shmload._host.procfs import mappers
-from shmload._segments.metadata import Metadata, source_paths
+from shmload._segments.metadata import Metadata, source_path
 from shmload._segments.names import segment_names, short_id
 from shmload._segments.segment import Segment, peek
 from shmload._tables import Listing, Page, Table
@@ -124,13 +124,12 @@ def _describe(segment: Segment) -> SegmentInfo:
         metadata = segment.read_metadata()
     except SegmentCorrupt:
         metadata = Metadata(conversion="corrupt")
-    paths = source_paths(metadata.source)
     return SegmentInfo(
         **msgspec.structs.asdict(metadata),
         name=segment.name,
         nbytes=segment.nbytes,
         is_leased=not try_lock(segment.fd, exclusive=True),
-        is_current=any(_is_of(path, metadata.identity) for path in paths),
+        is_current=_is_of(source_path(metadata.source), metadata.identity),
         used_at=os.fstat(segment.fd).st_mtime,
         is_pinned=segment.is_pinned,
         is_shared=segment.is_shared,

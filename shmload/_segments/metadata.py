@@ -4,10 +4,12 @@ It is the first entry of the header: a text that begins with `keep_for` and the 
 have places that do not depend on the rest. The digest is written last, over a digest of zeros: a
 segment that has one is complete. Only `keep_for` is written anew later.
 
-A path is bytes, and a header is UTF-8. Text that is not UTF-8 has its odd bytes as `\xNN`. It does
-not depend on the locale, so every process reads the same path.
+A path is bytes, and a header is UTF-8. Text that is not UTF-8 has its odd bytes and its backslashes
+as `\xNN`, and so has one in which `\xNN` stands already. It does not depend on the locale, so every
+process reads the same path.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -144,20 +146,16 @@ def read_keep_for(fd: int) -> int:
 def source_text(path: str) -> str:
     """Return the text of a path; it can be printed, and written as UTF-8."""
     raw = os.fsencode(path)
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return raw.replace(b"\\", rb"\x5c").decode("utf-8", "backslashreplace")
+    with contextlib.suppress(UnicodeDecodeError):
+        text = raw.decode()
+        if not _ESCAPED.search(raw):
+            return text
+    return raw.replace(b"\\", rb"\x5c").decode(errors="backslashreplace")
 
 
-def source_paths(text: str) -> tuple[str, ...]:
-    r"""Return the paths that a text can stand for, the likelier one first.
-
-    A name may itself contain `\xNN`, so there can be two. An `Identity` tells which one it is.
-    """
-    raw = text.encode()
-    unescaped = _ESCAPED.sub(lambda match: bytes([int(match[1], 16)]), raw)
-    return tuple(os.fsdecode(path) for path in dict.fromkeys((raw, unescaped)))
+def source_path(text: str) -> str:
+    """Return the path whose `source_text` this is."""
+    return os.fsdecode(_ESCAPED.sub(lambda match: bytes([int(match[1], 16)]), text.encode()))
 
 
 def encode_paths(record: msgspec.Struct) -> bytes:

@@ -21,7 +21,7 @@ import msgspec
 from shmload._checkpoints.formats.known import format_named, is_of_model, variant_of
 from shmload._checkpoints.identity import Identity, identify
 from shmload._checkpoints.remote import mirrors_folder, pointed_object
-from shmload._segments.metadata import source_paths, source_text
+from shmload._segments.metadata import source_path, source_text
 
 _IN_HUB_CACHE = re.compile(r"(?P<root>.*/models--(?P<id>[^/]+)/snapshots/(?P<revision>[^/]+))/.+")
 _REVISION_NCHARS = 7  # as git shortens it
@@ -117,7 +117,7 @@ def _url_of(root: str, source: str) -> str:
     if not source.startswith(f"{mirrors_folder()}{os.sep}"):
         return ""
     try:
-        with open(source_paths(source)[0], "rb") as file:
+        with open(source_path(source), "rb") as file:
             pointed = pointed_object(file.fileno())
     except (OSError, msgspec.DecodeError):  # no list has had it for a day
         return ""
@@ -156,7 +156,7 @@ def _root_of_folder(folder: str, *, is_part: bool, is_gone: bool) -> str:
 
 
 def _exists(text: str) -> bool:
-    return any(map(os.path.exists, source_paths(text)))
+    return os.path.exists(source_path(text))
 
 
 def tell_apart(roots: Iterable[Root]) -> dict[str, str]:
@@ -181,8 +181,7 @@ def shards_below(root: Root) -> Mapping[str, str]:
     text encoder are found. A variant has the plain files of the folders that lack it.
     """
     by_folder: dict[str, list[tuple[Identity, str]]] = {}
-    found = (each for path in source_paths(root.path) for each in weights_below(path))
-    for each in found:
+    for each in weights_below(source_path(root.path)):
         folder, name = os.path.split(each.path)
         by_folder.setdefault(folder, []).append((each, _variant_of(name)))
     return {

@@ -17,7 +17,7 @@ from shmload._checkpoints.identity import identify
 from shmload._checkpoints.remote import is_url, mirror_home
 from shmload._segments.grouping import Model
 from shmload._segments.listing import SegmentInfo, segments
-from shmload._segments.metadata import source_paths
+from shmload._segments.metadata import source_path
 from shmload._segments.models import find_models
 from shmload._segments.names import name_prefix, segment_name
 from shmload._segments.roots import root_at, weights_below
@@ -151,13 +151,11 @@ def is_below(info: SegmentInfo, pattern: str) -> bool:
         return False
     if pattern in (info.name, info.source):  # the source as a listing shows it
         return True
-    given = os.path.expanduser(pattern)
+    given, source = os.path.expanduser(pattern), source_path(info.source)
     try:
-        return any(
-            f"{resolve(path)}/".startswith(f"{resolve(given)}/")
+        return bool(source) and any(
+            f"{resolve(source)}/".startswith(f"{resolve(given)}/")
             for resolve in (os.path.abspath, os.path.realpath)
-            for path in source_paths(info.source)
-            if path
         )
     except ValueError:  # no file has a zero byte in its name
         return False
