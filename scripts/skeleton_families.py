@@ -21,17 +21,29 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from families.tiny import Candidate, save_tiny
+from stand_in_parts import replace_the_hub
 
 _ROOT = Path(__file__).parents[1]
 _DEADLINE_S = 300
 # What the tests import to run, and not to make components.
 _OF_TESTS_ALONE = ("parameterized", "requests_mock")
 _NO_FAMILIES = {"deprecated", "pipeline_utils", "auto_pipeline"}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A class of pipelines, and the test that can make one."""
+
+    family: str
+    class_name: str
+    module: str
+    """The module of the test, below the checkout."""
+    test: str
 
 
 def main() -> None:
@@ -61,7 +73,7 @@ def _row(family: str, candidates: list[Candidate], work: Path) -> bool | None:
     for candidate in candidates:
         source = work / family
         shutil.rmtree(source, ignore_errors=True)
-        why = _in_child(lambda each=candidate, to=source: save_tiny(each, to))
+        why = _in_child(lambda each=candidate, to=source: _save_tiny(each, to))
         why = why or _in_child(lambda to=source: _load(to))
         if not why:
             result = _in_child(lambda to=source: _judge(to))
@@ -116,6 +128,26 @@ def _in_child(function: Callable[[], None]) -> str:
         _, status = os.waitpid(child, 0)
         file.seek(0)
         return file.read() or (f"status {status}" if status else "")
+
+
+def _save_tiny(candidate: Candidate, source: Path) -> None:
+    """Make a tiny pipeline and save it; call it in a child, which it changes.
+
+    Raises:
+        ValueError: the pipeline has no weights.
+        Exception: whatever a test raises that cannot make its components.
+    """
+    import diffusers
+    import torch
+
+    replace_the_hub(source.parent)
+    test = getattr(importlib.import_module(candidate.module), candidate.test)()
+    torch.manual_seed(0)
+    components = test.get_dummy_components()
+    pipe = getattr(diffusers, candidate.class_name)(**components)
+    pipe.save_pretrained(source)
+    if not list(source.glob("*/*.safetensors")):
+        raise ValueError("it has no weights")
 
 
 class _Without(Exception):

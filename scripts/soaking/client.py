@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 import shmload
-from soaking.digests import digest_tensors
+from soaking.history import digest_tensors
 
 Answer = dict[str, Any]
 _held: dict[str, torch.Tensor] = {}

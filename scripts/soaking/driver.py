@@ -7,9 +7,8 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from soaking.changes import Pauses
-from soaking.judge import Judge
-from soaking.operations import Asked
+from soaking.faults import Pauses
+from soaking.operations import Asked, Judge
 from soaking.processes import Client, Surroundings
 from soaking.report import Report
 

@@ -4,19 +4,23 @@ Each fault is a generator that yields the seconds until its next step, and undoe
 """
 
 import contextlib
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 
-from soaking.changes import IN_PLACE, Pauses, replace
 from soaking.processes import Client, children, hold
 from soaking.report import Report
 from soaking.service import Service
 from soaking.sources import Shard, Source
 from soaking.stage import ballast
 
+Pauses = Iterator[float]
+
 _INTERVAL_S = 0.25
 _LONGEST_STOP_S = 8.0
+_BLOCKS = 5
+_PAUSES_S = (0, 0.05, 0.3)
 _LEFT_NBYTES = (0, 100_000, 1_000_000, 4_000_000)
 
 
@@ -61,7 +65,11 @@ class Faults:
 
     def _change(self, rng: random.Random) -> Pauses:
         source, shard = rng.choice((rng.random() < 0.7 and self._shards_in_use()) or self._shards)
-        change = rng.choice((replace, *IN_PLACE)) if source.changes_in_place else replace
+        change = (
+            rng.choice((replace, rewrite, overwrite, truncate))
+            if source.changes_in_place
+            else replace
+        )
         if id(shard) in self._changing:
             return
         self._report.count_fault(change.__name__, str(shard.path))
@@ -180,3 +188,70 @@ def _kill(pid: int, parent: int) -> None:
     with contextlib.suppress(ProcessLookupError), hold(pid) as fd:
         if pid in children(parent):
             signal.pidfd_send_signal(fd, signal.SIGKILL)
+
+
+# Changes of a shard -------------------------------------------------------------------------------
+
+
+def replace(shard: Shard, rng: random.Random) -> Pauses:
+    """Rename a new version over the old one."""
+    content = shard.make_content(same_form=rng.random() < 0.5)
+    version = shard.version(content)
+    fresh = shard.path.with_suffix(".new")
+    fresh.write_bytes(content)
+    with shard.history.turning(version):
+        fresh.rename(shard.path)
+    yield from ()
+
+
+def rewrite(shard: Shard, rng: random.Random) -> Pauses:
+    """Truncate the file to zero and write a new version into it, as `cp` does."""
+    content = shard.make_content()
+    version = shard.version(content)
+    with shard.history.turning(None):
+        os.truncate(shard.path, 0)
+    with shard.path.open("r+b", buffering=0) as file:
+        *blocks, last = _split(content)
+        for block in blocks:
+            yield rng.choice(_PAUSES_S)
+            file.write(block)
+        with shard.history.turning(version):
+            file.write(last)
+
+
+def overwrite(shard: Shard, rng: random.Random) -> Pauses:
+    """Write a version of the same form and length over the old one.
+
+    Between two writes the file is half new and half old. That counts as a version of its own,
+    because a load may begin and end there. Each write counts as atomic, which it is except for
+    microseconds.
+    """
+    old, new = shard.path.read_bytes(), shard.make_content(same_form=True)
+    blocks, written = _split(new), 0
+    with shard.path.open("r+b", buffering=0) as file:
+        for number, block in enumerate(blocks, 1):
+            written += len(block)
+            version = shard.version(new[:written] + old[written:])
+            with shard.history.turning(version):
+                file.write(block)
+            if number < len(blocks):
+                yield rng.choice(_PAUSES_S)
+
+
+def truncate(shard: Shard, rng: random.Random) -> Pauses:
+    """Cut the file short, and restore it later."""
+    content = shard.path.read_bytes()
+    version = shard.version(content)
+    with shard.history.turning(None):
+        os.truncate(shard.path, rng.randrange(len(content)))
+    yield rng.uniform(0.1, 1.5)
+    with shard.path.open("r+b", buffering=0) as file:
+        file.write(content[:-1])
+        file.seek(len(content) - 1)
+        with shard.history.turning(version):
+            file.write(content[-1:])
+
+
+def _split(content: bytes) -> list[bytes]:
+    size = len(content) // _BLOCKS + 1
+    return [content[at : at + size] for at in range(0, len(content), size)]

@@ -2,10 +2,22 @@
 
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _EVENTS_KEPT = 60
+_IN_JSON = (
+    "seed",
+    "seconds",
+    "processes",
+    "has_service",
+    "has_own_shm",
+    "operations",
+    "faults",
+    "messages",
+    "longest_s",
+    "longest",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +104,9 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "seed": self.seed,
-            "seconds": self.seconds,
-            "processes": self.processes,
-            "has_service": self.has_service,
-            "has_own_shm": self.has_own_shm,
+            "findings": [asdict(finding) for finding in self.findings],
             "elapsed_s": round(self.elapsed_s, 3),
-            "steps": self.step,
-            "operations": dict(sorted(self.operations.items())),
-            "faults": dict(sorted(self.faults.items())),
-            "first_errors": self.messages,
-            "longest_s": round(self.longest_s, 3),
-            "longest": self.longest,
-            "findings": [
-                {"step": f.step, "what": f.what, "detail": f.detail, "events": f.events}
-                for f in self.findings
-            ],
+            **{name: getattr(self, name) for name in _IN_JSON},
         }
 
 

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from soaking import operations
-from soaking.changes import Pauses
 from soaking.driver import Driver
-from soaking.faults import Faults
+from soaking.faults import Faults, Pauses
 from soaking.processes import Client, Surroundings
 from soaking.report import Report
 from soaking.service import Service

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load, save
 
-from soaking.digests import digest_tensors
-from soaking.history import History, Version
+from soaking.history import History, Version, digest_tensors
 
 TARGETS = (None, "float32", "bfloat16", "float16")
 """The dtypes that loads request; None for the file's own."""
