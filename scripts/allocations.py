@@ -7,7 +7,7 @@ the tensors of known models in bfloat16: allocated one by one, and from one bloc
 import bisect
 from collections.abc import Iterator
 
-import torch
+from benchmarks.published import PIPELINES
 from torch import nn
 
 _MIB = 1 << 20
@@ -19,35 +19,12 @@ _ROUNDED_TO_NBYTES = 2 * _MIB  # kRoundLarge
 # As `Moves` does: smaller tensors share an allocation of 1 MiB.
 _LARGE_NBYTES = _MIB // 2
 _ITEM_NBYTES = 2
-
-
-def models() -> Iterator[tuple[str, nn.Module]]:
-    """Yield the models of known pipelines, without memory."""
-    import diffusers
-    import transformers
-
-    with torch.device("meta"):
-        yield "Flux transformer", diffusers.FluxTransformer2DModel(guidance_embeds=True)
-        yield "Wan 2.1 14B transformer", diffusers.WanTransformer3DModel()
-        config = transformers.T5Config(
-            d_model=4096, d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu"
-        )
-        yield "T5-XXL encoder", transformers.T5EncoderModel(config)
-        yield (
-            "SDXL UNet",
-            diffusers.UNet2DConditionModel(
-                block_out_channels=(320, 640, 1280),
-                down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-                transformer_layers_per_block=(1, 2, 10),
-                attention_head_dim=(5, 10, 20),
-                cross_attention_dim=2048,
-                addition_embed_type="text_time",
-                addition_time_embed_dim=256,
-                projection_class_embeddings_input_dim=2816,
-                use_linear_projection=True,
-            ),
-        )
+_MODELS = {
+    "Flux transformer": PIPELINES["flux-dev"]["transformer"],
+    "Wan 2.1 14B transformer": PIPELINES["wan21-14b"]["transformer"],
+    "T5-XXL encoder": PIPELINES["flux-dev"]["text_encoder_2"],
+    "SDXL UNet": PIPELINES["sdxl"]["unet"],
+}
 
 
 def allocations(model: nn.Module) -> Iterator[int]:
@@ -94,7 +71,8 @@ def _up(nbytes: int, step: int) -> int:
 
 def main() -> None:
     """Print a row for each model."""
-    for name, model in models():
+    for name, published in _MODELS.items():
+        model = published.make()
         sizes = [_up(size, 512) for size in allocations(model)]
         tensors = dict.fromkeys((*model.parameters(), *model.buffers()))
         weights = sum(tensor.numel() for tensor in tensors) * _ITEM_NBYTES

@@ -1,53 +1,295 @@
-"""The context of a measurement: sources, processes, number of rounds, and clean-up."""
+"""The context of a measurement: its checkpoints, its processes and the removal of its segments."""
 
+import fcntl
+import json
 import os
-from collections.abc import Callable
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import shmload
-from benchmarks.processes import Processes
-from benchmarks.samples import Result, Rounds, interleave
-from benchmarks.sources import Sources, fill_page_cache, weight_files
+from benchmarks import checkpoints, probes
+from benchmarks.figures import Figure, Result, Rounds, interleave
+
+FLUX_BLOCKS = 8
+"""Double blocks of the transformer of the suite `gpu`; it has 1.5 times as many single blocks."""
+
+Way = Callable[[], Result]
+
+_SCRIPTS = Path(__file__).parents[1]
+_TIMEOUT_S = 300
+_QUICK_TIMEOUT_S = 15
+_ATTEMPTS = 3
+# Part of each checkpoint's path; raise it when the content of one changes.
+_VERSION = 1
+# Variables that configure the libraries or shmload, and could make two runs differ.
+_DROPPED_PREFIXES = ("DIFFUSERS_", "HF_", "SHMLOAD_", "TRANSFORMERS_")
+
+
+class ProbeFailed(Exception):
+    """A measured process failed; the text is its error output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A process that has ended well."""
+
+    output: str
+    errors: str
+    times: Result
+    """`ready_s` to the first line, `wall_s` to the end, and `cpu_s`, which includes children."""
+
+    @property
+    def result(self) -> Any:
+        """The JSON of the last line; the libraries may print before it."""
+        return json.loads(self.output.splitlines()[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
     """The context of a measurement."""
 
-    sources: Sources
-    processes: Processes
+    work: Path
+    """Directory of the checkpoints; they are made once and kept."""
+    runtime: Path
+    """Directory for the sockets of the measured processes; its path must be short."""
     rounds: int
     announce: Callable[[str], None]
+    blocks: int = FLUX_BLOCKS
+    is_quick: bool = False
+    """Whether the checkpoints are tiny, to try a suite."""
+
+    def source(self, name: str) -> Path:
+        """Return the path of a checkpoint; `checkpoints` has the names."""
+        return self.work / f"{name}{'-quick' if self.is_quick else ''}-v{_VERSION}"
+
+    def make_sources(self, names: Sequence[str]) -> None:
+        """Make the missing checkpoints; each gets its name only when it is complete."""
+        for name in names:
+            directory = self.source(name)
+            if directory.is_dir():
+                continue
+            self.announce(f"making {directory}")
+            self.work.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.work, prefix="unfinished-") as folder:
+                made = Path(folder, directory.name)
+                self.ask(checkpoints.make, name, made, self.work)
+                os.rename(made, directory)
+
+    # Processes ------------------------------------------------------------------------------------
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's environment without variables that configure the libraries.
+
+        The caches of byte code and of shmload's rules lie below the working directory, and are
+        warm, as they are for any user after the first start.
+        """
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_DROPPED_PREFIXES) and name != "PYTHONDONTWRITEBYTECODE"
+        }
+        return kept | {
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPYCACHEPREFIX": str(self.work / "bytecode"),
+            "SHMLOAD_CACHE_DIR": str(self.work / "rules"),
+            # The judge in the background would disturb; what measures skeletons turns them on.
+            "SHMLOAD_SKELETONS": "0",
+            "XDG_RUNTIME_DIR": str(self.runtime),
+        }
+
+    def run(self, command: Sequence[str | Path], variables: Mapping[str, str]) -> Ran:
+        """Run a command and time it from outside.
+
+        Args:
+            command: the program and its arguments.
+            variables: of the environment, in addition to `environment`.
+
+        Raises:
+            ProbeFailed: it failed, or took too long.
+        """
+        with tempfile.TemporaryFile("w+") as errors:
+            cpu_before = _children_cpu_s()
+            began = time.perf_counter()
+            process = subprocess.Popen(
+                command,
+                cwd=self.work,
+                env=self.environment | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+            watchdog = threading.Timer(_TIMEOUT_S, process.kill)
+            watchdog.start()
+            assert process.stdout
+            try:
+                output = process.stdout.readline()
+                ready_s = time.perf_counter() - began
+                output += process.stdout.read()
+                code = process.wait()
+            finally:
+                watchdog.cancel()
+                process.kill()
+                process.communicate()
+            wall_s = time.perf_counter() - began
+            errors.seek(0)
+            said = errors.read()
+        words = " ".join(map(str, command))[:200]
+        if code:
+            raise ProbeFailed(f"{words} exited with {code}:\n{said}")
+        cpu_s = _children_cpu_s() - cpu_before
+        times = {"ready_s": ready_s, "wall_s": wall_s, "cpu_s": cpu_s}
+        return Ran(output, said, times)
+
+    def python(self, code: str, source: object = "", **variables: str) -> Way:
+        """Return what times `python -c`, with the path of a source in the code."""
+        command = [sys.executable, "-c", code.format(source=str(source))]
+        return lambda: self.run(command, variables).times
+
+    def ask(
+        self,
+        function: Callable[..., Any],
+        /,
+        *arguments: object,
+        prefix: Sequence[str] = (),
+        **variables: str,
+    ) -> Any:
+        """Run a function of a suite in a fresh process and return its JSON value.
+
+        Args:
+            function: of a module; it prints nothing after its result.
+            arguments: of the function; paths become text.
+            prefix: a command that runs the process.
+            variables: of the environment, in addition to `environment`.
+        """
+        command = [*prefix, *probes.command_of(function, *arguments)]
+        return self.run(command, {"PYTHONPATH": str(_SCRIPTS)} | variables).result
+
+    def probe(self, function: Callable[..., Any], /, *arguments: object, **variables: str) -> Way:
+        """Return what runs a function as `ask` does."""
+        return partial(self.ask, function, *arguments, **variables)
 
     def measure(
-        self, ways: dict[str, Callable[[], Result]], *sources: Path, factor: int = 1
+        self, ways: Mapping[str, Way], *sources: Path, factor: int = 1, is_cold: bool = False
     ) -> Rounds:
-        """Run all ways in turn; read the sources' files before each run.
+        """Run all ways in turn; read the sources' files before each run, or have them forgotten.
 
         Some machines drop pages from the page cache after a minute without use.
         """
         files = [file for source in sources for file in weight_files(source)]
-        return interleave(
-            ways,
-            self.rounds * factor,
-            prepare=partial(fill_page_cache, files),
-            announce=self.announce,
-        )
+        prepare = partial(drop_page_cache if is_cold else fill_page_cache, files)
+        rounds = self.rounds * factor
+        return interleave(ways, rounds, prepare=prepare, announce=self.announce)
 
-    def code(self, template: str, source: object = "") -> Callable[[], Result]:
-        return partial(self.processes.time_code, template.format(source=str(source)))
+    def wait_for_skeletons(self) -> None:
+        """Block until no skeleton is being made; a trial does not wait long for an idle machine.
 
-    def probe(self, name: str, *arguments: object, **variables: str) -> Callable[[], Result]:
-        return partial(self.processes.probe, name, *arguments, **variables)
+        Raises:
+            ProbeFailed: it lasts too long.
+        """
+        end = time.monotonic() + (_QUICK_TIMEOUT_S if self.is_quick else _TIMEOUT_S)
+        while time.monotonic() < end:
+            folder = self.runtime / "shmload" / "judge"
+            waiting = [each for each in folder.glob("*") if each.name != "lock"]
+            if not waiting and not _is_locked(folder / "lock"):
+                return
+            time.sleep(0.2)
+        if not self.is_quick:
+            raise ProbeFailed("the skeletons are not made")
+
+    # Segments -------------------------------------------------------------------------------------
+
+    def warm(self, source: Path) -> Result:
+        """Make a source resident in bfloat16."""
+        found: Result = self.ask(probes.warm, source)
+        return found
+
+    def while_resident(self, source: Path, run: Way) -> Result:
+        """Run with resident weights; repeat it if another program removed them."""
+        for _ in range(_ATTEMPTS):
+            self.warm(source)
+            before = self.resident()
+            result = run()
+            if before and self.resident() == before:
+                return result
+            self.announce("another program removed the segments; once more")
+        raise ProbeFailed("another program keeps removing the segments")
 
     def resident(self) -> set[str]:
         """Return the names of the segments that this program made resident."""
-        root = f"{self.sources.work}{os.sep}"
+        root = f"{self.work}{os.sep}"
         return {info.name for info in shmload.segments() if info.source.startswith(root)}
 
     def evict(self) -> None:
         """Remove the segments that this program made resident, and no others."""
         for name in self.resident():
             shmload.evict(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """Measurements that run together, and what they need."""
+
+    measures: Mapping[str, Callable[[Bench], list[Figure]]]
+    """By their name for `--only`, in the order of the table."""
+    sources: Sequence[str]
+    """Names of checkpoints; one that another is made from comes before it."""
+    disk_gb: float
+    shm_gb: float
+    """Most that is resident in /dev/shm at a time."""
+    memory_gb: float
+    """For the page cache, the segments or a private copy of them, and the rest."""
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the weight files below a directory, sorted by path."""
+    suffixes = ("safetensors", "bin", "gguf")
+    return sorted(path for suffix in suffixes for path in directory.rglob(f"*.{suffix}"))
+
+
+def weights_nbytes(files: Collection[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
+
+
+def fill_page_cache(paths: list[Path]) -> None:
+    """Read files, so that no measurement waits for the disk."""
+    buffer = memoryview(bytearray(8 << 20))
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def drop_page_cache(paths: list[Path]) -> None:
+    """Have the kernel forget files, so that a measurement reads them from the disk."""
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file)  # what is not on the disk yet cannot be forgotten
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _is_locked(path: Path) -> bool:
+    """Tell whether a process holds the lock of a file."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

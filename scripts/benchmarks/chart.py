@@ -16,9 +16,6 @@ _TEXT_COLOR, _SMALL_PRINT_COLOR = "#222222", "#666666"
 _WIDTH_INCHES, _ROW_HEIGHT_INCHES, _FOOT_INCHES = 8.0, 1.2, 0.82
 _DPI = 200  # drawn at twice the 800 pixels that a page shows
 
-NEEDED = frozenset({"attach"})
-"""The measurements of the suite `load` that the chart needs, by their names for `--only`."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:

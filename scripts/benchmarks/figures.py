@@ -1,41 +1,132 @@
-"""The entries of the table: measured numbers and their targets."""
+"""Measured numbers: interleaved rounds, their medians and spreads, and rows with targets."""
 
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
-from benchmarks.samples import Sample
+Result = Mapping[str, float]
+"""The values of one run by name; the name's end is the unit: `_s`, `nbytes`, `bytes_per_s`."""
+
+_UNITS = {"bytes_per_s": ("GB/s", 1e-9), "nbytes": ("MB", 1e-6), "_s": ("s", 1.0)}
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """The value that a figure has to reach."""
+class Sample:
+    """One quantity measured several times."""
 
-    limit: float
-    is_least: bool = False
-    """True: the figure must be at least the limit. False: at most."""
+    values: tuple[float, ...]
+    unit: str = ""
 
-    def is_reached(self, value: float) -> bool:
-        return value >= self.limit if self.is_least else value <= self.limit
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The first and the third; for a single value, that value twice."""
+        if len(self.values) < 2:
+            return self.median, self.median
+        first, _, third = statistics.quantiles(self.values, n=4, method="inclusive")
+        return first, third
+
+    def scaled(self, factor: float, unit: str | None = None) -> "Sample":
+        """Multiply; the unit stays the same if none is given."""
+        values = tuple(value * factor for value in self.values)
+        return Sample(values, self.unit if unit is None else unit)
+
+    def __add__(self, other: "Sample") -> "Sample":
+        """Add round by round."""
+        values = tuple(a + b for a, b in zip(self.values, other.values, strict=True))
+        return Sample(values, self.unit)
+
+    def __sub__(self, other: "Sample") -> "Sample":
+        """Subtract round by round."""
+        return self + other.scaled(-1)
+
+    def __truediv__(self, other: "Sample") -> "Sample":
+        """Divide round by round: a slow-down of a whole round cancels out."""
+        return Sample(tuple(a / b for a, b in zip(self.values, other.values, strict=True)), "x")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A number printed below a figure."""
-
-    label: str
-    sample: Sample
-    unit: str
+def sample_of(results: Iterable[Result], name: str) -> Sample:
+    """Return the values of a name, in the unit that its end says."""
+    ends = (known for end, known in _UNITS.items() if name.endswith(end))
+    unit, factor = next(ends, ("", 1.0))
+    return Sample(tuple(result[name] * factor for result in results), unit)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """The results of several ways, measured in turn."""
+
+    results: Mapping[str, tuple[Result, ...]]
+
+    def sample(self, way: str, name: str) -> Sample:
+        """Return one way's values of this name, one for each round."""
+        return sample_of(self.results[way], name)
+
+    def samples(self, name: str) -> dict[str, Sample]:
+        """Return the values of each way that has this name."""
+        return {way: self.sample(way, name) for way, got in self.results.items() if name in got[0]}
+
+
+def interleave(
+    ways: Mapping[str, Callable[[], Result]],
+    rounds: int,
+    *,
+    prepare: Callable[[], None],
+    announce: Callable[[str], None],
+) -> Rounds:
+    """Run all ways in turn, A B A B ..., after one warm-up round.
+
+    Args:
+        ways: what to run, by name.
+        rounds: number of rounds after the warm-up.
+        prepare: called before each run.
+        announce: called with a message at the start of each round.
+    """
+    results: dict[str, list[Result]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        announce(f"round {number} of {rounds}" if number else "warm-up round")
+        for way, run in ways.items():
+            prepare()
+            result = run()
+            if number:
+                results[way].append(result)
+    return Rounds({way: tuple(found) for way, found in results.items()})
+
+
+@dataclass(frozen=True, slots=True)
 class Figure:
-    """A row of the table; without a target it is there for information."""
+    """A row of the table; without a limit it is there for information."""
 
     name: str
     what: str
     sample: Sample
-    unit: str
-    target: Target | None = None
-    beside: tuple[Line, ...] = ()
+    beside: Mapping[str, Sample] = field(default_factory=dict)
+    """Numbers printed below it, by their words."""
+    at_least: float | None = None
+    at_most: float | None = None
 
-    def line(self, label: str) -> Line:
-        return next(line for line in self.beside if line.label == label)
+    @property
+    def target(self) -> str | None:
+        """The limit with its unit."""
+        sign, limit = (">=", self.at_least) if self.at_most is None else ("<=", self.at_most)
+        return None if limit is None else f"{sign} {limit:g} {self.sample.unit}"
+
+    @property
+    def is_reached(self) -> bool | None:
+        """Whether the median keeps the limit; None without one."""
+        if self.at_most is not None:
+            return self.sample.median <= self.at_most
+        return None if self.at_least is None else self.sample.median >= self.at_least
+
+
+def labelled(form: str, samples: Mapping[str, Sample]) -> dict[str, Sample]:
+    """Put the ways of some samples into words, such as `{}, processor time`."""
+    return {form.format(way): sample for way, sample in samples.items()}
+
+
+def better(calls: Mapping[str, Sample], ways: Iterable[str] = ("sequential", "parallel")) -> str:
+    """Return the way with the least median: diffusers has two."""
+    return min(ways, key=lambda way: calls[way].median)

@@ -1,7 +1,7 @@
-"""Measure loads to a GPU, each in a fresh process: `python gpu_probes.py NAME ARGUMENTS`.
+"""Loads to a GPU, each in a fresh process.
 
-As in `probes`, only the standard library is imported at the top. The clock starts after all
-imports, CUDA's initialisation and a small load. It stops when the device is idle again.
+The clock starts after all imports, CUDA's initialisation and a small load. It stops when the device
+is idle again.
 
 With BENCH_DEVICE=pretend the host takes the GPU's place, to try the suite on a machine without one.
 Only this module reads that variable, and `describe` reports it.
@@ -9,10 +9,8 @@ Only this module reads that variable, and `describe` reports it.
 
 import gc
 import importlib.util
-import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,11 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # -P keeps this program's own directory out
-
 from benchmarks.gpu_peers import LOADERS
-
-Numbers = dict[str, float]
+from benchmarks.probes import Numbers
 
 _IS_PRETENDED = os.environ.get("BENCH_DEVICE") == "pretend"
 # The device for other libraries; shmload always gets "cuda".
@@ -301,11 +296,3 @@ def peer(name: str, small: str, *paths: str) -> Numbers:
     LOADERS[name]([small], _DEVICE)
     _tidy_up()
     return {"call_s": _time(partial(LOADERS[name], list(paths), _DEVICE))}
-
-
-_PROBES: dict[str, Callable[..., Any]] = {
-    probe.__name__: probe for probe in (describe, peers, load, uploads, small_tensors, peer)
-}
-
-if __name__ == "__main__":
-    print("\n" + json.dumps(_PROBES[sys.argv[1]](*json.loads(sys.argv[2]))))

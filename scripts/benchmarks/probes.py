@@ -1,67 +1,156 @@
-"""Probes that measure their own process, a fresh one each: `python probes.py NAME ARGUMENTS`.
+"""What measured processes run: fresh Python processes that measure themselves.
 
-Prints one line of JSON. Only the standard library is imported at the top: each probe decides what
-is imported before its clock starts.
+`Bench.ask` starts one for a function of a suite. Such a function imports what it measures itself,
+before its clock starts, so that only the standard library and the harness are there at its begin.
 """
 
-import contextlib
 import gc
+import importlib
 import json
-import mmap
 import os
 import select
-import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
-
-_BLOCK_NBYTES = 1 << 20
-_PAGE_NBYTES = 4096
-_FLOOR_NBYTES = 1 << 30
-_ONE_FILE = "model.safetensors"
+from typing import Any, Self
 
 Numbers = dict[str, float]
 
+_PAGE_NBYTES = 4096
+_ONE_FILE = "model.safetensors"
 
-# Whole pipelines ----------------------------------------------------------------------------------
+
+def main() -> None:
+    """Call the function of a module with JSON arguments, and print its result as the last line."""
+    module, name, arguments = sys.argv[1:]
+    found = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+    print("\n" + json.dumps(found), flush=True)
+
+
+def command_of(function: Callable[..., Any], *arguments: object) -> list[str]:
+    """Return the command of a process that calls a function of a module; paths become text."""
+    texts = [str(each) if isinstance(each, Path) else each for each in arguments]
+    code = "from benchmarks.probes import main; main()"
+    where = function.__module__, function.__name__
+    return [sys.executable, "-P", "-c", code, *where, json.dumps(texts)]
+
+
+class Clients:
+    """Processes that work in step: each answers when it has started, and whenever it is asked.
+
+    They run `tell` to answer, and wait for a line on stdin before they go on.
+    """
+
+    def __init__(self, command: list[str], count: int) -> None:
+        pipe = subprocess.PIPE
+        self._processes = [
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(count)
+        ]
+        self.pids = [process.pid for process in self._processes]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+    def ask(self) -> list[str]:
+        """Have all go on; return their answers."""
+        for process in self._processes:
+            assert process.stdin
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return self.hear()
+
+    def hear(self) -> list[str]:
+        """Return an answer of each; the libraries may print other lines."""
+        return [self._hear(process) for process in self._processes]
+
+    def _hear(self, process: "subprocess.Popen[str]") -> str:
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("ANSWER "):
+                return line.removeprefix("ANSWER ").strip()
+        raise RuntimeError(f"process {process.pid} ended early, with {process.wait()}")
+
+
+def tell(answer: object = "") -> None:
+    """Answer, in one of `Clients`."""
+    print(f"ANSWER {answer}", flush=True)
+
+
+def time_call(call: Callable[[], object]) -> float:
+    """Return how long a call takes, in seconds; drop its result after the clock stops."""
+    began = time.perf_counter()
+    result = call()
+    elapsed_s = time.perf_counter() - began
+    del result
+    return elapsed_s
+
+
+def touch(models: Iterable[Any]) -> int:
+    """Read one byte of every page of every weight; return the weights' size in bytes."""
+    import torch
+
+    nbytes = 0
+    with torch._C.DisableTorchFunctionSubclass():  # diffusers' quantised parameters refuse a sum
+        for model in models:
+            for tensor in model.state_dict().values():
+                flat = tensor.data.reshape(-1).view(torch.uint8)
+                flat[::_PAGE_NBYTES].sum()
+                nbytes += flat.numel()
+    return nbytes
+
+
+def private_nbytes() -> int:
+    """Return this process's private memory in bytes: anonymous pages and page tables.
+
+    Private_Dirty would be wrong: it counts a page of a shared segment as private while only this
+    process maps it.
+    """
+    return _nbytes_of("self", "smaps_rollup", "Anonymous:") + _nbytes_of("self", "status", "VmPTE:")
+
+
+def pss_nbytes(pids: Iterable[int]) -> int:
+    """Return the memory of some processes together; shared pages count once."""
+    return sum(_nbytes_of(pid, "smaps_rollup", "Pss:") for pid in pids)
+
+
+def _nbytes_of(pid: int | str, file: str, key: str) -> int:
+    lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+
+
+# Of several suites --------------------------------------------------------------------------------
 
 
 def attach(way: str, small: str, source: str) -> Numbers:
     """Load a pipeline in bfloat16 in a process that has loaded a small one before.
 
     Returns:
-        `call_s` and `cpu_s` of the call; `touch_s` of reading a byte of each page of each weight
-        after it; `private_nbytes`, the growth of the process's private memory over both; and
-        `weights_nbytes`.
+        `call_s` of the call; `touch_s` of reading a byte of each page of each weight after it;
+        `private_nbytes`, the growth of the process's private memory over both; `weights_nbytes`.
     """
+    import torch
+
     load = _loader(way)
     load(small)
     gc.collect()
-    before = _private_nbytes()
-    cpu_before = time.process_time()
+    before = private_nbytes()
     began = time.perf_counter()
     pipe = load(source)
     called = time.perf_counter()
-    cpu_s = time.process_time() - cpu_before
-    nbytes = _touch(pipe)
-    touched = time.perf_counter()
+    nbytes = touch(each for each in pipe.components.values() if isinstance(each, torch.nn.Module))
     return {
         "call_s": called - began,
-        "cpu_s": cpu_s,
-        "touch_s": touched - called,
-        "private_nbytes": _private_nbytes() - before,
+        "touch_s": time.perf_counter() - called,
+        "private_nbytes": private_nbytes() - before,
         "weights_nbytes": nbytes,
     }
-
-
-def repeat(way: str, source: str, count: int) -> Numbers:
-    """Load a pipeline once, then `count` times: `call_s` is the median of the repeated loads."""
-    load = _loader(way)
-    load(source)
-    return {"call_s": statistics.median(_time(partial(load, source)) for _ in range(count))}
 
 
 def _loader(way: str) -> Callable[[str], Any]:
@@ -86,87 +175,8 @@ def _loader(way: str) -> Callable[[str], Any]:
     return load
 
 
-def _touch(pipe: Any) -> int:  # diffusers has no types
-    """Read one byte of every page of every weight; return the weights' size in bytes."""
-    import torch
-
-    nbytes = 0
-    for component in pipe.components.values():
-        if isinstance(component, torch.nn.Module):
-            for tensor in component.state_dict().values():
-                flat = tensor.reshape(-1).view(torch.uint8)
-                flat[::_PAGE_NBYTES].sum()
-                nbytes += flat.numel()
-    return nbytes
-
-
-def _private_nbytes() -> int:
-    """Return this process's private memory in bytes: anonymous pages and page tables.
-
-    Private_Dirty would be wrong: it counts a page of a shared segment as private while only this
-    process maps it.
-    """
-    rollup = Path("/proc/self/smaps_rollup").read_text()
-    status = Path("/proc/self/status").read_text()
-    return _kib(rollup, "Anonymous:") + _kib(status, "VmPTE:")
-
-
-def _kib(text: str, key: str) -> int:
-    line = next(line for line in text.splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
-def _time(call: Callable[[], object]) -> float:
-    """Return how long a call takes, in seconds; drop its result after the clock stops."""
-    began = time.perf_counter()
-    result = call()
-    elapsed_s = time.perf_counter() - began
-    del result
-    return elapsed_s
-
-
-# Decoding -----------------------------------------------------------------------------------------
-
-
-def plain_loop(dtype: str, *paths: str) -> Numbers:
-    """Read, convert and write whole files in one process, in the simplest way.
-
-    Decoding is compared with this loop. It has no digest and no plan, and reuses its buffers. The
-    dtype "raw" converts nothing.
-    """
-    import ml_dtypes
-    import numpy as np
-
-    targets = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
-    buffer = bytearray(_BLOCK_NBYTES)
-    converted = None
-    if dtype != "raw":
-        converted = np.empty(_BLOCK_NBYTES // 4, targets[dtype])
-    nbytes = 0
-    elapsed_s = 0.0
-    for path in paths:
-        with open(path, "rb", buffering=0) as shard, _fresh_file() as target:
-            source, position = shard.fileno(), 0
-            end = os.fstat(source).st_size
-            offset = 8 + int.from_bytes(os.pread(source, 8, 0), "little")
-            nbytes += end - offset
-            began = time.perf_counter()
-            while offset < end:
-                got = os.preadv(source, [buffer], offset)
-                if converted is None:
-                    written = memoryview(buffer)[:got]
-                else:
-                    floats = np.frombuffer(buffer, np.float32, got // 4)
-                    converted[: floats.size] = floats
-                    written = converted[: floats.size].view(np.uint8).data
-                position += os.pwrite(target, written, position)
-                offset += got
-            elapsed_s += time.perf_counter() - began
-    return {"call_s": elapsed_s, "bytes_per_s": nbytes / elapsed_s}
-
-
-def warm(source: str, dtype: str, workers: int | None) -> Numbers:
-    """Make a source resident and leave it resident.
+def warm(source: str, workers: int | None = None) -> Numbers:
+    """Make a source resident in bfloat16 and leave it resident.
 
     Returns:
         `call_s` and read `bytes_per_s` of the whole call; `decode_bytes_per_s` of the coordinator's
@@ -191,82 +201,10 @@ def warm(source: str, dtype: str, workers: int | None) -> Numbers:
 
     Coordinator.decode = timed  # type: ignore[method-assign]
     began = time.perf_counter()
-    report = shmload.warm(source, dtype=dtype, workers=workers, progress=False)
+    report = shmload.warm(source, dtype="bfloat16", workers=workers, progress=False)
     call_s = time.perf_counter() - began
     return {
         "call_s": call_s,
         "bytes_per_s": report.read_nbytes / call_s,
         "decode_bytes_per_s": report.read_nbytes / sum(decode_s) if decode_s else 0,
     }
-
-
-@contextlib.contextmanager
-def _fresh_file() -> Iterator[int]:
-    """Open a new file in /dev/shm without a name, so that the kernel frees it in any case."""
-    fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-# Floors -------------------------------------------------------------------------------------------
-
-
-def memory_floors(path: str) -> Numbers:
-    """Measure throughputs that no loader can beat, in bytes per second, over 1 GiB each."""
-    return _copy_rates(path) | _shared_rates() | _private_rates()
-
-
-def _copy_rates(path: str) -> Numbers:
-    import numpy as np
-
-    source = np.ones(_FLOOR_NBYTES, np.uint8)
-    target = np.zeros_like(source)
-    target[:] = source
-    block = bytearray(_BLOCK_NBYTES)
-
-    def read() -> None:
-        with open(path, "rb", buffering=0) as file:
-            for offset in range(0, _FLOOR_NBYTES, _BLOCK_NBYTES):
-                os.preadv(file.fileno(), [block], offset)
-
-    return {"copy": _rate(partial(np.copyto, target, source)), "read": _rate(read)}
-
-
-def _shared_rates() -> Numbers:
-    block = bytes(_BLOCK_NBYTES)
-    with _fresh_file() as fd:
-
-        def write() -> None:
-            for offset in range(0, _FLOOR_NBYTES, _BLOCK_NBYTES):
-                os.pwrite(fd, block, offset)
-
-        found = {"allocate_shared": _rate(write), "rewrite_shared": _rate(write)}
-        with mmap.mmap(fd, _FLOOR_NBYTES) as mapping:
-            # One byte of each page, as the first use of attached weights does.
-            found["touch_shared"] = _rate(
-                partial(mapping.__getitem__, slice(None, None, _PAGE_NBYTES))
-            )
-    return found
-
-
-def _private_rates() -> Numbers:
-    with mmap.mmap(-1, _FLOOR_NBYTES) as mapping:
-        ones = bytes([1]) * (_FLOOR_NBYTES // _PAGE_NBYTES)
-        pages = slice(None, None, _PAGE_NBYTES)
-        return {"allocate_private": _rate(partial(mapping.__setitem__, pages, ones))}
-
-
-def _rate(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return _FLOOR_NBYTES / (time.perf_counter() - began)
-
-
-_PROBES: dict[str, Callable[..., Numbers]] = {
-    probe.__name__: probe for probe in (attach, repeat, plain_loop, warm, memory_floors)
-}
-
-if __name__ == "__main__":
-    print("\n" + json.dumps(_PROBES[sys.argv[1]](*json.loads(sys.argv[2]))))

@@ -1,14 +1,11 @@
 """Write Stable Diffusion pipelines as one file, with the names of the original authors' code.
 
-    python single_files.py PIPELINE FILE      FILE ends in .safetensors or .ckpt
-
 Stable Diffusion 1 and XL are known, and the transformers of Stable Diffusion 3 and Flux. The names
 are those of CompVis' latent-diffusion, of open_clip, and of the code that came with these models,
 by which the published files are written.
 """
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,7 +184,7 @@ def _joined(tensors: Tensors, image: str, text: str) -> Tensors:
 
 
 def write(pipe: Any, path: Path) -> Path:
-    """Write a pipeline as one file, and return the path."""
+    """Write a pipeline as one file, .safetensors or .ckpt, and return the path."""
     import torch
     from safetensors.torch import save_file
 
@@ -273,15 +270,3 @@ def _open_clip_tensors(tensors: Tensors, prefix: str) -> Iterator[tuple[str, Any
                 yield f"{prefix}{theirs[: match.start()]}.in_proj_{match[1]}", torch.cat(parts)
             continue
         yield prefix + theirs, tensor
-
-
-def main() -> None:
-    """Write the pipeline and the file that the command line names."""
-    from diffusers import DiffusionPipeline
-
-    source, path = sys.argv[1:]
-    write(DiffusionPipeline.from_pretrained(source), Path(path))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,19 @@
 """`scripts/bench gpu` calculates its figures correctly, shown on easy numbers."""
 
+from typing import ClassVar
+
 import pytest
-from benchmarks.bench import Bench
-from benchmarks.gpu_measures import (
+from benchmarks.bench import Bench, ProbeFailed
+from benchmarks.gpu import (
     describe_gpu,
     measure_call,
     measure_convert,
     measure_peers,
     measure_tensors,
     measure_upload,
+    suite,
 )
-from benchmarks.processes import ProbeFailed
 from benchmarks.report import format_line
-from benchmarks.sources import Sources
-from benchmarks.suites import suite_of
 
 from shmload._devices.ways import WAYS
 
@@ -30,47 +30,33 @@ UPLOADS = dict.fromkeys(WAYS, 40 * GB) | {
 }
 
 
-class FakeProcesses:
-    """Answers by the probe's name and, for a load or a peer, by the way."""
+class FakeBench(Bench):
+    """Gives answers by the function's name and, for a load or a peer, by the way."""
 
-    def __init__(self, **answers):
-        self.answers = answers
-        self.calls = []
+    answers: ClassVar = {}
 
-    def of(self, program):
-        return self
-
-    def ask(self, name, *arguments, **variables):
-        self.calls.append((name, arguments, variables))
-        found = self.answers[name]
+    def ask(self, function, *arguments, **variables):
+        found = self.answers.get(function.__name__)
         return found(*arguments, **variables) if callable(found) else found
 
-    probe = ask
-
-
-class FakeBench(Bench):
-    """Reports given answers of `resident`, one per call."""
-
     def resident(self):
-        return {"segment"} if self.processes.answers.get("warm", True) else set()
+        return self.answers.get("resident", {"segment"})
 
     def evict(self):
         pass
 
 
 @pytest.fixture
-def bench(tmp_path):
-    sources = Sources(tmp_path)
-    for directory, nbytes in ((sources.flux_bf16, 1000), (sources.flux_fp32, 2000)):
-        directory.mkdir()
-        (directory / "model.safetensors").write_bytes(bytes(nbytes))
-    sources.flux_small.mkdir()
-    (sources.flux_small / "model.safetensors").write_bytes(b"")
+def bench(tmp_path, monkeypatch):
+    said = []
+    made = FakeBench(tmp_path, tmp_path, 3, said.append)
+    for name, nbytes in (("flux-8-bf16", 1000), ("flux-8-fp32", 2000), ("flux-small", 0)):
+        made.source(name).mkdir()
+        (made.source(name) / "model.safetensors").write_bytes(bytes(nbytes))
 
     def make(**answers):
-        said = []
-        bench = FakeBench(sources, FakeProcesses(**answers), 3, said.append)
-        return bench, said
+        monkeypatch.setattr(FakeBench, "answers", answers)
+        return made, said
 
     return make
 
@@ -86,8 +72,8 @@ def test_upload_is_a_share_of_the_pinned_rate(bench, gpu, has_rate):
     assert values(figures) == {"upload": pytest.approx(90.74, abs=0.01)} | (
         {"upload-rate": pytest.approx(49)} if has_rate else {}
     )
-    assert all(figure.target.is_reached(figure.sample.median) for figure in figures)
-    assert figures[0].line("the same, pin=off").sample.median == pytest.approx(8)
+    assert all(figure.is_reached for figure in figures)
+    assert figures[0].beside["the same, pin=off"].median == pytest.approx(8)
 
 
 def test_call_is_compared_with_the_better_way_of_diffusers(bench):
@@ -99,8 +85,8 @@ def test_call_is_compared_with_the_better_way_of_diffusers(bench):
     made, _ = bench(load=load)
     (figure,) = measure_call(made)
     assert figure.sample.values == (8, 8, 8)
-    assert figure.line("accelerate").sample.median == 1
-    assert figure.line("shmload, of the files").sample.median == pytest.approx(1000 / 0.25 / GB)
+    assert figure.beside["accelerate"].median == 1
+    assert figure.beside["shmload, of the files"].median == pytest.approx(1000 / 0.25 / GB)
 
 
 def test_conversion_and_the_memory_beside_the_ring(bench):
@@ -124,18 +110,17 @@ def test_summary_has_the_figures_with_targets(bench):
     assert format_line(["GPU T4"], measure_upload(made)) == "GPU T4; upload 90.7 %"
 
 
-def test_float32_is_made_only_for_what_reads_it(tmp_path):
-    sources = Sources(tmp_path)
-    assert sources.flux_fp32 in suite_of("gpu", sources).sources
-    assert sources.flux_fp32 in suite_of("gpu", sources, ["convert", "call"]).sources
-    assert sources.flux_fp32 not in suite_of("gpu", sources, ["upload"]).sources
+def test_float32_is_made_only_for_what_reads_it():
+    assert "flux-8-fp32" in suite(8).sources
+    assert "flux-8-fp32" in suite(8, ["convert", "call"]).sources
+    assert "flux-8-fp32" not in suite(8, ["upload"]).sources
 
 
 def test_tensors_are_told_in_milliseconds(bench):
     made, _ = bench(small_tensors={"call_s": 0.015, "first_s": 0.1, "torch_s": 0.03})
     (figure,) = measure_tensors(made)
     assert figure.sample.median == pytest.approx(15)
-    assert figure.target.is_reached(figure.sample.median)
+    assert figure.is_reached
 
 
 def test_peers_are_those_that_are_installed_and_run(bench):
@@ -156,18 +141,21 @@ def test_peers_are_those_that_are_installed_and_run(bench):
     assert said[0] == "instanttensor 0.2.2 does not run here: ValueError: only CUDA"
 
 
-def test_peers_that_are_not_installed_are_named():
-    gpu = {"GPU": "T4"}
-    processes = FakeProcesses(describe=gpu, peers={"safetensors": "0.8.0", "instanttensor": None})
-    said = describe_gpu(processes)
-    assert said == {"GPU": "T4", "peers": "safetensors 0.8.0, instanttensor not installed"}
+def test_the_gpu_the_model_and_peers_that_are_not_installed_are_named(bench):
+    made, _ = bench(describe={"GPU": "T4"}, peers={"safetensors": "0.8.0", "instanttensor": None})
+    assert describe_gpu(made) == {
+        "GPU": "T4",
+        "peers": "safetensors 0.8.0, instanttensor not installed",
+        "weights": "FluxTransformer2DModel with 8 double and 12 single blocks",
+    }
 
 
-def test_no_gpu_is_described_by_nothing():
-    assert describe_gpu(FakeProcesses(describe={})) == {}
+def test_no_gpu_is_described_by_nothing(bench):
+    made, _ = bench(describe={})
+    assert describe_gpu(made) == {}
 
 
 def test_measurement_fails_if_another_program_keeps_removing_the_segments(bench):
-    made, _ = bench(load={"call_s": 1}, warm={})
+    made, _ = bench(load={"call_s": 1}, resident=set())
     with pytest.raises(ProbeFailed, match="keeps removing"):
         measure_call(made)

@@ -2,16 +2,14 @@
 
 import pytest
 from benchmarks.bench import Bench
-from benchmarks.key_measures import measure_tensors
-from benchmarks.samples import Rounds
-from benchmarks.sources import TENSOR_COUNTS, Sources
+from benchmarks.checkpoints import TENSOR_COUNTS
+from benchmarks.figures import Rounds
+from benchmarks.keys import measure_tensors
 
 # In seconds for each tensor.
 EACH = {
     "plan_s": 1e-6,
     "cast_s": 6e-6,
-    "same_s": 2e-6,
-    "keep_s": 4e-6,
     "attach_s": 3e-6,
     "load_file_s": 12e-6,
 }
@@ -28,26 +26,15 @@ class FakeBench(Bench):
         return Rounds({"tensors": (times, times)})
 
 
-class NoProcesses:
-    def of(self, program):
-        return self
-
-    def probe(self, *arguments):
-        raise AssertionError("nothing is run")
-
-
 def test_sums_and_times_for_each_tensor(tmp_path):
-    bench = FakeBench(Sources(tmp_path), NoProcesses(), 2, print)
+    bench = FakeBench(tmp_path, tmp_path, 2, print)
     figures = {figure.name: figure for figure in measure_tensors(bench)}
     assert {name: figure.sample.median for name, figure in figures.items()} == {
         "tensors-cast": pytest.approx(0.18),
-        "tensors-same": pytest.approx(0.06),
         "tensors-linear": pytest.approx(1.2),
         "keys": pytest.approx(0.36),
         "keys-linear": pytest.approx(1),
     }
-    assert figures["keys"].line("7,500, each").sample.median == pytest.approx(4)
-    assert figures["keys"].line("plan() alone").sample.median == pytest.approx(0.09)
-    assert figures["tensors-same"].line("safetensors' load_file").sample.median == pytest.approx(
-        0.36
-    )
+    assert figures["keys"].beside["7,500, each"].median == pytest.approx(4)
+    assert figures["keys"].beside["plan() alone"].median == pytest.approx(0.09)
+    assert figures["tensors-cast"].beside["safetensors' load_file"].median == pytest.approx(0.36)

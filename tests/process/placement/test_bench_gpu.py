@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.flux_checkpoints import SMALL, make_flux
+from benchmarks.checkpoints import FLUX_SMALL, make_flux
 from diffusers import DiffusionPipeline
 
 _BENCH = Path(__file__).parents[3] / "scripts" / "bench"
@@ -18,8 +18,8 @@ def weights(directory, **kwargs):
 
 
 def test_pipelines_load_and_differ_only_in_dtype(tmp_path):
-    make_flux(tmp_path / "bf16", SMALL, "bfloat16")
-    make_flux(tmp_path / "fp32", SMALL, "float32", shard_nbytes=100_000)
+    make_flux(tmp_path / "bf16", FLUX_SMALL, "bfloat16")
+    make_flux(tmp_path / "fp32", FLUX_SMALL, "float32", shard_nbytes=100_000)
     index = tmp_path / "fp32/transformer/diffusion_pytorch_model.safetensors.index.json"
     names = set(json.loads(index.read_text())["weight_map"].values())
     assert len(names) > 2

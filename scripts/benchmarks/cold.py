@@ -1,0 +1,117 @@
+"""Sources that are not in the page cache: the figures of `scripts/bench cold`."""
+
+import mmap
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks import slow_mount
+from benchmarks.bench import Bench, Suite, Way, weight_files
+from benchmarks.figures import Figure, Result, labelled
+from benchmarks.load import FROM_PRETRAINED, LOAD_PIPELINE, warm_and_evict
+
+_BLOCK_NBYTES = 8 << 20
+# A load by diffusers takes over two minutes.
+_MOST_MOUNTED_ROUNDS = 3
+
+
+def measure_cold(bench: Bench) -> list[Figure]:
+    """A first load of files that are on the disk alone."""
+    source = bench.source("sd15-fp32")
+    ways: dict[str, Way] = {
+        "shmload": bench.python(LOAD_PIPELINE, source),
+        "diffusers": bench.python(FROM_PRETRAINED, source),
+        "disk, O_DIRECT, 8 MiB at a time": partial(_read_disk, weight_files(source)),
+        "shmload, workers running": partial(warm_and_evict, bench, source),
+    }
+    rounds = bench.measure(ways, source, is_cold=True)
+    wall = rounds.samples("wall_s")
+    _, _, disk, decoding = ways
+    rates = {
+        decoding: rounds.sample(decoding, "decode_bytes_per_s"),
+        disk: rounds.sample(disk, "bytes_per_s"),
+    }
+    return [
+        Figure(
+            name="cold-first",
+            what="source on the disk alone: whole process, speed-up over from_pretrained",
+            sample=wall["diffusers"] / wall["shmload"],
+            at_least=1.5,
+            beside=wall | labelled("{}, processor time", rounds.samples("cpu_s")),
+        ),
+        Figure(
+            name="cold-rate",
+            what="the same: rate of reading and decoding, of the disk's own sequential rate",
+            sample=(rates[decoding] / rates[disk]).scaled(100, "%"),
+            at_least=90,
+            beside=rates,
+        ),
+    ]
+
+
+def measure_mount(bench: Bench) -> list[Figure]:
+    """A FUSE mount with a latency and a rate a stream, as object stores have them."""
+    source = bench.source("sd15-fp32")
+    few = replace(bench, rounds=min(bench.rounds, _MOST_MOUNTED_ROUNDS))
+    with tempfile.TemporaryDirectory(dir=bench.work, prefix="mount-") as target:
+
+        def mounted(code: str) -> Result:
+            program = [sys.executable, "-c", code.format(source=target)]
+            found: Result = bench.run([*_prefix(source, target), *program], {}).result
+            return {"wall_s": found["wall_s"]}
+
+        ways: dict[str, Way] = {
+            "shmload": partial(mounted, LOAD_PIPELINE),
+            "diffusers": partial(mounted, FROM_PRETRAINED),
+        }
+        wall = few.measure(ways, source).samples("wall_s")  # cached below the mount
+    return [
+        Figure(
+            name="mount",
+            what="FUSE, 5 ms a request, 200 MB/s a stream: whole process, over from_pretrained",
+            sample=wall["diffusers"] / wall["shmload"],
+            at_least=5,
+            beside=wall,
+        )
+    ]
+
+
+def _prefix(source: Path, target: str) -> list[str]:
+    """Return the command that runs another one while a source is mounted."""
+    unshare = ["unshare", "--mount"]
+    if os.geteuid() != 0:
+        unshare += ["--user", "--map-root-user"]
+    return [*unshare, sys.executable, slow_mount.__file__, str(source), target]
+
+
+def _read_disk(files: list[Path]) -> Result:
+    """Read files one after the other, past the page cache; return `bytes_per_s`."""
+    nbytes = 0
+    with mmap.mmap(-1, _BLOCK_NBYTES) as buffer:
+        buffer.write(bytes(_BLOCK_NBYTES))  # its pages are there before the clock starts
+        began = time.perf_counter()
+        for file in files:
+            fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+            try:
+                offset = 0
+                while got := os.preadv(fd, [buffer], offset):
+                    offset += got
+                    if got < _BLOCK_NBYTES:
+                        break
+                nbytes += offset
+            finally:
+                os.close(fd)
+        return {"bytes_per_s": nbytes / (time.perf_counter() - began)}
+
+
+SUITE = Suite(
+    measures={"cold": measure_cold, "mount": measure_mount},
+    sources=("sd15-fp32",),
+    disk_gb=6,
+    shm_gb=3,
+    memory_gb=13,
+)
