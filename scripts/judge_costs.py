@@ -23,8 +23,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 _ROOT = Path(__file__).parents[1]
 _FAMILIES = ("stable-diffusion", "sdxl", "sd3", "flux", "wan", "qwen-image", "sana")
@@ -46,25 +47,29 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--quick", action="store_true", help="two pipelines in one dtype")
     asked = parser.parse_args()
+    families, dtypes, together = _FAMILIES, _DTYPES, _TOGETHER
+    if asked.quick:
+        families, dtypes, together = _FAMILIES[:2], _DTYPES[:1], 2
     with tempfile.TemporaryDirectory(prefix="shmload-judges-") as name:
         work = Path(name)
-        sources = _save_all(work)
+        sources = _save_all(work, families)
         figures = {
-            "judges at once": _at_once(work, sources[:3]),
-            **_costs(work, sources),
+            "judges at once": _at_once(work, sources[:3], together),
+            **_costs(work, sources, dtypes),
         }
     print(json.dumps(figures, indent=1))
     if asked.json:
         asked.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def _save_all(work: Path) -> list[Path]:
+def _save_all(work: Path, families: Sequence[str]) -> list[Path]:
     sys.path.insert(0, str(_ROOT / "tests/support"))
     import diffusers
     import pipelines
 
-    sources = [pipelines.save(family, work / family) for family in _FAMILIES]
+    sources = [pipelines.save(family, work / family) for family in families]
     unet = diffusers.UNet2DModel(
         sample_size=8,
         block_out_channels=(32, 64),
@@ -76,11 +81,11 @@ def _save_all(work: Path) -> list[Path]:
     return [*sources, work / "ddpm"]
 
 
-def _at_once(work: Path, sources: list[Path]) -> int:
+def _at_once(work: Path, sources: list[Path], together: int) -> int:
     """Return the most judges that run while processes with caches of their own load together."""
-    with _judges(work / "together") as judges:
+    with _Judges(work / "together") as judges:
         started = []
-        for number in range(_TOGETHER):
+        for number in range(together):
             cache = work / f"cache-{number}"
             cache.mkdir()
             source = sources[number % len(sources)]
@@ -91,14 +96,14 @@ def _at_once(work: Path, sources: list[Path]) -> int:
     return judges.most_at_once
 
 
-def _costs(work: Path, sources: list[Path]) -> dict[str, float]:
+def _costs(work: Path, sources: list[Path], dtypes: Sequence[str]) -> dict[str, float]:
     """Load all pipelines in all dtypes, with judges and without; see the module's text."""
     runtime, cache = work / "costs", work / "cache"
     cache.mkdir()
     took: dict[str, list[float]] = {"1": [], "0": []}
-    with _judges(runtime) as judges:
+    with _Judges(runtime) as judges:
         for source in sources:
-            for dtype in _DTYPES:
+            for dtype in dtypes:
                 for way, all_s in took.items():
                     process = _start(source, dtype, runtime, cache, SHMLOAD_SKELETONS=way)
                     all_s.append(float(_end_of(process)))
@@ -138,23 +143,32 @@ def _end_of(process: subprocess.Popen[str]) -> str:
     return out
 
 
-class _Judges:
-    """What is seen of the judges of one folder for sockets and queues."""
+class _Judges(threading.Thread):
+    """Looks at the judges of one folder for sockets and queues, while its block runs."""
 
     def __init__(self, runtime: Path) -> None:
+        super().__init__()
+        runtime.mkdir(mode=0o700)
         self.most_at_once = 0
         self._runtime = os.fsencode(f"XDG_RUNTIME_DIR={runtime}\0")
         self._cpu_s: dict[int, float] = {}
         self._ending = threading.Event()
         self._now: list[int] = []
 
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        self.join()
+
     @property
     def cpu_s(self) -> float:
         """Processor time of the judges and their processes up to now."""
         return sum(self._cpu_s.values())
 
-    def look(self) -> None:
-        """Count until `stop`."""
+    def run(self) -> None:
         while not self._ending.wait(_LOOK_S):
             found = set(filter(self._is_judge, map(int, filter(str.isdigit, os.listdir("/proc")))))
             # Its examiners have its command line, too.
@@ -163,10 +177,6 @@ class _Judges:
                 with contextlib.suppress(OSError):
                     self._cpu_s[pid] = max(self._cpu_s.get(pid, 0), _cpu_s(pid))
             self.most_at_once = max(self.most_at_once, len(self._now))
-
-    def stop(self) -> None:
-        """End `look`."""
-        self._ending.set()
 
     def wait_for_end(self) -> None:
         """Wait until no judge is left."""
@@ -185,19 +195,6 @@ class _Judges:
                 and self._runtime in Path(f"/proc/{pid}/environ").read_bytes()
             )
         return False
-
-
-@contextlib.contextmanager
-def _judges(runtime: Path) -> Iterator[_Judges]:
-    runtime.mkdir(mode=0o700)
-    judges = _Judges(runtime)
-    thread = threading.Thread(target=judges.look)
-    thread.start()
-    try:
-        yield judges
-    finally:
-        judges.stop()
-        thread.join()
 
 
 def _cpu_s(pid: int) -> float:

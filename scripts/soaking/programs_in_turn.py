@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,15 +128,12 @@ class Turns:
         self._python("-c", _MAKE, str(stored), str(_VERSIONS))
         versions = [f"{stored}-{version}" for version in range(_VERSIONS)]
         self._digests = self._python("-c", _EXPECTED, *versions).split()
-        for source in self._sources:
-            source.mkdir()
-        for name in ("model_index.json", "scheduler"):
-            for source in self._sources:
-                subprocess.run(["cp", "-r", f"{versions[0]}/{name}", source], check=True)
-        subprocess.run(["cp", "-r", f"{versions[0]}/unet", self._sources[0]], check=True)
+        first, second = self._sources
+        shutil.copytree(versions[0], first)
+        shutil.copytree(versions[0], second)
         # As in a composed pipeline: the folder of a component is a link.
-        subprocess.run(["cp", "-r", f"{versions[0]}/unet", self._folder / "linked"], check=True)
-        (self._sources[1] / "unet").symlink_to(self._folder / "linked")
+        (second / "unet").rename(self._folder / "linked")
+        (second / "unet").symlink_to(self._folder / "linked")
         self._state = json.loads(self._python(self._folder / "loads.py", self._sources[0]))[1]
 
     @property
@@ -143,14 +141,24 @@ class Turns:
         return self._folder / "first", self._folder / "second"
 
     def _python(self, *words: object) -> str:
-        done = subprocess.run(
+        """Run Python; return what it prints."""
+        done = self._start(*words)
+        done.check_returncode()
+        return done.stdout
+
+    def _shmload(self, *words: object) -> "subprocess.CompletedProcess[str]":
+        """Call the command `shmload`, which may fail."""
+        return self._start("-m", "shmload", *words)
+
+    def _start(self, *words: object) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
             [sys.executable, *map(str, words)],
             env=self._environment,
-            check=True,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            timeout=_DEADLINE_S,
         )
-        return done.stdout
 
     def step(self) -> None:
         """Run one program, perhaps after a fault."""
@@ -168,17 +176,9 @@ class Turns:
         self._run(script, number, f"{script} {number} after {fault or 'nothing'}, was {before}")
 
     def _run(self, script: str, number: int, what: str) -> None:
-        command = [sys.executable, "-m", "shmload", "run", "-v", self._folder / script]
         began = time.monotonic()
         try:
-            done = subprocess.run(
-                [*command, self._sources[number]],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_DEADLINE_S,
-            )
+            done = self._shmload("run", "-v", self._folder / script, self._sources[number])
         except subprocess.TimeoutExpired:
             self.findings.append(f"{what}: it did not end within {_DEADLINE_S:g} s")
             return
@@ -212,31 +212,33 @@ class Turns:
         target.with_suffix(".new").replace(target)
 
     def _evict(self) -> None:
-        source = self._rng.choice(self._sources)
-        command = [sys.executable, "-m", "shmload", "rm", str(source)]
-        subprocess.run(command, env=self._environment, capture_output=True)
+        self._shmload("rm", self._rng.choice(self._sources))
 
     def _kill(self) -> None:
-        if pids := self._alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._rng.choice(pids), signal.SIGKILL)
+        self._signal_one(signal.SIGKILL)
 
     def _stop(self) -> None:
         """Stop a process of the templates while a program runs."""
-        pids = self._alive()
-        if not pids:
+        pid = self._signal_one(signal.SIGSTOP)
+        if pid is None:
             return
-        pid = self._rng.choice(pids)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                self._run("loads.py", 0, f"loads.py 0 while {pid} is stopped")
-            finally:
+        try:
+            self._run("loads.py", 0, f"loads.py 0 while {pid} is stopped")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
+    def _signal_one(self, number: int) -> int | None:
+        """Send a signal to a process of the templates; return its pid, or None without one."""
+        with contextlib.suppress(ProcessLookupError):
+            if pids := self._alive():
+                pid = self._rng.choice(pids)
+                os.kill(pid, number)
+                return pid
+        return None
+
     def _pollute(self) -> None:
-        command = [sys.executable, "-m", "shmload", "run", self._folder / "pollutes.py"]
-        subprocess.run(command, env=self._environment, timeout=_DEADLINE_S)
+        self._shmload("run", self._folder / "pollutes.py")
 
     # The end --------------------------------------------------------------------------------------
 
@@ -251,11 +253,10 @@ class Turns:
 
     def end(self) -> None:
         """End the templates and look for processes that are left."""
-        command = [sys.executable, "-m", "shmload", "template", "stop"]
         deadline = time.monotonic() + _END_TIMEOUT_S
         while (alive := self._alive()) and time.monotonic() < deadline:
             # Again: one that still imports does not listen yet.
-            subprocess.run(command, env=self._environment, capture_output=True)
+            self._shmload("template", "stop")
         if alive:
             self.findings.append(f"processes are left: {alive}")
         for pid in alive:
