@@ -7,7 +7,6 @@ from pathlib import Path
 from benchmarks import gpu_probes
 from benchmarks.bench import Bench, ProbeFailed, Suite, Way, weight_files, weights_nbytes
 from benchmarks.figures import Figure, Rounds, Sample, better, labelled
-from benchmarks.gpu_peers import FOR_CACHED_FILES
 from benchmarks.load import PARALLEL
 from shmload._devices.ways import WAYS
 
@@ -123,7 +122,9 @@ def measure_peers(bench: Bench) -> list[Figure]:
     for name, version in bench.ask(gpu_probes.peers).items():
         if version is None:
             continue
-        way = bench.probe(gpu_probes.peer, name, *files, **FOR_CACHED_FILES.get(name, {}))
+        way = bench.probe(
+            gpu_probes.peer, name, *files, **gpu_probes.FOR_CACHED_FILES.get(name, {})
+        )
         try:
             way()
         except ProbeFailed as exc:

@@ -18,7 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_peers import LOADERS
 from benchmarks.probes import Numbers
 
 _IS_PRETENDED = os.environ.get("BENCH_DEVICE") == "pretend"
@@ -280,19 +279,67 @@ def small_tensors(count: int) -> Numbers:
 
 
 # Other loaders ------------------------------------------------------------------------------------
+# Each is called as its documentation shows, and returns what keeps its tensors alive.
+
+
+def _safetensors(paths: list[str], device: str) -> object:
+    from safetensors.torch import load_file
+
+    return [load_file(path, device=device) for path in paths]
+
+
+def _fastsafetensors(paths: list[str], device: str) -> object:
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup  # type: ignore[import-not-found]
+
+    loader = SafeTensorsFileLoader(SingleGroup(), device, nogds=True)
+    loader.add_filenames({0: paths})
+    buffers = loader.copy_files_to_device()
+    # The tensors are views of the loader's memory, so return the loader too.
+    return loader, buffers, [buffers.get_tensor(name) for name in buffers.key_to_rank_lidx]
+
+
+def _runai(paths: list[str], device: str) -> object:
+    from runai_model_streamer import SafetensorsStreamer  # type: ignore[import-not-found]
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(paths)
+        return [tensor.to(device) for _, tensor in streamer.get_tensors()]
+
+
+def _instanttensor(paths: list[str], device: str) -> object:
+    from instanttensor import safe_open  # type: ignore[import-not-found]
+
+    with safe_open(paths, framework="pt", device=device) as file:
+        return [tensor for _, tensor in file.tensors()]  # since 0.2 each tensor owns its memory
+
+
+_LOADERS: dict[str, Callable[[list[str], str], object]] = {
+    "safetensors": _safetensors,
+    "fastsafetensors": _fastsafetensors,
+    "runai-model-streamer": _runai,
+    "instanttensor": _instanttensor,
+}
+"""Loaders by package name."""
+
+FOR_CACHED_FILES: dict[str, dict[str, str]] = {
+    "fastsafetensors": {"FASTSAFETENSORS_ODIRECT": "0"},
+    "runai-model-streamer": {"RUNAI_STREAMER_FS_STRATEGY": "sync_buffered"},
+    "instanttensor": {"INSTANTTENSOR_BACKEND": "BUFFERED"},
+}
+"""Environment variables, by package name, that make a loader read through the page cache."""
 
 
 def peers() -> dict[str, str | None]:
     """Return the versions of other loaders; None for a loader that is not installed."""
     return {
         name: metadata.version(name) if importlib.util.find_spec(name.replace("-", "_")) else None
-        for name in LOADERS
+        for name in _LOADERS
     }
 
 
 def peer(name: str, small: str, *paths: str) -> Numbers:
     """Load all tensors of some files to the GPU with another loader; return `call_s`."""
     _begin()
-    LOADERS[name]([small], _DEVICE)
+    _LOADERS[name]([small], _DEVICE)
     _tidy_up()
-    return {"call_s": _time(partial(LOADERS[name], list(paths), _DEVICE))}
+    return {"call_s": _time(partial(_LOADERS[name], list(paths), _DEVICE))}
