@@ -73,7 +73,7 @@ class Programs:
 
     def _paths(self, arguments: tuple[str, ...]) -> list[str]:
         """Replace the names of programs by their files."""
-        return [str(self.folder / f"{a}.py") if a in _PROGRAMS else a for a in arguments]
+        return [str(self.folder / f"{a}_app.py") if a in _PROGRAMS else a for a in arguments]
 
     def _time(self, command: list[str], variables: dict[str, str]) -> Result:
         """Return the times of a program, and the numbers that it printed, by their names.
@@ -117,7 +117,7 @@ def _programs(bench: Bench) -> Iterator[Programs]:
     """Yield a starter of programs; end its templates and remove the segments afterwards."""
     with tempfile.TemporaryDirectory(dir=bench.work, prefix="scripts-") as folder:
         for name, (text, source) in _PROGRAMS.items():
-            path = Path(folder, f"{name}.py")
+            path = Path(folder, f"{name}_app.py")  # no name of a library
             path.write_text(text.format(source=str(bench.source(source))))
         programs = Programs(bench, Path(folder))
         try:

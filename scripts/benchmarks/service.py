@@ -127,6 +127,7 @@ def crowd(source: str) -> list[float]:
 def attach_part(source: str) -> None:
     """Make the calls to the service that an attach makes, and time only these."""
     from shmload._segments.listing import segments
+    from shmload._segments.roots import Root
     from shmload._service.client import find_service
 
     names = [info.name for info in segments() if info.source.startswith(source + os.sep)]
@@ -135,7 +136,7 @@ def attach_part(source: str) -> None:
         began = time.perf_counter()
         service = find_service()
         assert service
-        service.note(names, ())
+        service.note(Root(path=source), names, ())
         service.close()
         tell(time.perf_counter() - began)
 
