@@ -124,7 +124,8 @@ def _save_tiny(directory: Path) -> None:
     import diffusers
 
     pipe = _tiny("stable-diffusion")
-    pipe.scheduler = diffusers.PNDMScheduler()  # of the same class as the large one's
+    # Of the same class as the large one's.
+    pipe.scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, steps_offset=1)
     pipe.save_pretrained(directory)
 
 
