@@ -146,7 +146,10 @@ class Bench:
             said = errors.read()
         words = " ".join(map(str, command))[:200]
         if code:
-            raise ProbeFailed(f"{words} exited with {code}:\n{said}")
+            end = (
+                f"still ran after {_TIMEOUT_S} s" if wall_s > _TIMEOUT_S else f"exited with {code}"
+            )
+            raise ProbeFailed(f"{words} {end}:\n{said}")
         cpu_s = _children_cpu_s() - cpu_before
         times = {"ready_s": ready_s, "wall_s": wall_s, "cpu_s": cpu_s}
         return Ran(output, said, times)

@@ -215,7 +215,9 @@ def measure_restart(bench: Bench) -> list[Figure]:
 
 def measure_rounds(bench: Bench) -> list[Figure]:
     """Many loads and releases: descriptors, children, names and memory left over."""
-    run = partial(bench.ask, rounds, bench.source("small-fp32") / "vae", SHMLOAD_INLINE_NBYTES="1")
+    count = 5 if bench.is_quick else _ROUNDS
+    source = bench.source("small-fp32") / "vae"
+    run = partial(bench.ask, rounds, source, count, SHMLOAD_INLINE_NBYTES="1")
     with running_service(bench) as variables:
         found = {"with": run(**variables)}
     found["without"] = run(**_ALONE)
@@ -223,7 +225,7 @@ def measure_rounds(bench: Bench) -> list[Figure]:
     return [
         Figure(
             name=f"rounds-{how}-{name}",
-            what=f"{_ROUNDS} loads and releases {how} a service: {name} left over",
+            what=f"{count} loads and releases {how} a service: {name} left over",
             sample=Sample((value,)),
             at_most=1e6 if name == "private_nbytes" else 0,
         )
@@ -232,7 +234,7 @@ def measure_rounds(bench: Bench) -> list[Figure]:
     ]
 
 
-def rounds(source: str) -> Numbers:
+def rounds(source: str, count: int) -> Numbers:
     """Load and release a source many times.
 
     Returns:
@@ -241,14 +243,14 @@ def rounds(source: str) -> Numbers:
     """
     import shmload
 
-    def load(count: int) -> Numbers:
-        for _ in range(count):
+    def load(times: int) -> Numbers:
+        for _ in range(times):
             shmload.load_state_dict(source, "bfloat16")
             gc.collect()
         return _held()
 
     before = load(3)  # imports and first allocations do not count
-    after = load(_ROUNDS)
+    after = load(count)
     return {name: after[name] - before[name] for name in before}
 
 
