@@ -62,11 +62,8 @@ class Freshness:
 
 
 def _files(but: Collection[str]) -> set[str]:
-    # Each start of a template writes the program of all templates anew. It has two names.
-    program = sys.modules.get("__main__")
-    named = list(sys.modules.items())
-    modules = [module for name, module in named if module is not program and name not in but]
-    found = {getattr(module, "__file__", None) for module in modules}
+    modules = list(sys.modules.items())
+    found = {getattr(module, "__file__", None) for name, module in modules if name not in but}
     # Some modules, such as torch.ops, name no real file.
     return {file for file in found if isinstance(file, str) and os.path.isabs(file)}
 

@@ -179,6 +179,8 @@ def begin(channel: wire.Socket, traces: Traces) -> None:
 def leave() -> None:
     """Tell the caller how the program ends, as far as that is known before it does."""
     exc = sys.exc_info()[1]
+    if exc and exc.__traceback__:
+        exc.__traceback__ = exc.__traceback__.tb_next  # the first frame is the template's
     code = 0 if exc is None else 1
     if isinstance(exc, SystemExit):
         code = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1

@@ -1,9 +1,5 @@
 """Starting a template: a process that outlives its caller, with nothing of the caller's."""
 
-import dis
-import importlib.util
-import json
-import marshal
 import os
 import sys
 
@@ -28,38 +24,26 @@ MODULES = (
 """The libraries: what a template imports."""
 _NAMED = "SHMLOAD_RUN_IMPORTS"
 
-# The program of a template. It is the lowest frame of every program, which must not see it.
-_SOURCE = """
-known = frozenset(__import__("sys").modules)
+# The program of a template, whose frame is the lowest of every program: it raises again without a
+# place of its own in the traceback. It records before it imports anything of shmload.
+_PROGRAM = """
+import sys
+known = frozenset(sys.modules)
+if not sys.flags.safe_path:
+    sys.path[0] = sys.prefix
 recorder = {"__name__": "shmload._templates.recorder"}
-exec(open(__import__("sys").argv[1]).read(), recorder)
+exec(open(sys.argv[1]).read(), recorder)
 recorder = recorder["Recorder"]()
 recorder.start()
-serve = __import__("shmload._templates.template", None, None, ("serve",)).serve
-leave = __import__("shmload._templates.leaving", None, None, ("leave",)).leave
+from shmload._templates.template import serve
+from shmload._templates.leaving import leave
 try:
     serve(known, recorder)()
-except:
+except BaseException:
     leave()
     raise
 leave()
 """
-
-
-def invisible_program() -> bytes:
-    """Return a compiled file whose frame Python shows nowhere.
-
-    A frame is not shown before its code has come to the instruction RESUME (CPython takes it for
-    unfinished): not in tracebacks, not by `sys._getframe`, not by `inspect`. Here RESUME comes at
-    the end, where it is never reached.
-    """
-    code = compile(_SOURCE, "<template>", "exec", dont_inherit=True)
-    raw = bytearray(code.co_code)
-    place_ = next(at for at in range(0, len(raw), 2) if raw[at] == dis.opmap["RESUME"])
-    raw[place_ : place_ + 2] = bytes((dis.opmap["NOP"], 0))
-    raw += bytes((dis.opmap["RESUME"], 0))
-    code = code.replace(co_code=bytes(raw))
-    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
 
 
 def why_not_here() -> str | None:
@@ -92,18 +76,12 @@ def start_template(
     Raises:
         OSError: it cannot be started.
     """
-    path = f"{place.folder()}/template-{sys.implementation.cache_tag}.pyc"
-    content = invisible_program()
-    with open(f"{path}.{os.getpid()}", "wb") as file:
-        file.write(content)
-    os.replace(f"{path}.{os.getpid()}", path)
     recorder = os.path.join(os.path.dirname(__file__), "recorder.py")
     last = (place.read_note(key, "imports") or "").split()
     named = os.environ.get(_NAMED, "").replace(",", " ").split()
     wanted = dict.fromkeys((*(modules or last or MODULES), *named))
-    orders = json.dumps({"modules": [name, *wanted], "key": key})
-    flags = flags_of_this_process()
-    command = [sys.executable, *flags, path, recorder, orders]
+    said = [recorder, place.socket_of(key), name, *wanted]
+    command = [sys.executable, *flags_of_this_process(), "-c", _PROGRAM, *said]
     given = variables or first_environment()
     # It serves other programs too: they are to know nothing of this process.
     environment = read_on_import(given) | {n: given[n] for n in ("PATH",) if n in given}

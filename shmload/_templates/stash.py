@@ -131,10 +131,7 @@ class Stash(MetaPathFinder):
         for module in self._modules.values():
             _forget_lazy_names(module)
         # Never freed: Python would take all of this apart when the program ends, for nothing.
-        # Python gives up the first main module before it prints an error of a program, counts on
-        # `sys.modules` to keep it, and uses its dict afterwards (`_PyRun_SimpleFileObject`).
-        first = vars(sys.modules["__main__"])
-        for kept in (self, self._modules, self._recorder.needs, self._recorder.variables, first):
+        for kept in (self, self._modules, self._recorder.needs, self._recorder.variables):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         for name in new:  # most of what they need are names in modules, or any Python's
             self._recorder.needs.setdefault(name, set()).intersection_update(self._modules)

@@ -15,7 +15,6 @@ ends with its last program, so that each caller learns how its program has ended
 
 import contextlib
 import gc
-import json
 import os
 import resource
 import select
@@ -57,9 +56,8 @@ def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
         known: names of the modules that were there before anything was imported.
         recorder: records since then.
     """
-    orders = json.loads(sys.argv[2])
-    name, *wanted = orders["modules"]
-    key = orders["key"]
+    socket, name, *wanted = sys.argv[2:]
+    key = os.path.basename(socket)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     facts = kind.facts_of_this_process(name)

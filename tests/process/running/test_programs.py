@@ -124,9 +124,7 @@ PROGRAMS = {
     "del": "class C:\n    def __del__(self): print('del')\nc = C()",
     "unraisable": "class C:\n    def __del__(self): 1 / 0\nC()",
     # Frames
-    "stack": "import inspect; print([(f.filename, f.function) for f in inspect.stack()])",
-    "frame": "import sys; f = sys._getframe(); print(f.f_back, f.f_code.co_name, f.f_lineno)",
-    "print stack": "import traceback; traceback.print_stack()",
+    "frame": "import sys; f = sys._getframe(); print(f.f_code.co_name, f.f_lineno)",
     "warn": "import warnings; warnings.warn('words'); warnings.warn('deep', stacklevel=5)",
     "source": "import inspect, sys\ndef f():\n    return 1\nprint(inspect.getsource(f))",
     "m:this_is_no_module": "",
@@ -339,6 +337,19 @@ def cold(running, folder, environment):
         yield name
 
 
+@pytest.mark.usefixtures("template")
+def test_one_frame_of_the_template_is_below_a_program(folder, environment):
+    code = "import inspect\ndef f(): print([f.function for f in inspect.stack()])\nf()"
+    shown = [
+        subprocess.run(
+            [*command, "-c", code], cwd=folder / "work", env=environment, capture_output=True,
+            text=True, timeout=_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL,
+        ).stdout
+        for command in ([sys.executable], _RUN)
+    ]  # fmt: skip
+    assert shown == ["['f', '<module>']\n", "['f', '<module>', '<module>']\n"]
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.usefixtures("template")
 def test_program_sees_and_shows_the_same(see, cold, name):
@@ -462,7 +473,6 @@ def test_program_of_a_clean_interpreter_sees_the_same(folder, environment, runni
 
 _WRONG = {
     "argv": "sys.argv.append('x')",
-    "stack": "pass",
     "c:globals": "code = 'extra = 1\\n' + code",
     "modules": "import json",
     "descriptors": "os.dup2(2, 3)",

@@ -38,15 +38,6 @@ def test_changed_module_is_noticed(module):
     assert is_lost_after_rewriting(module("some_module"))
 
 
-def test_own_program_which_each_start_of_a_template_writes_is_not_compared(module):
-    path = module("__main__")
-    sys.modules["__mp_main__"] = sys.modules["__main__"]
-    try:
-        assert not is_lost_after_rewriting(path)
-    finally:
-        del sys.modules["__mp_main__"]
-
-
 @pytest.mark.parametrize("link", [os.symlink, os.link])
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_change_under_another_name_is_noticed(module, tmp_path, link, is_replaced):
