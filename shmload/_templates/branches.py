@@ -1,6 +1,7 @@
 """The branches of a template: which pipelines have one, and which programs go to which."""
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -12,7 +13,7 @@ from typing import NoReturn
 from shmload._host.idleness import free_nbytes
 from shmload._host.procfs import memory_stall, rollup_nbytes
 from shmload._templates import messages, wire
-from shmload._templates.messages import AboutBranch, Call, Noted, State
+from shmload._templates.messages import Call, Noted, State
 from shmload._templates.notes import Notes, Requests, warmed
 from shmload._templates.wire import Socket
 
@@ -100,15 +101,23 @@ class Branches:
         """How many programs run in copies of branches."""
         return sum(branch.state.programs for branch in self._running.values())
 
-    def about(self) -> list[AboutBranch]:
-        """Return what is known of each branch, and of each pipeline that has none."""
+    @property
+    def processes(self) -> list[int]:
+        """The process ids of branches and their spares."""
+        return [pid for each in self._running.values() for pid in (each.pid, each.state.spare)]
+
+    def about(self) -> list[dict[str, object]]:
+        """Return the fields of a `look.ListedBranch` for each, and each pipeline that has none."""
         found = [
-            AboutBranch(branch.pid, branch.word, branch.nbytes, branch.state.spare,
-                        [*requests], branch.state.reason)
-            for requests, branch in self._running.items()
+            (each.pid, each.word, each.nbytes, requests, each.state.reason)
+            for requests, each in self._running.items()
+        ]
+        found += [(0, "none", 0, requests, why) for requests, (why, _) in self._refused.items()]
+        return [
+            {"pid": pid, "state": word, "private_nbytes": nbytes, "reason": reason,
+             "sources": [*map(_source_of, requests)]}
+            for pid, word, nbytes, requests, reason in found
         ]  # fmt: skip
-        refused = ((each, reason) for each, (reason, _) in self._refused.items())
-        return found + [AboutBranch(0, "none", 0, 0, [*each], reason) for each, reason in refused]
 
     def hand_over(self, call: Call, channel: Socket) -> bool:
         """Have a branch run a program; return False if there is none for it.
@@ -195,7 +204,7 @@ class Branches:
             return True
         return False
 
-    def has_ended(self, pid: int) -> None:
+    def on_child_exit(self, pid: int) -> None:
         """Forget a branch that was this process, if one was."""
         self._leaving.discard(pid)
         for branch in list(self._running.values()):
@@ -284,6 +293,13 @@ class Branches:
         if not branch.state.is_ready:
             with contextlib.suppress(ProcessLookupError):  # it was reaped just now
                 os.kill(branch.pid, signal.SIGKILL)
+
+
+def _source_of(request: str) -> str:
+    try:
+        return str(json.loads(request)["source"])
+    except (ValueError, TypeError, KeyError):  # whoever has noted it could write anything
+        return "?"
 
 
 def branches_to_end(private: Sequence[int], available: int) -> int:

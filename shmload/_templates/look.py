@@ -52,7 +52,7 @@ class ListedBranch:
     pid: int
     state: str
     private_nbytes: int
-    sources: tuple[str, ...]
+    sources: list[str]
     reason: str
 
 
@@ -81,9 +81,9 @@ class ListedTemplate:
     programs: int
     idle_s: float
     memory_nbytes: int
-    ahead: tuple[str, ...]
-    branches: tuple[ListedBranch, ...]
-    left_out: tuple[str, ...]
+    ahead: list[str]
+    branches: list[ListedBranch]
+    left_out: list[str]
     socket: str
 
 
@@ -103,33 +103,15 @@ def template_at(path: str) -> ListedTemplate | None:
     """Return the template that answers at a socket, or is stopped; None if there is none."""
     answer = _ask(path, Look(0))
     if isinstance(answer, int):
-        return ListedTemplate(
-            "?", answer, "stopped", 0, 0.0, rollup_nbytes(answer, "Pss:"), (), (), (), path
-        )
+        nbytes = rollup_nbytes(answer, "Pss:")
+        return ListedTemplate("?", answer, "stopped", 0, 0.0, nbytes, [], [], [], path)
     if answer is None:
         return None
-    branches = [
-        ListedBranch(
-            each.pid, each.state, each.nbytes, tuple(map(_source_of, each.requests)), each.reason
-        )
-        for each in answer.branches
-    ]
-    processes = [answer.pid, answer.spare]
-    processes += [pid for each in answer.branches for pid in (each.pid, each.spare)]
-    return ListedTemplate(
-        name=answer.name,
-        pid=answer.pid,
-        state="draining" if answer.is_draining else "ready",
-        programs=answer.programs,
-        idle_s=answer.idle_ms / 1000,
-        memory_nbytes=sum(rollup_nbytes(pid, "Pss:") for pid in processes if pid),
-        ahead=tuple(
-            source for each in branches if each.state == "ready" for source in each.sources
-        ),
-        branches=tuple(branches),
-        left_out=tuple(answer.left_out),
-        socket=path,
-    )
+    said = json.loads(answer.template)
+    nbytes = sum(rollup_nbytes(pid, "Pss:") for pid in said.pop("processes") if pid)
+    branches = [ListedBranch(**each) for each in said.pop("branches")]
+    ahead = [source for each in branches if each.state == "ready" for source in each.sources]
+    return ListedTemplate(**said, memory_nbytes=nbytes, ahead=ahead, branches=branches, socket=path)
 
 
 def tell_all(noted: Noted) -> None:
@@ -141,7 +123,7 @@ def tell_all(noted: Noted) -> None:
 def keep(path: str) -> bool:
     """Tell whether a template at a socket takes programs, and have it not end from idleness."""
     answer = _ask(path, Look(1))
-    return isinstance(answer, About) and not answer.is_draining
+    return isinstance(answer, About) and json.loads(answer.template)["state"] == "ready"
 
 
 def end(template: ListedTemplate) -> None:
@@ -215,13 +197,6 @@ def _ask(path: str, message: Message) -> About | int | None:
     except (OSError, ValueError):  # it ends, or is of another version
         return None
     return found[0] if found else None
-
-
-def _source_of(request: str) -> str:
-    try:
-        return str(json.loads(request)["source"])
-    except (ValueError, TypeError, KeyError):
-        return "?"
 
 
 class Keeper:

@@ -26,7 +26,7 @@ else:
         return lambda kind: kind
 
 
-VERSION = 7
+VERSION = 8
 """Changes with any message. A template of another version is not spoken with."""
 
 
@@ -222,48 +222,15 @@ class State(Message):
     reason: str
 
 
-class AboutBranch(Message):
-    """What a branch is, or why there is none.
-
-    Fields:
-        pid: its process id, or 0.
-        state: `loading`, `ready`, `imported` if it has only the modules of a pipeline, or `none`.
-        nbytes: the memory that it has for itself alone.
-        spare: process id of the copy that waits; 0 if there is none.
-        requests: its pipelines.
-        reason: why there is none; else empty.
-    """
-
-    pid: int
-    state: str
-    nbytes: int
-    spare: int
-    requests: list[str]
-    reason: str
-
-
 class About(Message):
     """What a template is.
 
     Fields:
-        pid: its process id.
-        name: as it was given.
-        programs: how many run.
-        idle_ms: how long none came or went, in milliseconds.
-        is_draining: 1 if it takes no more programs.
-        spare: process id of the copy that waits for the next program; 0 if there is none.
-        branches: see there.
-        left_out: the modules that it was to import and has not, each with the reason.
+        template: as JSON, the fields of `look.ListedTemplate` that only it knows, and with
+            `processes` those whose memory counts.
     """
 
-    pid: int
-    name: str
-    programs: int
-    idle_ms: int
-    is_draining: int
-    spare: int
-    branches: list[AboutBranch]
-    left_out: list[str]
+    template: str
 
 
 class End(Message):

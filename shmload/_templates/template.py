@@ -15,6 +15,7 @@ ends with its last program, so that each caller learns how its program has ended
 
 import contextlib
 import gc
+import json
 import os
 import resource
 import select
@@ -155,7 +156,7 @@ class Template:
             for fd, _ in self._poll.poll(self._wait_ms()):
                 if fd == serving.waking:
                     for pid in serving.reap():
-                        self._branches.has_ended(pid)
+                        self._branches.on_child_exit(pid)
                     self._used = time.monotonic()
                 elif fd == leader:
                     self._poll.unregister(leader)
@@ -233,16 +234,24 @@ class Template:
             case Noted() if question.requests:
                 self._branches.note(question)
             case Look():
-                idle_ms = int(1000 * (time.monotonic() - self._used))
-                programs = self._serving.programs + self._branches.programs
-                about = About(os.getpid(), self._name, programs, idle_ms,
-                              int(self._is_draining), self._serving.spare, self._branches.about(),
-                              self._left_out)  # fmt: skip
+                with contextlib.suppress(OSError):
+                    messages.send(peer.channel, self._about(), waits=False)
                 if question.is_use:
                     self._used = time.monotonic()
-                with contextlib.suppress(OSError):
-                    messages.send(peer.channel, about, waits=False)
         peer.close()
+
+    def _about(self) -> About:
+        found = {
+            "name": self._name,
+            "pid": os.getpid(),
+            "state": "draining" if self._is_draining else "ready",
+            "programs": self._serving.programs + self._branches.programs,
+            "idle_s": time.monotonic() - self._used,
+            "branches": self._branches.about(),
+            "left_out": self._left_out,
+            "processes": [os.getpid(), self._serving.spare, *self._branches.processes],
+        }
+        return About(json.dumps(found))
 
     def _why_not(self, question: Question, peer: Peer) -> str:
         """Say why a process may not use this template; empty if it may.

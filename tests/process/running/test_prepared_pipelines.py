@@ -148,7 +148,7 @@ def test_second_run_has_it_loaded_ahead(running, program, source):
 
     program("--no-prepare")
     assert not run()
-    assert wait_until_loaded(running).ahead == (str(source),)
+    assert wait_until_loaded(running).ahead == [str(source)]
     assert run()
     assert run()  # at once: a branch has its next copy ready in milliseconds
 

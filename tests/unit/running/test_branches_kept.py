@@ -51,7 +51,7 @@ def kept(clock, children, tmp_path, monkeypatch):
     kept = Branches(tmp_path.name, select.poll(), None, can_load=True)
     kept.note(Noted("program", [_REQUEST], ["module"], 0, 0))
     kept.tend()
-    assert [each.state for each in kept.about()] == ["loading"]
+    assert [each["state"] for each in kept.about()] == ["loading"]
     yield kept
     kept.end()
 
@@ -75,9 +75,9 @@ def test_load_without_end_is_ended_and_makes_room_for_others(kept, clock, childr
     clock[0] += 200
     kept.tend()
     assert children[0].wait(60) == -9
-    states = {each.requests[0]: (each.state, each.reason) for each in kept.about()}
-    assert states[_REQUEST] == ("none", "its load took more than 300 s")
-    assert states[other][0] == "loading"
+    states = {each["sources"][0]: (each["state"], each["reason"]) for each in kept.about()}
+    assert states["a"] == ("none", "its load took more than 300 s")
+    assert states["b"][0] == "loading"
 
 
 def test_branch_without_its_pipeline_is_replaced_once_in_ten_minutes(kept, clock, children):
