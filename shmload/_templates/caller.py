@@ -10,7 +10,6 @@ import sys
 from stat import S_ISDIR, S_ISREG
 
 from shmload._templates import kind, messages, place, variables, wire
-from shmload._templates.inherited import own_standing
 from shmload._templates.messages import Call, Fds, Program, Ready, Refused, SendFds
 from shmload._templates.rights import read_status
 
@@ -132,7 +131,7 @@ def _hand_over(program: Program, wanted: _Wanted, is_verbose: bool) -> None:
         settings=wanted.settings,
         fds=descriptors,
         group=group,
-        standing=own_standing(),
+        standing=kind.own_standing(),
         is_verbose=int(is_verbose),
     )
     channel = _connect(wanted.key)

@@ -19,8 +19,8 @@ from typing import Any
 
 from shmload._templates import leaving, messages, wire
 from shmload._templates.caller import command_of, run_plainly
-from shmload._templates.inherited import renew_session_keyring
 from shmload._templates.interpreter import RUN_MODULE, Renewal, prepare, show
+from shmload._templates.kind import renew_session_keyring
 from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds, Sets
 from shmload._templates.pipelines import Pipelines
 from shmload._templates.rights import has_ended

@@ -5,7 +5,7 @@ import sys
 
 from shmload._templates import place
 from shmload._templates.caller import flags_of_this_process
-from shmload._templates.inherited import is_subreaper, renew_session_keyring
+from shmload._templates.kind import is_subreaper, renew_session_keyring, session_and_terminal
 from shmload._templates.variables import first_environment, read_on_import
 
 TYPE_CHECKING = False
@@ -108,8 +108,6 @@ def start_template(
 
 def _leave_caller(kept: int) -> None:
     """Give up the caller's group, streams, descriptors, directory and keys; keep one descriptor."""
-    from shmload._templates.kind import session_and_terminal
-
     if session_and_terminal()[1]:
         os.setpgid(0, 0)  # in its session, so that programs can join groups there
     else:

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from shmload._templates import inherited, wire
-from shmload._templates.cgroups import cgroup_folders
+from shmload._templates import wire
+from shmload._templates.kind import cgroup_folders, control, system_call
 from shmload._templates.messages import Standing
 from shmload._templates.rights import said_of
 
@@ -22,9 +22,7 @@ _DEADLINE = 6
 # ioprio_set(2)
 _IOPRIO_WHO_PROCESS = 1
 # prctl(2)
-_PR_SET_CHILD_SUBREAPER, _PR_SCHED_CORE = 36, 62
-_CORE_GET, _CORE_SHARE_FROM = 0, 3
-_COOKIE_NBYTES = 8
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class NotHere(Exception):
@@ -41,7 +39,7 @@ class NotHere(Exception):
 
 
 def take_standing(caller: int, said: Standing) -> None:
-    """Give this process the standing of another; all but signals. See `inherited`.
+    """Give this process the standing of another; all but signals. See `kind`.
 
     Args:
         caller: its process id; the calling code makes sure that it is still that process.
@@ -96,24 +94,9 @@ def _take_scheduling(caller: int, _: Standing) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
 
 
-def _take_core_cookie(caller: int, _: Standing) -> None:
-    if _core_cookie_of(caller) != _core_cookie_of(0):
-        answer = inherited.control(_PR_SCHED_CORE, _CORE_SHARE_FROM, caller, 0, 0)
-        if answer < 0:
-            raise PermissionError("the kernel refuses")
-
-
-def _core_cookie_of(pid: int) -> bytes:
-    found = bytes(_COOKIE_NBYTES)  # a new object, so the kernel may write there
-    inherited.control(_PR_SCHED_CORE, _CORE_GET, pid, 0, found)
-    return found
-
-
 def _take_io_priority(caller: int, _: Standing) -> None:
-    wanted, own = (
-        inherited.system_call("ioprio_get", _IOPRIO_WHO_PROCESS, pid) for pid in (caller, 0)
-    )
-    if wanted != own and inherited.system_call("ioprio_set", _IOPRIO_WHO_PROCESS, 0, wanted) < 0:
+    wanted, own = (system_call("ioprio_get", _IOPRIO_WHO_PROCESS, pid) for pid in (caller, 0))
+    if wanted != own and system_call("ioprio_set", _IOPRIO_WHO_PROCESS, 0, wanted) < 0:
         raise PermissionError("the kernel refuses")
 
 
@@ -152,7 +135,6 @@ _PARTS: dict[str, Callable[[int, Standing], object]] = {
     "control group": _take_cgroup,
     "cores": _take_cores,
     "scheduling": _take_scheduling,
-    "core scheduling": _take_core_cookie,
     "I/O priority": _take_io_priority,
     "oom_score_adj": lambda caller, _: _take_file(
         "oom_score_adj", said_of(caller, "oom_score_adj")
@@ -165,9 +147,7 @@ _PARTS: dict[str, Callable[[int, Standing], object]] = {
     ),
     "timer slack": lambda _, said: _take_file("timerslack_ns", said.timer_slack or None),
     "limits": _take_limits,
-    "child subreaper": lambda _, said: inherited.control(
-        _PR_SET_CHILD_SUBREAPER, said.is_subreaper
-    ),
+    "child subreaper": lambda _, said: control(_PR_SET_CHILD_SUBREAPER, said.is_subreaper),
     "umask": lambda _, said: os.umask(said.umask),
 }
 """How each thing is taken over; signals, descriptors and variables by functions of their own."""

@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
-from shmload._templates import cgroups, kind, leaving, messages, place, wire
+from shmload._templates import kind, leaving, messages, place, wire
 from shmload._templates.branch import Branch
 from shmload._templates.branches import Branches
 from shmload._templates.connections import Connections, Question, refuse
@@ -130,7 +130,7 @@ class Template:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._freshness = Freshness()
         self._rights = rights_of()
-        self._group = cgroups.leave_or_find()
+        self._group = kind.leave_or_find()
         self._serving = serving = Serving(self._become_program)
         self._poll = serving.poll
         signal.signal(signal.SIGTERM, self._end_soon)
@@ -182,7 +182,7 @@ class Template:
         may_end = (
             not self._serving.programs and not self._branches.programs and not self._is_draining
         )
-        is_lonely = idle > _LOOK_AROUND_S and cgroups.is_alone_in(self._group)
+        is_lonely = idle > _LOOK_AROUND_S and kind.is_alone_in(self._group)
         if may_end and (idle > IDLE_S or is_lonely):
             self._drain()
         if self._is_draining and not self._serving.programs and not self._branches:

@@ -194,7 +194,7 @@ _LIAR = """
 import ctypes, os, sys
 from shmload._templates import kind, messages, wire
 from shmload._templates.messages import Call, Program, Refused, SendFds
-from shmload._templates.inherited import own_standing
+from shmload._templates.kind import own_standing
 program = Program("code", b"pass", [], [], "", 0)
 facts, standing = kind.facts_of_this_process("default"), own_standing()
 call = Call(program, "", facts, [], [0, 1, 2], 0, standing, 0)
