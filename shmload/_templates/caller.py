@@ -35,17 +35,13 @@ class Doubt(Exception):
     """A template might not run this program as Python would; str says why.
 
     Args:
-        reason: why.
+        reason: why; empty if there is no template.
         is_replaceable: one that this process starts could.
     """
 
     def __init__(self, reason: str, *, is_replaceable: bool = False) -> None:
         super().__init__(reason)
         self.is_replaceable = is_replaceable
-
-
-class NoTemplate(Exception):
-    """No template of this kind runs."""
 
 
 class _Wanted:
@@ -79,9 +75,8 @@ def run(program: Program, name: str, is_verbose: bool) -> "NoReturn":
         reason = str(exc)
         if exc.is_replaceable:
             _end_template(wanted.key)
-            _start_for_the_next(wanted)
-    except NoTemplate:
-        reason = _start_for_the_next(wanted)
+            started = _start_for_the_next(wanted)
+            reason = reason or started
     except OSError as exc:  # no descriptors, no /proc
         reason = str(exc)
     if is_verbose:
@@ -117,7 +112,6 @@ def _hand_over(program: Program, wanted: _Wanted, is_verbose: bool) -> None:
 
     Raises:
         Doubt: a template might not run it as Python would.
-        NoTemplate: there is none.
         OSError: this process has no descriptor left.
     """
     descriptors = _inherited_descriptors()
@@ -208,8 +202,8 @@ def _connect(key: str) -> "wire.Socket":
     """Connect to a template.
 
     Raises:
-        Doubt: the place of templates is not this user's alone, or the template is too busy.
-        NoTemplate: there is none of this key.
+        Doubt: the place of templates is not this user's alone, or the template is too busy, or
+            there is none of this key.
     """
     try:
         channel = wire.connect(place.socket_of(key), _ANSWER_TIMEOUT_S)
@@ -218,7 +212,7 @@ def _connect(key: str) -> "wire.Socket":
     except TimeoutError as exc:
         raise Doubt("the template does not answer") from exc
     except OSError as exc:
-        raise NoTemplate from exc
+        raise Doubt("", is_replaceable=True) from exc
     if wire.peer_of(channel)[1] != os.geteuid():
         channel.close()
         raise Doubt("the template is another user's")

@@ -11,6 +11,6 @@ def test_missing_template_leaves_no_socket_open(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with pytest.raises(caller.NoTemplate):
+        with pytest.raises(caller.Doubt):
             caller._connect("key")
     assert said == []
