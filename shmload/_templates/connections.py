@@ -8,25 +8,17 @@ import errno
 import os
 import select
 import time
-from dataclasses import dataclass
 
 from shmload._templates import messages, wire
 from shmload._templates.messages import Call, End, Look, Noted, Refused
 from shmload._templates.rights import Peer
 
-_SILENCE_TIMEOUT_S = 5.0
+# Connections that have said nothing yet; the oldest one makes room for another.
+_MAX_SILENT = 64
 # With no descriptor left, connections wait until a program has ended.
 _PAUSE_S = 0.2
-_MAX_SILENT = 64
-
 
 Question = Call | Look | Noted | End
-
-
-@dataclass(frozen=True, slots=True)
-class _Silent:
-    peer: Peer
-    deadline: float
 
 
 class Connections:
@@ -43,7 +35,7 @@ class Connections:
     def __init__(self, path: str, poll: select.poll) -> None:
         self.path = path
         self._poll = poll
-        self._silent: dict[int, _Silent] = {}
+        self._silent: dict[int, Peer] = {}
         self._paused_until = 0.0
         self._listener = wire.open_socket()
         if os.path.lexists(path):
@@ -56,8 +48,8 @@ class Connections:
     def close_all(self) -> None:
         """Close all sockets, in a copy of the template."""
         self._listener.close()
-        for silent in self._silent.values():
-            silent.peer.close()
+        for peer in self._silent.values():
+            peer.close()
 
     def move(self, path: str) -> None:
         """Move the socket to another path."""
@@ -66,17 +58,11 @@ class Connections:
 
     def wait_s(self) -> float | None:
         """Return in how many seconds `tend` has something to do; None for never."""
-        times = [silent.deadline for silent in self._silent.values()]
-        times += [self._paused_until] if self._paused_until else []
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        return max(0.0, self._paused_until - time.monotonic()) if self._paused_until else None
 
     def tend(self) -> None:
-        """Close connections that say nothing; listen again after a pause."""
-        now = time.monotonic()
-        for fd, silent in list(self._silent.items()):
-            if silent.deadline <= now:
-                self._take(fd).close()
-        if self._paused_until and self._paused_until <= now:
+        """Listen again after a pause."""
+        if self._paused_until and self._paused_until <= time.monotonic():
             self._paused_until = 0.0
             self._poll.register(self._listener.fileno(), select.POLLIN)
 
@@ -87,11 +73,8 @@ class Connections:
         """
         if fd == self._listener.fileno():
             peer = self._accept()
-            return self._read(peer, time.monotonic() + _SILENCE_TIMEOUT_S) if peer else None
-        if fd not in self._silent:
-            return None
-        deadline = self._silent[fd].deadline
-        return self._read(self._take(fd), deadline)
+            return self._read(peer) if peer else None
+        return self._read(self._take(fd)) if fd in self._silent else None
 
     def _accept(self) -> Peer | None:
         try:
@@ -107,7 +90,7 @@ class Connections:
         except OSError:  # it has ended
             return None
 
-    def _read(self, peer: Peer, deadline: float) -> tuple[Question, Peer] | None:
+    def _read(self, peer: Peer) -> tuple[Question, Peer] | None:
         found: tuple[Question, list[int]] | None
         try:
             peer.channel.setblocking(False)
@@ -117,10 +100,11 @@ class Connections:
                 wire.close(found[1])
                 return found[0], peer
         except BlockingIOError:
-            if len(self._silent) < _MAX_SILENT:
-                self._silent[peer.channel.fileno()] = _Silent(peer, deadline)
-                self._poll.register(peer.channel.fileno(), select.POLLIN)
-                return None
+            self._silent[peer.channel.fileno()] = peer
+            self._poll.register(peer.channel.fileno(), select.POLLIN)
+            if len(self._silent) > _MAX_SILENT:
+                self._take(next(iter(self._silent))).close()
+            return None
         except (OSError, ValueError):
             pass  # it has gone, or is no caller of this version
         peer.close()
@@ -128,7 +112,7 @@ class Connections:
 
     def _take(self, fd: int) -> Peer:
         self._poll.unregister(fd)
-        return self._silent.pop(fd).peer
+        return self._silent.pop(fd)
 
 
 def refuse(peer: Peer, reason: str, *, is_replaceable: bool = False) -> None:
