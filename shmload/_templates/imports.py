@@ -1,24 +1,31 @@
 """The imports of a template: what they are, what they write, and whether it is fit afterwards.
 
 The libraries are known to be neutral: a test says so. What the user names besides is tried in a
-copy of the template first, and imported only if that leaves all else as it was.
+copy of the template first, and imported only if that leaves all else as it was. The copy may crash,
+hang, or be spoilt by it.
 """
 
 import contextlib
+import ctypes
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 from shmload._templates import place
-from shmload._templates.copies import Output, Unfit, in_copy, require_fitness
 from shmload._templates.neutral import Snapshot
 from shmload._templates.recorder import Recorder
 from shmload._templates.start import MODULES
 
-# A library that is not imported by then never will be; its process is ended by SIGALRM.
-_IMPORT_TIMEOUT_S = 600
+# An import or a copy that has not ended by then never will; SIGALRM ends the process.
+_TIMEOUT_S = 600
+# A third of what a program gets: at 10 a branch takes 35 s to load on cores that are always busy.
+_NICENESS = 5
+_PR_SET_PDEATHSIG = 1
+_THREADS_TIMEOUT_S = 2.0
 _MAX_SHOWN = 5
 _TRUSTED = sys.stdlib_module_names | {name.partition(".")[0] for name in MODULES}
 
@@ -46,7 +53,7 @@ class Imports:
             Unfit: this process cannot be a template any more.
             BaseException: a library has raised it.
         """
-        signal.alarm(_IMPORT_TIMEOUT_S)
+        signal.alarm(_TIMEOUT_S)
         with Output({1: self._file("stdout"), 2: self._file("stderr")}) as output:
             self.recorder.drain = output.drain
             before = _descriptors()
@@ -69,15 +76,6 @@ class Imports:
         """Open a note for what is written: the last words of a process that crashes can be read."""
         place.write_note(self._key, name, "")
         return os.open(f"{place.socket_of(self._key)}.{name}", os.O_RDWR | os.O_APPEND)
-
-
-def how_it_crashed(key: str) -> str | None:
-    """Return what is known of a template that has ended while it imported; None if it has not."""
-    name = place.read_note(key, "importing")
-    if not name:
-        return None
-    said = (place.read_note(key, "stderr") or "").strip().splitlines()
-    return f"it ended while it imported {name}" + (f": {said[-1]}" if said else "")
 
 
 def why_not_neutral(name: str, recorder: Recorder) -> str:
@@ -133,3 +131,117 @@ def _descriptors() -> set[int]:
         for name in os.listdir("/proc/self/fd")
         if os.path.lexists(f"/proc/self/fd/{name}")
     }
+
+
+# In a copy ---------------------------------------------------------------------------------------
+
+
+class Unfit(Exception):
+    """A process cannot be a template, or something cannot be done in one; str says why."""
+
+
+def in_copy(function: Callable[[], str]) -> str:
+    """Call a function in a copy of this process, which then ends; return what it returns.
+
+    Nothing that the copy writes to the standard streams is seen. It leaves the processor to others.
+
+    Raises:
+        Unfit: it has raised, crashed, or not returned within ten minutes.
+        OSError: no process can be started.
+    """
+    answer, said = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("answer", "said"))
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _answer(function, answer, said)
+        _, status = os.waitpid(pid, 0)
+        text = os.pread(answer, os.fstat(answer).st_size, 0).decode("utf-8", "replace")
+        if status == 0:
+            return text
+        words = os.pread(said, os.fstat(said).st_size, 0).decode("utf-8", "replace")
+        last = "".join(f": {line}" for line in words.strip().splitlines()[-1:])
+        raise Unfit(text or f"it ends the process{last}")
+    finally:
+        os.close(answer)
+        os.close(said)
+
+
+def _answer(function: Callable[[], str], answer: int, said: int) -> None:
+    """Be the copy; do not return."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_TIMEOUT_S)
+        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICENESS))
+        for fd in (1, 2):
+            os.dup2(said, fd)
+        text, code = function(), 0
+    except BaseException as exc:  # what is tried may raise anything
+        text = str(exc) if isinstance(exc, Unfit) else f"{type(exc).__name__}: {exc}"
+    finally:
+        with contextlib.suppress(Exception):
+            os.pwrite(answer, text.encode("utf-8", "replace"), 0)
+        os._exit(code)
+
+
+def require_fitness(who: str) -> None:
+    """Check that copies of this process are sound.
+
+    Args:
+        who: what has been done here, for the error.
+
+    Raises:
+        Unfit: it has more than one thread, or has touched a GPU.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        raise Unfit(f"{who} has touched the GPU")
+    if len(os.listdir("/proc/self/task")) == 1:
+        return
+    pid = os.fork()  # OpenBLAS ends its threads before a fork, and starts them when it needs them
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + _THREADS_TIMEOUT_S
+    while len(os.listdir("/proc/self/task")) > 1:
+        if time.monotonic() > deadline:
+            raise Unfit(f"{who} has left threads running")
+        time.sleep(0.001)
+
+
+class Output:
+    """Catches what is written to the standard streams, by Python or by C, in a block.
+
+    Args:
+        files: by descriptor of a stream: the file that takes what is written; owned by this.
+    """
+
+    def __init__(self, files: Mapping[int, int]) -> None:
+        self._files = files
+        self._nbytes = dict.fromkeys(files, 0)
+
+    def __enter__(self) -> Self:
+        self._saved = {fd: os.dup(fd) for fd in self._files}
+        for fd, file in self._files.items():
+            os.dup2(file, fd)
+        return self
+
+    def drain(self) -> list[tuple[int, bytes]]:
+        """Return what came since the last call: descriptors and bytes."""
+        found = []
+        for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
+            if stream:
+                stream.flush()
+            written = os.fstat(self._files[fd]).st_size - self._nbytes[fd]
+            if written > 0:
+                found.append((fd, os.pread(self._files[fd], written, self._nbytes[fd])))
+                self._nbytes[fd] += written
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        self.drain()
+        for fd, own in self._saved.items():
+            os.dup2(own, fd)
+            os.close(own)
+            os.close(self._files[fd])

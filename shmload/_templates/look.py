@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from shmload._host.procfs import rollup_nbytes
 from shmload._templates import kind, messages, place, wire
 from shmload._templates.caller import SHMLOAD, flags_of_this_process
-from shmload._templates.imports import how_it_crashed
 from shmload._templates.messages import About, End, Look, Message, Noted
 from shmload._templates.rights import has_ended, is_stopped
 from shmload._templates.start import start_template
@@ -177,7 +176,7 @@ def _start(name: str, key: str, modules: tuple[str, ...]) -> ListedTemplate:
                 return found
             reason = place.read_failure(key)
             if reason or is_over:
-                raise NotStarted(reason or how_it_crashed(key) or "it has ended")
+                raise NotStarted(reason or place.how_it_crashed(key) or "it has ended")
             time.sleep(_LOOK_AGAIN_S)
     finally:
         os.close(pidfd)
@@ -240,7 +239,7 @@ class Keeper:
             if self._starting.poll() is None:
                 return
             if self._starting.returncode != 0:
-                reason = place.read_failure(key) or how_it_crashed(key)
+                reason = place.read_failure(key) or place.how_it_crashed(key)
                 logger.warning("the template %s cannot be started: %s", self._name, reason)
                 self._is_over.wait(_PAUSE_S)
             self._starting = None

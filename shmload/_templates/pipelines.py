@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shmload._templates import messages, place, wire
-from shmload._templates.copies import Output, Unfit, in_copy, require_fitness
 from shmload._templates.freshness import Freshness
+from shmload._templates.imports import Output, Unfit, in_copy, require_fitness
 from shmload._templates.messages import Noted
 from shmload._templates.neutral import Snapshot, settings
 from shmload._templates.recorder import Recorder

@@ -108,11 +108,6 @@ def is_taken(key: str) -> bool:
 # Why there is none ------------------------------------------------------------------------------
 
 
-def write_failure(key: str, reason: str) -> None:
-    """Note why there can be no template, for the programs that would start one."""
-    write_note(key, "failed", reason)
-
-
 def read_failure(key: str) -> str | None:
     """Return why there can be no template; None if that is not known, or a while ago."""
     try:
@@ -120,6 +115,15 @@ def read_failure(key: str) -> str | None:
         return read_note(key, "failed") if age < _FAILURE_S else None
     except (OSError, PlaceUnsafe):
         return None
+
+
+def how_it_crashed(key: str) -> str | None:
+    """Return what is known of a template that has ended while it imported; None if it has not."""
+    name = read_note(key, "importing")
+    if not name:
+        return None
+    said = (read_note(key, "stderr") or "").strip().splitlines()
+    return f"it ended while it imported {name}" + (f": {said[-1]}" if said else "")
 
 
 def write_note(key: str, name: str, text: str) -> None:

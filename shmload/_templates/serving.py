@@ -1,21 +1,31 @@
-"""What a template and its branches have in common: a spare, and the programs that it became."""
+"""What a template and its branches have in common: a spare, and the programs that it became.
 
+A branch is a copy of a template that has loaded pipelines ahead, and is copied for programs.
+
+    template ──fork──▶ loads, gives the segments up ──▶ serves ──▶ drains ──▶ ends
+                                  └── cannot: says why, and ends
+"""
+
+import _socket
 import contextlib
+import gc
 import os
 import select
 import signal
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+from shmload._host.procfs import rollup_nbytes
 from shmload._templates import leaving, messages, wire
-from shmload._templates.copies import Unfit
-from shmload._templates.messages import Call, Ended, Message, Stopped
+from shmload._templates.connections import refuse
+from shmload._templates.imports import Unfit
+from shmload._templates.messages import Call, Ended, Message, State, Stopped
+from shmload._templates.pipelines import Pipelines
 from shmload._templates.rights import Peer
 
 _MAX_LOST = 3
-# When no process can be started, the next attempt is made after this time.
-_PAUSE_S = 1.0
+# Some errors of the libraries name each key of a checkpoint.
+_MAX_REASON = 500
 
 
 class Born(BaseException):
@@ -38,9 +48,9 @@ class Serving:
 
     def __init__(self, become: Callable[[wire.Socket], Callable[[], Any]]) -> None:
         self.poll = select.poll()
-        self.waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         """Becomes readable when a child has changed."""
-        self.poll.register(self.waking, select.POLLIN)
+        self.poll.register(self._waking, select.POLLIN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         self._become = become
@@ -49,7 +59,6 @@ class Serving:
         self._orders: wire.Socket | None = None
         self._lost = 0
         """Spares that ended before they were used, since one was."""
-        self._again_at = 0.0
         self._callers: dict[int, Peer] = {}
         """By process of a program that runs."""
 
@@ -59,16 +68,14 @@ class Serving:
         return len(self._callers)
 
     def fork(self) -> None:
-        """Fork a spare; if that is not possible now, try again later.
+        """Fork a spare, if that is possible now.
 
         Raises:
             Born: in the copy, once it is a program.
         """
-        self._again_at = 0.0
         try:
             pid, channel = wire.fork()
-        except OSError:  # too many processes, or no memory
-            self._again_at = time.monotonic() + _PAUSE_S
+        except OSError:  # too many processes, or no memory: the next call tries again
             return
         if pid == 0:
             raise Born(self._become(channel))
@@ -97,15 +104,28 @@ class Serving:
         self.forget_spare()
         self.fork()
 
-    def reap(self) -> list[int]:
-        """Learn what has become of children, and tell their callers; return those that ended.
+    def wait(self, timeout_ms: float | None = None) -> tuple[list[int], list[int]]:
+        """Wait until something has happened, and see to programs and the spare.
+
+        Returns:
+            The children that ended, and the descriptors of others that can be read.
 
         Raises:
             Unfit: spares end again and again before they are used.
             Born: in a copy.
         """
+        ended, others = [], []
+        for fd, _ in self.poll.poll(timeout_ms):
+            if fd == self._waking:
+                ended = self._reap()
+            elif not self._end_if_lost(fd):
+                others.append(fd)
+        return ended, others
+
+    def _reap(self) -> list[int]:
+        """Learn what has become of children, and tell their callers; return those that ended."""
         with contextlib.suppress(BlockingIOError):
-            os.read(self.waking, 1 << 10)
+            os.read(self._waking, 1 << 10)
         ended: list[int] = []
         while True:
             try:
@@ -130,15 +150,18 @@ class Serving:
                 elif pid == self.spare:
                     self._replace_spare()
 
-    def end_if_lost(self, fd: int) -> None:
-        """End the program whose caller has gone, if this is the caller's socket."""
+    def _end_if_lost(self, fd: int) -> bool:
+        """Tell whether this is a caller's socket; end the program of one that has gone."""
         for pid, caller in list(self._callers.items()):
-            # The number may be that of another caller since.
-            if caller.channel.fileno() == fd and _is_gone(fd):
+            if caller.channel.fileno() != fd:
+                continue
+            if _is_gone(fd):  # the number may be that of another caller since
                 os.kill(pid, signal.SIGKILL)  # a child that is not reaped yet
                 with contextlib.suppress(ProcessLookupError):  # it is in its caller's group
                     os.killpg(pid, signal.SIGKILL)
                 self._forget(pid)
+            return True
+        return False
 
     def close_all(self) -> None:
         """Close the sockets of callers, in a copy, which has nothing to do with them."""
@@ -147,7 +170,6 @@ class Serving:
 
     def end_spare(self) -> None:
         """End the spare; there is none from now on."""
-        self._again_at = 0.0
         if self.spare:
             os.kill(self.spare, signal.SIGKILL)  # a child that is not reaped yet
         self.forget_spare()
@@ -157,15 +179,6 @@ class Serving:
         if self._orders:
             self._orders.close()
         self._orders, self.spare = None, 0
-
-    def wait_s(self) -> float | None:
-        """Return in how many seconds `tend` has something to do; None for never."""
-        return max(0.0, self._again_at - time.monotonic()) if self._again_at else None
-
-    def tend(self) -> None:
-        """Try again where no spare could be forked."""
-        if self._again_at and self._again_at <= time.monotonic():
-            self.fork()
 
     def _replace_spare(self) -> None:
         self._lost += 1
@@ -178,6 +191,95 @@ class Serving:
         caller = self._callers.pop(pid)
         self.poll.unregister(caller.channel.fileno())
         caller.close()
+
+
+class Branch:
+    """Loads pipelines, and serves the programs that want them.
+
+    Its calls come from the template, over a socket. Each of its copies has the pipelines at once,
+    so the next one is ready some milliseconds after a call. It drains when the template closes the
+    socket, or is gone.
+
+    Args:
+        orders: to and from the template.
+        pipelines: loads them.
+        become: see `Serving`.
+    """
+
+    def __init__(
+        self,
+        orders: wire.Socket,
+        pipelines: Pipelines,
+        become: Callable[[wire.Socket], Callable[[], Any]],
+    ) -> None:
+        self._orders = orders
+        self._pipelines = pipelines
+        self._become = become
+
+    def run(self, requests: tuple[str, ...], modules: list[list[str]]) -> NoReturn:
+        """Load pipelines and serve; end this process, or raise `Born` in a copy.
+
+        Args:
+            requests: the pipelines.
+            modules: what the load of each has imported in a program, as far as that is known.
+        """
+        try:
+            self._pipelines.load(requests, modules)
+        except Exception as exc:  # whatever it is, programs load by themselves
+            reason = str(exc) if isinstance(exc, Unfit) else f"{type(exc).__name__}: {exc}"
+            self._say(State(0, 0, 0, 0, 0, reason[:_MAX_REASON]))
+            os._exit(0)
+        gc.collect()
+        gc.freeze()
+        nbytes = rollup_nbytes(os.getpid(), "Private_")  # its copies share it
+        self._serving = serving = Serving(self._become_program)
+        serving.fork()
+        orders = self._orders.fileno()
+        serving.poll.register(orders, select.POLLIN)
+        is_draining = False
+        while serving.programs or not is_draining:
+            pipelines = self._pipelines
+            self._say(State(1, pipelines.loaded, nbytes, serving.programs, serving.spare,
+                            pipelines.why_not))  # fmt: skip
+            _, others = serving.wait()
+            if orders in others and not self._take_call():
+                serving.poll.unregister(orders)
+                is_draining = True
+                serving.end_spare()
+        os._exit(0)
+
+    def _take_call(self) -> bool:
+        """Hand a call to the spare; return False if no more will come."""
+        try:
+            found = messages.receive(self._orders, Call)
+        except (OSError, ValueError):
+            return False
+        if found is None:
+            return False
+        call, (fd,) = found
+        try:
+            peer = Peer(wire.take(fd))
+        except OSError:  # the caller has ended
+            return True
+        if self._pipelines.freshness and self._pipelines.freshness.is_lost():
+            refuse(peer, "stale: a package has changed")
+            # The template makes another branch then. What it has sent before still comes.
+            self._orders.shutdown(_socket.SHUT_RDWR)
+            return True
+        try:
+            self._serving.start(call, peer)
+        except OSError:  # the caller sees the end of the socket, and runs the program itself
+            peer.close()
+        return True
+
+    def _become_program(self, orders: wire.Socket) -> Callable[[], Any]:
+        self._orders.close()
+        self._serving.close_all()
+        return self._become(orders)
+
+    def _say(self, state: State) -> None:
+        with contextlib.suppress(OSError):  # the template is gone, or reads no more for now
+            messages.send(self._orders, state, waits=False)
 
 
 def _tell(caller: Peer | None, message: Message) -> None:

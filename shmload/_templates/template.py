@@ -27,7 +27,6 @@ from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from shmload._templates import kind, leaving, messages, place, wire
-from shmload._templates.branch import Branch
 from shmload._templates.branches import Branches
 from shmload._templates.connections import Connections, Question, refuse
 from shmload._templates.freshness import Freshness
@@ -38,7 +37,7 @@ from shmload._templates.notes import Requests
 from shmload._templates.pipelines import Pipelines
 from shmload._templates.recorder import Recorder
 from shmload._templates.rights import Peer, rights_of
-from shmload._templates.serving import Born, Serving
+from shmload._templates.serving import Born, Branch, Serving
 from shmload._templates.spare import Spare
 from shmload._templates.stash import Stash
 from shmload._templates.variables import first_environment, note_variables
@@ -73,7 +72,7 @@ def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
         imports.make(wanted)
         note_variables(recorder.variables)
     except BaseException as exc:  # a module may raise anything
-        place.write_failure(key, f"there can be no template: {type(exc).__name__}: {exc}")
+        place.write_note(key, "failed", f"there can be no template: {type(exc).__name__}: {exc}")
         place.remove_note(key, "importing")
         os._exit(1)
     pid = os.getpid()
@@ -83,7 +82,7 @@ def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
         return born.run
     except BaseException:
         if os.getpid() == pid:
-            place.write_failure(key, f"the template failed: {traceback.format_exc()}")
+            place.write_note(key, "failed", f"the template failed: {traceback.format_exc()}")
         os._exit(1)
 
 
@@ -153,25 +152,22 @@ class Template:
         self._branches = Branches(key, self._poll, self._become_branch, can_load=can_load)
         while True:
             self._tend()
-            for fd, _ in self._poll.poll(self._wait_ms()):
-                if fd == serving.waking:
-                    for pid in serving.reap():
-                        self._branches.on_child_exit(pid)
-                    self._used = time.monotonic()
-                elif fd == leader:
+            ended, others = serving.wait(self._wait_ms())
+            for pid in ended:
+                self._branches.on_child_exit(pid)
+            if ended:
+                self._used = time.monotonic()
+            for fd in others:
+                if fd == leader:
                     self._poll.unregister(leader)
                     self._drain()
                 elif self._branches.state_at(fd):
                     self._used = time.monotonic()
-                else:
-                    serving.end_if_lost(fd)
-                    asked = self._connections.question_at(fd)
-                    if asked:
-                        self._answer(*asked)
+                elif asked := self._connections.question_at(fd):
+                    self._answer(*asked)
 
     def _wait_ms(self) -> float:
-        times = [_LOOK_AROUND_S, self._connections.wait_s(), self._serving.wait_s(),
-                 self._branches.wait_s()]  # fmt: skip
+        times = [_LOOK_AROUND_S, self._connections.wait_s(), self._branches.wait_s()]
         return 1000 * min(found for found in times if found is not None)
 
     def _tend(self) -> None:
@@ -191,7 +187,6 @@ class Template:
             os._exit(0)
         self._connections.tend()
         if not self._is_draining:
-            self._serving.tend()
             self._branches.tend()
 
     def _become_program(self, orders: wire.Socket) -> Callable[[], Any]:

@@ -53,7 +53,7 @@ def variables(running):
     given["SUBREAPER"] = _SUBREAPER
     asked = "from shmload._templates import kind, place\n"
     asked += "key = kind.key_of_this_process\n"
-    asked += "place.write_failure(key('odd'), 'there can be no template')\n"
+    asked += "place.write_note(key('odd'), 'failed', 'there can be no template')\n"
     asked += "print(place.socket_of(key('cold')))"
     given |= running.environment
     found = subprocess.run([sys.executable, "-c", asked], env=given, cwd=work, check=True,

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 
 from shmload._templates import messages, wire
-from shmload._templates.branch import Branch
 from shmload._templates.messages import Call, Program, Standing, State
+from shmload._templates.serving import Branch
 
 
 class _Serving:
