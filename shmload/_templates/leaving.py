@@ -64,22 +64,21 @@ class Traces:
             return False
         return self._look() == self._seen and len(os.listdir("/proc/self/task")) == 1
 
-    def flush_last(self) -> None:
-        """Have what destructors of the program's modules print be written.
+    def end(self, code: int | None) -> None:
+        """See to the very end of this process.
 
-        Python writes it when it ends the streams; a library of the template may hold these.
-        """
-        self._streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
+        What destructors of the program's modules print is written: Python does so when it ends the
+        streams, but a library of the template may hold these.
 
-    def end_early(self, code: int) -> None:
-        """Leave out the last step of this process's end, which nothing but memory notices.
-
-        Python frees all strings and types one by one then; in a copy of a template that means to
-        copy thousands of pages. Functions that the program has registered with the C library run.
+        The last step is left out, which nothing but memory notices: Python frees all strings and
+        types one by one then; in a copy of a template that means to copy thousands of pages.
+        Functions that the program has registered with the C library run.
 
         Args:
-            code: with which this process ends, if it ends without another error.
+            code: with which this process ends, if it ends without another error; None to have the
+                last step, too.
         """
+        self._streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
         self._code = code
 
     def _hook(self) -> Callable[[str, tuple[object, ...]], None]:
@@ -184,13 +183,11 @@ def leave() -> None:
     code = 0 if exc is None else 1
     if isinstance(exc, SystemExit):
         code = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
-    is_plain = not isinstance(exc, KeyboardInterrupt) and abs(code) < 1 << 31
     with contextlib.suppress(Exception):  # the program may have closed or replaced anything
         if _channel and _program == (os.getpid(), os.fstat(_channel.fileno()).st_ino):
             live_without(_channel)
             messages.send(_channel, Leaves(code & 0xFF))
-            if _traces:
-                _traces.flush_last()
             # Python ends with SIGINT after KeyboardInterrupt, and asks for commands if told so.
-            if _traces and is_plain and not _MEASURED & os.environ.keys():
-                _traces.end_early(code & 0xFF)
+            is_plain = not isinstance(exc, KeyboardInterrupt) and abs(code) < 1 << 31
+            if _traces:
+                _traces.end(code & 0xFF if is_plain and not _MEASURED & os.environ.keys() else None)

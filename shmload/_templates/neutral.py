@@ -37,7 +37,12 @@ LAZY_TABLES = ("_class_to_module", "_HOMES")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), ModuleType)
 _CONTAINERS = (dict, list, set)
 # Their insides are compared if a module or class has them.
-_CODE = (FunctionType, classmethod, staticmethod, property)
+_CODE: dict[type, tuple[str, ...]] = {
+    FunctionType: ("__code__", "__defaults__", "__kwdefaults__"),
+    classmethod: ("__func__",),
+    staticmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+}
 _OF_PROGRAMS = ("__main__", "__mp_main__", "shmload")
 # Larger ones are tables of data.
 _MAX_ITEMS = 10_000
@@ -99,7 +104,9 @@ class Snapshot:
             elif issubclass(kind, _CONTAINERS):
                 if len(value) <= _MAX_ITEMS:
                     self._note(_path(path, key), value)
-            elif not issubclass(kind, _PLAIN) and (issubclass(kind, _CODE) or _attributes(value)):
+            elif not issubclass(kind, _PLAIN) and (
+                issubclass(kind, (*_CODE,)) or _attributes(value)
+            ):
                 self._note(_path(path, key), value)
 
     def _differences(self, path: str, owner: Any, before: dict[Any, Any]) -> Iterator[str]:
@@ -145,15 +152,8 @@ def _content(value: Any) -> dict[Any, Any]:
         return dict(enumerate(value))
     if isinstance(value, set):
         return dict.fromkeys(value)
-    if isinstance(value, FunctionType):
-        return {
-            name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")
-        }
-    if isinstance(value, classmethod | staticmethod):
-        return {"__func__": value.__func__}
-    if isinstance(value, property):
-        return {name: getattr(value, name) for name in ("fget", "fset", "fdel")}
-    return dict(_attributes(value))
+    names = next((names for kind, names in _CODE.items() if isinstance(value, kind)), None)
+    return {name: getattr(value, name) for name in names} if names else dict(_attributes(value))
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -225,16 +226,12 @@ def _require_libraries(names: Collection[str], known: Collection[str]) -> None:
             closure.add(name)
             with contextlib.suppress(metadata.PackageNotFoundError):
                 needed = metadata.requires(name) or ()
-                waiting += [_name_in(each) for each in needed if "extra ==" not in each]
+                waiting += [
+                    re.split(r"[ <>=!~;\[]", each)[0] for each in needed if "extra ==" not in each
+                ]
     for top in sorted(others):
         if not {each.lower().replace("_", "-") for each in homes.get(top, ())} & closure:
             raise Unfit(f"its load imports {top}, which is of no library")
-
-
-def _name_in(requirement: str) -> str:
-    """Return the distribution that a requirement names, such as `numpy>=1.17`."""
-    end = next((at for at, letter in enumerate(requirement) if letter in " <>=!~;["), None)
-    return requirement[:end]
 
 
 @contextlib.contextmanager

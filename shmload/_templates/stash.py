@@ -45,11 +45,15 @@ class _Given(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the hidden module."""
-        return self._stash.create_module(spec)
+        module = self._stash.take(spec.name)
+        if spec.loader_state is None:
+            spec.loader_state = getattr(module, "__spec__", None)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do what is left once it has its name."""
-        self._stash.exec_module(module)
+        """Give the module its own spec back, which the import has replaced."""
+        spec: Any = module.__spec__
+        module.__spec__ = spec.loader_state
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self).get("_own"), name)
@@ -248,19 +252,16 @@ class Stash(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return how to get a hidden module; None for any other."""
         with self._lock:
-            return self._find_hidden(name)
-
-    def _find_hidden(self, name: str) -> ModuleSpec | None:
-        if name not in self._modules:
-            spec = getattr(sys.modules.get(name), "__spec__", None)
-            return spec if isinstance(getattr(spec, "loader", None), _Given) else None
-        top = name.partition(".")[0]
-        if top not in sys.stdlib_module_names:
-            self._check_variables()
-        if top == name and self._is_shadowed(name):
-            del self._modules[name]
-            return None
-        return self._spec_of(name, self._modules[name])
+            if name not in self._modules:
+                spec = getattr(sys.modules.get(name), "__spec__", None)
+                return spec if isinstance(getattr(spec, "loader", None), _Given) else None
+            top = name.partition(".")[0]
+            if top not in sys.stdlib_module_names:
+                self._check_variables()
+            if top == name and self._is_shadowed(name):
+                del self._modules[name]
+                return None
+            return self._spec_of(name, self._modules[name])
 
     def _spec_of(self, name: str, module: ModuleType) -> ModuleSpec:
         own = getattr(module, "__spec__", None)
@@ -270,22 +271,13 @@ class Stash(MetaPathFinder):
             spec.submodule_search_locations = own.submodule_search_locations
         return spec
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the hidden module."""
+    def take(self, name: str) -> ModuleType:
+        """Return a hidden module to the import system, and give all that it needs."""
         with self._lock:
-            if spec.name in self._modules:
-                self._give(self._closure([spec.name]), but=spec.name)
-                module = self._modules.pop(spec.name)
-            else:  # an import in another thread, which needs it, was quicker
-                module = sys.modules[spec.name]
-        if spec.loader_state is None:
-            spec.loader_state = getattr(module, "__spec__", None)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec back, which the import has replaced."""
-        spec: Any = module.__spec__
-        module.__spec__ = spec.loader_state
+            if name in self._modules:
+                self._give(self._closure([name]), but=name)
+                return self._modules.pop(name)
+            return sys.modules[name]  # an import in another thread, which needs it, was quicker
 
     def _give(self, wanted: set[str], but: str = "") -> None:
         """Give modules; the import system itself gives the one that is imported."""
