@@ -25,9 +25,8 @@ _ROOM_NBYTES = 256 << 20
 # All tasks stood still for want of memory, in percent of the last ten seconds. Some wait also where
 # gigabytes are available and fresh pages come slowly.
 _MAX_STALL = 10.0
-# While there are branches, their memory is looked at this often.
-_LOOK_S = 5.0
-_MAX_REFUSED = 64
+# The memory of branches is looked at this often.
+LOOK_S = 5.0
 # A pipeline that had no branch is tried again after this time.
 _REFUSED_S = 600.0
 # It has loaded for so long: a file system does not answer, say.
@@ -164,7 +163,7 @@ class Branches:
         """
         now = time.monotonic()
         self._end_late(now)
-        if self._running and now - self._looked > _LOOK_S:
+        if self._running and now - self._looked > LOOK_S:
             self._looked = now
             running = self._least_used_first()
             private = [branch.nbytes for branch in running]
@@ -179,10 +178,6 @@ class Branches:
                 if has_room(_available_nbytes()):
                     self._fork(requests)
                 return
-
-    def wait_s(self) -> float | None:
-        """Return in how many seconds `tend` has something to do; None for never."""
-        return max(0.0, self._looked + _LOOK_S - time.monotonic()) if self._running else None
 
     def state_at(self, fd: int) -> bool:
         """Read what a branch says, if this is the socket of one; tell whether it is."""
@@ -264,8 +259,6 @@ class Branches:
     def _refuse(self, requests: Requests, reason: str) -> None:
         """Note why pipelines have no branch; the cause may pass."""
         self._refused.setdefault(requests, (reason, time.monotonic() + _REFUSED_S))
-        while len(self._refused) > _MAX_REFUSED:
-            del self._refused[next(iter(self._refused))]
 
     def _use(self, requests: Requests) -> None:
         self._wanted = [requests, *(each for each in self._wanted if each != requests)]

@@ -10,8 +10,7 @@ import sys
 from stat import S_ISDIR, S_ISREG
 
 from shmload._templates import kind, messages, place, variables, wire
-from shmload._templates.messages import Call, Fds, Program, Ready, Refused, SendFds
-from shmload._templates.rights import read_status
+from shmload._templates.messages import Call, Fds, Go, Program, Ready, Refused, SendFds
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class Doubt(Exception):
 
     Args:
         reason: why; empty if there is no template.
-        is_replaceable: one that this process starts could.
+        is_replaceable: one that the caller starts could.
     """
 
     def __init__(self, reason: str, *, is_replaceable: bool = False) -> None:
@@ -131,27 +130,24 @@ def _hand_over(program: Program, wanted: _Wanted, is_verbose: bool) -> None:
     channel = _connect(wanted.key)
     from shmload._templates.stand_in import FORWARDED, StandIn, Witness, signal
 
-    waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     witness = None
     try:
         answer = _ask(channel, call)
         witness = None if group else Witness()
-        stand_in = StandIn(answer, channel, waking, woken, witness)
+        stand_in = StandIn(answer, channel, witness)
         if group:  # signals to the group that it leaves reach the program only
             os.setpgid(0, answer.group)
-        stand_in.let_go()
-    except (Doubt, OSError) as exc:
+        channel.settimeout(None)
+        messages.send(channel, Go())
+    except (Doubt, OSError):
         if group:
             os.setpgid(0, group)
-        wire.close((waking, woken))
         if witness:
             witness.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         channel.close()
-        if isinstance(exc, Doubt):
-            raise
-        raise Doubt(str(exc)) from exc
+        raise
 
     def note(found: list[list[str]]) -> None:
         """Note what the program has set, and start a template that has it."""
@@ -180,7 +176,7 @@ def _require_ordinary(descriptors: list[int], program: Program) -> None:
     Raises:
         Doubt: something is.
     """
-    status = read_status()
+    status = kind.read_status()
     session, terminal = kind.session_and_terminal()
     if program.kind == "stdin":
         raise Doubt("it is read from standard input")

@@ -14,9 +14,9 @@ from importlib.util import MAGIC_NUMBER
 from types import ModuleType
 from typing import Any
 
+from shmload._templates.caller import Doubt
 from shmload._templates.messages import Program
 from shmload._templates.stash import Stash
-from shmload._templates.taking import NotHere
 
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _NO_FILE = 0xFFFFFFFF
@@ -28,7 +28,7 @@ def prepare(program: Program, stash: Stash) -> functools.partial[Any]:
     """Set what Python sets when it starts, and return what runs the program.
 
     Raises:
-        NotHere: Python itself has to run it.
+        Doubt: Python itself has to run it.
         OSError: it cannot be read.
     """
     value = os.fsdecode(program.value)
@@ -50,7 +50,7 @@ def prepare(program: Program, stash: Stash) -> functools.partial[Any]:
             # It runs anew from its file; of a package that is another module.
             run_anew = f"{value}.__main__" if is_package else value
             if run_anew in stash and not stash.drop(run_anew):
-                raise NotHere(f"the template has imported {run_anew}, and others need it")
+                raise Doubt(f"the template has imported {run_anew}, and others need it")
             run = functools.partial(RUN_MODULE, value)
         case "code":
             sys.argv[:] = ["-c", *arguments]
@@ -73,7 +73,7 @@ def _set_path(first: str, is_program: bool, stash: Stash) -> None:
     if not sys.flags.safe_path:
         name = stash.shadowed_in(sys.path[0])
         if name:
-            raise NotHere(f"{sys.path[0] or 'the directory'} has a {name} of its own")
+            raise Doubt(f"{sys.path[0] or 'the directory'} has a {name} of its own")
 
 
 def _script(path: str, main: dict[str, Any], external: Any) -> tuple[functools.partial[Any], str]:
@@ -94,7 +94,7 @@ def _is_archive(path: str) -> bool:
     with open(path, "rb") as file:
         head = file.read(4)
         if head[:2] == MAGIC_NUMBER[:2] and head[2:] == b"\r\n":
-            raise NotHere("it is a compiled file")
+            raise Doubt("it is a compiled file")
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - (1 << 16) - 22))
         return b"PK\x05\x06" in file.read()
@@ -106,7 +106,7 @@ def _runner(source: bytes, name: str, main: dict[str, Any]) -> functools.partial
     try:
         return functools.partial(exec, compile(*arguments), main)
     except (SyntaxError, ValueError) as exc:
-        raise NotHere("it is no Python program") from exc
+        raise Doubt("it is no Python program") from exc
 
 
 # What modules keep --------------------------------------------------------------------------------
@@ -196,8 +196,8 @@ _FIELDS = {"start_code": 23, "end_code": 24, "start_stack": 25, "start_data": 42
            "start_brk": 44}  # fmt: skip
 
 
-def show(command: Sequence[bytes], environ: bytes) -> bool:
-    """Have the kernel show a command line and variables as this process's; tell whether it does.
+def show(command: Sequence[bytes], environ: bytes) -> None:
+    """Have the kernel show a command line and variables as this process's.
 
     They lie in the process's memory, where the kernel was told when it was started. It can be told
     of another place (prctl(2), PR_SET_MM_MAP); a kernel that refuses shows those of the template.
@@ -218,7 +218,5 @@ def show(command: Sequence[bytes], environ: bytes) -> bool:
     shown.arg_start, shown.arg_end = start, start + len(arguments)
     shown.env_start, shown.env_end = shown.arg_end, shown.arg_end + len(environ)
     shown.exe_fd = _NO_FILE
-    answer = libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(shown), ctypes.sizeof(shown), 0)
-    if answer == 0:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # the kernel reads it from now on
-    return bool(answer == 0)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # the kernel reads it from now on
+    libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(shown), ctypes.sizeof(shown), 0)

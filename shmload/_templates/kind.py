@@ -13,11 +13,11 @@ import _ctypes  # what ctypes itself needs to import takes three times as long
 import contextlib
 import os
 import resource
+import select
 import sys
 
-from shmload._templates import place, rights
+from shmload._templates import place
 from shmload._templates.messages import VERSION, Standing
-from shmload._templates.rights import read_status, said_of
 from shmload._templates.variables import first_environment, read_on_import
 from shmload._version import __version__
 
@@ -38,6 +38,12 @@ _MAX_KEYS = 64
 _COOKIE_NBYTES = 8
 
 _CGROUP = "shmload-templates"
+# What a process may do, of /proc/PID/status and /proc/PID/ns.
+_FIELDS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs",
+           "Seccomp", "Seccomp_filters", "Speculation_Store_Bypass",
+           "SpeculationIndirectBranch", "THP_enabled")  # fmt: skip
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time",
+               "time_for_children", "user", "uts")  # fmt: skip
 
 _NUMBERS = {
     "x86_64": {"keyctl": 250, "ioprio_set": 251, "ioprio_get": 252},
@@ -71,7 +77,7 @@ def facts_of_this_process(name: str, environment: "dict[str, str] | None" = None
             resource.getrlimit(resource.RLIMIT_STACK),
             sorted((name, read()) for name, read in _SAID.items()),
             None if can_enter_cgroup() else said_of("self", "cgroup"),
-            rights.rights_of(),
+            rights_of(),
             session if terminal else None,
         )
     )
@@ -80,16 +86,12 @@ def facts_of_this_process(name: str, environment: "dict[str, str] | None" = None
 def _interpreter() -> tuple[object, ...]:
     """Return what this interpreter is, with its flags and packages."""
     entries = sys.path if sys.flags.safe_path else sys.path[1:]
+    is_unbuffered = getattr(sys.stdout, "write_through", None)  # no flag says so
     return (
         (sys.executable, sys.prefix, sys.version),
-        (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions, _is_unbuffered()),
+        (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions, is_unbuffered),
         [(entry, _installed(entry)) for entry in entries],
     )
-
-
-def _is_unbuffered() -> bool | None:
-    """Tell whether Python was started with -u, which no flag says."""
-    return getattr(sys.stdout, "write_through", None)
 
 
 def _installed(folder: str) -> int | None:
@@ -110,6 +112,66 @@ def session_and_terminal() -> tuple[int, int]:
     with open("/proc/self/stat", "rb", buffering=0) as file:
         fields = file.read().rpartition(b")")[2].split()
     return int(fields[3]), int(fields[4])
+
+
+# What the kernel says of any process -------------------------------------------------------------
+
+
+def rights_of(pid: int | str = "self") -> dict[str, object]:
+    """Return what a process may do, as named values that two processes can be compared by.
+
+    Args:
+        pid: its process id, or "self".
+
+    Raises:
+        OSError: it has ended, or this process may not look at it.
+    """
+    status = read_status(pid)
+    found: dict[str, object] = {field: status.get(field) for field in _FIELDS}
+    for name in _NAMESPACES:
+        try:
+            found[name] = os.readlink(f"/proc/{pid}/ns/{name}")
+        except FileNotFoundError:  # a kernel without it; a process that has ended fails above
+            continue
+    root = os.stat(f"/proc/{pid}/root")
+    found["root directory"] = (root.st_dev, root.st_ino)
+    found["label"] = said_of(pid, "attr/current")
+    found["audit user"] = said_of(pid, "loginuid")
+    return found
+
+
+def read_status(pid: int | str = "self") -> dict[str, str]:
+    """Return what the kernel says of a process, from /proc/PID/status.
+
+    Raises:
+        OSError: it has ended.
+    """
+    with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
+        text = file.read().decode("latin-1")
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name: value.strip() for name, _, value in pairs}
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process is stopped, by a signal or a debugger."""
+    try:
+        return read_status(pid)["State"].startswith(("T", "t"))
+    except OSError:
+        return False
+
+
+def has_ended(pidfd: int) -> bool:
+    """Tell whether a process has ended."""
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def said_of(pid: int | str, name: str) -> str | None:
+    """Return what the kernel says of a process in a file of /proc; None if it says nothing."""
+    try:
+        with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
+            return file.read().decode("utf-8", "surrogateescape")
+    except OSError:  # it has ended, or this kernel or its security module does not say it
+        return None
 
 
 # What the kernel says of this process only to itself --------------------------------------------

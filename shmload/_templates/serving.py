@@ -17,11 +17,10 @@ from typing import Any, NoReturn
 
 from shmload._host.procfs import rollup_nbytes
 from shmload._templates import leaving, messages, wire
-from shmload._templates.connections import refuse
+from shmload._templates.connections import Peer, refuse
 from shmload._templates.imports import Unfit
 from shmload._templates.messages import Call, Ended, Message, State, Stopped
 from shmload._templates.pipelines import Pipelines
-from shmload._templates.rights import Peer
 
 _MAX_LOST = 3
 # Some errors of the libraries name each key of a checkpoint.
@@ -151,17 +150,15 @@ class Serving:
                     self._replace_spare()
 
     def _end_if_lost(self, fd: int) -> bool:
-        """Tell whether this is a caller's socket; end the program of one that has gone."""
-        for pid, caller in list(self._callers.items()):
-            if caller.channel.fileno() != fd:
-                continue
-            if _is_gone(fd):  # the number may be that of another caller since
-                os.kill(pid, signal.SIGKILL)  # a child that is not reaped yet
-                with contextlib.suppress(ProcessLookupError):  # it is in its caller's group
-                    os.killpg(pid, signal.SIGKILL)
-                self._forget(pid)
-            return True
-        return False
+        """End the program whose caller has gone, if this is the caller's socket; tell whether."""
+        pid = next((p for p, each in self._callers.items() if each.channel.fileno() == fd), 0)
+        if not pid:
+            return False
+        os.kill(pid, signal.SIGKILL)  # a child that is not reaped yet
+        with contextlib.suppress(ProcessLookupError):  # it is in its caller's group
+            os.killpg(pid, signal.SIGKILL)
+        self._forget(pid)
+        return True
 
     def close_all(self) -> None:
         """Close the sockets of callers, in a copy, which has nothing to do with them."""
@@ -288,10 +285,3 @@ def _tell(caller: Peer | None, message: Message) -> None:
     with contextlib.suppress(OSError):
         if caller:
             messages.send(caller.channel, message, waits=False)
-
-
-def _is_gone(fd: int) -> bool:
-    """Tell whether the other side has closed."""
-    poll = select.poll()
-    poll.register(fd, 0)
-    return any(event & select.POLLHUP for _, event in poll.poll(0))

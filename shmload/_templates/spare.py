@@ -7,7 +7,6 @@ variables, says that it is ready, and runs the program when the caller says so. 
 over, it refuses.
 """
 
-import _socket
 import contextlib
 import gc
 import os
@@ -18,15 +17,13 @@ from types import ModuleType
 from typing import Any
 
 from shmload._templates import leaving, messages, wire
-from shmload._templates.caller import command_of, run_plainly
+from shmload._templates.caller import Doubt, command_of, run_plainly
 from shmload._templates.interpreter import RUN_MODULE, Renewal, prepare, show
-from shmload._templates.kind import renew_session_keyring
+from shmload._templates.kind import has_ended, renew_session_keyring
 from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds, Sets
 from shmload._templates.pipelines import Pipelines
-from shmload._templates.rights import has_ended
 from shmload._templates.stash import Stash
 from shmload._templates.taking import (
-    NotHere,
     renew_streams,
     take_descriptors,
     take_dispositions,
@@ -34,9 +31,6 @@ from shmload._templates.taking import (
     take_standing,
 )
 from shmload._templates.variables import variables_in, with_redirect, with_settings
-
-# A caller that has stopped meanwhile is waited for this long; then it runs the program itself.
-_CALLER_TIMEOUT_S = 30.0
 
 
 class Spare:
@@ -86,7 +80,6 @@ class Spare:
         orders.detach()  # `take_descriptors` closes it; the number may be the program's then
         call, (caller, process) = found
         self._caller = wire.take(caller)
-        self._caller.settimeout(_CALLER_TIMEOUT_S)
         try:
             messages.send(self._caller, SendFds())
             sent = messages.receive(self._caller, Fds)
@@ -95,7 +88,7 @@ class Spare:
             return self._become(call, *sent, process)
         except Exception as exc:  # whatever it is, the caller can run the program itself
             refused = Refused(f"{type(exc).__name__}: {exc}", 0)
-            if isinstance(exc, NotHere):
+            if isinstance(exc, Doubt):
                 refused = Refused(str(exc), int(exc.is_replaceable))
             with contextlib.suppress(OSError):
                 messages.send(self._caller, refused)
@@ -112,7 +105,7 @@ class Spare:
             with_settings(self._coerced | environment, call.settings)
         )
         if name:
-            raise NotHere(f"{name} is not what the template has read on import")
+            raise Doubt(f"{name} is not what the template has read on import")
         redirect = call.program.redirect
         os.environ.clear()
         os.environ.update(with_redirect(redirect, environment) | self._coerced)
@@ -157,18 +150,11 @@ class Spare:
 
     def _announce(self) -> None:
         """Tell the caller that the program can run; return when it shall."""
-        try:
+        with contextlib.suppress(OSError, ValueError):
             messages.send(self._caller, Ready(os.getpid(), self._group, os.getppid()))
-            answer = messages.receive(self._caller, Go)
-        except TimeoutError:
-            # It has stopped. Either its word is there now, or it can never say it.
-            self._caller.shutdown(_socket.SHUT_RD)
-            answer = messages.receive(self._caller, Go)
-        except (OSError, ValueError):
-            answer = None
-        if answer is None:
-            os._exit(0)  # the caller has waited too long, and runs the program itself
-        self._caller.settimeout(None)
+            if messages.receive(self._caller, Go):
+                return
+        os._exit(0)  # the caller has waited too long, and runs the program itself
 
 
 def _redirect(way: str, modules: Mapping[str, ModuleType]) -> None:

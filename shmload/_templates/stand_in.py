@@ -10,8 +10,8 @@ import select
 import time
 
 from shmload._templates import messages, wire
-from shmload._templates.messages import Ended, Go, Leaves, Ready, Sets, Stopped
-from shmload._templates.rights import is_stopped
+from shmload._templates.kind import is_stopped
+from shmload._templates.messages import Ended, Leaves, Ready, Sets, Stopped
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ class StandIn:
     Args:
         ready: the program's process, and its parent.
         channel: to the template and to the program.
-        waking: becomes readable when a signal has come.
-        woken: the other end of `waking`.
         witness: tells which signals the group of this process has got; None if the program is in
             that group itself.
 
@@ -66,35 +64,16 @@ class StandIn:
         self,
         ready: Ready,
         channel: "Socket",
-        waking: int,
-        woken: int,
         witness: "Witness | None",
     ) -> None:
         self._pid = ready.pid
         self._channel = channel
         self._witness = witness
-        self._waking, self._woken = waking, woken
+        self._waking, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._code: int | None = None
-        self._fd = os.pidfd_open(ready.pid)
-        try:
-            self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                self._template = os.pidfd_open(ready.template)
-            except OSError:
-                os.close(self._null)
-                raise
-        except OSError:
-            os.close(self._fd)
-            raise
-
-    def let_go(self) -> None:
-        """Let the program run.
-
-        Raises:
-            OSError: it has ended before.
-        """
-        self._channel.settimeout(None)
-        messages.send(self._channel, Go())
+        # If one of these fails, this process becomes another Python, which closes the others.
+        self._fd, self._template = os.pidfd_open(ready.pid), os.pidfd_open(ready.template)
+        self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
 
     def wait(self, note: "Callable[[list[list[str]]], None]") -> "NoReturn":
         """Pass signals on, and end as the program ends.
@@ -130,9 +109,7 @@ class StandIn:
         for fd in range(3):
             os.dup2(self._null, fd)
         used = {self._fd, self._template, self._channel.fileno(), self._waking, self._woken}
-        kept = sorted(used | ({self._witness.fileno()} if self._witness else set()))
-        for low, high in zip([2, *kept], [*kept, 1 << 20], strict=True):
-            os.closerange(low + 1, high)
+        wire.close_others(used | ({self._witness.fileno()} if self._witness else set()), first=3)
 
     def _pass_signals_on(self) -> None:
         try:
@@ -285,9 +262,7 @@ def _answer(channel: "wire.Socket") -> None:
     """Answer until the other side closes; then end this process."""
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        kept = channel.fileno()
-        os.closerange(0, kept)
-        os.closerange(kept + 1, 1 << 20)
+        wire.close_others([channel.fileno()])
         while asked := channel.recv(1):
             channel.send(b"\1" if signal.sigtimedwait(asked, 0) else b"\0")
     finally:

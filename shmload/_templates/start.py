@@ -3,7 +3,7 @@
 import os
 import sys
 
-from shmload._templates import place
+from shmload._templates import place, wire
 from shmload._templates.caller import flags_of_this_process
 from shmload._templates.kind import is_subreaper, renew_session_keyring, session_and_terminal
 from shmload._templates.variables import first_environment, read_on_import
@@ -118,5 +118,4 @@ def _leave_caller(kept: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(null, fd, inheritable=True)
-    os.closerange(3, kept)
-    os.closerange(kept + 1, 1 << 20)
+    wire.close_others([kept], first=3)

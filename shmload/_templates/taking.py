@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shmload._templates import wire
-from shmload._templates.kind import cgroup_folders, control, system_call
+from shmload._templates.caller import Doubt
+from shmload._templates.kind import cgroup_folders, control, said_of, system_call
 from shmload._templates.messages import Standing
-from shmload._templates.rights import said_of
 
 # sched(7); not in the module os.
 _DEADLINE = 6
@@ -23,19 +23,6 @@ _DEADLINE = 6
 _IOPRIO_WHO_PROCESS = 1
 # prctl(2)
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-class NotHere(Exception):
-    """The program cannot be run by a copy of this template; str says why.
-
-    Args:
-        reason: why.
-        is_replaceable: a template that the caller starts could run it.
-    """
-
-    def __init__(self, reason: str, *, is_replaceable: bool = False) -> None:
-        super().__init__(reason)
-        self.is_replaceable = is_replaceable
 
 
 def take_standing(caller: int, said: Standing) -> None:
@@ -46,14 +33,14 @@ def take_standing(caller: int, said: Standing) -> None:
         said: what it says itself.
 
     Raises:
-        NotHere: the kernel refuses a part, or it cannot be given after a process has started.
+        Doubt: the kernel refuses a part, or it cannot be given after a process has started.
     """
     for part, take in _PARTS.items():
         try:
             take(caller, said)
         except (OSError, ValueError) as exc:
             reason = f"the caller's {part} cannot be taken over: {exc}"
-            raise NotHere(reason, is_replaceable=True) from exc
+            raise Doubt(reason, is_replaceable=True) from exc
 
 
 def take_dispositions(ignored: int) -> None:
@@ -105,7 +92,7 @@ def _take_limits(caller: int, _: Standing) -> None:
     for kind in kinds:
         wanted, own = resource.prlimit(caller, kind), resource.getrlimit(kind)
         if kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA) and wanted[0] != -1:
-            raise NotHere(
+            raise Doubt(
                 "the caller's limits cannot be taken over: a copy of a template has more memory "
                 "than a new Python"
             )
@@ -171,28 +158,23 @@ def take_descriptors(
         The channel.
 
     Raises:
-        NotHere: a number of `keep` is wanted: libraries have opened it.
+        Doubt: a number of `keep` is wanted: libraries have opened it.
         OSError: there are no descriptors left.
     """
     directory, *fds = fds
     os.fchdir(directory)
     os.close(directory)
     if keep & set(wanted):
-        raise NotHere(f"libraries have opened descriptors {sorted(keep & set(wanted))}")
+        raise Doubt(f"libraries have opened descriptors {sorted(keep & set(wanted))}")
     above = max([*wanted, *keep, *fds, 63]) + 1
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]
     own = fcntl.fcntl(channel.fileno(), fcntl.F_DUPFD_CLOEXEC, above)
-    timeout = channel.gettimeout()
     channel.detach()
-    staying = sorted({*moved, own, *keep})
-    for low, high in zip([-1, *staying], [*staying, 1 << 20], strict=True):
-        os.closerange(low + 1, high)
+    wire.close_others({*moved, own, *keep})
     for fd, number in zip(moved, wanted, strict=True):
         os.dup2(fd, number, inheritable=True)
         os.close(fd)
-    moved_channel = wire.take(own)
-    moved_channel.settimeout(timeout)
-    return moved_channel
+    return wire.take(own)
 
 
 def renew_streams() -> None:

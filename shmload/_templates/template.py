@@ -27,8 +27,8 @@ from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from shmload._templates import kind, leaving, messages, place, wire
-from shmload._templates.branches import Branches
-from shmload._templates.connections import Connections, Question, refuse
+from shmload._templates.branches import LOOK_S, Branches
+from shmload._templates.connections import Connections, Peer, Question, refuse
 from shmload._templates.freshness import Freshness
 from shmload._templates.imports import Imports
 from shmload._templates.interpreter import Renewal
@@ -36,7 +36,6 @@ from shmload._templates.messages import About, Call, End, Look, Noted
 from shmload._templates.notes import Requests
 from shmload._templates.pipelines import Pipelines
 from shmload._templates.recorder import Recorder
-from shmload._templates.rights import Peer, rights_of
 from shmload._templates.serving import Born, Branch, Serving
 from shmload._templates.spare import Spare
 from shmload._templates.stash import Stash
@@ -45,8 +44,8 @@ from shmload._templates.variables import first_environment, note_variables
 IDLE_S = 1800.0
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN,
             signal.SIGTTOU, signal.SIGPIPE, signal.SIGXFSZ)  # fmt: skip
-# It looks this often whether it is alone in its control group, and ends if so.
-_LOOK_AROUND_S = 10.0
+# After this time it looks whether it is alone in its control group, and ends if so.
+_LONELY_S = 10.0
 
 
 def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
@@ -128,7 +127,7 @@ class Template:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._freshness = Freshness()
-        self._rights = rights_of()
+        self._rights = kind.rights_of()
         self._group = kind.leave_or_find()
         self._serving = serving = Serving(self._become_program)
         self._poll = serving.poll
@@ -152,7 +151,7 @@ class Template:
         self._branches = Branches(key, self._poll, self._become_branch, can_load=can_load)
         while True:
             self._tend()
-            ended, others = serving.wait(self._wait_ms())
+            ended, others = serving.wait(1000 * LOOK_S)
             for pid in ended:
                 self._branches.on_child_exit(pid)
             if ended:
@@ -166,26 +165,20 @@ class Template:
                 elif asked := self._connections.question_at(fd):
                     self._answer(*asked)
 
-    def _wait_ms(self) -> float:
-        times = [_LOOK_AROUND_S, self._connections.wait_s(), self._branches.wait_s()]
-        return 1000 * min(found for found in times if found is not None)
+    @property
+    def _programs(self) -> int:
+        return self._serving.programs + self._branches.programs
 
     def _tend(self) -> None:
-        """Do what time brings."""
+        """Do what time or an event has brought."""
         idle = time.monotonic() - self._used
-        if self._is_told_to_end:
-            self._drain()
-        may_end = (
-            not self._serving.programs and not self._branches.programs and not self._is_draining
-        )
-        is_lonely = idle > _LOOK_AROUND_S and kind.is_alone_in(self._group)
-        if may_end and (idle > IDLE_S or is_lonely):
+        is_lonely = idle > _LONELY_S and kind.is_alone_in(self._group)
+        if self._is_told_to_end or (not self._programs and (idle > IDLE_S or is_lonely)):
             self._drain()
         if self._is_draining and not self._serving.programs and not self._branches:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._connections.path)
             os._exit(0)
-        self._connections.tend()
         if not self._is_draining:
             self._branches.tend()
 
@@ -240,7 +233,7 @@ class Template:
             "name": self._name,
             "pid": os.getpid(),
             "state": "draining" if self._is_draining else "ready",
-            "programs": self._serving.programs + self._branches.programs,
+            "programs": self._programs,
             "idle_s": time.monotonic() - self._used,
             "branches": self._branches.about(),
             "left_out": self._left_out,
@@ -254,11 +247,10 @@ class Template:
         All processes of this user may look at it and end it. One with other rights may neither run
         a program here nor say what one has loaded.
         """
-        is_call = isinstance(question, Call)
-        if is_call or isinstance(question, Noted) or peer.user != os.geteuid():
-            difference = peer.how_it_differs(self._rights)
-            if difference:
-                return f"this process may not use the template: {difference}"
+        if peer.user != os.geteuid():
+            return "the template is another user's"
+        if isinstance(question, Call | Noted) and (why := peer.how_it_differs(self._rights)):
+            return f"this process may not use the template: {why}"
         if not isinstance(question, Call):
             return ""
         if self._is_draining:

@@ -19,7 +19,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from typing import Any
 
 Socket = _socket.socket
@@ -198,6 +198,12 @@ def close(fds: "Sequence[int]") -> None:
     """Close descriptors."""
     for fd in fds:
         os.close(fd)
+
+
+def close_others(kept: "Collection[int]", first: int = 0) -> None:
+    """Close the descriptors from the first one on, but for these, which are not below it."""
+    for low, high in zip([first - 1, *sorted(kept)], [*sorted(kept), 1 << 20], strict=True):
+        os.closerange(low + 1, high)
 
 
 def peer_of(channel: "Socket") -> tuple[int, int]:
