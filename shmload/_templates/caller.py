@@ -55,8 +55,7 @@ class _Wanted:
         self.name = name
         self.settings = variables.read_settings(program)
         self.variables = variables.with_settings(variables.first_environment(), self.settings)
-        self.facts = kind.facts_of_this_process(name, self.variables)
-        self.key = place.key_of(self.facts)
+        self.key = kind.key_of_this_process(name, self.variables)
 
 
 def run(program: Program, name: str, is_verbose: bool) -> "NoReturn":
@@ -120,7 +119,6 @@ def _hand_over(program: Program, wanted: _Wanted, is_verbose: bool) -> None:
     call = Call(
         program=program,
         name=variables.name_of(program),
-        facts=wanted.facts,
         settings=wanted.settings,
         fds=descriptors,
         group=group,

@@ -1,6 +1,6 @@
 """What makes two programs need different templates, and what a process inherits of the kernel.
 
-A template serves a program only if everything in `facts_of_this_process` is the same for both: the
+A template serves a program only if everything in `key_of_this_process` is the same for both: the
 interpreter and its flags, the packages, the variables that libraries read on import, the cores, and
 what the kernel lets the process do.
 
@@ -53,34 +53,30 @@ _LIBC = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # all that is loaded
 _PRCTL, _SYSCALL = (_ctypes.dlsym(_LIBC, name) for name in ("prctl", "syscall"))
 
 
-def key_of_this_process(name: str) -> str:
-    """Return the key of the template of a name for this process's programs."""
-    return place.key_of(facts_of_this_process(name))
+def key_of_this_process(name: str, environment: "dict[str, str] | None" = None) -> str:
+    """Return the key of the template of a name for this process's programs.
 
-
-def facts_of_this_process(name: str, environment: "dict[str, str] | None" = None) -> str:
-    """Return everything that a template for this process's program must have in common with it.
+    It stands for everything that the template must have in common with it.
 
     Args:
         name: of the template, as the user gave it.
         environment: the variables that imports shall find; None for this process's first ones.
     """
     session, terminal = session_and_terminal()
-    return repr(
-        (
-            (__version__, VERSION, name),
-            _interpreter(),
-            sorted(read_on_import(environment or first_environment()).items()),
-            # Libraries choose the size of their thread pools when they are loaded.
-            sorted(os.sched_getaffinity(0)),
-            # Of the first thread the kernel sets it up at exec, and never again.
-            resource.getrlimit(resource.RLIMIT_STACK),
-            sorted((name, read()) for name, read in _SAID.items()),
-            None if can_enter_cgroup() else said_of("self", "cgroup"),
-            rights_of(),
-            session if terminal else None,
-        )
+    facts = (
+        (__version__, VERSION, name),
+        _interpreter(),
+        sorted(read_on_import(environment or first_environment()).items()),
+        # Libraries choose the size of their thread pools when they are loaded.
+        sorted(os.sched_getaffinity(0)),
+        # Of the first thread the kernel sets it up at exec, and never again.
+        resource.getrlimit(resource.RLIMIT_STACK),
+        sorted((name, read()) for name, read in _SAID.items()),
+        None if can_enter_cgroup() else said_of("self", "cgroup"),
+        rights_of(),
+        session if terminal else None,
     )
+    return place.key_of(repr(facts))
 
 
 def _interpreter() -> tuple[object, ...]:

@@ -87,7 +87,6 @@ class Call(Message):
     Fields:
         program: see there.
         name: what all runs of this program have in common.
-        facts: what the template must have in common with the caller, see `kind`.
         settings: the variables that the program is going to set, see `variables`.
         fds: the numbers of the descriptors that the program inherits.
         group: the caller's process group if it has a terminal, else 0.
@@ -97,7 +96,6 @@ class Call(Message):
 
     program: Program
     name: str
-    facts: str
     settings: list[list[str]]
     fds: list[int]
     group: int

@@ -34,7 +34,7 @@ def folder() -> str:
 
 
 def key_of(facts: str) -> str:
-    """Return a short name for these facts; a template compares the facts themselves too."""
+    """Return a short name for these facts."""
     raw = facts.encode("utf-8", "surrogateescape")
     return f"{zlib.crc32(raw):08x}{zlib.adler32(raw):08x}"
 

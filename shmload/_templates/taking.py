@@ -112,8 +112,10 @@ def _take_cgroup(caller: int, _: Standing) -> None:
                 file.write("0")
 
 
-def _take_file(name: str, value: str | None, prefix: str = "") -> None:
-    if value is not None and said_of("self", name) != value:
+def _write_own(name: str, wanted: int | str, prefix: str = "") -> None:
+    """Write this process's file of /proc as another process has it, or as that one says."""
+    value = said_of(wanted, name) if isinstance(wanted, int) else wanted
+    if value and said_of("self", name) != value:
         with open(f"/proc/self/{name}", "w", encoding="latin-1") as file:
             file.write(prefix + value)
 
@@ -123,16 +125,10 @@ _PARTS: dict[str, Callable[[int, Standing], object]] = {
     "cores": _take_cores,
     "scheduling": _take_scheduling,
     "I/O priority": _take_io_priority,
-    "oom_score_adj": lambda caller, _: _take_file(
-        "oom_score_adj", said_of(caller, "oom_score_adj")
-    ),
-    "coredump_filter": lambda caller, _: _take_file(
-        # As it is read, it would be taken for octal.
-        "coredump_filter",
-        said_of(caller, "coredump_filter"),
-        "0x",
-    ),
-    "timer slack": lambda _, said: _take_file("timerslack_ns", said.timer_slack or None),
+    "oom_score_adj": lambda caller, _: _write_own("oom_score_adj", caller),
+    # As it is read, it would be taken for octal.
+    "coredump_filter": lambda caller, _: _write_own("coredump_filter", caller, "0x"),
+    "timer slack": lambda _, said: _write_own("timerslack_ns", said.timer_slack),
     "limits": _take_limits,
     "child subreaper": lambda _, said: control(_PR_SET_CHILD_SUBREAPER, said.is_subreaper),
     "umask": lambda _, said: os.umask(said.umask),

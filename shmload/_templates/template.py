@@ -30,7 +30,7 @@ from shmload._templates import kind, leaving, messages, place, wire
 from shmload._templates.branches import LOOK_S, Branches
 from shmload._templates.connections import Connections, Peer, Question, refuse
 from shmload._templates.freshness import Freshness
-from shmload._templates.imports import Imports
+from shmload._templates.imports import Imports, Unfit
 from shmload._templates.interpreter import Renewal
 from shmload._templates.messages import About, Call, End, Look, Noted
 from shmload._templates.notes import Requests
@@ -59,7 +59,7 @@ def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
     key = os.path.basename(socket)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    facts = kind.facts_of_this_process(name)
+    own_key = kind.key_of_this_process(name)
     del sys.path[: 0 if sys.flags.safe_path else 1]
     recorder.fresh["path"] = list(sys.path)
     lock = place.take_lock(key)
@@ -68,6 +68,8 @@ def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
     place.write_note(key, "imports", "\n".join(wanted))
     imports = Imports(key, recorder)
     try:
+        if own_key != key:
+            raise Unfit("what it was to have in common with its callers has changed since")
         imports.make(wanted)
         note_variables(recorder.variables)
     except BaseException as exc:  # a module may raise anything
@@ -76,7 +78,7 @@ def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
         os._exit(1)
     pid = os.getpid()
     try:
-        Template(name, key, facts, lock, imports, known).run()
+        Template(name, key, lock, imports, known).run()
     except Born as born:
         return born.run
     except BaseException:
@@ -91,7 +93,6 @@ class Template:
     Args:
         name: as the user gave it.
         key: see `kind`.
-        facts: what it has in common with its callers.
         lock: holds the right to be the template of this key.
         imports: what was imported.
         known: names of the modules that any Python has.
@@ -101,12 +102,11 @@ class Template:
         self,
         name: str,
         key: str,
-        facts: str,
         lock: int,
         imports: Imports,
         known: Collection[str],
     ) -> None:
-        self._name, self._key, self._facts = name, key, facts
+        self._name, self._key = name, key
         self._lock = lock
         self._recorder = recorder = imports.recorder
         before = first_environment()
@@ -255,8 +255,6 @@ class Template:
             return ""
         if self._is_draining:
             return "the template takes no more programs"
-        if question.facts != self._facts:
-            return "this process differs from the template"
         if self._freshness.is_lost():
             self._drain()
             return "stale: a package has changed"

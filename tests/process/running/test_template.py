@@ -189,15 +189,14 @@ def test_module_that_no_template_can_import_is_left_out_by_name(place, name):
 
 # Whom it serves ----------------------------------------------------------------------------------
 
-# A process that says that it is like the template, whatever it is.
+# A process that calls a template, whatever it may do itself.
 _LIAR = """
 import ctypes, os, sys
-from shmload._templates import kind, messages, wire
+from shmload._templates import messages, wire
 from shmload._templates.messages import Call, Program, Refused, SendFds
 from shmload._templates.kind import own_standing
 program = Program("code", b"pass", [], [], "", 0)
-facts, standing = kind.facts_of_this_process("default"), own_standing()
-call = Call(program, "", facts, [], [0, 1, 2], 0, standing, 0)
+call = Call(program, "", [], [0, 1, 2], 0, own_standing(), 0)
 channel = wire.open_socket()
 folder = os.open(os.path.dirname(sys.argv[1]), os.O_PATH)
 libc = ctypes.CDLL(None)

@@ -33,7 +33,7 @@ def pair():
 
 
 def _call():
-    return Call(Program("code", b"", [], [], "", 1), "", "", [], [], 0, Standing(0, 0, "", 0, 0), 0)
+    return Call(Program("code", b"", [], [], "", 1), "", [], [], 0, Standing(0, 0, "", 0, 0), 0)
 
 
 def test_call_comes_though_the_template_has_closed_its_end(pair):

@@ -16,7 +16,7 @@ _PROGRAMS = st.builds(
 )  # fmt: skip
 _STANDINGS = st.builds(Standing, st.integers(), st.integers(), _TEXTS, st.integers(), st.integers())
 _CALLS = st.builds(
-    Call, _PROGRAMS, _TEXTS, _TEXTS, st.lists(st.lists(_TEXTS)), st.lists(st.integers()),
+    Call, _PROGRAMS, _TEXTS, st.lists(st.lists(_TEXTS)), st.lists(st.integers()),
     st.integers(), _STANDINGS, st.integers(0, 1),
 )  # fmt: skip
 
